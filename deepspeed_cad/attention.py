@@ -1,0 +1,282 @@
+"""One layer's core attention in one tick, as autograd sees it: dispatch, serve, collect.
+
+Three nodes per call, so that two nano-batches can alternate and the backward is the mirror of the forward:
+
+    forward    Dispatch: start Q, K, V out │ Serve: run tasks, start O back      │ Collect: wait for O
+    backward   Collect: start dO (Q, K, V) │ Serve: run tasks, start dQ dK dV    │ Dispatch: wait for dQ, dK, dV
+
+Results live on the `AttentionCall`, not in `save_for_backward`: under activation checkpointing the second forward
+of a layer finds O there and neither attends nor exchanges. `T` query rows at home, `U` key rows at home; other shapes
+as in serve.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
+from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.schedule import KEY, QUERY
+from deepspeed_cad.serve import Prepared, run_local, run_local_backward, run_served, run_served_backward
+
+
+@dataclass
+class CallCounts:
+    """What was executed: tests and the monitor read it."""
+
+    forwards: int = 0
+    backwards: int = 0
+    replays: int = 0
+
+
+@dataclass(frozen=True)
+class Modes:
+    """How a call overlaps, keeps and recomputes."""
+
+    local_first: bool = True
+    """Run local batches while the dispatch is under way."""
+    recompute: bool = False
+    """Let activation checkpointing run core attention again instead of keeping O and LSE."""
+    keep_received: bool = False
+    """A server keeps the Q, K, V it received until backward instead of receiving them again."""
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """Core attention of one layer, one micro-batch and one nano-batch."""
+
+    prepared: Prepared
+    kernel: Kernel
+    transport: Transport | None
+    """None: a group of one rank, nothing to exchange."""
+    rule: MaskRule
+    modes: Modes
+    counts: CallCounts
+    slot: int = 0
+    label: str = "attention"
+    sinks: torch.Tensor | None = None
+    done: bool = False
+    released: bool = False
+    _inputs: tuple[torch.Tensor, ...] = ()
+    _outputs: tuple[torch.Tensor, ...] = ()
+    """O, LSE at home; O, LSE of served tasks; then Q, K, V received where they are kept."""
+    _out: Dispatched | None = None
+    _back: Returned | None = None
+    _sinks: torch.Tensor | None = None
+    """A copy of the sinks that the forward used: the parameter itself may be sharded again by backward."""
+    _gradients: tuple[torch.Tensor, ...] = ()
+    _backward_inputs: tuple[torch.Tensor, ...] = field(default=())
+
+    def __call__(self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor) -> torch.Tensor:
+        """O [T, H, V], all steps one after the other."""
+        return self.collect(self.serve(self.dispatch(q_THD, k_UKD, v_UKV)), q_THD, k_UKD, v_UKV)
+
+    # The three steps, for ping-pong to interleave.
+    def dispatch(self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor) -> torch.Tensor:
+        """Start the exchange of Q, K, V; gives the token to pass to `serve`."""
+        return _Dispatch.apply(self, q_THD, k_UKD, v_UKV)
+
+    def serve(self, token: torch.Tensor) -> torch.Tensor:
+        """Run this rank's tasks and start the exchange of O; gives the token to pass to `collect`."""
+        return _Serve.apply(self, token)
+
+    def collect(
+        self, token: torch.Tensor, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor
+    ) -> torch.Tensor:
+        """O [T, H, V]."""
+        return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, self.sinks)
+
+    @property
+    def replaying(self) -> bool:
+        """This is the second forward of a checkpointed layer and its result is at hand."""
+        return self.done and not self.modes.recompute
+
+    def forward_dispatch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Start sending Q, K, V."""
+        if self.released:
+            raise CADError(
+                f"{self.label}: backward through the same forward a second time (retain_graph) is not supported: "
+                "attention outputs are freed as soon as their backward ran"
+            )
+        self._inputs = (q, k, v)
+        self._sinks = None if self.sinks is None else self.sinks.detach().clone()
+        if self.transport is not None:
+            fields = [Outgoing(QUERY, _by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
+            self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
+
+    def forward_serve(self) -> None:
+        """Run local and served batches, start sending O back."""
+        q, k, v = self._inputs
+        sinks = self._sinks
+        if self.transport is None:
+            o, lse = run_local(self.prepared, self.kernel, self.rule, q, k, v, sinks)
+            self._outputs = (o, lse)
+            return
+        received = None if self.modes.local_first else self._wait_out()
+        o, lse = run_local(self.prepared, self.kernel, self.rule, q, k, v, sinks)
+        q_RW, k_SD, v_SV = received or self._wait_out()
+        groups = k.shape[1]
+        q_RGD, k_S1D, v_S1V = q_RW.unflatten(1, (-1, q.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1)
+        served_o, served_lse = run_served(self.prepared, self.kernel, self.rule, q_RGD, k_S1D, v_S1V, sinks)
+        fields = [Returning(QUERY, served_o.flatten(1), o.unflatten(1, (groups, -1)).flatten(2))]
+        if sinks is not None:
+            fields.append(Returning(QUERY, served_lse, lse.unflatten(1, (groups, -1))))
+        self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
+        kept = tuple(x.clone() for x in (q_RGD, k_S1D, v_S1V)) if self.modes.keep_received else ()
+        self._outputs = (o, lse, served_o, served_lse, *kept)
+
+    def forward_collect(self) -> torch.Tensor:
+        """Wait until O is complete at home."""
+        if self._back is not None:
+            self._back.wait()
+        self._back = self._out = None
+        self._inputs = ()
+        self.done = True
+        self.counts.forwards += 1
+        return self._outputs[0]
+
+    def backward_dispatch(
+        self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | None:
+        """Start sending dO (and Q, K, V); gives the gradient of the sinks, if there are any."""
+        if not outputs:
+            raise CADError(f"{self.label}: its outputs were already freed; backward can run once per forward")
+        self._backward_inputs = (do, q, k, v, *outputs)
+        if self.transport is not None:
+            fields = [Outgoing(QUERY, _by_group(do, k))]
+            if len(outputs) == 4:
+                fields += [Outgoing(QUERY, _by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
+            self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
+        if self._sinks is None:
+            return None
+        o, lse = outputs[:2]
+        weight = torch.exp(self._sinks.to(lse.dtype) - lse)
+        if len(self.prepared.padding):
+            weight[self.prepared.padding] = 0
+        return -(weight * (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum(0).to(self._sinks.dtype)
+
+    def backward_serve(self) -> None:
+        """Run the backward of local and served batches, start sending dQ, dK, dV back."""
+        do, q, k, v, o, lse, *served = self._backward_inputs
+        run = (self.prepared, self.kernel, self.rule)
+        if self.transport is None:
+            self._gradients = run_local_backward(*run, do, q, k, v, o, lse)
+            return
+        received = None if self.modes.local_first else self._wait_out()
+        dq, dk, dv = self._gradients = run_local_backward(*run, do, q, k, v, o, lse)
+        do_RW, *resent = received or self._wait_out()
+        served_o, served_lse, *kept = served
+        if kept:
+            q_RGD, k_S1D, v_S1V = kept
+        else:
+            q_RGD = resent[0].unflatten(1, (-1, q.shape[2]))
+            k_S1D, v_S1V = resent[1].unsqueeze(1), resent[2].unsqueeze(1)
+        dq_RGD, dk_S1D, dv_S1V = run_served_backward(
+            *run, do_RW.unflatten(1, (-1, v.shape[2])), q_RGD, k_S1D, v_S1V, served_o, served_lse
+        )
+        fields = [
+            Returning(QUERY, dq_RGD.flatten(1), _by_group(dq, dk)),
+            Returning(KEY, dk_S1D.flatten(1), dk, add=True),
+            Returning(KEY, dv_S1V.flatten(1), dv, add=True),
+        ]
+        self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
+
+    def backward_collect(self) -> tuple[torch.Tensor, ...]:
+        """dQ, dK, dV, complete; everything this call held is freed."""
+        if self._back is not None:
+            self._back.wait()
+        gradients = self._gradients
+        self._back = self._out = None
+        self._gradients = self._backward_inputs = self._outputs = ()
+        self.released = True
+        self.counts.backwards += 1
+        return gradients
+
+    def take_outputs(self) -> tuple[torch.Tensor, ...]:
+        """The results to keep until backward."""
+        return self._outputs
+
+    def drop_outputs(self) -> None:
+        """Forget the results: autograd holds them."""
+        self._outputs = ()
+
+    def _wait_out(self) -> list[torch.Tensor]:
+        if self._out is None:
+            raise CADError(f"{self.label}: no exchange is under way")
+        return self._out.wait()
+
+
+def _by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:
+    """[T, K, G·D]: the heads of a group side by side, a view."""
+    x = x_THD if x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2] else x_THD.contiguous()
+    return x.unflatten(1, (k_UKD.shape[1], -1)).flatten(2)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        if not call.replaying:
+            call.forward_dispatch(q.detach(), k.detach(), v.detach())
+        return q.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dq, dk, dv = ctx.call.backward_collect()
+        need = ctx.needs_input_grad
+        return None, dq if need[1] else None, dk if need[2] else None, dv if need[3] else None
+
+
+class _Serve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AttentionCall, token: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        if not call.replaying:
+            call.forward_serve()
+        return token.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.call.backward_serve()
+        return None, torch.zeros_like(grad)
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: AttentionCall,
+        token: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.call = call
+        if call.replaying:
+            call.counts.replays += 1
+            o = call.take_outputs()[0]
+        else:
+            o = call.forward_collect()
+        if call.modes.recompute:
+            # Autograd holds everything, so that checkpointing frees and recomputes it.
+            ctx.save_for_backward(q, k, v, *call.take_outputs()[1:], o)
+            call.drop_outputs()
+            return o
+        ctx.save_for_backward(q, k, v)
+        return o.detach()
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: AttentionCall = ctx.call
+        q, k, v, *rest = ctx.saved_tensors
+        outputs = (rest[-1], *rest[:-1]) if call.modes.recompute else call.take_outputs()
+        do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
+        dsinks = call.backward_dispatch(
+            do, q.detach(), k.detach(), v.detach(), tuple(x.detach() for x in outputs)
+        )
+        return None, do.new_zeros(1), None, None, None, dsinks if ctx.needs_input_grad[5] else None

@@ -1,0 +1,71 @@
+"""What a transport does: move slices between homes and servers, without blocking the caller.
+
+A `Field` is one tensor of one exchange. On the way out its `home` is [rows, groups, width] (a strided view of the
+rank's own Q, K, V or dO with a contiguous last dimension) and it arrives in a group-major buffer [served rows, width].
+On the way back `served` is that group-major buffer; it lands at home in table order and is then placed: written
+(O, dQ: every row comes from one place) or added (dK, dV: several servers may have read the same keys).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from deepspeed_cad.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor on its way from homes to servers."""
+
+    kind: int
+    """schedule.QUERY or schedule.KEY: which slices carry it."""
+    home: torch.Tensor
+    """[rows, groups, width]."""
+
+
+@dataclass(frozen=True)
+class Returning:
+    """A tensor on its way from servers back home."""
+
+    kind: int
+    served: torch.Tensor
+    """[served rows, width], contiguous."""
+    home: torch.Tensor
+    """[rows, groups, width] at home, where it is placed."""
+    add: bool = False
+    """Add to what is there (in fp32, rounded once) instead of writing."""
+
+
+class Dispatched(Protocol):
+    """A dispatch under way."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Group-major buffers [served rows, width], one per field, complete for work queued after this call."""
+
+
+class Returned(Protocol):
+    """A return under way."""
+
+    def wait(self) -> None:
+        """Place what came back into the `home` tensors, for work queued after this call."""
+
+
+class Transport(Protocol):
+    """Moves slices. Every rank of the group calls the same methods in the same order, also with nothing to move."""
+
+    name: str
+    exchanges: int
+    """Exchanges started so far: tests count them."""
+    bytes_sent: int
+
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> Dispatched:
+        """Start sending. `slot` (0 or 1) is the nano-batch: exchanges of different slots may overlap."""
+
+    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> Returned:
+        """Start returning."""
+
+    def close(self) -> None:
+        """Release buffers and communicators."""

@@ -1,0 +1,310 @@
+"""Layout: where every token of a micro-batch lives.
+
+In: position ids, cumulative lengths or plain lengths. Out: `Layout` (every segment of every rank) and `Tick` (the
+rows whose attention one call computes, and the rows whose keys they may read). Plain numpy, no torch.distributed.
+
+Positions are counted in tokens from the start of a document; offsets are rows of a rank's token buffer, that is the
+micro-batch flattened row by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deepspeed_cad.errors import CADDataError
+
+Ints = npt.NDArray[np.int64]
+
+
+def _ints(values: Any) -> Ints:
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Parts of documents, one row each, ordered by (rank, offset); all columns are int64 of the same length."""
+
+    document: Ints
+    """Identity of the document, equal on every rank."""
+    begin: Ints
+    """First position in the document."""
+    end: Ints
+    """One past the last position."""
+    rank: Ints
+    """The home rank, a rank of the CAD group."""
+    offset: Ints
+    """Row of `begin` in the home's buffer."""
+
+    def __post_init__(self) -> None:
+        for name in ("document", "begin", "end", "rank", "offset"):
+            object.__setattr__(self, name, _ints(getattr(self, name)))
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def select(self, rows: Any) -> Segments:
+        """The segments that a boolean mask or an index array names, in that order."""
+        return Segments(*(column[rows] for column in (self.document, self.begin, self.end, self.rank, self.offset)))
+
+    def to_array(self) -> Ints:
+        """Columns document, begin, end, rank, offset as an [n, 5] array."""
+        return np.stack([self.document, self.begin, self.end, self.rank, self.offset], axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalSegments:
+    """What one rank says of its micro-batch: begin, end and offset of each segment, and its number of rows."""
+
+    begin: Ints
+    end: Ints
+    offset: Ints
+    tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("begin", "end", "offset"):
+            object.__setattr__(self, name, _ints(getattr(self, name)))
+
+    def to_array(self) -> Ints:
+        """Columns begin, end, offset as an [n, 3] array: what travels between ranks."""
+        return np.stack([self.begin, self.end, self.offset], axis=1)
+
+    @staticmethod
+    def from_array(columns: Ints, tokens: int) -> LocalSegments:
+        """The inverse of `to_array`."""
+        return LocalSegments(columns[:, 0], columns[:, 1], columns[:, 2], tokens)
+
+    def same_as(self, other: LocalSegments) -> bool:
+        """Whether both describe the same rows."""
+        return self.tokens == other.tokens and np.array_equal(self.to_array(), other.to_array())
+
+
+@dataclass(frozen=True, eq=False)
+class Tick:
+    """One core-attention call of all ranks together: the unit that a plan is made for.
+
+    `query` are the rows whose output is computed, with offsets in each rank's query buffer; `key` are the rows that
+    they may read, with offsets in each rank's key buffer. Row 0 of the key buffer is row `key_base` of the rank's
+    token buffer, row 0 of the query buffer is row `query_base`. Documents may lie on several ranks and a rank may
+    have no rows.
+    """
+
+    ranks: int
+    query: Segments
+    key: Segments
+    query_tokens: Ints
+    """Rows of each rank's query buffer, padding included."""
+    key_tokens: Ints
+    """Rows of each rank's key buffer, padding included."""
+    query_base: Ints
+    key_base: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Every segment of every rank for one micro-batch."""
+
+    ranks: int
+    segments: Segments
+    tokens: Ints
+    """Rows of each rank's token buffer; rows that no segment covers are padding."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _ints(self.tokens))
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are; ids run from 0."""
+        return int(self.segments.document.max()) + 1 if len(self.segments) else 0
+
+    def tick(self) -> Tick:
+        """The whole micro-batch as one tick."""
+        zero = np.zeros(self.ranks, dtype=np.int64)
+        return Tick(self.ranks, self.segments, self.segments, self.tokens, self.tokens, zero, zero)
+
+    def cut(self, at: Any) -> tuple[Tick, Tick]:
+        """Two ticks: rows [0, at[r]) of every rank r, then rows [at[r], tokens[r]) reading the keys of both.
+
+        Raises CADDataError where a row of the first part would read a key of the second (a document that goes on
+        on the next rank), because those keys do not exist yet when the first part is computed.
+        """
+        at = _ints(at)
+        if not self.can_cut(at):
+            raise CADDataError(
+                f"the cut {at.tolist()} puts keys of a document into the second part that the first part reads; "
+                "cut documents that span ranks at a rank boundary"
+            )
+        seg = self.segments
+        middle = np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
+        first = Segments(seg.document, seg.begin, seg.begin + middle, seg.rank, seg.offset).select(middle > 0)
+        rest = middle < seg.end - seg.begin
+        second = Segments(
+            seg.document, seg.begin + middle, seg.end, seg.rank, seg.offset + middle - at[seg.rank]
+        ).select(rest)
+        continued = np.isin(seg.document, second.document)
+        base = at.copy()
+        np.minimum.at(base, seg.rank[continued], seg.offset[continued])
+        kept = seg.select(continued)
+        key = Segments(kept.document, kept.begin, kept.end, kept.rank, kept.offset - base[kept.rank])
+        zero = np.zeros(self.ranks, dtype=np.int64)
+        return (
+            Tick(self.ranks, first, first, at, at, zero, zero),
+            Tick(self.ranks, second, key, self.tokens - at, self.tokens - base, at, base),
+        )
+
+    def can_cut(self, at: Any) -> bool:
+        """Whether no row before the cut reads a key behind it."""
+        at = _ints(at)
+        seg = self.segments
+        middle = np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
+        last_first = np.zeros(self.documents, dtype=np.int64)
+        np.maximum.at(last_first, seg.document, np.where(middle > 0, seg.begin + middle, 0))
+        first_second = np.full(self.documents, np.iinfo(np.int64).max)
+        behind = middle < seg.end - seg.begin
+        np.minimum.at(first_second, seg.document[behind], (seg.begin + middle)[behind])
+        return bool((last_first <= first_second).all())
+
+    @staticmethod
+    def from_rank_lengths(lengths: list[list[int]], tokens: Any = None) -> Layout:
+        """Documents that stay on their rank: `lengths[r]` are those of rank r, in order."""
+        local = []
+        for rank, own in enumerate(lengths):
+            begins = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])
+            rows = int(begins[-1] if tokens is None else tokens[rank])
+            kept = _ints(own) > 0
+            local.append(LocalSegments(np.zeros(int(kept.sum())), _ints(own)[kept], begins[:-1][kept], rows))
+        return assemble(local)
+
+    @staticmethod
+    def from_stream(lengths: list[int], ranks: int, tokens_per_rank: int) -> Layout:
+        """One stream of documents cut into equal rank parts; documents may span ranks.
+
+        Raises CADDataError where the documents do not fit into `ranks` × `tokens_per_rank`.
+        """
+        total = int(sum(lengths))
+        if total > ranks * tokens_per_rank:
+            raise CADDataError(
+                f"{total} tokens do not fit into {ranks} ranks of {tokens_per_rank}: "
+                f"raise tokens_per_rank to at least {-(-total // max(ranks, 1))}"
+            )
+        ends = np.cumsum(lengths, dtype=np.int64) if len(lengths) else np.zeros(0, np.int64)
+        local = []
+        for rank in range(ranks):
+            low, high = rank * tokens_per_rank, (rank + 1) * tokens_per_rank
+            begins = ends - _ints(lengths) if len(lengths) else ends
+            here = (ends > low) & (begins < high) & (ends > begins)
+            start, stop = np.maximum(begins[here], low), np.minimum(ends[here], high)
+            local.append(LocalSegments(start - begins[here], stop - begins[here], start - low, tokens_per_rank))
+        return assemble(local)
+
+
+def assemble(local: list[LocalSegments]) -> Layout:
+    """Join what the ranks say into one layout.
+
+    The first segment of a rank may begin at position p > 0: it continues the document whose last segment, on the
+    nearest rank before that has any, ended at p. Raises CADDataError, naming ranks and positions, where it does not.
+    """
+    documents, ranks_of = [], []
+    next_document, open_end, open_rank = 0, -1, -1
+    for rank, own in enumerate(local):
+        count = len(own.begin)
+        ids = np.arange(next_document, next_document + count)
+        if count and own.begin[0] > 0:
+            if open_end != own.begin[0]:
+                before = (
+                    f"the document before it, on rank {open_rank}, ended at {open_end}"
+                    if open_rank >= 0
+                    else "no rank before it has a document"
+                )
+                raise CADDataError(
+                    f"rank {rank}: its first document starts at position {int(own.begin[0])}, but {before}. "
+                    "A rank may start inside a document only where the rank before stopped "
+                    "(deepspeed_cad.shard_stream cuts that way); otherwise positions must start at 0"
+                )
+            ids -= 1
+        documents.append(ids)
+        ranks_of.append(np.full(count, rank))
+        if count:
+            next_document, open_end, open_rank = int(ids[-1]) + 1, int(own.end[-1]), rank
+    empty = [np.zeros(0, np.int64)]
+    segments = Segments(
+        np.concatenate(documents or empty),
+        np.concatenate([own.begin for own in local] or empty),
+        np.concatenate([own.end for own in local] or empty),
+        np.concatenate(ranks_of or empty),
+        np.concatenate([own.offset for own in local] or empty),
+    )
+    return Layout(len(local), segments, _ints([own.tokens for own in local]))
+
+
+def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegments:
+    """Segments of a [batch, tokens] array of position ids, flattened row by row.
+
+    A document is a run of consecutive positions inside one batch row. `mask` ([batch, tokens], 0 where padded) takes
+    padding out; a run behind padding is a document of its own whatever position it starts at. Raises CADDataError
+    for positions that are not whole numbers, are negative, or jump inside a row to something other than 0.
+    """
+    positions = np.asarray(position_ids)
+    if positions.ndim == 1:
+        positions = positions[None]
+    if positions.ndim != 2:
+        raise CADDataError(
+            f"position_ids has shape {positions.shape}; expected [batch, tokens]. "
+            "Positions of several axes (vision models) are not supported"
+        )
+    if not np.issubdtype(positions.dtype, np.integer):
+        if not np.isfinite(positions).all() or (positions != np.floor(positions)).any():
+            row, column = np.argwhere(~np.isfinite(positions) | (positions != np.floor(positions)))[0]
+            raise CADDataError(
+                f"position_ids[{row}, {column}] is {positions[row, column]}; positions must be whole numbers"
+            )
+    positions = positions.astype(np.int64)
+    batch, width = positions.shape
+    rows = batch * width
+    valid = np.ones((batch, width), bool) if mask is None else np.asarray(mask).astype(bool)
+    if valid.shape != positions.shape:
+        raise CADDataError(f"the mask has shape {valid.shape} and position_ids {positions.shape}; they must agree")
+    if rows == 0:
+        return LocalSegments(np.zeros(0), np.zeros(0), np.zeros(0), 0)
+    if (positions[valid] < 0).any():
+        row, column = np.argwhere(valid & (positions < 0))[0]
+        raise CADDataError(f"position_ids[{row}, {column}] is {positions[row, column]}; positions start at 0")
+    after_gap = np.ones((batch, width), bool)
+    after_gap[:, 1:] = ~valid[:, :-1]
+    jump = np.ones((batch, width), bool)
+    jump[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    starts = valid & (after_gap | jump)
+    wrong = starts & ~after_gap & (positions != 0)
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise CADDataError(
+            f"position_ids[{row}, {column}] is {positions[row, column]} after {positions[row, column - 1]}; inside a "
+            "row positions either go on by one or start again at 0"
+        )
+    stops = np.zeros((batch, width), bool)
+    stops[:, :-1] = valid[:, :-1] & (starts[:, 1:] | ~valid[:, 1:])
+    stops[:, -1] = valid[:, -1]
+    offset = np.flatnonzero(starts)
+    length = np.flatnonzero(stops) + 1 - offset
+    # Only the first row of a rank can go on with a document of the rank before.
+    begin = np.where(offset == 0, positions.reshape(-1)[offset], 0)
+    return LocalSegments(begin, begin + length, offset, rows)
+
+
+def segments_from_cumulative(cu_seqlens: Any, tokens: int) -> LocalSegments:
+    """Segments from cumulative lengths ([documents + 1], as FlashAttention takes them); rows behind are padding.
+
+    Raises CADDataError where the lengths do not start at 0, fall, or exceed `tokens`.
+    """
+    ends = _ints(cu_seqlens).reshape(-1)
+    if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > tokens:
+        raise CADDataError(
+            f"cu_seq_lens_q {ends[:8].tolist()}{'…' if len(ends) > 8 else ''} must start at 0, never fall, and end "
+            f"at most at the {tokens} tokens of the micro-batch"
+        )
+    length = np.diff(ends)
+    kept = length > 0
+    return LocalSegments(np.zeros(int(kept.sum())), length[kept], ends[:-1][kept], tokens)

@@ -1,0 +1,131 @@
+"""What the planner is asked (`PlanInput`) and what it answers (`Plan`): plain data, comparable, saved as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deepspeed_cad.cost import CostModel
+from deepspeed_cad.layout import Ints, Tick
+
+Floats = npt.NDArray[np.float64]
+
+TASK_COLUMNS = ("document", "q_begin", "q_end", "group_begin", "group_end", "server")
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of one attention layer: `query_heads` = `groups` × heads per group; sizes in elements, bytes per element."""
+
+    query_heads: int
+    groups: int
+    """Head groups: KV heads, each with the query heads that share it."""
+    head_dim: int
+    """Size of a query or key head."""
+    value_dim: int
+    """Size of a value head (differs from head_dim in MLA)."""
+    bytes_per_element: int
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.query_heads // self.groups
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of one row of one head group's Q."""
+        return self.heads_per_group * self.head_dim * self.bytes_per_element
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of one row of one head group's O."""
+        return self.heads_per_group * self.value_dim * self.bytes_per_element
+
+    @property
+    def key_value_bytes(self) -> int:
+        """Bytes of one row of one head group's K and V."""
+        return (self.head_dim + self.value_dim) * self.bytes_per_element
+
+
+@dataclass(frozen=True, eq=False)
+class PlanInput:
+    """Everything a plan depends on. Equal on every rank, so that every rank makes the same plan."""
+
+    tick: Tick
+    shape: HeadShape
+    cost: CostModel
+    window: int | None = None
+    """Sliding window in tokens (a row reads itself and the window − 1 before it); None: the whole prefix."""
+    tolerance: float = 0.05
+    """How far any server's finish time may lie from the mean, above and below, as a share of the mean."""
+    granularity: int = 128
+    """Query rows: cuts are multiples of it from the start of a document or segment, or an end."""
+    base_load: Floats | None = None
+    """Seconds that each rank computes besides attention in this tick ([ranks], default 0)."""
+    speed: Floats | None = None
+    """Relative speed of each rank ([ranks], default 1); 0: the rank runs no tasks."""
+    memory: Floats | None = None
+    """Most bytes of Q, K, V and O that each rank can receive ([ranks], default unlimited)."""
+    ranks_per_node: int | None = None
+    """Ranks that share the fast links; None: all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """CA tasks that cover every (row, head group) of a tick exactly once."""
+
+    tasks: Ints
+    """[n, 6]: document, q_begin, q_end, group_begin, group_end, server; ordered by these columns."""
+    load: Floats
+    """[ranks]: predicted attention of each rank, in the unit of the cost model (seconds, or pairs)."""
+    load_before: Floats
+    """[ranks]: the same if every rank ran its own tokens."""
+    sent_bytes: Ints
+    """[ranks]: bytes of Q, K, V and O that leave each rank in one layer's forward."""
+    received_bytes: Ints
+    """[ranks]: bytes that reach each rank in one layer's forward."""
+    planning_ms: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+    """Why a bound was not reached, if one was not."""
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of the predicted load; 1.0 where there is none."""
+        return _max_over_mean(self.load)
+
+    @property
+    def imbalance_before(self) -> float:
+        """Max over mean of the load without CAD."""
+        return _max_over_mean(self.load_before)
+
+    def fingerprint(self) -> int:
+        """63-bit digest of the tasks: equal on every rank, or something is wrong."""
+        digest = hashlib.blake2b(np.ascontiguousarray(self.tasks).tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers."""
+        return {
+            "tasks": self.tasks.tolist(),
+            "load": self.load.tolist(),
+            "load_before": self.load_before.tolist(),
+            "sent_bytes": self.sent_bytes.tolist(),
+            "received_bytes": self.received_bytes.tolist(),
+            "planning_ms": self.planning_ms,
+            "notes": list(self.notes),
+        }
+
+    def save(self, path: str) -> None:
+        """Write `to_json` to a file."""
+        with open(path, "w") as file:
+            json.dump(self.to_json(), file)
+
+
+def _max_over_mean(load: Floats) -> float:
+    mean = float(load.mean()) if len(load) else 0.0
+    return float(load.max()) / mean if mean > 0 else 1.0

@@ -1,0 +1,23 @@
+"""Shared fixtures."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, os.path.dirname(__file__))
+
+from pool import WorkerPool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerPool]:
+    """The pool of worker processes that all multi-process tests share."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()

@@ -1,0 +1,114 @@
+"""A pool of worker processes that tests share: each case runs in a fresh process group on the first `world` workers."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class WorkerError(AssertionError):
+    """Some ranks raised; `errors[rank]` holds (type name, message, traceback) or None."""
+
+    def __init__(self, errors: list[tuple[str, str, str] | None]) -> None:
+        self.errors = errors
+        text = "\n".join(f"--- rank {rank}\n{error[2]}" for rank, error in enumerate(errors) if error)
+        super().__init__(f"{sum(e is not None for e in errors)} of {len(errors)} ranks failed\n{text}")
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            return
+        function, world, store, timeout, args = task
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+        try:
+            torch.manual_seed(0)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            )
+            answer = (True, function(rank, world, *args))
+        except BaseException as error:  # noqa: BLE001 - the test process decides what is expected
+            answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
+        finally:
+            from deepspeed_cad.session import close_session
+
+            close_session()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(answer)
+
+
+class WorkerPool:
+    """Workers are started when a case first needs them and replaced when they die."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "transformers", "numpy"])
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def _start(self, rank: int) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """[function(rank, world, *args) for every rank]; raises WorkerError if any rank raised."""
+        errors, results = self.try_run(function, world, *args, timeout=timeout)
+        if any(errors):
+            raise WorkerError(errors)
+        return results
+
+    def try_run(
+        self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0
+    ) -> tuple[list[tuple[str, str, str] | None], list[Any]]:
+        """Errors and results of every rank; a worker that died has the error ("Died", exit code)."""
+        while len(self._workers) < world:
+            self._workers.append(self._start(len(self._workers)))
+        for rank, (process, _) in enumerate(self._workers):
+            if not process.is_alive():
+                self._workers[rank] = self._start(rank)
+        with tempfile.TemporaryDirectory() as folder:
+            for _, pipe in self._workers[:world]:
+                pipe.send((function, world, os.path.join(folder, "store"), timeout, args))
+            errors: list[tuple[str, str, str] | None] = [None] * world
+            results: list[Any] = [None] * world
+            for rank, (process, pipe) in enumerate(self._workers[:world]):
+                try:
+                    if not pipe.poll(timeout * 3 + 60):
+                        process.kill()
+                        errors[rank] = ("Hung", f"no answer after {timeout * 3 + 60} s", "")
+                        continue
+                    ok, value = pipe.recv()
+                except EOFError:
+                    process.join(5)
+                    errors[rank] = ("Died", f"exit code {process.exitcode}", "")
+                    continue
+                if ok:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+        return errors, results
+
+    def close(self) -> None:
+        """Stop the workers."""
+        for process, pipe in self._workers:
+            if process.is_alive():
+                pipe.send(None)
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+        self._workers.clear()
