@@ -1,0 +1,65 @@
+# make demo          fine-tune a small Llama with and without CAD, 4 processes (MODEL=, DATA= take your own)
+# make test          all tests          make test-fast    those that start few processes
+# make check         lint, format, types
+# make test-matrix   the fast tests with each supported transformers
+# make native        compile csrc/ into the checkout
+# make clean         remove what was built
+#
+# Each makes the virtual environment first, if it is not there. PYTHON= and TORCH= choose what it is made of,
+# VENV= where it lies.
+
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?=
+PYTEST_ARGS ?=
+TRANSFORMERS ?= 4.57.* 5.17.* newest
+
+export TORCH PYTHON
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp)
+BIN := $(VENV)/bin
+RECIPE := pyproject.toml setup.py .ci/make-venv
+
+.PHONY: demo test test-fast check test-matrix native clean venv venv-demo
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+demo: $(VENV)/installed-demo native
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)")
+
+test: $(VENV)/installed-test native
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(VENV)/installed-test native
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+check: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@if command -v clang-format >/dev/null && [ -n "$(SOURCES)" ]; then clang-format --dry-run --Werror $(SOURCES); fi
+
+test-matrix: $(VENV)/installed-test native
+	@failed=; for version in $(TRANSFORMERS); do \
+	  .ci/test-with-transformers "$(VENV)" "$$version" $(PYTEST_ARGS) || failed="$$failed $$version"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "test-matrix: failed with transformers$$failed"; exit 1; fi
+
+venv: $(VENV)/installed-test
+venv-demo: $(VENV)/installed-demo
+
+$(VENV)/installed-demo: $(RECIPE)
+	.ci/make-venv $(VENV) demo
+	@touch $@
+
+# Everything that the demo needs is among what the tests need.
+$(VENV)/installed-test: $(RECIPE)
+	.ci/make-venv $(VENV) test
+	@touch $@ $(VENV)/installed-demo
+
+native: | $(VENV)/installed-demo
+	@$(BIN)/python setup.py -q build_native --inplace
+
+clean:
+	rm -rf $(VENV) .venv-transformers-* build dist *.egg-info deepspeed_cad/_native.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,69 @@
+"""Core attention disaggregation (CAD): attention is cut into tasks and balanced over all ranks, exactly, per step.
+
+This is the whole public interface. Importing it costs nothing: no torch, no GPU, no compiled library, no DeepSpeed;
+each name is imported when it is first used.
+
+    deepspeed_cad.apply(model, config=None)    turn CAD on for one model in any torch.distributed loop
+    deepspeed_cad.CADConfig                    the "cad" block as a frozen dataclass
+    deepspeed_cad.current_session()            the running session and its statistics
+    deepspeed_cad.shard_stream(batch, r, w)    cut a packed stream into rank parts
+    deepspeed_cad.install()                    wrap deepspeed.initialize where the autoload file is not active
+"""
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_cad.version import __version__
+
+if TYPE_CHECKING:
+    from deepspeed_cad.autoload import install
+    from deepspeed_cad.config import CADConfig
+    from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError, CADUnsupportedError
+    from deepspeed_cad.layout import shard_stream
+    from deepspeed_cad.session import apply, current_session
+
+__all__ = [
+    "CADConfig",
+    "CADConfigError",
+    "CADDataError",
+    "CADError",
+    "CADPeerError",
+    "CADUnsupportedError",
+    "__version__",
+    "apply",
+    "current_session",
+    "install",
+    "shard_stream",
+]
+
+# integrations/ lies at the top of the source tree and is installed as deepspeed_cad.integrations. A checkout that is only
+# on PYTHONPATH finds it there too.
+_TREE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if all(os.path.isfile(os.path.join(_TREE, name)) for name in ("pyproject.toml", "integrations/__init__.py")):
+    __path__.append(_TREE)
+
+_HOME = {
+    "CADConfig": "config",
+    "CADConfigError": "errors",
+    "CADDataError": "errors",
+    "CADError": "errors",
+    "CADPeerError": "errors",
+    "CADUnsupportedError": "errors",
+    "apply": "session",
+    "current_session": "session",
+    "install": "autoload",
+    "shard_stream": "layout",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'deepspeed_cad' has no attribute {name!r}")
+    value = getattr(import_module(f"deepspeed_cad.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

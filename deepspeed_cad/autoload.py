@@ -1,0 +1,139 @@
+"""Makes the "cad" block of a DeepSpeed JSON work: wraps `deepspeed.initialize`, and adds one line to `ds_report`.
+
+In: the module `deepspeed` (or `deepspeed.env_report`) right after it was imported. Out: the same module with
+`initialize` (or `main`) wrapped. A call without a "cad" block goes straight to DeepSpeed. Imports neither torch nor
+deepspeed by itself.
+"""
+
+import base64
+import binascii
+import functools
+import inspect
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_MARK = "__deepspeed_cad__"
+_ABSENT = object()
+
+
+def after_import(module: ModuleType) -> None:
+    """Wraps what is to be wrapped in `deepspeed` or `deepspeed.env_report`. Doing so twice changes nothing."""
+    if module.__name__ == "deepspeed":
+        _wrap(module, "initialize", _wrap_initialize)
+    elif module.__name__ == "deepspeed.env_report":
+        _wrap(module, "main", _wrap_report)
+
+
+def install() -> None:
+    """Wraps `deepspeed.initialize` now, or as soon as deepspeed is imported.
+
+    The explicit way to what the installed .pth file does by itself; for `DEEPSPEED_CAD_AUTOLOAD=0`, `pip install
+    --target` and `python -S`. Idempotent.
+    """
+    import _deepspeed_cad_autoload as hook
+
+    missing = [name for name in hook.WAITED_FOR if name not in sys.modules]
+    for name in hook.WAITED_FOR:
+        if name in sys.modules:
+            after_import(sys.modules[name])
+    if missing and hook.waiter() is None:
+        finder = hook.Waiter()
+        finder.waiting = set(missing)
+        sys.meta_path.insert(0, finder)
+
+
+def is_wrapped(function: Callable) -> bool:
+    """Whether `function` is, or wraps, one of ours."""
+    while function is not None:
+        if _MARK in getattr(function, "__dict__", {}):
+            return True
+        function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
+    return False
+
+
+def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
+    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `_ABSENT`.
+
+    DeepSpeed takes its config as `config`, `config_params` or `args.deepspeed_config`, each a dict, a path, or JSON in
+    URL-safe base64. What cannot be read is left for DeepSpeed to complain about.
+    """
+    try:
+        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return _ABSENT
+    for config in (
+        given.get("config"),
+        given.get("config_params"),
+        getattr(given.get("args"), "deepspeed_config", None),
+        getattr(given.get("args"), "deepscale_config", None),
+    ):
+        if config is not None:
+            read = _read_config(config)
+            return read.get("cad", _ABSENT)
+    return _ABSENT
+
+
+def _read_config(config: Any) -> Mapping:
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, str | os.PathLike):
+        return {}
+    try:
+        if os.path.exists(config):
+            with open(config, encoding="utf-8") as file:
+                text = file.read()
+        else:
+            text = base64.urlsafe_b64decode(os.fspath(config)).decode("utf-8")
+        try:
+            read = json.loads(text)
+        except ValueError:
+            read = import_module("hjson").loads(text)  # DeepSpeed reads comments and trailing commas too
+    except (OSError, ValueError, binascii.Error, ImportError):
+        return {}
+    return read if isinstance(read, Mapping) else {}
+
+
+def _wrap(module: ModuleType, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    original = getattr(module, name, None)
+    if original is None:
+        logger.warning("%s has no %r to attach deepspeed_cad to; use deepspeed_cad.apply(model)", module.__name__, name)
+    elif not is_wrapped(original):
+        wrapped = wrap(original)
+        setattr(wrapped, _MARK, True)
+        setattr(module, name, wrapped)
+
+
+def _wrap_initialize(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        block = find_cad_block(original, args, kwargs)
+        if block is _ABSENT:
+            return original(*args, **kwargs)
+        from deepspeed_cad.config import CADConfig
+
+        if not CADConfig.from_dict(block).enabled:
+            return original(*args, **kwargs)
+        engine = import_module("deepspeed_cad.engine.initialize")
+        return engine.initialize(original, block, args, kwargs)
+
+    return initialize
+
+
+def _wrap_report(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def main(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        from deepspeed_cad.cli.doctor import summary_line
+
+        print(summary_line())
+        return result
+
+    return main

@@ -1,0 +1,67 @@
+"""The console script `deepspeed-cad`: one subcommand per file of this folder.
+
+Each file has `add_arguments(parser)` and `main(args) -> int`. Only the file of the subcommand in use is imported, and a
+subcommand whose file is not there is not listed.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.version import __version__
+
+SUBCOMMANDS = {
+    "doctor": "try every kernel, transport and device here, and say how to get what is missing",
+    "plan": "plan one micro-batch, or say what CAD would gain on a data set",
+    "profile": "measure this machine's attention and links into a profile for the planner",
+    "simulate": "predict a training step on any cluster, from profiles",
+    "bench": "measure kernels, exchanges and training steps",
+    "trace": "record a few steps of a run as one timeline over all ranks",
+    "run": "start a training script with CAD on",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns its exit code. An error of this package is one line on stderr and exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    args = _parser(chosen).parse_args(words)
+    try:
+        return _module(args.subcommand).main(args)
+    except CADError as error:
+        print(f"deepspeed-cad {args.subcommand}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe, such as head, has gone
+        sys.stderr.close()
+        return 1
+
+
+def available() -> list[str]:
+    """Subcommands whose file is there."""
+    folder = Path(__file__).parent
+    return [name for name in SUBCOMMANDS if (folder / f"{name}.py").is_file()]
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed-cad", description="Core attention disaggregation for DeepSpeed and Hugging Face training."
+    )
+    parser.add_argument("--version", action="version", version=f"deepspeed_cad {__version__}")
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    for name in available():
+        sub = subparsers.add_parser(name, help=SUBCOMMANDS[name], description=_sentence(SUBCOMMANDS[name]))
+        if name == chosen:
+            _module(name).add_arguments(sub)
+    return parser
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"deepspeed_cad.cli.{name}")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."

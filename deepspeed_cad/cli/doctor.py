@@ -1,0 +1,121 @@
+"""`deepspeed-cad doctor`: what is installed, what works here (each tried), and how to get what is missing.
+
+In: this machine. Out: a report for people, or JSON; exit code 0 where the core works: torch and numpy, one kernel and one
+transport. `ds_report` prints the same last line.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deepspeed_cad.cli.probes import (
+    CORE_PACKAGES,
+    Finding,
+    try_autoload,
+    try_devices,
+    try_kernels,
+    try_native,
+    try_packages,
+    try_transports,
+)
+from deepspeed_cad.version import __version__
+
+_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, by what they are about."""
+
+    packages: list[Finding]
+    native: Finding
+    kernels: list[Finding]
+    transports: list[Finding]
+    devices: list[Finding]
+    autoload: Finding
+
+    @property
+    def core_works(self) -> bool:
+        """Whether CAD can train here at all."""
+        packages = all(found.ok for found in self.packages if found.name in CORE_PACKAGES)
+        return packages and any(found.ok for found in self.kernels) and any(found.ok for found in self.transports)
+
+    @property
+    def missing(self) -> list[Finding]:
+        """What does not work although something can be done about it."""
+        every = [*self.packages, self.native, *self.kernels, *self.transports, *self.devices, self.autoload]
+        return [found for found in every if not found.ok and found.remedy]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "deepspeed_cad": __version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "core_works": self.core_works,
+            **asdict(self),
+            "summary": _summarise(self),
+        }
+
+
+def examine() -> Report:
+    """Tries everything; takes some seconds, most of them for importing torch."""
+    logging.getLogger("deepspeed_cad").setLevel(logging.ERROR)  # the report says what the warnings would say
+    packages = try_packages()
+    return Report(
+        packages=packages,
+        native=try_native(),
+        kernels=try_kernels(),
+        transports=try_transports(),
+        devices=try_devices(),
+        autoload=try_autoload(),
+    )
+
+
+def summary_line() -> str:
+    """The last line of the report, for `ds_report`."""
+    return _summarise(examine())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of this subcommand."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the report; 0 where the core works, else 1."""
+    report = examine()
+    print(json.dumps(report.to_dict(), indent=2) if args.json else _format(report))
+    return 0 if report.core_works else 1
+
+
+def _format(report: Report) -> str:
+    lines = [f"deepspeed_cad {__version__}, Python {platform.python_version()} ({sys.executable})"]
+    for title, findings in (
+        ("packages", [*report.packages, report.native]),
+        ("kernels, each run forward and backward", report.kernels),
+        ("transports, each tried", report.transports),
+        ("devices", report.devices),
+        ("autoload", [report.autoload]),
+    ):
+        lines += ["", title]
+        lines += [f"  {'ok' if found.ok else '--'}  {found.name:{_WIDTH}} {found.detail}" for found in findings]
+    return "\n".join([*lines, "", _summarise(report)])
+
+
+def _summarise(report: Report) -> str:
+    def working(findings: list[Finding]) -> str:
+        return ", ".join(found.name for found in findings if found.ok) or "none"
+
+    state = "works" if report.core_works else "DOES NOT WORK"
+    line = (
+        f"deepspeed_cad {__version__} {state} here: kernels {working(report.kernels)}; transports "
+        f"{working(report.transports)}; autoload {'active' if report.autoload.ok else 'not active'}"
+    )
+    if report.missing:
+        line += "; to get what is missing: " + "; ".join(f"{found.name}: {found.remedy}" for found in report.missing)
+    return line

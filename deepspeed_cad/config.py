@@ -1,0 +1,180 @@
+"""The "cad" block of a DeepSpeed JSON as a frozen dataclass.
+
+In: the block as a dict, or a JSON file. Out: `CADConfig`, checked; or one `CADConfigError` that names the key, the bad
+value and what is allowed. Needs nothing but the standard library. Whether a kernel or a transport works on this machine
+is checked where it is chosen, not here.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_cad.errors import CADConfigError
+
+_CHOICES: dict[str, tuple] = {
+    "overlap": ("pingpong", "local_first", "none"),
+    "transport": ("auto", "c10d", "nccl", "nvlink"),
+    "backward": ("auto", "keep", "resend"),
+    "documents": ("keep", "exchange"),
+    "look_ahead": (0, 1),
+    "check": ("sampled", "off"),
+}
+_KERNEL_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class CADConfig:
+    """Every key of the "cad" block. All have defaults, so `"cad": {}` turns CAD on.
+
+    A key that is left out has its default. Leave keys out rather than writing "auto" where accelerate or the HF Trainer
+    reads the JSON: they reject an "auto" that they do not know, inside "cad" too.
+    """
+
+    enabled: bool = True
+    """Whether CAD is on. `false` keeps the block in the JSON (its keys are still checked) and changes nothing else."""
+
+    servers: str = "all"
+    """Which ranks execute core attention. "all": every rank serves in place, beside its training work."""
+
+    tolerance: float = 0.05
+    """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
+
+    granularity: int = 128
+    """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
+    better; below 128 the backward of most kernels loses speed."""
+
+    overlap: str = "pingpong"
+    """What hides the exchange. "pingpong": two nano-batches alternate inside each decoder layer, and local tasks run
+    first; "local_first": only the latter; "none": dispatch, serve and return one after the other."""
+
+    transport: str = "auto"
+    """What carries an exchange. "auto" takes the fastest that works: "nvlink" (peer copies inside a node), "nccl"
+    (grouped send and receive), "c10d" (torch.distributed; works everywhere, CPU included)."""
+
+    kernel: str = "auto"
+    """The varlen attention kernel: "auto" takes the first that supports the model; or the name of a backend as
+    `deepspeed-cad doctor` lists it."""
+
+    recompute_attention: bool = False
+    """Under activation checkpointing: run core attention and its exchange again in the recompute, instead of keeping
+    O and LSE from the forward pass. Saves memory, costs time."""
+
+    backward: str = "auto"
+    """What a server does with received Q, K, V until backward. "keep": holds them; "resend": drops them, and they travel
+    again with dO; "auto" keeps them where memory allows."""
+
+    cost: str = "auto"
+    """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
+    query-key pairs; or the path of a profile written by `deepspeed-cad profile` (ends in .json)."""
+
+    documents: str = "keep"
+    """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
+    token ids before the first forward, where that is cheaper ("exchange")."""
+
+    look_ahead: int = 1
+    """How many steps ahead lengths are gathered and plans made, in a background thread. 0: plan at the forward pass."""
+
+    timeout_s: float = 300.0
+    """Seconds to wait for a peer before the run ends in an error that names the rank and what it was waited for."""
+
+    monitor: bool = True
+    """Whether CAD's statistics go to DeepSpeed's monitor and to the Trainer's log."""
+
+    check: str = "sampled"
+    """"sampled": compare samples of the model's own mask function with the plan, and stop where they differ; "off":
+    do not."""
+
+    def __post_init__(self) -> None:
+        for key in ("enabled", "recompute_attention", "monitor"):
+            if not isinstance(getattr(self, key), bool):
+                raise _bad(key, getattr(self, key), "true or false")
+        for key, allowed in _CHOICES.items():
+            value = getattr(self, key)
+            if type(value) is not type(allowed[0]) or value not in allowed:
+                raise _bad(key, value, " or ".join(map(json.dumps, allowed)))
+        _check_number(self, "tolerance", float, "a number between 0 and 1, both excluded", lambda x: 0 < x < 1)
+        _check_number(self, "granularity", int, "a whole number of query rows, 1 or more", lambda x: x >= 1)
+        _check_number(self, "timeout_s", float, "a number of seconds above 0", lambda x: x > 0)
+        object.__setattr__(self, "tolerance", float(self.tolerance))
+        object.__setattr__(self, "timeout_s", float(self.timeout_s))
+        if not isinstance(self.kernel, str) or not _KERNEL_NAME.fullmatch(self.kernel):
+            raise _bad("kernel", self.kernel, '"auto" or the name of a backend as "deepspeed-cad doctor" lists it')
+        if not isinstance(self.cost, str) or not (self.cost in ("auto", "pairs") or self.cost.endswith(".json")):
+            raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
+        _refuse_later_features(self)
+
+    @classmethod
+    def from_dict(cls, block: Any) -> "CADConfig":
+        """Reads the "cad" block. Raises CADConfigError on anything that is not allowed."""
+        if not isinstance(block, Mapping):
+            raise CADConfigError(
+                f'"cad" is {_show(block)}; expected an object, such as {{"cad": {{"tolerance": 0.05}}}}. '
+                'An empty object turns CAD on with defaults; leave "cad" out to train without it.'
+            )
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in block:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1)
+                hint = f'did you mean "{close[0]}"? ' if close else ""
+                raise CADConfigError(f'"cad": unknown key {_show(key)}; {hint}Known keys: {", ".join(known)}.')
+        return cls(**block)
+
+    @classmethod
+    def load(cls, path: "str | os.PathLike[str]") -> "CADConfig":
+        """Reads a JSON file that holds the block itself, or a DeepSpeed JSON with a "cad" block in it."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = json.load(file)
+        except OSError as error:
+            raise CADConfigError(f"cannot read the CAD config {os.fspath(path)!r}: {error.strerror}") from error
+        except ValueError as error:
+            raise CADConfigError(f"the CAD config {os.fspath(path)!r} is not valid JSON: {error}") from error
+        if isinstance(content, dict) and "cad" in content:
+            content = content["cad"]
+        return cls.from_dict(content)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The block with every key; `from_dict` of it gives an equal config."""
+        return dataclasses.asdict(self)
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that are equal exactly where the configs are; ranks compare them before the first step."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _refuse_later_features(config: CADConfig) -> None:
+    """Values that are designed but not built yet: refused with that reason instead of ignored."""
+    if config.servers != "all":
+        raise _bad("servers", config.servers, '"all"', "Reserved attention servers come with a later release.")
+    if config.documents == "exchange":
+        raise _bad("documents", config.documents, '"keep"', "Exchanging whole documents comes with a later release.")
+
+
+def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: Any) -> None:
+    value = getattr(config, key)
+    types = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, types) or not math.isfinite(value) or not fits(value):
+        raise _bad(key, value, allowed)
+
+
+def _bad(key: str, value: Any, allowed: str, reason: str = "") -> CADConfigError:
+    default = next(field.default for field in dataclasses.fields(CADConfig) if field.name == key)
+    message = f'"cad": key "{key}" is {_show(value)}; allowed: {allowed} (default {json.dumps(default)}).'
+    if value == "auto":
+        message += f' There is no "auto" for it: leave "{key}" out to get the default.'
+    return CADConfigError(f"{message} {reason}".rstrip())
+
+
+def _show(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return repr(value)

@@ -1,0 +1,24 @@
+"""Every error that this package raises on purpose, all below one base class.
+
+Each says what was found, what was expected, where (rank, key, document) and what to do.
+"""
+
+
+class CADError(RuntimeError):
+    """Base of all errors of deepspeed_cad."""
+
+
+class CADConfigError(CADError, ValueError):
+    """A key or value of the "cad" block is not allowed."""
+
+
+class CADUnsupportedError(CADError):
+    """A model, or a feature of the host framework, that CAD cannot reproduce exactly and therefore refuses."""
+
+
+class CADDataError(CADError):
+    """A micro-batch that cannot be read as packed documents: NaN, negative or contradictory positions."""
+
+
+class CADPeerError(CADError):
+    """Another rank died, did not answer in time, or holds another config, version or plan."""

@@ -1,0 +1,166 @@
+"""Build steps that pyproject.toml cannot express.
+
+In: csrc/*.cpp (may be none), integrations/, the text of the autoload .pth file.
+Out: deepspeed_cad/_native.so (plain g++, loaded through ctypes, so one wheel serves every Python and every torch), the
+package deepspeed_cad.integrations, and deepspeed_cad_autoload.pth beside the packages in site-packages, which arms the
+wait for `import deepspeed`. Needs no network, no torch, no nvcc and no Python headers; without a C++ compiler the
+package installs all the same and uses its Python planner and the c10d transport.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import Command, find_packages, setup
+from setuptools.command.build import build
+from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools < 70.1
+    from wheel.bdist_wheel import bdist_wheel
+
+ROOT = Path(__file__).resolve().parent
+NATIVE = Path("deepspeed_cad", "_native.so")
+COMPILE = "-std=c++17 -O3 -fPIC -shared -fvisibility=hidden".split()
+# The C++ runtime goes into the library where it can, so that a wheel built here runs on older distributions.
+LINK_CHOICES = (
+    "-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -ldl -lpthread".split(),
+    "-ldl -lpthread".split(),
+)
+PTH_NAME = "deepspeed_cad_autoload.pth"
+PTH_TEXT = (
+    '# deepspeed_cad: waits for "import deepspeed" and imports nothing until then; DEEPSPEED_CAD_AUTOLOAD=0 turns it off\n'
+    'exec("try:\\n import _deepspeed_cad_autoload as w\\n w.arm()\\nexcept ImportError:\\n pass")\n'
+)
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler to use: $CXX, or the first of g++, c++ and clang++ on the PATH."""
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+
+
+def compile_native(target: Path) -> str:
+    """Compiles csrc/*.cpp into `target`; returns "" when it is there afterwards, else the reason why not."""
+    sources = sorted((ROOT / "csrc").glob("*.cpp"))
+    headers = sorted((ROOT / "csrc").glob("*.h*"))
+    if not sources:
+        target.unlink(missing_ok=True)
+        return "csrc/ holds no .cpp file"
+    if target.exists() and target.stat().st_mtime > max(f.stat().st_mtime for f in (*sources, *headers, Path(__file__))):
+        return ""
+    compiler = find_compiler()
+    if compiler is None:
+        target.unlink(missing_ok=True)
+        return "no C++ compiler found (set CXX, or install g++)"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    building = target.with_name(f"{target.name}.{os.getpid()}.o")  # renamed when whole: no process loads half a file
+    reason = ""
+    for link in LINK_CHOICES:
+        line = [compiler, *COMPILE, f"-I{ROOT / 'csrc'}", "-o", str(building), *map(str, sources), *link]
+        try:
+            done = subprocess.run(line, capture_output=True, text=True)
+        except OSError as error:
+            return f"{compiler} could not be started: {error}"
+        if done.returncode == 0:
+            building.replace(target)
+            return ""
+        reason = f"{compiler} failed:\n{done.stderr.strip()[-4000:]}"
+    target.unlink(missing_ok=True)
+    building.unlink(missing_ok=True)
+    return reason
+
+
+class BuildNative(Command):
+    """`python setup.py build_native --inplace` compiles csrc/ into the checkout; `build` compiles into its own folder."""
+
+    description = "compile csrc/*.cpp into deepspeed_cad/_native.so"
+    user_options = [("inplace", "i", "put the library into the checkout"), ("build-lib=", None, "where to build")]
+    boolean_options = ["inplace"]
+
+    def initialize_options(self) -> None:
+        self.inplace = False
+        self.editable_mode = False
+        self.build_lib: str | None = None
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build_py", ("build_lib", "build_lib"))
+
+    @property
+    def target(self) -> Path:
+        return (ROOT if self.inplace or self.editable_mode else Path(self.build_lib or "build/lib")) / NATIVE
+
+    def run(self) -> None:
+        reason = compile_native(self.target)
+        if reason:
+            self.warn(
+                f"deepspeed_cad goes on without its native library (Python planner, c10d transport only): {reason}"
+            )
+
+    def get_source_files(self) -> list[str]:
+        return [str(f.relative_to(ROOT)) for f in sorted((ROOT / "csrc").glob("*")) if f.is_file()]
+
+    def get_outputs(self) -> list[str]:
+        return [str(self.target)] if self.target.exists() and not self.editable_mode else []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class BuildPy(build_py):
+    """Also writes the .pth file to the root of what is built, which is site-packages once installed."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            Path(self.build_lib, PTH_NAME).write_text(PTH_TEXT)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        pth = [] if self.editable_mode else [str(Path(self.build_lib, PTH_NAME))]
+        return super().get_outputs(include_bytecode) + pth
+
+
+class EditableWheel(editable_wheel):
+    """An editable install gets the .pth file too."""
+
+    def _run_build_commands(self, dist_name, unpacked_wheel, build_lib, tmp_dir):
+        Path(unpacked_wheel, PTH_NAME).write_text(PTH_TEXT)
+        return super()._run_build_commands(dist_name, unpacked_wheel, build_lib, tmp_dir)
+
+
+class BdistWheel(bdist_wheel):
+    """One wheel for every Python; for one platform only where it holds the native library."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        platform = super().get_tag()[2]
+        build_lib = self.get_finalized_command("build_py").build_lib
+        has_native = Path(build_lib, NATIVE).exists()
+        return "py3", "none", platform if has_native else "any"
+
+
+build.sub_commands = [*build.sub_commands, ("build_native", None)]
+
+packages = find_packages(include=["deepspeed_cad", "deepspeed_cad.*"])
+if (ROOT / "integrations" / "__init__.py").exists():
+    inner = find_packages("integrations")
+    packages += ["deepspeed_cad.integrations", *(f"deepspeed_cad.integrations.{name}" for name in inner)]
+
+setup(
+    packages=packages,
+    package_dir={"deepspeed_cad.integrations": "integrations"},
+    package_data={"deepspeed_cad": ["py.typed", "profiles/*.json", "**/*.json"]},
+    exclude_package_data={"deepspeed_cad": ["_native.so"]},
+    cmdclass={
+        "build_native": BuildNative,
+        "build_py": BuildPy,
+        "editable_wheel": EditableWheel,
+        "bdist_wheel": BdistWheel,
+    },
+)

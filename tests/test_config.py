@@ -1,0 +1,194 @@
+"""The "cad" block: defaults, round trips, and one clear error for everything that is not allowed."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import math
+
+import pytest
+
+from deepspeed_cad import config as config_room
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError, CADError
+
+NAMES = [field.name for field in dataclasses.fields(CADConfig)]
+
+
+def test_defaults() -> None:
+    assert CADConfig.from_dict({}).to_dict() == {
+        "enabled": True,
+        "servers": "all",
+        "tolerance": 0.05,
+        "granularity": 128,
+        "overlap": "pingpong",
+        "transport": "auto",
+        "kernel": "auto",
+        "recompute_attention": False,
+        "backward": "auto",
+        "cost": "auto",
+        "documents": "keep",
+        "look_ahead": 1,
+        "timeout_s": 300.0,
+        "monitor": True,
+        "check": "sampled",
+    }
+
+
+def test_every_field_has_a_docstring_under_it() -> None:
+    body = ast.parse(inspect.getsource(config_room)).body
+    cls = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == "CADConfig")
+    documented = [
+        before.target.id
+        for before, after in zip(cls.body, cls.body[1:])
+        if isinstance(before, ast.AnnAssign)
+        and isinstance(before.target, ast.Name)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+    ]
+    assert documented == NAMES
+
+
+ALLOWED = [
+    ("enabled", False),
+    ("servers", "all"),
+    ("tolerance", 0.001),
+    ("tolerance", 0.99),
+    ("granularity", 1),
+    ("overlap", "local_first"),
+    ("overlap", "none"),
+    ("transport", "nvlink"),
+    ("kernel", "sdpa"),
+    ("kernel", "flash_attn_4"),
+    ("recompute_attention", True),
+    ("backward", "resend"),
+    ("cost", "pairs"),
+    ("cost", "profiles/mine.json"),
+    ("documents", "keep"),
+    ("look_ahead", 0),
+    ("timeout_s", 5),
+    ("monitor", False),
+    ("check", "off"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), ALLOWED)
+def test_allowed_values(key: str, value: object) -> None:
+    config = CADConfig.from_dict({key: value})
+    assert getattr(config, key) == value
+    assert CADConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+REFUSED = [
+    ("enabled", "yes", "true or false"),
+    ("enabled", 1, "true or false"),
+    ("enabled", None, "true or false"),
+    ("servers", "2", "later release"),
+    ("servers", 4, "later release"),
+    ("servers", {"reserved": 2}, "later release"),
+    ("tolerance", 0, "between 0 and 1"),
+    ("tolerance", 1, "between 0 and 1"),
+    ("tolerance", -0.1, "between 0 and 1"),
+    ("tolerance", "0.05", "between 0 and 1"),
+    ("tolerance", math.nan, "between 0 and 1"),
+    ("tolerance", True, "between 0 and 1"),
+    ("tolerance", "auto", 'no "auto"'),
+    ("granularity", 0, "whole number"),
+    ("granularity", 128.0, "whole number"),
+    ("granularity", True, "whole number"),
+    ("granularity", "auto", 'no "auto"'),
+    ("overlap", "ping-pong", '"pingpong" or "local_first" or "none"'),
+    ("overlap", None, '"pingpong"'),
+    ("overlap", "auto", 'no "auto"'),
+    ("transport", "gloo", '"c10d"'),
+    ("transport", ["nccl"], '"nccl"'),
+    ("kernel", "", "deepspeed-cad doctor"),
+    ("kernel", 4, "deepspeed-cad doctor"),
+    ("kernel", "Flash Attention", "deepspeed-cad doctor"),
+    ("recompute_attention", "false", "true or false"),
+    ("recompute_attention", "auto", 'no "auto"'),
+    ("backward", "drop", '"keep" or "resend"'),
+    ("cost", "pair", "ends in .json"),
+    ("cost", 1.0, "ends in .json"),
+    ("documents", "exchange", "later release"),
+    ("documents", "swap", '"keep" or "exchange"'),
+    ("look_ahead", 2, "0 or 1"),
+    ("look_ahead", True, "0 or 1"),
+    ("look_ahead", 1.0, "0 or 1"),
+    ("timeout_s", 0, "above 0"),
+    ("timeout_s", math.inf, "above 0"),
+    ("timeout_s", "60", "above 0"),
+    ("monitor", 0, "true or false"),
+    ("check", True, '"sampled" or "off"'),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "says"), REFUSED)
+def test_refused_values_name_key_value_and_what_is_allowed(key: str, value: object, says: str) -> None:
+    with pytest.raises(CADConfigError) as caught:
+        CADConfig.from_dict({key: value})
+    message = str(caught.value)
+    assert f'"{key}"' in message and json.dumps(value) in message and says in message
+    assert "default" in message
+
+
+def test_refused_by_the_constructor_too() -> None:
+    with pytest.raises(CADConfigError, match="tolerance"):
+        CADConfig(tolerance=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "close"), [("tolerence", "tolerance"), ("timeout", "timeout_s"), ("kernels", "kernel"), ("look-ahead", "look_ahead")]
+)
+def test_typos_name_the_closest_key(key: str, close: str) -> None:
+    with pytest.raises(CADConfigError, match=f'unknown key "{key}"; did you mean "{close}"'):
+        CADConfig.from_dict({key: 1})
+
+
+def test_unknown_keys_list_the_known_ones() -> None:
+    with pytest.raises(CADConfigError) as caught:
+        CADConfig.from_dict({"zzz": 1})
+    assert "did you mean" not in str(caught.value)
+    assert all(name in str(caught.value) for name in NAMES)
+
+
+@pytest.mark.parametrize("block", ["auto", True, None, [], 3])
+def test_the_block_must_be_an_object(block: object) -> None:
+    with pytest.raises(CADConfigError) as caught:
+        CADConfig.from_dict(block)
+    assert json.dumps(block) in str(caught.value) and "expected an object" in str(caught.value)
+
+
+def test_errors_have_the_usual_bases() -> None:
+    assert issubclass(CADConfigError, CADError) and issubclass(CADConfigError, ValueError)
+    assert issubclass(CADError, RuntimeError)
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CADConfig().tolerance = 0.1  # type: ignore[misc]
+
+
+def test_fingerprints() -> None:
+    plain = CADConfig()
+    assert plain.fingerprint() == CADConfig.from_dict({"tolerance": 0.05}).fingerprint()
+    assert CADConfig(timeout_s=5).fingerprint() == CADConfig(timeout_s=5.0).fingerprint()
+    others = {CADConfig.from_dict({key: value}).fingerprint() for key, value in ALLOWED}
+    changed = {json.dumps([key, value]) for key, value in ALLOWED if getattr(plain, key) != value}
+    assert len(others - {plain.fingerprint()}) == len(changed)
+
+
+def test_load(tmp_path) -> None:
+    file = tmp_path / "cad.json"
+    file.write_text('{"tolerance": 0.1}')
+    assert CADConfig.load(file).tolerance == 0.1
+    file.write_text('{"train_batch_size": 4, "cad": {"granularity": 64}}')
+    assert CADConfig.load(str(file)).granularity == 64
+    file.write_text('{"cad": "auto"}')
+    with pytest.raises(CADConfigError, match='"cad" is "auto"'):
+        CADConfig.load(file)
+    file.write_text("{")
+    with pytest.raises(CADConfigError, match="not valid JSON"):
+        CADConfig.load(file)
+    with pytest.raises(CADConfigError, match="cannot read"):
+        CADConfig.load(tmp_path / "nothing.json")
