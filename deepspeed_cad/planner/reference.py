@@ -1,0 +1,420 @@
+"""The reference planner: what csrc/planner.cpp does, in plain Python, to the task.
+
+In: a `PlanInput`. Out: a `Plan`. Greedy: ranks above their level give rows of their longest documents to ranks below
+theirs, cheapest bytes per unit of load first; a move is a number of head groups times the last rows of a segment.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.planner.checks import check_input
+from deepspeed_cad.planner.columns import Columns
+from deepspeed_cad.planner.levels import finish_time, settle_levels, work_until
+from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.planner.traffic import count_bytes
+
+ROUNDS = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""Share of the tolerance that each round of moves aims at."""
+ITEMS = 3
+"""Longest segments of a rank that are looked at for each move."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Rows [cut, end) of head groups [group_begin, group_end) of a segment go to another server."""
+
+    rate: float
+    document: int
+    group_begin: int
+    group_end: int
+    cut: int
+    end: int
+    server: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """Rows [begin, end) that head groups [group_begin, group_end) of a document still have at home."""
+
+    document: int
+    group_begin: int
+    group_end: int
+    begin: int
+    end: int
+
+
+class Round:
+    """One round of moves towards fixed levels."""
+
+    def __init__(self, state: Columns, give: list[float], take: list[float], slack: list[float],
+                 base: list[float], speed: list[float], memory: list[float]) -> None:  # fmt: skip
+        self.state, self.give, self.take, self.slack = state, give, take, slack
+        self.base, self.speed, self.memory = base, speed, memory
+
+    def run(self) -> None:
+        """Move until no rank is above its level, or nothing helps."""
+        state = self.state
+        heap = []
+        for rank in range(state.ranks):
+            if state.load[rank] - self.give[rank] > self.slack[rank]:
+                move = self.choose(rank)
+                if move is not None:
+                    heap.append((move.rate, rank))
+        heapq.heapify(heap)
+        while heap:
+            rate, rank = heapq.heappop(heap)
+            if state.load[rank] - self.give[rank] <= self.slack[rank]:
+                continue
+            move = self.choose(rank)
+            if move is None:
+                continue
+            if heap and move.rate > heap[0][0] * 1.02 and move.rate > rate:
+                heapq.heappush(heap, (move.rate, rank))
+                continue
+            for group in range(move.group_begin, move.group_end):
+                state.move(move.document, group, move.cut, move.end, move.server)
+            heapq.heappush(heap, (move.rate, rank))
+
+    def items(self, rank: int) -> list[Item]:
+        """What the rank still runs of its own rows, last rows first, head groups in the same state together."""
+        state = self.state
+        found = []
+        for index in state.of_rank[rank]:
+            document, begin, _, home = state.segments[index]
+            columns = state.cells[document]
+            first = 0
+            while first < state.groups:
+                last = first + 1
+                while last < state.groups and columns[last] == columns[first]:
+                    last += 1
+                for cell in columns[first]:
+                    if cell[0] == begin:
+                        if cell[2] == home and cell[3] == home:
+                            found.append(Item(document, first, last, begin, cell[1]))
+                        break
+                first = last
+        found.sort(key=lambda item: (-item.end, item.document, item.begin, item.group_begin))
+        return found
+
+    def water_level(self, items: list[Item], surplus: float) -> int:
+        """The position behind which rows must leave for the surplus to be gone."""
+        state = self.state
+        low, high = 0, items[0].end
+        while low < high:
+            middle = (low + high + 1) // 2
+            shed = 0.0
+            for item in items:
+                if item.end <= middle:
+                    break
+                cut = max(item.begin, middle)
+                shed += (item.group_end - item.group_begin) * (
+                    state.cost_of(item.begin, item.end) - state.cost_of(item.begin, cut)
+                )
+            if shed >= surplus:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def density(self, position: int) -> float:
+        """Cost of one row at a position."""
+        state = self.state
+        reach = position + 1 if state.window == 0 else min(position + 1, state.window)
+        return state.pair * reach + state.row
+
+    def receivers(self, donor: int, item: Item) -> list[int]:
+        """Servers worth looking at: the emptiest, the emptiest of the node, and those that hold keys of the document."""
+        state = self.state
+        best, near = -1, -1
+        node = donor // state.node_size
+        for rank in range(state.ranks):
+            if rank == donor:
+                continue
+            deficit = self.take[rank] - state.load[rank]
+            if deficit <= self.slack[rank]:
+                continue
+            if best < 0 or deficit > self.take[best] - state.load[best]:
+                best = rank
+            if rank // state.node_size == node and (near < 0 or deficit > self.take[near] - state.load[near]):
+                near = rank
+        chosen = [rank for rank in (best, near) if rank >= 0]
+        for _, _, rank in state.home_keys.get(item.document, ()):
+            if rank != donor and self.take[rank] - state.load[rank] > self.slack[rank]:
+                chosen.append(rank)
+        for group in range(item.group_begin, item.group_end):
+            for cell in state.cells[item.document][group]:
+                rank = cell[2]
+                if rank != donor and self.take[rank] - state.load[rank] > self.slack[rank]:
+                    chosen.append(rank)
+        return sorted(set(chosen))
+
+    def choose(self, donor: int) -> Move | None:
+        """The move of the least bytes per unit of load."""
+        state = self.state
+        surplus = state.load[donor] - self.give[donor]
+        items = self.items(donor)
+        if not items:
+            return None
+        level = self.water_level(items, surplus)
+        longest = items[0]
+        generic = math.inf
+        for part in (0.4, 0.5, 0.6, 0.7, 0.85, 1.0):
+            rows = max(int((longest.end - longest.begin) * part), 1)
+            amount = state.cost_of(longest.end - rows, longest.end)
+            size = rows * (state.query_bytes + state.output_bytes) + longest.end * state.key_value_bytes
+            if amount > 0.0:
+                generic = min(generic, size / amount)
+        floor = self.density(level)
+        fallback = generic * 1.2
+        if floor > 0.0:
+            fallback = max(fallback, (state.query_bytes + state.output_bytes) / floor)
+        best: Move | None = None
+        seen: list[int] = []
+        for item in items:
+            if item.document not in seen:
+                if len(seen) == ITEMS:
+                    break
+                seen.append(item.document)
+            for server in self.receivers(donor, item):
+                move = self.best_cut(donor, item, server, surplus, level, fallback)
+                if move is not None and (best is None or move.rate < best.rate):
+                    best = move
+        return best if best is not None else self.smallest_step(donor, items)
+
+    def smallest_step(self, donor: int, items: list[Item]) -> Move | None:
+        """Where every cut is too coarse: the least that can move, if its server then ends before the donor does now."""
+        state = self.state
+        step = state.granularity
+        best: Move | None = None
+        for item in items:
+            cut = max((item.end - 1) // step * step, item.begin)
+            amount = state.cost_of(cut, item.end)
+            if best is not None and amount >= best.rate:
+                continue
+            for server in self.receivers(donor, item):
+                if self.finish(server, amount) < self.finish(donor, 0.0) and self.fits(donor, server, item, cut):
+                    best = Move(amount, item.document, item.group_end - 1, item.group_end, cut, item.end, server)
+                    break
+        return best
+
+    def finish(self, rank: int, more: float) -> float:
+        """When a rank would stop."""
+        if self.speed[rank] <= 0.0:
+            return math.inf
+        return self.base[rank] + (self.state.load[rank] + more) / self.speed[rank]
+
+    def fits(self, donor: int, server: int, item: Item, cut: int) -> bool:
+        """Whether memory holds one head group's rows from `cut` on."""
+        state = self.state
+        rows = item.end - cut
+        keys = item.end - state.first_key(cut)
+        room = self.memory[server] - state.received[server]
+        if rows * state.query_bytes + keys * state.key_value_bytes > room:
+            return False
+        return rows * state.output_bytes <= self.memory[donor] - state.received[donor]
+
+    def best_cut(self, donor: int, item: Item, server: int, surplus: float, level: int, fallback: float) -> Move | None:
+        """How many head groups and from which row on: the cheapest way to move what both sides want."""
+        state = self.state
+        deficit = self.take[server] - state.load[server]
+        by_donor = surplus <= deficit
+        wanted = surplus if by_donor else deficit
+        column = state.cells[item.document][item.group_begin]
+        mine, theirs = state.spans(column, donor), state.spans(column, server)
+        held = state.missing(item.document, server, theirs)
+        kept = state.missing(item.document, donor, mine)
+        link = state.link(donor, server)
+        whole = state.cost_of(item.begin, item.end)
+        row_bytes = (state.query_bytes + state.output_bytes) * link
+        count = item.group_end - item.group_begin
+        best: Move | None = None
+        for groups in range(1, count + 1):
+            for cut in self.cuts(item, wanted / groups, by_donor, level):
+                gain = state.cost_of(cut, item.end)
+                loss = whole - state.cost_of(item.begin, cut)
+                if gain * groups > deficit * 1.0 + self.slack[server] + 0.5 * wanted:
+                    continue
+                moved = (loss if by_donor else gain) * groups
+                over = moved - wanted
+                if cut == item.begin and over > self.slack[donor if by_donor else server]:
+                    continue
+                need = state.missing(item.document, server, sorted([*theirs, (cut, item.end)]))
+                rows = item.end - cut
+                size = rows * row_bytes + (need[1] - held[1]) * state.key_value_bytes
+                if cut == item.begin:
+                    left = [span for span in mine if span != (item.begin, item.end)]
+                    size += (state.missing(item.document, donor, left)[1] - kept[1]) * state.key_value_bytes
+                elif cut > level:
+                    again = (state.query_bytes + state.output_bytes) * (cut - level)
+                    ground = self.density(level)
+                    if ground > 0.0:
+                        again *= self.density((cut + level) // 2) / ground - 1.0
+                    size += min(again, float(state.key_value_bytes * cut))
+                room = self.memory[server] - state.received[server]
+                if groups * (rows * state.query_bytes + (need[0] - held[0]) * state.key_value_bytes) > room:
+                    continue
+                if groups * rows * state.output_bytes > self.memory[donor] - state.received[donor]:
+                    continue
+                left_over = wanted - moved
+                if left_over < 0.0:
+                    left_over = 0.0
+                rate = (size * groups + left_over * fallback) / wanted
+                if best is None or rate < best.rate:
+                    best = Move(rate, item.document, item.group_end - groups, item.group_end, cut, item.end, server)
+        return best
+
+    def cuts(self, item: Item, wanted: float, by_donor: bool, level: int) -> list[int]:
+        """Rows to cut at: the one that moves what is wanted, the water level, the begin of the segment."""
+        state = self.state
+        step = state.granularity
+        whole = state.cost_of(item.begin, item.end)
+        found = [item.begin]
+        first = item.begin // step + 1
+        last = (item.end - 1) // step
+        if first <= last:
+            low, high = first, last + 1
+            while low < high:
+                middle = (low + high) // 2
+                row = middle * step
+                amount = whole - state.cost_of(item.begin, row) if by_donor else state.cost_of(row, item.end)
+                if amount > wanted:
+                    low = middle + 1
+                else:
+                    high = middle
+            for at in (low - 1, low):
+                if first <= at <= last:
+                    found.append(at * step)
+            at = (level + step // 2) // step
+            if first <= at <= last:
+                found.append(at * step)
+        return found
+
+
+def make_reference(problem: PlanInput) -> Plan:
+    """Make a plan. Raises CADConfigError for impossible input, CADError where memory cannot hold any plan."""
+    started = time.perf_counter()
+    check_input(problem)
+    state = Columns(problem)
+    ranks = state.ranks
+    base = _floats(problem.base_load, ranks, 0.0)
+    speed = _floats(problem.speed, ranks, 1.0)
+    memory = _floats(problem.memory, ranks, math.inf)
+    before = list(state.load)
+    _balance(state, problem.tolerance, base, speed, memory)
+    if _slowest(state.load, base, speed) > _slowest(before, base, speed):
+        state = Columns(problem)
+    tasks = np.array(state.tasks(), np.int64).reshape(-1, 6)
+    return finish_plan(problem, tasks, np.array(before), started)
+
+
+def finish_plan(problem: PlanInput, tasks: np.ndarray, before: np.ndarray, started: float) -> Plan:
+    """Loads, bytes and notes of finished tasks. Raises CADError where a rank would receive more than its memory."""
+    tick = problem.tick
+    cost = problem.cost.of(tasks[:, 1], tasks[:, 2], problem.window) * (tasks[:, 4] - tasks[:, 3])
+    speed = np.ones(tick.ranks) if problem.speed is None else np.asarray(problem.speed, np.float64)
+    base = np.zeros(tick.ranks) if problem.base_load is None else np.asarray(problem.base_load, np.float64)
+    work = np.zeros(tick.ranks)
+    np.add.at(work, tasks[:, 5], cost)
+    sent, received = count_bytes(tasks, tick, problem.shape, problem.window)
+    if problem.memory is not None:
+        memory = np.asarray(problem.memory, np.float64)
+        over = received - memory
+        if (over > 0).any():
+            rank = int(over.argmax())
+            raise CADError(
+                f"rank {rank} would receive {int(received[rank])} bytes of Q, K, V and O and has memory for "
+                f"{int(memory[rank])}; {int((over > 0).sum())} of {tick.ranks} ranks do not fit. Raise memory, or "
+                "pack shorter documents on these ranks"
+            )
+    divisor = np.where(speed > 0, speed, 1.0)
+    load, load_before = work / divisor + base, before / divisor + base
+    return Plan(
+        tasks=tasks,
+        load=load,
+        load_before=load_before,
+        sent_bytes=sent,
+        received_bytes=received,
+        planning_ms=(time.perf_counter() - started) * 1e3,
+        notes=_notes(problem, work, base, speed),
+    )
+
+
+def _notes(problem: PlanInput, work: np.ndarray, base: np.ndarray, speed: np.ndarray) -> tuple[str, ...]:
+    """Why a rank is out of the tolerance, if one is."""
+    floors, speeds = base.tolist(), speed.tolist()
+    finish = finish_time(float(sum(work.tolist())), floors, speeds)
+    most = np.array(work_until(finish * (1.0 + problem.tolerance), floors, speeds))
+    least = np.array(work_until(finish * (1.0 - problem.tolerance), floors, speeds))
+    edge = 1e-9 * finish
+    out = np.flatnonzero((work > most + edge) | (work < least - edge))
+    if not len(out):
+        return ()
+    worst = int(out[np.argmax(np.maximum(work - most, least - work)[out])])
+    reason = (
+        "the granularity, or too few rows" if problem.memory is None else "memory, the granularity, or too few rows"
+    )
+    return (
+        f"{len(out)} of {len(work)} ranks are out of the tolerance of {problem.tolerance:g}: {reason}; the farthest "
+        f"is rank {worst} with {work[worst]:.6g} where {least[worst]:.6g} to {most[worst]:.6g} were wanted",
+    )
+
+
+def _balance(state: Columns, tolerance: float, base: list[float], speed: list[float], memory: list[float]) -> None:
+    ranks = state.ranks
+    for part in ROUNDS:
+        total = 0.0
+        for rank in range(ranks):
+            total += state.load[rank]
+        finish = finish_time(total, base, speed)
+        most = work_until(finish * (1.0 + tolerance), base, speed)
+        least = work_until(finish * (1.0 - tolerance), base, speed)
+        if all(least[rank] <= state.load[rank] <= most[rank] for rank in range(ranks)):
+            return
+        give, take = settle_levels(state.load, base, speed, finish, tolerance * part)
+        slack = [0.1 * tolerance * finish * speed[rank] for rank in range(ranks)]
+        Round(state, give, take, slack, base, speed, memory).run()
+        _evacuate(state, take, speed)
+
+
+def _evacuate(state: Columns, take: list[float], speed: list[float]) -> None:
+    """What a rank of speed 0 still has goes to whoever is farthest below its level."""
+    for rank in range(state.ranks):
+        if speed[rank] > 0.0:
+            continue
+        for index in state.of_rank[rank]:
+            document = state.segments[index][0]
+            for group in range(state.groups):
+                for begin, end, server, _ in list(state.cells[document][group]):
+                    if server == rank:
+                        state.move(document, group, begin, end, _emptiest(state, take, speed))
+
+
+def _emptiest(state: Columns, take: list[float], speed: list[float]) -> int:
+    best = -1
+    for rank in range(state.ranks):
+        if speed[rank] <= 0.0:
+            continue
+        if best < 0 or (take[rank] - state.load[rank]) / speed[rank] > (take[best] - state.load[best]) / speed[best]:
+            best = rank
+    return best
+
+
+def _slowest(load: list[float], base: list[float], speed: list[float]) -> float:
+    slowest = 0.0
+    for rank in range(len(load)):
+        if speed[rank] > 0.0:
+            slowest = max(slowest, base[rank] + load[rank] / speed[rank])
+        elif load[rank] > 0.0:
+            return math.inf
+    return slowest
+
+
+def _floats(values: object, ranks: int, default: float) -> list[float]:
+    return [default] * ranks if values is None else [float(value) for value in values]  # type: ignore[attr-defined]

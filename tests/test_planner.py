@@ -1,0 +1,226 @@
+"""The planner: coverage, cuts, balance, bytes, and inputs at the edge, on the reference planner."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
+from deepspeed_cad.planner.checks import check_coverage, check_cuts
+from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
+
+SHAPE = HeadShape(query_heads=8, groups=4, head_dim=16, value_dim=16, bytes_per_element=2)
+SECONDS = CostModel("h", "seconds", pair=1e-9, row=2e-9, key=2.5e-7, task=1e-6)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> PlanInput:
+    ranks = draw(st.integers(1, 6))
+    lengths = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), max_size=12))
+    if draw(st.booleans()):
+        tokens = -(-sum(lengths) // ranks)
+        layout = Layout.from_stream(lengths, ranks, tokens + draw(st.integers(0, 50)))
+    else:
+        homes = draw(st.lists(st.integers(0, ranks - 1), min_size=len(lengths), max_size=len(lengths)))
+        layout = Layout.from_rank_lengths(
+            [[n for n, home in zip(lengths, homes, strict=True) if home == r] for r in range(ranks)]
+        )
+    tick = layout.tick()
+    if draw(st.booleans()):
+        cut = layout.tokens // 2
+        if layout.can_cut(cut):
+            tick = layout.cut(cut)[draw(st.integers(0, 1))]
+    groups = draw(st.sampled_from([1, 2, 4, 8]))
+    return PlanInput(
+        tick,
+        HeadShape(groups * draw(st.sampled_from([1, 4])), groups, 16, draw(st.sampled_from([16, 8])), 2),
+        draw(st.sampled_from([PAIRS, SECONDS])),
+        window=draw(st.sampled_from([None, None, 1, 64, 700])),
+        tolerance=draw(st.sampled_from([0.0, 0.02, 0.05, 0.2])),
+        granularity=draw(st.sampled_from([1, 16, 128, 5000])),
+        base_load=draw(st.sampled_from([None, np.arange(ranks) * 1e4])),
+        speed=draw(st.sampled_from([None, 1.0 + np.arange(ranks) % 2, np.minimum(np.arange(ranks)[::-1], 1.0) + 0.0]))
+        if ranks > 1
+        else None,
+        ranks_per_node=draw(st.sampled_from([None, 1, 2])),
+    )
+
+
+def finish_spread(plan: Plan) -> tuple[float, float]:
+    """Largest and smallest finish time over the mean."""
+    mean = plan.load.mean()
+    return plan.load.max() / mean, plan.load.min() / mean
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_every_row_and_group_once_and_bytes_as_a_slow_count_has_them(problem: PlanInput) -> None:
+    plan = make_plan(problem)
+    check_coverage(plan.tasks, problem.tick, problem.shape.groups)
+    assert check_cuts(plan.tasks, problem.tick, problem.granularity) == 0
+    assert plan.tasks.tolist() == sorted(plan.tasks.tolist())
+    sent, received = slow_bytes(plan, problem)
+    assert plan.sent_bytes.tolist() == sent.tolist()
+    assert plan.received_bytes.tolist() == received.tolist()
+    assert plan.load.max() <= plan.load_before.max() * (1 + 1e-12) or problem.speed is not None
+    if problem.speed is not None:
+        assert not np.isin(plan.tasks[:, 5], np.flatnonzero(np.asarray(problem.speed) == 0)).any()
+
+
+def slow_bytes(plan: Plan, problem: PlanInput) -> tuple[np.ndarray, np.ndarray]:
+    """Row by row and head group by head group."""
+    tick, shape, window = problem.tick, problem.shape, problem.window
+    sent, received = np.zeros(tick.ranks, np.int64), np.zeros(tick.ranks, np.int64)
+
+    def homes(segments) -> dict[int, np.ndarray]:
+        found: dict[int, np.ndarray] = {}
+        for document in np.unique(segments.document):
+            own = segments.select(segments.document == document)
+            home = np.full(int(own.end.max()), -1)
+            for begin, end, rank in zip(own.begin, own.end, own.rank, strict=True):
+                home[begin:end] = rank
+            found[int(document)] = home
+        return found
+
+    query, key = homes(tick.query), homes(tick.key)
+    needed: dict[tuple[int, int, int], np.ndarray] = {}
+    for document, begin, end, group, group_end, server in plan.tasks.tolist():
+        for home in query[document][begin:end]:
+            if home != server:
+                for source, target, size in ((home, server, shape.query_bytes), (server, home, shape.output_bytes)):
+                    sent[source] += size * (group_end - group)
+                    received[target] += size * (group_end - group)
+        start = 0 if window is None else max(begin - window + 1, 0)
+        for one in range(group, group_end):
+            mask = needed.setdefault((document, one, server), np.zeros(len(key[document]), bool))
+            mask[start:end] = True
+    for (document, _, server), mask in needed.items():
+        for home in key[document][mask]:
+            if home != server:
+                sent[home] += shape.key_value_bytes
+                received[server] += shape.key_value_bytes
+    return sent, received
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(2000, 60000), min_size=4, max_size=30), st.integers(2, 8), st.sampled_from([0.02, 0.05]))
+def test_balance_is_reached_on_both_sides(lengths: list[int], ranks: int, tolerance: float) -> None:
+    tick = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks)).tick()
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=tolerance, granularity=64))
+    most, least = finish_spread(plan)
+    assert most <= 1 + tolerance and least >= 1 - tolerance
+
+
+def test_balanced_tick_moves_nothing() -> None:
+    tick = Layout.from_rank_lengths([[4096] * 4] * 4).tick()
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.02))
+    assert plan.sent_bytes.sum() == 0 and plan.received_bytes.sum() == 0
+    assert plan.load.tolist() == plan.load_before.tolist()
+    assert len(plan.tasks) == 16
+
+
+def test_one_huge_document_over_all_ranks() -> None:
+    tick = Layout.from_stream([65536], 8, 8192).tick()
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.02))
+    most, least = finish_spread(plan)
+    assert most <= 1.02 and least >= 0.98
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+def test_no_documents(ranks: int) -> None:
+    plan = make_plan(PlanInput(Layout.from_rank_lengths([[]] * ranks).tick(), SHAPE, PAIRS))
+    assert plan.tasks.shape == (0, 6) and plan.load.tolist() == [0.0] * ranks and plan.imbalance == 1.0
+
+
+def test_more_servers_than_tasks() -> None:
+    tick = Layout.from_rank_lengths([[100], *[[]] * 15]).tick()
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, granularity=128))
+    check_coverage(plan.tasks, tick, SHAPE.groups)
+    assert plan.load.max() <= plan.load_before.max() / 4
+
+
+def test_zero_speed_rank_serves_nothing_and_a_fast_rank_serves_more() -> None:
+    tick = Layout.from_rank_lengths([[30000], [20000], [10000], []]).tick()
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.05, speed=np.array([1.0, 0.0, 2.0, 1.0])))
+    assert not (plan.tasks[:, 5] == 1).any()
+    times = plan.load[[0, 2, 3]]
+    assert times.max() <= times.mean() * 1.05 and times.min() >= times.mean() * 0.95
+
+
+def test_reserved_servers_take_what_trainers_have_no_time_for() -> None:
+    tick = Layout.from_rank_lengths([[30000], [30000], [], []]).tick()
+    work = 4 * 30000 * 30001 // 2
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.05, base_load=np.array([work, work, 0.0, 0.0])))
+    assert set(plan.tasks[:, 5].tolist()) == {2, 3} or plan.load.max() <= plan.load.mean() * 1.05
+
+
+def test_memory_is_kept_and_what_cannot_fit_is_refused_with_the_number() -> None:
+    tick = Layout.from_rank_lengths([[30000], [], [], []]).tick()
+    free = make_plan(PlanInput(tick, SHAPE, PAIRS))
+    limit = np.full(4, free.received_bytes.max() * 0.6)
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, memory=limit))
+    assert (plan.received_bytes <= limit).all() and plan.imbalance < plan.imbalance_before and plan.notes
+    spanning = Layout.from_stream([40000], 4, 10000).tick()
+    with pytest.raises(CADError, match="rank .* bytes"):
+        make_plan(PlanInput(spanning, SHAPE, PAIRS, memory=np.full(4, 1000.0)))
+
+
+def test_moves_stay_inside_a_node_where_they_can() -> None:
+    tick = Layout.from_rank_lengths([[30000], [], [], [], [30000], [], [], []]).tick()
+    problem = PlanInput(tick, SHAPE, PAIRS, tolerance=0.05, ranks_per_node=4)
+    plan = make_plan(problem)
+    matrix = traffic_matrix(plan.tasks, tick, SHAPE)
+    assert matrix and all(source // 4 == target // 4 for source, target in matrix)
+
+
+def test_same_plan_again_and_from_shuffled_segments() -> None:
+    layout = Layout.from_stream([50000, 300, 12000, 7, 4000], 4, 16580)
+    problem = PlanInput(layout.tick(), SHAPE, SECONDS)
+    first = make_plan(problem)
+    order = np.random.default_rng(0).permutation(len(layout.segments))
+    tick = dataclasses.replace(layout.tick(), query=layout.segments.select(order), key=layout.segments.select(order))
+    second = make_plan(dataclasses.replace(problem, tick=tick))
+    assert first.fingerprint() == second.fingerprint() == make_plan(problem).fingerprint()
+
+
+def test_bad_input_names_the_field() -> None:
+    tick = Layout.from_rank_lengths([[10], [10]]).tick()
+    good = PlanInput(tick, SHAPE, PAIRS)
+    for change, word in (
+        ({"tolerance": -1.0}, "tolerance"),
+        ({"granularity": 0}, "granularity"),
+        ({"window": 0}, "window"),
+        ({"speed": np.array([1.0])}, "speed"),
+        ({"speed": np.array([0.0, 0.0])}, "speed"),
+        ({"base_load": np.array([np.nan, 0.0])}, "base_load"),
+        ({"ranks_per_node": 0}, "ranks_per_node"),
+        ({"shape": HeadShape(6, 4, 8, 8, 2)}, "heads"),
+        ({"cost": CostModel(pair=-1.0)}, "cost.pair"),
+    ):
+        with pytest.raises(CADConfigError, match=word):
+            make_plan(dataclasses.replace(good, **change))
+
+
+def test_coverage_check_finds_gaps_and_doubles() -> None:
+    tick = Layout.from_rank_lengths([[100]]).tick()
+    check_coverage(np.array([[0, 0, 100, 0, 4, 0]]), tick, 4)
+    with pytest.raises(CADError, match="cover rows"):
+        check_coverage(np.array([[0, 0, 99, 0, 4, 0]]), tick, 4)
+    with pytest.raises(CADError, match="two tasks"):
+        check_coverage(np.array([[0, 0, 100, 0, 4, 0], [0, 50, 60, 1, 2, 0]]), tick, 4)
+    assert count_bytes(np.array([[0, 0, 100, 0, 4, 0]]), tick, SHAPE)[0].sum() == 0
+
+
+def test_plan_is_plain_json(tmp_path) -> None:
+    plan = make_plan(PlanInput(Layout.from_stream([9000, 100], 2, 4550).tick(), SHAPE, PAIRS))
+    plan.save(str(tmp_path / "plan.json"))
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    assert saved["tasks"] == plan.tasks.tolist() and saved["received_bytes"] == plan.received_bytes.tolist()
