@@ -3,7 +3,8 @@
 Started by deepspeed_cad_autoload.pth in every Python process, so it imports nothing that is not loaded already, and
 lies beside the package instead of inside it. In: the imports of the process. Out: a call of
 `deepspeed_cad.autoload.after_import(module)` once a module of `WAITED_FOR` has run. It must never make an import of
-deepspeed fail, and never act on `find_spec` alone: transformers and accelerate call that to look whether deepspeed exists.
+deepspeed fail, and never act on `find_spec` alone: transformers and accelerate call that to see whether deepspeed is
+there.
 """
 
 import os
@@ -14,7 +15,7 @@ WAITED_FOR = ("deepspeed", "deepspeed.env_report")
 
 
 class Waiter:
-    """A meta-path finder that lets the others find a module and hooks the moment it is executed."""
+    """A meta-path finder that lets the others find a module and stands in for its loader until it is executed."""
 
     def __init__(self) -> None:
         self.waiting = set(WAITED_FOR)
@@ -28,8 +29,8 @@ class Waiter:
             spec = self._ask_others(name, path, target)
         finally:
             self._searching.discard((name, get_ident()))
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            self._hook(spec.loader, name)
+        if hasattr(getattr(spec, "loader", None), "exec_module"):
+            spec.loader = StandIn(spec.loader, self)
         return spec
 
     def _ask_others(self, name, path, target):
@@ -40,42 +41,45 @@ class Waiter:
                     return spec
         return None
 
-    def _hook(self, loader, name) -> None:
-        """Replaces `exec_module` on this one loader object; its class, `__spec__` and `__loader__` stay what they were."""
-        original = loader.exec_module
-        if getattr(original, "deepspeed_cad_hook", None) == name:
-            return
-
-        def exec_module(module):
-            if module.__name__ != name:  # a loader shared by several modules, as in a zip file
-                return original(module)
-            loader.__dict__.pop("exec_module", None)
-            original(module)  # when this raises, the next try is hooked again
-            self._done(name)
-            try:
-                from deepspeed_cad.autoload import after_import
-
-                after_import(module)
-            except Exception as error:
-                import warnings
-
-                warnings.warn(
-                    f"deepspeed_cad could not attach itself to {name}: {error!r}. A 'cad' block in a DeepSpeed "
-                    'JSON will have no effect; run "deepspeed-cad doctor".',
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-
-        exec_module.deepspeed_cad_hook = name
-        try:
-            loader.exec_module = exec_module
-        except AttributeError:  # a loader without attributes of its own: deepspeed_cad.install() is the way then
-            pass
-
-    def _done(self, name) -> None:
+    def done(self, name) -> None:
+        """Called after the real import; with nothing left to wait for the finder goes."""
         self.waiting.discard(name)
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
+
+
+class StandIn:
+    """A loader that puts the real one back into the module before running it, so that no trace of this one is left."""
+
+    def __init__(self, loader, finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name in ("_loader", "_finder"):  # while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec) if hasattr(self._loader, "create_module") else None
+
+    def exec_module(self, module) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)  # when this raises, the next try is waited for again
+        self._finder.done(module.__name__)
+        try:
+            from deepspeed_cad.autoload import after_import
+
+            after_import(module)
+        except Exception as error:
+            import warnings
+
+            warnings.warn(
+                f"deepspeed_cad could not attach itself to {module.__name__}: {error!r}. A 'cad' block in a DeepSpeed "
+                'JSON will have no effect; run "deepspeed-cad doctor".',
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def waiter():

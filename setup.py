@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from setuptools import Command, find_packages, setup
+from setuptools import Command, Distribution, find_packages, setup
 from setuptools.command.build import build
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
@@ -31,9 +31,10 @@ LINK_CHOICES = (
     "-ldl -lpthread".split(),
 )
 PTH_NAME = "deepspeed_cad_autoload.pth"
+# Python runs only those lines of a .pth file that start with `import`.
 PTH_TEXT = (
-    '# deepspeed_cad: waits for "import deepspeed" and imports nothing until then; DEEPSPEED_CAD_AUTOLOAD=0 turns it off\n'
-    'exec("try:\\n import _deepspeed_cad_autoload as w\\n w.arm()\\nexcept ImportError:\\n pass")\n'
+    '# deepspeed_cad waits for "import deepspeed", importing nothing until then; DEEPSPEED_CAD_AUTOLOAD=0: not at all\n'
+    'import os; exec("try:\\n import _deepspeed_cad_autoload as w\\n w.arm()\\nexcept ImportError:\\n pass")\n'
 )
 
 
@@ -50,7 +51,9 @@ def compile_native(target: Path) -> str:
     if not sources:
         target.unlink(missing_ok=True)
         return "csrc/ holds no .cpp file"
-    if target.exists() and target.stat().st_mtime > max(f.stat().st_mtime for f in (*sources, *headers, Path(__file__))):
+    if target.exists() and target.stat().st_mtime > max(
+        f.stat().st_mtime for f in (*sources, *headers, Path(__file__))
+    ):
         return ""
     compiler = find_compiler()
     if compiler is None:
@@ -75,7 +78,7 @@ def compile_native(target: Path) -> str:
 
 
 class BuildNative(Command):
-    """`python setup.py build_native --inplace` compiles csrc/ into the checkout; `build` compiles into its own folder."""
+    """`python setup.py build_native --inplace` compiles csrc/ into the checkout; `build` into its own folder."""
 
     description = "compile csrc/*.cpp into deepspeed_cad/_native.so"
     user_options = [("inplace", "i", "put the library into the checkout"), ("build-lib=", None, "where to build")]
@@ -134,15 +137,18 @@ class EditableWheel(editable_wheel):
 class BdistWheel(bdist_wheel):
     """One wheel for every Python; for one platform only where it holds the native library."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
         build_lib = self.get_finalized_command("build_py").build_lib
         has_native = Path(build_lib, NATIVE).exists()
         return "py3", "none", platform if has_native else "any"
+
+
+class BinaryDistribution(Distribution):
+    """Installs to where compiled packages go, although setuptools compiles nothing itself."""
+
+    def has_ext_modules(self) -> bool:
+        return True
 
 
 build.sub_commands = [*build.sub_commands, ("build_native", None)]
@@ -157,6 +163,7 @@ setup(
     package_dir={"deepspeed_cad.integrations": "integrations"},
     package_data={"deepspeed_cad": ["py.typed", "profiles/*.json", "**/*.json"]},
     exclude_package_data={"deepspeed_cad": ["_native.so"]},
+    distclass=BinaryDistribution,
     cmdclass={
         "build_native": BuildNative,
         "build_py": BuildPy,

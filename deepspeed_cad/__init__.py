@@ -37,8 +37,8 @@ __all__ = [
     "shard_stream",
 ]
 
-# integrations/ lies at the top of the source tree and is installed as deepspeed_cad.integrations. A checkout that is only
-# on PYTHONPATH finds it there too.
+# integrations/ lies at the top of the source tree and is installed as deepspeed_cad.integrations. A checkout that is
+# only on PYTHONPATH finds it there too.
 _TREE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if all(os.path.isfile(os.path.join(_TREE, name)) for name in ("pyproject.toml", "integrations/__init__.py")):
     __path__.append(_TREE)

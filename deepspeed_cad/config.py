@@ -67,8 +67,8 @@ class CADConfig:
     O and LSE from the forward pass. Saves memory, costs time."""
 
     backward: str = "auto"
-    """What a server does with received Q, K, V until backward. "keep": holds them; "resend": drops them, and they travel
-    again with dO; "auto" keeps them where memory allows."""
+    """What a server does with received Q, K, V until backward. "keep": holds them; "resend": drops them, and they
+    travel again with dO; "auto" keeps them where memory allows."""
 
     cost: str = "auto"
     """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":

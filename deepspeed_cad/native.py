@@ -50,5 +50,8 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
     except AttributeError:
         return None, f"{path} exports no cad_abi_version(), so it is not of this package. To get it: {REBUILD}."
     if version != ABI_VERSION:
-        return None, f"{path} is stale: its ABI version is {version}, this package needs {ABI_VERSION}. To get it: {REBUILD}."
+        return (
+            None,
+            f"{path} is stale: its ABI version is {version}, this package needs {ABI_VERSION}. To get it: {REBUILD}.",
+        )
     return library, ""

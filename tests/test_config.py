@@ -138,7 +138,8 @@ def test_refused_by_the_constructor_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "close"), [("tolerence", "tolerance"), ("timeout", "timeout_s"), ("kernels", "kernel"), ("look-ahead", "look_ahead")]
+    ("key", "close"),
+    [("tolerence", "tolerance"), ("timeout", "timeout_s"), ("kernels", "kernel"), ("look-ahead", "look_ahead")],
 )
 def test_typos_name_the_closest_key(key: str, close: str) -> None:
     with pytest.raises(CADConfigError, match=f'unknown key "{key}"; did you mean "{close}"'):

@@ -56,7 +56,7 @@ def test_a_library_that_cannot_be_used_is_refused_with_the_reason(tmp_path, cont
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ('extern "C" int cad_abi_version() { return %d; }' % native.ABI_VERSION, ""),
+        (f'extern "C" int cad_abi_version() {{ return {native.ABI_VERSION}; }}', ""),
         ('extern "C" int cad_abi_version() { return 999; }', "stale: its ABI version is 999"),
         ('extern "C" int another() { return 1; }', "not of this package"),
     ],

@@ -1,7 +1,7 @@
 """`deepspeed-cad doctor`: what is installed, what works here (each tried), and how to get what is missing.
 
-In: this machine. Out: a report for people, or JSON; exit code 0 where the core works: torch and numpy, one kernel and one
-transport. `ds_report` prints the same last line.
+In: this machine. Out: a report for people, or JSON; exit code 0 where the core works: torch and numpy, one kernel and
+one transport. `ds_report` prints the same last line.
 """
 
 import argparse

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -37,6 +38,7 @@ taken = torch.empty(sum(received))
 dist.all_to_all_single(taken, torch.arange(3.0) + 10 * rank, received, list(sent[rank]))
 expected = ([0.0, 10.0, 11.0, 12.0], [1.0, 2.0])[rank]
 dist.barrier()
+dist.destroy_process_group()
 sys.exit(0 if taken.tolist() == expected else "all_to_all gave %s, expected %s" % (taken.tolist(), expected))
 """
 
@@ -87,7 +89,7 @@ def try_native() -> Finding:
 
 def try_transports() -> list[Finding]:
     """c10d by two processes of its own; the others by their own probe."""
-    return [try_c10d(), *(_try(name, lambda name=name: _probe_transport(name)) for name in ("nccl", "nvlink"))]
+    return [try_c10d(), *(_try(name, partial(_probe_transport, name)) for name in ("nccl", "nvlink"))]
 
 
 def try_c10d() -> Finding:
@@ -102,7 +104,7 @@ def try_kernels() -> list[Finding]:
         backends = import_module("deepspeed_cad.kernels.registry").KERNELS
     except Exception as error:
         return [Finding("kernels", False, _line(error))]
-    return [_try(kernel.name, lambda kernel=kernel: trial.try_kernel(kernel)) for kernel in backends]
+    return [_try(kernel.name, partial(trial.try_kernel, kernel)) for kernel in backends]
 
 
 def try_devices() -> list[Finding]:
@@ -133,7 +135,7 @@ def try_devices() -> list[Finding]:
 
 def try_autoload() -> Finding:
     """Starts a Python as a training script would be started and imports a stand-in for deepspeed there."""
-    remedy = 'pip install deepspeed_cad (without --target), or call deepspeed_cad.install() in the script'
+    remedy = "pip install deepspeed_cad (without --target), or call deepspeed_cad.install() in the script"
     if os.environ.get("DEEPSPEED_CAD_AUTOLOAD", "1").lower() in ("0", "false", "off", "no"):
         return Finding("autoload", False, "turned off by DEEPSPEED_CAD_AUTOLOAD", "unset DEEPSPEED_CAD_AUTOLOAD")
     with tempfile.TemporaryDirectory() as folder:

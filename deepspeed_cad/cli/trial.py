@@ -20,9 +20,7 @@ def try_kernel(kernel: Kernel) -> tuple[bool, str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     reason = kernel.refuse(
-        KernelNeed(
-            device=device, dtype=dtype, head_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS // GROUPS
-        )
+        KernelNeed(device=device, dtype=dtype, head_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS // GROUPS)
     )
     if reason is not None:
         return False, reason

@@ -1,0 +1,127 @@
+"""The console script: its subcommands, its exit codes, and what the doctor finds."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from deepspeed_cad import cli
+from deepspeed_cad.cli import doctor, probes
+from deepspeed_cad.cli.doctor import Report
+from deepspeed_cad.cli.probes import Finding
+from deepspeed_cad.errors import CADDataError
+
+WORKS = Report(
+    packages=[Finding("torch", True, "2"), Finding("numpy", True, "2"), Finding("deepspeed", True, "0")],
+    native=Finding("native library", True, "ABI 1"),
+    kernels=[Finding("torch_math", True, "error 1e-7"), Finding("other", False, "refused")],
+    transports=[Finding("c10d", True, "exchanged"), Finding("nvlink", False, "no GPU")],
+    devices=[Finding("GPUs", False, "none")],
+    autoload=Finding("autoload", True, "active"),
+)
+MISSING = Finding("deepspeed", False, "not installed", "pip install it")
+
+
+def test_help_lists_what_is_there(capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert "doctor" in cli.available()
+    for name in cli.SUBCOMMANDS:
+        assert (f"\n    {name} " in shown) == (name in cli.available())
+
+
+@pytest.mark.parametrize("words", [[], ["surgeon"], ["doctor", "--no-such-flag"]])
+def test_wrong_words_end_in_usage(words, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2 and "usage: deepspeed-cad" in capsys.readouterr().err
+
+
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("deepspeed_cad 0.")
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom deepspeed_cad.cli import main\n"
+        "try:\n main(['doctor', '-h'])\nexcept SystemExit:\n print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.rstrip().endswith("False"), done.stderr
+
+
+def test_an_error_of_ours_is_one_line(monkeypatch, capsys) -> None:
+    def fail() -> Report:
+        raise CADDataError("document 3 has no end")
+
+    monkeypatch.setattr(doctor, "examine", fail)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "deepspeed-cad doctor: document 3 has no end\n"
+
+
+def test_report_for_people(monkeypatch, capsys) -> None:
+    report = dataclasses.replace(WORKS, packages=[*WORKS.packages[:2], MISSING])
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.rstrip().split("\n")
+    assert "  --  deepspeed        not installed" in lines
+    assert "works here: kernels torch_math; transports c10d; autoload active" in lines[-1]
+    assert lines[-1].endswith("to get what is missing: deepspeed: pip install it")
+    assert doctor.summary_line() == lines[-1]
+
+
+def test_report_for_programs(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: WORKS)
+    assert cli.main(["doctor", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["core_works"] is True and read["kernels"][0]["name"] == "torch_math"
+    assert "missing" not in read["summary"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"packages": [Finding("torch", False, "no", "get it"), Finding("numpy", True, "2")]},
+        {"kernels": [Finding("torch_math", False, "wrong numbers")]},
+        {"transports": [Finding("c10d", False, "failed")]},
+    ],
+)
+def test_exit_code_where_the_core_does_not_work(monkeypatch, broken, capsys) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: dataclasses.replace(WORKS, **broken))
+    assert cli.main(["doctor"]) == 1
+    assert "DOES NOT WORK" in capsys.readouterr().out
+
+
+def test_a_probe_never_raises(monkeypatch) -> None:
+    def fail() -> tuple[bool, str]:
+        raise OSError("first line\nsecond line")
+
+    assert probes._try("thing", fail) == Finding("thing", False, "OSError: first line")
+
+
+def test_packages_that_are_missing_come_with_a_remedy(monkeypatch) -> None:
+    monkeypatch.setattr(probes, "PACKAGES", {"no_such_package": "pip install no_such_package"})
+    assert probes.try_packages() == [Finding("no_such_package", False, "not installed", "pip install no_such_package")]
+
+
+def test_autoload_that_is_turned_off_is_reported(monkeypatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_CAD_AUTOLOAD", "0")
+    assert "turned off" in probes.try_autoload().detail
+
+
+@pytest.mark.slow
+def test_the_doctor_on_this_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_cad.cli", "doctor", "--json"], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    read = json.loads(done.stdout)
+    assert read["core_works"]
+    assert [found["ok"] for found in read["transports"] if found["name"] == "c10d"] == [True]
+    assert any(found["ok"] for found in read["kernels"])
