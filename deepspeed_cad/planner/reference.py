@@ -15,13 +15,15 @@ import numpy as np
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.planner.checks import check_input
-from deepspeed_cad.planner.columns import Columns
+from deepspeed_cad.planner.columns import Cell, Columns
 from deepspeed_cad.planner.levels import finish_time, settle_levels, work_until
 from deepspeed_cad.planner.plan import Plan, PlanInput
 from deepspeed_cad.planner.traffic import count_bytes
 
 ROUNDS = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Share of the tolerance that each round of moves aims at."""
+SLACK = 0.1
+"""Share of the tolerance that is not worth a move."""
 ITEMS = 3
 """Longest segments of a rank that are looked at for each move."""
 
@@ -53,9 +55,9 @@ class Item:
 class Round:
     """One round of moves towards fixed levels."""
 
-    def __init__(self, state: Columns, give: list[float], take: list[float], slack: list[float],
+    def __init__(self, state: Columns, most: list[float], give: list[float], take: list[float], slack: list[float],
                  base: list[float], speed: list[float], memory: list[float]) -> None:  # fmt: skip
-        self.state, self.give, self.take, self.slack = state, give, take, slack
+        self.state, self.most, self.give, self.take, self.slack = state, most, give, take, slack
         self.base, self.speed, self.memory = base, speed, memory
 
     def run(self) -> None:
@@ -79,7 +81,10 @@ class Round:
                 heapq.heappush(heap, (move.rate, rank))
                 continue
             for group in range(move.group_begin, move.group_end):
-                state.move(move.document, group, move.cut, move.end, move.server)
+                for begin, end, _, _ in list(state.cells[move.document][group]):
+                    low, high = max(begin, move.cut), min(end, move.end)
+                    if low < high:
+                        state.move(move.document, group, low, high, move.server)
             heapq.heappush(heap, (move.rate, rank))
 
     def items(self, rank: int) -> list[Item]:
@@ -175,6 +180,7 @@ class Round:
         fallback = generic * 1.2
         if floor > 0.0:
             fallback = max(fallback, (state.query_bytes + state.output_bytes) / floor)
+        fixed = float(longest.end * state.key_value_bytes)
         best: Move | None = None
         seen: list[int] = []
         for item in items:
@@ -183,7 +189,7 @@ class Round:
                     break
                 seen.append(item.document)
             for server in self.receivers(donor, item):
-                move = self.best_cut(donor, item, server, surplus, level, fallback)
+                move = self.best_cut(donor, item, server, surplus, level, fallback, fixed)
                 if move is not None and (best is None or move.rate < best.rate):
                     best = move
         return best if best is not None else self.smallest_step(donor, items)
@@ -220,71 +226,109 @@ class Round:
             return False
         return rows * state.output_bytes <= self.memory[donor] - state.received[donor]
 
-    def best_cut(self, donor: int, item: Item, server: int, surplus: float, level: int, fallback: float) -> Move | None:
+    def best_cut(
+        self, donor: int, item: Item, server: int, surplus: float, level: int, fallback: float, fixed: float
+    ) -> Move | None:
         """How many head groups and from which row on: the cheapest way to move what both sides want."""
         state = self.state
         deficit = self.take[server] - state.load[server]
-        by_donor = surplus <= deficit
-        wanted = surplus if by_donor else deficit
+        room = self.most[server] - state.load[server]
+        limit = surplus if deficit < surplus <= room else deficit
+        wanted = min(surplus, limit)
         column = state.cells[item.document][item.group_begin]
-        mine, theirs = state.spans(column, donor), state.spans(column, server)
+        theirs = state.spans(column, server)
         held = state.missing(item.document, server, theirs)
-        kept = state.missing(item.document, donor, mine)
-        link = state.link(donor, server)
-        whole = state.cost_of(item.begin, item.end)
-        row_bytes = (state.query_bytes + state.output_bytes) * link
-        count = item.group_end - item.group_begin
+        path = self.path(column, item, server)
+        both = state.query_bytes + state.output_bytes
+        row_cost = both / self.density(item.end - 1) if self.density(item.end - 1) > 0.0 else 0.0
         best: Move | None = None
-        for groups in range(1, count + 1):
-            for cut in self.cuts(item, wanted / groups, by_donor, level):
-                gain = state.cost_of(cut, item.end)
-                loss = whole - state.cost_of(item.begin, cut)
-                if gain * groups > deficit * 1.0 + self.slack[server] + 0.5 * wanted:
-                    continue
-                moved = (loss if by_donor else gain) * groups
-                over = moved - wanted
-                if cut == item.begin and over > self.slack[donor if by_donor else server]:
-                    continue
-                need = state.missing(item.document, server, sorted([*theirs, (cut, item.end)]))
-                rows = item.end - cut
-                size = rows * row_bytes + (need[1] - held[1]) * state.key_value_bytes
-                if cut == item.begin:
-                    left = [span for span in mine if span != (item.begin, item.end)]
-                    size += (state.missing(item.document, donor, left)[1] - kept[1]) * state.key_value_bytes
-                elif cut > level:
-                    again = (state.query_bytes + state.output_bytes) * (cut - level)
-                    ground = self.density(level)
-                    if ground > 0.0:
-                        again *= self.density((cut + level) // 2) / ground - 1.0
-                    size += min(again, float(state.key_value_bytes * cut))
-                room = self.memory[server] - state.received[server]
-                if groups * (rows * state.query_bytes + (need[0] - held[0]) * state.key_value_bytes) > room:
-                    continue
-                if groups * rows * state.output_bytes > self.memory[donor] - state.received[donor]:
-                    continue
-                left_over = wanted - moved
-                if left_over < 0.0:
-                    left_over = 0.0
-                rate = (size * groups + left_over * fallback) / wanted
-                if best is None or rate < best.rate:
-                    best = Move(rate, item.document, item.group_end - groups, item.group_end, cut, item.end, server)
+        for groups in range(1, item.group_end - item.group_begin + 1):
+            gone, sent, freed, rows_before = 0.0, 0.0, 0.0, 0
+            for at, (begin, end, home) in enumerate(path):
+                spare = surplus if at == 0 else state.load[home] - self.give[home]
+                row_bytes = both * state.link(home, server)
+                whole = state.cost_of(begin, end)
+                for cut in self.cuts(begin, end, spare / groups, limit / groups - gone, level if at == 0 else -1):
+                    gain = gone + state.cost_of(cut, item.end if at == 0 else end)
+                    loss = whole - state.cost_of(begin, cut)
+                    if gain * groups > limit + self.slack[server] or loss * groups > spare + self.slack[home]:
+                        if cut == begin or gain * groups > 1.5 * limit or loss * groups > 1.5 * spare:
+                            continue
+                    need = state.missing(item.document, server, sorted([*theirs, (cut, item.end)]))
+                    size = sent + (end - cut) * row_bytes + (need[1] - held[1]) * state.key_value_bytes - freed
+                    if cut == begin:
+                        size -= self.freed(item.document, column, begin, home)
+                    elif at == 0 and cut > level:
+                        again = float(both * (cut - level))
+                        ground = self.density(level)
+                        if ground > 0.0:
+                            again *= self.density((cut + level) // 2) / ground - 1.0
+                        size += min(again, float(state.key_value_bytes * cut))
+                    rows = rows_before + end - cut
+                    space = self.memory[server] - state.received[server]
+                    if groups * (rows * state.query_bytes + (need[0] - held[0]) * state.key_value_bytes) > space:
+                        continue
+                    if groups * (end - cut) * state.output_bytes > self.memory[home] - state.received[home]:
+                        continue
+                    moved = gain * groups
+                    left = wanted - moved
+                    price = 0.0
+                    if left > self.slack[server]:
+                        price = max(left * fallback, fixed + left * row_cost)
+                    elif left < 0.0:
+                        left = 0.0
+                    rate = (size * groups + price) / (moved + left)
+                    if best is None or rate < best.rate:
+                        best = Move(rate, item.document, item.group_end - groups, item.group_end, cut, item.end, server)
+                loss = whole
+                gone += whole
+                if gone * groups > limit + self.slack[server] or loss * groups > spare + self.slack[home]:
+                    break
+                sent += (end - begin) * row_bytes
+                rows_before += end - begin
+                freed += self.freed(item.document, column, begin, home)
         return best
 
-    def cuts(self, item: Item, wanted: float, by_donor: bool, level: int) -> list[int]:
-        """Rows to cut at: the one that moves what is wanted, the water level, the begin of the segment."""
+    def freed(self, document: int, column: list[Cell], begin: int, home: int) -> float:
+        """Bytes of K and V that a home need not receive any more without its cell at `begin`."""
+        state = self.state
+        now = [(cell[0], cell[1]) for cell in column if cell[2] == home]
+        then = [span for span in now if span[0] != begin]
+        if not then and len(state.home_keys.get(document, ())) == 1:
+            return 0.0
+        return (state.missing(document, home, now)[1] - state.missing(document, home, then)[1]) * state.key_value_bytes
+
+    def path(self, column: list[Cell], item: Item, server: int) -> list[tuple[int, int, int]]:
+        """The item's rows, and before them rows of the same document on other ranks that give, last first."""
+        state = self.state
+        at = 0
+        while column[at][0] != item.begin:
+            at += 1
+        path = [(item.begin, item.end, column[at][3])]
+        while at > 0:
+            at -= 1
+            begin, end, owner, home = column[at]
+            if end != path[-1][0] or owner != home or home == server:
+                break
+            if state.load[home] - self.give[home] <= self.slack[home]:
+                break
+            path.append((begin, end, home))
+        return path
+
+    def cuts(self, begin: int, end: int, most_loss: float, most_gain: float, level: int) -> list[int]:
+        """Rows to cut at: those that move what is wanted, the water level, the begin of the segment."""
         state = self.state
         step = state.granularity
-        whole = state.cost_of(item.begin, item.end)
-        found = [item.begin]
-        first = item.begin // step + 1
-        last = (item.end - 1) // step
+        whole = state.cost_of(begin, end)
+        found = [begin]
+        first = begin // step + 1
+        last = (end - 1) // step
         if first <= last:
             low, high = first, last + 1
             while low < high:
                 middle = (low + high) // 2
                 row = middle * step
-                amount = whole - state.cost_of(item.begin, row) if by_donor else state.cost_of(row, item.end)
-                if amount > wanted:
+                if whole - state.cost_of(begin, row) > most_loss or state.cost_of(row, end) > most_gain:
                     low = middle + 1
                 else:
                     high = middle
@@ -369,18 +413,30 @@ def _notes(problem: PlanInput, work: np.ndarray, base: np.ndarray, speed: np.nda
 def _balance(state: Columns, tolerance: float, base: list[float], speed: list[float], memory: list[float]) -> None:
     ranks = state.ranks
     for part in ROUNDS:
-        total = 0.0
-        for rank in range(ranks):
-            total += state.load[rank]
-        finish = finish_time(total, base, speed)
-        most = work_until(finish * (1.0 + tolerance), base, speed)
-        least = work_until(finish * (1.0 - tolerance), base, speed)
-        if all(least[rank] <= state.load[rank] <= most[rank] for rank in range(ranks)):
-            return
-        give, take = settle_levels(state.load, base, speed, finish, tolerance * part)
-        slack = [0.1 * tolerance * finish * speed[rank] for rank in range(ranks)]
-        Round(state, give, take, slack, base, speed, memory).run()
-        _evacuate(state, take, speed)
+        for phase in range(3):
+            total = 0.0
+            for rank in range(ranks):
+                total += state.load[rank]
+            finish = finish_time(total, base, speed)
+            most = work_until(finish * (1.0 + tolerance), base, speed)
+            least = work_until(finish * (1.0 - tolerance), base, speed)
+            too_much = any(state.load[rank] > most[rank] for rank in range(ranks))
+            too_little = any(state.load[rank] < least[rank] for rank in range(ranks))
+            if not too_much and not too_little:
+                return
+            if (phase == 1 and not too_much) or (phase == 2 and not too_little):
+                continue
+            aim = tolerance * part
+            room = work_until(finish * (1.0 + aim), base, speed)
+            if phase == 0:
+                give, take = settle_levels(state.load, base, speed, finish, aim)
+            elif phase == 1:
+                give, take = room, work_until(finish, base, speed)
+            else:
+                give, take = work_until(finish, base, speed), work_until(finish * (1.0 - aim), base, speed)
+            slack = [SLACK * tolerance * finish * speed[rank] for rank in range(ranks)]
+            Round(state, room, give, take, slack, base, speed, memory).run()
+            _evacuate(state, take, speed)
 
 
 def _evacuate(state: Columns, take: list[float], speed: list[float]) -> None:
