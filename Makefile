@@ -33,9 +33,9 @@ test-fast: $(VENV)/installed-test native
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 check: $(VENV)/installed-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 	@if command -v clang-format >/dev/null && [ -n "$(SOURCES)" ]; then clang-format --dry-run --Werror $(SOURCES); fi
 
 test-matrix: $(VENV)/installed-test native

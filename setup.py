@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from setuptools import Command, Distribution, find_packages, setup
+from setuptools import Command, Distribution, find_namespace_packages, setup
 from setuptools.command.build import build
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
@@ -153,9 +153,10 @@ class BinaryDistribution(Distribution):
 
 build.sub_commands = [*build.sub_commands, ("build_native", None)]
 
-packages = find_packages(include=["deepspeed_cad", "deepspeed_cad.*"])
+NO_PACKAGES = ("*__pycache__*",)
+packages = find_namespace_packages(include=["deepspeed_cad", "deepspeed_cad.*"], exclude=NO_PACKAGES)
 if (ROOT / "integrations" / "__init__.py").exists():
-    inner = find_packages("integrations")
+    inner = find_namespace_packages("integrations", exclude=NO_PACKAGES)
     packages += ["deepspeed_cad.integrations", *(f"deepspeed_cad.integrations.{name}" for name in inner)]
 
 setup(

@@ -23,24 +23,9 @@ PACKAGES = {
     "accelerate": 'pip install "deepspeed_cad[accelerate]"',
 }
 CORE_PACKAGES = ("torch", "numpy")
+TRANSPORTS = ("c10d", "nccl", "nvlink")
 
 _TIMEOUT_S = 120
-
-# Uneven splits, as every exchange has: rank 0 sends 1 and 2 rows, rank 1 sends 3 and none.
-_C10D = """
-import sys, datetime, torch, torch.distributed as dist
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2,
-                        timeout=datetime.timedelta(seconds=60))
-sent = ([1, 2], [3, 0])
-received = [sent[0][rank], sent[1][rank]]
-taken = torch.empty(sum(received))
-dist.all_to_all_single(taken, torch.arange(3.0) + 10 * rank, received, list(sent[rank]))
-expected = ([0.0, 10.0, 11.0, 12.0], [1.0, 2.0])[rank]
-dist.barrier()
-dist.destroy_process_group()
-sys.exit(0 if taken.tolist() == expected else "all_to_all gave %s, expected %s" % (taken.tolist(), expected))
-"""
 
 # A stand-in for deepspeed shows whether the installed .pth file works, without the seconds that the real one takes.
 _AUTOLOAD = """
@@ -88,23 +73,24 @@ def try_native() -> Finding:
 
 
 def try_transports() -> list[Finding]:
-    """c10d by two processes of its own; the others by their own probe."""
-    return [try_c10d(), *(_try(name, partial(_probe_transport, name)) for name in ("nccl", "nvlink"))]
-
-
-def try_c10d() -> Finding:
-    """Two gloo processes on this machine exchange slices of uneven length."""
-    return _try("c10d", _exchange_between_two_processes)
+    """Every transport between two processes of this machine, each with a GPU of its own where there are two."""
+    return [_try(name, partial(_try_transport, name)) for name in TRANSPORTS]
 
 
 def try_kernels() -> list[Finding]:
-    """Forward and backward of every backend on a tiny problem, against plain torch in fp64."""
-    try:
-        trial = import_module("deepspeed_cad.cli.trial")
-        backends = import_module("deepspeed_cad.kernels.registry").KERNELS
-    except Exception as error:
-        return [Finding("kernels", False, _line(error))]
-    return [_try(kernel.name, partial(trial.try_kernel, kernel)) for kernel in backends]
+    """Forward and backward of every backend on a tiny problem."""
+
+    def look() -> tuple[bool, str]:
+        torch = import_module("torch")
+        registry = import_module("deepspeed_cad.kernels.registry")
+        tried.extend(registry.try_all(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+        return True, ""
+
+    tried: list[tuple[str, bool, str]] = []
+    overall = _try("kernels", look)
+    if not overall.ok:
+        return [overall]
+    return [Finding(*one, remedy=_kernel_remedy(one[0]) if not one[1] else "") for one in tried]
 
 
 def try_devices() -> list[Finding]:
@@ -163,21 +149,29 @@ def _try(name: str, probe: Callable[[], tuple[bool, str]]) -> Finding:
         return Finding(name, False, _line(error))
 
 
-def _probe_transport(name: str) -> tuple[bool, str]:
-    exchange = import_module("deepspeed_cad.exchange")
-    probe = getattr(exchange, "probe", None)
-    if probe is None:
-        return False, "not part of this release"
-    return probe(name)
+def _kernel_remedy(name: str) -> str:
+    """How to get the fastest kernel for the GPU of this machine."""
+    cuda = import_module("torch").cuda
+    major = cuda.get_device_capability()[0] if cuda.is_available() else 0
+    if name == "flash_attn_4" and major >= 9:
+        return "pip install --pre flash-attn-4"
+    if name == "flash_attn_2" and major == 8:
+        return "pip install --no-build-isolation flash-attn"
+    return ""
 
 
-def _exchange_between_two_processes() -> tuple[bool, str]:
+def _try_transport(name: str) -> tuple[bool, str]:
+    ok, detail = import_module("deepspeed_cad.exchange.probe").probe(name)
+    if not ok:
+        return False, detail
+    gpus = import_module("torch").cuda.device_count()
+    if name != "c10d" and gpus < 2:
+        return True, f"{detail}; not tried, because this process sees one GPU"
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", _C10D, str(rank), str(Path(folder, "store"))],
-                env=environment,
+                [sys.executable, "-m", "deepspeed_cad.cli.exchange_trial", name, str(rank), str(Path(folder, "store"))],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -187,14 +181,15 @@ def _exchange_between_two_processes() -> tuple[bool, str]:
         try:
             errors = [process.communicate(timeout=_TIMEOUT_S)[1] for process in processes]
         except subprocess.TimeoutExpired:
-            return False, f"two gloo processes on this machine did not exchange anything within {_TIMEOUT_S} s"
+            return False, f"two processes on this machine did not exchange anything within {_TIMEOUT_S} s"
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
     for rank, process in enumerate(processes):
         if process.returncode:
-            return False, f"rank {rank} of two gloo processes failed: {_last_line(errors[rank])}"
-    return True, "two gloo processes exchanged slices of uneven length"
+            return False, f"rank {rank} of two processes failed: {_last_line(errors[rank])}"
+    return True, f"two processes exchanged slices there and back on {'GPUs' if gpus > 1 else 'the CPU'}"
 
 
 def _line(error: BaseException) -> str:
