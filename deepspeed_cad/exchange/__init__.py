@@ -1,0 +1,1 @@
+"""Transports: what carries an exchange between homes and servers, one file each, and the choice among them."""

@@ -1,0 +1,150 @@
+"""Which rows an exchange copies where: pure tables, made once per schedule and used by every layer.
+
+In: a `Schedule`. Out: `PushTable`s (what this rank copies into the landing areas of its peers), `LandingPlan`s (where
+each field begins there) and `PlacementTable`s (where rows that came back belong). Numpy only; tests run whole exchanges
+on these tables without a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.layout import Ints
+from deepspeed_cad.schedule import (
+    GROUP,
+    HOME,
+    HOME_ROW,
+    KEY,
+    KIND,
+    QUERY,
+    ROWS,
+    SERVER,
+    SERVER_ROW,
+    STAGE_ROW,
+    Schedule,
+)
+
+ALIGNMENT = 256
+"""Bytes: every field of a landing area begins at a multiple."""
+
+
+@dataclass(frozen=True, eq=False)
+class PushTable:
+    """What one rank copies in one direction, peer after peer."""
+
+    peers: Ints
+    """[ranks]: in the order in which they are served; every rank begins with another one, itself last."""
+    begin: Ints
+    """[ranks + 1]: the part of `slices` that goes to each of `peers`."""
+    slices: Ints
+    """[n, 5]: kind, source row, head group, row in the peer's landing area, rows."""
+    rows_sent: Ints
+    """[2]: query and key rows that leave this rank."""
+    source_rows: Ints
+    """[2]: one past the highest source row that is read, of query and of key tensors."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementTable:
+    """Where rows of one kind that came back belong at home."""
+
+    target: Ints
+    """[targets]: row × groups + group, each once."""
+    begin: Ints
+    """[targets + 1]: the part of `source` that each target receives."""
+    source: Ints
+    """A row of the landing area where ≥ 0, else row −1 − source of the rank's own served tensor."""
+
+    @property
+    def depth(self) -> int:
+        """Most contributions that one target receives."""
+        return int(np.diff(self.begin).max()) if len(self.target) else 0
+
+
+@dataclass(frozen=True, eq=False)
+class LandingPlan:
+    """Bytes of one landing area: where each field begins at every rank, and how much every rank needs."""
+
+    offset: Ints
+    """[fields, ranks]"""
+    total: Ints
+    """[ranks]"""
+
+
+def dispatch_pushes(schedule: Schedule) -> PushTable:
+    """From the homes' tensors into the servers' group-major buffers; what a rank serves itself included."""
+    table = np.concatenate([schedule.sends, schedule.own])
+    columns = [table[:, KIND], table[:, HOME_ROW], table[:, GROUP], table[:, SERVER_ROW], table[:, ROWS]]
+    return _pushes(schedule, table[:, SERVER], np.stack(columns, axis=1), schedule.served_rows)
+
+
+def return_pushes(schedule: Schedule) -> PushTable:
+    """From the servers' group-major tensors into the homes' landing areas; own slices stay where they are."""
+    table = schedule.receives
+    columns = [table[:, KIND], table[:, SERVER_ROW], 0 * table[:, GROUP], table[:, STAGE_ROW], table[:, ROWS]]
+    return _pushes(schedule, table[:, HOME], np.stack(columns, axis=1), schedule.landed_rows)
+
+
+def _pushes(schedule: Schedule, peer: Ints, slices: Ints, landing_rows: Ints) -> PushTable:
+    reach = landing_rows[peer, slices[:, 0]]
+    beyond = slices[:, 3] + slices[:, 4] > reach
+    if beyond.any():
+        first = int(np.flatnonzero(beyond)[0])
+        raise CADError(
+            f"rank {schedule.rank}: a slice ends at row {int(slices[first, 3] + slices[first, 4])} of rank "
+            f"{int(peer[first])}'s landing area, which has {int(reach[first])} rows: schedule and plan disagree"
+        )
+    turn = (peer - schedule.rank - 1) % schedule.ranks
+    order = np.lexsort((slices[:, 3], slices[:, 0], turn))
+    turn, slices = turn[order], slices[order]
+    joined = np.zeros(len(slices), bool)
+    if len(slices) > 1:
+        before, after = slices[:-1], slices[1:]
+        joined[1:] = (
+            (turn[1:] == turn[:-1])
+            & (before[:, [0, 2]] == after[:, [0, 2]]).all(axis=1)
+            & (before[:, 1] + before[:, 4] == after[:, 1])
+            & (before[:, 3] + before[:, 4] == after[:, 3])
+        )
+    heads = np.flatnonzero(~joined)
+    merged = slices[heads].copy()
+    if len(heads):
+        merged[:, 4] = np.add.reduceat(slices[:, 4], heads)
+    leaves = merged[turn[heads] != schedule.ranks - 1]
+    ends = merged[:, 1] + merged[:, 4]
+    return PushTable(
+        peers=(np.arange(schedule.ranks) + schedule.rank + 1) % schedule.ranks,
+        begin=np.searchsorted(turn[heads], np.arange(schedule.ranks + 1)).astype(np.int64),
+        slices=np.ascontiguousarray(merged, dtype=np.int64),
+        rows_sent=np.array([leaves[leaves[:, 0] == kind, 4].sum() for kind in (QUERY, KEY)], np.int64),
+        source_rows=np.array([ends[merged[:, 0] == kind].max(initial=0) for kind in (QUERY, KEY)], np.int64),
+    )
+
+
+def plan_landing(rows: Ints, kinds: list[int], row_bytes: list[int]) -> LandingPlan:
+    """Lay the fields of an exchange one after the other; `rows` is [ranks, 2], as Schedule.served_rows."""
+    sizes = np.array([rows[:, kind] * width for kind, width in zip(kinds, row_bytes)], np.int64).reshape(-1, len(rows))
+    padded = -(-sizes // ALIGNMENT) * ALIGNMENT
+    ends = np.cumsum(padded, axis=0)
+    return LandingPlan(ends - padded, padded.sum(axis=0))
+
+
+def address_fields(sources: list[tuple[int, int, int, int, int]], areas: Ints, plan: LandingPlan) -> Ints:
+    """[fields, 5 + ranks]: kind, source address, bytes from row to row, from group to group and of one row; then where
+    the field begins at every rank, whose landing areas begin at `areas`."""
+    ahead = np.array(sources, np.int64).reshape(-1, 5)
+    return np.ascontiguousarray(np.concatenate([ahead, areas + plan.offset], axis=1))
+
+
+def placements(schedule: Schedule, kind: int) -> PlacementTable:
+    """Every target once, with what it receives in a fixed order: landed rows in table order, then own rows."""
+    landed = schedule.home_index(schedule.sends, kind)
+    own = schedule.home_index(schedule.own, kind)
+    source = np.concatenate([np.arange(len(landed)), -1 - schedule.server_index(schedule.own, kind)])
+    index = np.concatenate([landed, own])
+    order = np.argsort(index, kind="stable")
+    target, first = np.unique(index[order], return_index=True)
+    return PlacementTable(target, np.append(first, len(index)).astype(np.int64), source[order])

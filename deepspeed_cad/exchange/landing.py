@@ -1,0 +1,96 @@
+"""Landing areas: device memory that every rank of a group maps, so that peers can copy into it.
+
+In: sizes that all ranks compute alike. Out: a tensor on this rank and the address of everyone's. Growing is
+collective: every rank decides it from the same plan, at the same exchange.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
+
+logger = logging.getLogger(__name__)
+
+HEADROOM = 1.25
+GRAIN = 8 << 20
+"""Bytes: capacities are multiples."""
+
+
+class SymmetricBuffer:
+    """Memory of equal size on every rank, mapped by all. Making one is collective."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        memory: Any = symmetric_memory()
+        with torch.cuda.device(device):
+            self.tensor: torch.Tensor = memory.empty(size, dtype=torch.uint8, device=device).fill_(0)
+            torch.cuda.synchronize(device)
+            self._handle = memory.rendezvous(self.tensor, group)
+        shift = int(getattr(self._handle, "offset", 0) or 0)
+        self.addresses: Table = np.array([int(p) + shift for p in self._handle.buffer_ptrs], np.int64)
+        """[ranks]: where each rank's memory begins, in this process."""
+        rank = dist.get_rank(group)
+        if int(self.addresses[rank]) != self.tensor.data_ptr():
+            raise CADError(
+                f"symmetric memory gave address {int(self.addresses[rank]):#x} for this rank's own buffer at "
+                f"{self.tensor.data_ptr():#x}: torch {torch.__version__} places buffers in a way that is not known here"
+            )
+
+
+class LandingArea:
+    """One landing area that grows in lockstep."""
+
+    def __init__(self, label: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.label, self.group, self.device = label, group, device
+        self.capacity = 0
+        self.last_operation = 0
+        """Number of the exchange that filled it last."""
+        self._buffer: SymmetricBuffer | None = None
+
+    @property
+    def addresses(self) -> Table:
+        """[ranks]: where the area begins at each rank."""
+        return self._require().addresses
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """This rank's area, uint8."""
+        return self._require().tensor
+
+    def ensure(self, needed: Table) -> None:
+        """Have room for `needed` bytes ([ranks]); every rank passes the same numbers and grows at the same exchange."""
+        most = int(needed.max(initial=0))
+        if most > self.capacity or self._buffer is None:
+            capacity = -(-int(max(most, 1) * HEADROOM) // GRAIN) * GRAIN
+            logger.info("landing area %s grows from %d to %d MiB", self.label, self.capacity >> 20, capacity >> 20)
+            # Copies and waits under way on this rank end here; making the new buffer meets all other ranks, so
+            # afterwards nobody can still write into the old one.
+            torch.cuda.synchronize(self.device)
+            grown = SymmetricBuffer(capacity, self.group, self.device)
+            self._buffer, self.capacity = grown, capacity
+            self.last_operation = 0
+        if most > self.capacity:
+            rank = int(needed.argmax())
+            raise CADError(
+                f"landing area {self.label} holds {self.capacity} bytes, the plan brings {most} to rank {rank}"
+            )
+
+    def field(self, begin: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """A field that landed here: [rows, width]."""
+        size = rows * width * dtype.itemsize
+        return self._require().tensor[begin : begin + size].view(dtype).view(rows, width)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._buffer, self.capacity = None, 0
+
+    def _require(self) -> SymmetricBuffer:
+        if self._buffer is None:
+            raise CADError(f"landing area {self.label} was used before it was made, or after close()")
+        return self._buffer

@@ -1,0 +1,307 @@
+"""The `nvlink` transport: peer copies by copy engines into landing areas that all ranks of a node map.
+
+One C++ call per exchange queues strided copies of every slice straight from the producer's tensors on one stream, and
+behind each peer's copies a write of the exchange's number to that peer's flag. Consumers wait for their own flags on
+their own stream. No kernel, no packing, no host synchronisation.
+
+Why memory is never overwritten too early. All ranks start the same exchanges in the same order, numbered 1, 2, …; flag
+p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued on its current
+stream before. So "flag p ≥ n" means that p is done with all it did before exchange n.
+  Dispatch: two areas per slot take turns. What landed is valid until the next dispatch on the slot, so the area of the
+  dispatch before last is free at a peer whose flag has reached the last dispatch.
+  Return: one area per slot. A return must be waited for before the next exchange on its slot (checked), so the area is
+  free at a peer whose flag has reached that next exchange, the dispatch before this return.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.exchange.copies import (
+    PushTable,
+    address_fields,
+    dispatch_pushes,
+    placements,
+    plan_landing,
+    return_pushes,
+)
+from deepspeed_cad.exchange.landing import LandingArea, SymmetricBuffer
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
+from deepspeed_cad.exchange.placement import Placement, place, put_on_device
+from deepspeed_cad.exchange.transport import Outgoing, Returning
+from deepspeed_cad.exchange.watchdog import Watchdog
+from deepspeed_cad.schedule import KEY, QUERY, Schedule
+
+logger = logging.getLogger(__name__)
+
+FLAG_BYTES = 4
+RESCUE_STREAMS = 9
+POISON = 1 << 30
+"""Added to an exchange's number to let its waits end after a failure."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """What is made once per schedule."""
+
+    dispatch: PushTable
+    give_back: PushTable
+    placements: tuple[Placement, Placement]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One nano-batch: its areas and what is under way."""
+
+    dispatch: tuple[LandingArea, LandingArea]
+    give_back: LandingArea
+    dispatches: int = 0
+    last_dispatch: int = 0
+    """Exchange number."""
+    last: int = 0
+    unfinished: _Returned | None = None
+
+
+class NvlinkTransport:
+    """Exchange by peer copies; all ranks of the group on one node with access to each other's memory."""
+
+    name = "nvlink"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        liveness: Liveness | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Collective: every rank of the group makes one at the same time."""
+        self.group, self.device, self.liveness = group, device, liveness
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.exchanges = 0
+        self.bytes_sent = 0
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).synchronize()
+            self.calls: CudaCalls = cuda_calls()
+            self.stream = torch.cuda.Stream(device)
+            self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
+        self._flags = SymmetricBuffer(max(FLAG_BYTES * self.ranks, 4096), group, device)
+        self._flag_of_rank: Table = self._flags.addresses + FLAG_BYTES * self.rank
+        """Where this rank's number is written at each rank."""
+        self._own_flags: Table = self._flags.addresses[self.rank] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
+        self._slots: dict[int, _Slot] = {}
+        self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
+        self._stuck = ""
+        self._watchdog = Watchdog(timeout_s, self._give_up)
+
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> _Dispatched:
+        """See Transport.dispatch. What arrives is valid until the next dispatch on the same slot."""
+        tables, state = self._begin(schedule, slot)
+        widths = [int(f.home.shape[2]) * f.home.element_size() for f in fields]
+        plan = plan_landing(schedule.served_rows, [f.kind for f in fields], widths)
+        area = state.dispatch[state.dispatches % 2]
+        area.ensure(plan.total)
+        sources = []
+        for f, width in zip(fields, widths):
+            _check_home(f.home, schedule, int(tables.dispatch.source_rows[f.kind]))
+            row, group, _ = (step * f.home.element_size() for step in f.home.stride())
+            sources.append((f.kind, f.home.data_ptr(), row, group, width))
+        rows = address_fields(sources, area.addresses, plan)
+        done = self._push(tables.dispatch, rows, area, guard=state.last_dispatch)
+        self.bytes_sent += sum(int(tables.dispatch.rows_sent[f.kind]) * w for f, w in zip(fields, widths))
+        landed = [
+            area.field(
+                int(plan.offset[i, self.rank]),
+                int(schedule.served_rows[self.rank, f.kind]),
+                f.home.shape[2],
+                f.home.dtype,
+            )
+            for i, f in enumerate(fields)
+        ]
+        state.dispatches += 1
+        state.last = state.last_dispatch = self.exchanges
+        return _Dispatched(self, self._under_way(done, [f.home for f in fields]), landed)
+
+    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> _Returned:
+        """See Transport.give_back. It must be waited for before the next exchange on the same slot."""
+        tables, state = self._begin(schedule, slot)
+        if state.last != state.last_dispatch:
+            raise CADError(f"rank {self.rank}: two returns on slot {slot} without a dispatch between them")
+        widths = [int(f.served.shape[1]) * f.served.element_size() for f in fields]
+        plan = plan_landing(schedule.landed_rows, [f.kind for f in fields], widths)
+        area = state.give_back
+        area.ensure(plan.total)
+        for f in fields:
+            _check_served(f.served, int(schedule.served_rows[self.rank, f.kind]))
+        sources = [(f.kind, f.served.data_ptr(), width, width, width) for f, width in zip(fields, widths)]
+        rows = address_fields(sources, area.addresses, plan)
+        done = self._push(tables.give_back, rows, area, guard=state.last_dispatch)
+        self.bytes_sent += sum(int(tables.give_back.rows_sent[f.kind]) * w for f, w in zip(fields, widths))
+        landed = [
+            area.field(
+                int(plan.offset[i, self.rank]),
+                int(schedule.landed_rows[self.rank, f.kind]),
+                f.served.shape[1],
+                f.served.dtype,
+            )
+            for i, f in enumerate(fields)
+        ]
+        state.last = self.exchanges
+        under_way = self._under_way(done, [f.served for f in fields])
+        state.unfinished = _Returned(self, under_way, fields, landed, tables.placements)
+        return state.unfinished
+
+    def close(self) -> None:
+        """Release the landing areas; the next transport on this group makes its own."""
+        self._watchdog.close()
+        torch.cuda.synchronize(self.device)
+        for slot in self._slots.values():
+            for area in (*slot.dispatch, slot.give_back):
+                area.release()
+        self._slots.clear()
+
+    def wait(self, under_way: _UnderWay) -> None:
+        """Queue on the current stream: until all ranks have pushed this exchange, and its sources have been read."""
+        self._raise_if_stuck()
+        current = torch.cuda.current_stream(self.device)
+        before, after = torch.cuda.Event(), torch.cuda.Event()
+        before.record(current)
+        self.calls.wait(current.cuda_stream, self._own_flags, under_way.number)
+        current.wait_event(under_way.done)
+        if current != under_way.producer:
+            under_way.producer.wait_event(under_way.done)
+        after.record(current)
+        under_way.sources.clear()
+        self._watchdog.track(before, after, f"core-attention exchange {under_way.number}")
+
+    def _begin(self, schedule: Schedule, slot: int) -> tuple[_Tables, _Slot]:
+        self._raise_if_stuck()
+        state = self._slots.get(slot)
+        if state is None:
+            areas = [LandingArea(f"{what} {slot}", self.group, self.device) for what in ("out", "out (odd)", "back")]
+            state = self._slots[slot] = _Slot((areas[0], areas[1]), areas[2])
+        if state.unfinished is not None and not state.unfinished.waited:
+            raise CADError(
+                f"rank {self.rank}: an exchange on slot {slot} starts before the return of exchange "
+                f"{state.unfinished.under_way.number} on that slot was waited for"
+            )
+        state.unfinished = None
+        tables = self._tables.get(schedule)
+        if tables is None:
+            tables = self._tables[schedule] = _Tables(
+                dispatch_pushes(schedule),
+                return_pushes(schedule),
+                (
+                    put_on_device(placements(schedule, QUERY), self.device),
+                    put_on_device(placements(schedule, KEY), self.device),
+                ),
+            )
+        return tables, state
+
+    def _push(self, table: PushTable, fields: Table, area: LandingArea, guard: int) -> torch.cuda.Event:
+        self.exchanges += 1
+        stream = self.stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if area.last_operation:
+            self.calls.wait(stream.cuda_stream, self._own_flags, guard)
+        area.last_operation = self.exchanges
+        self.calls.push(
+            stream.cuda_stream, table.peers, table.begin, table.slices, fields, self._flag_of_rank, self.exchanges
+        )
+        return stream.record_event()
+
+    def _under_way(self, done: torch.cuda.Event, sources: list[torch.Tensor]) -> _UnderWay:
+        return _UnderWay(self.exchanges, done, sources, torch.cuda.current_stream(self.device))
+
+    def _give_up(self, waited_for: str) -> None:
+        """Called by the watchdog: end the waits of this rank; what landed becomes NaN, the next call raises."""
+        self._stuck = waited_for
+        logger.error("rank %d: %s did not end in time; a peer died or hangs", self.rank, waited_for)
+        everyone, no_slices = np.arange(self.ranks, dtype=np.int64), np.zeros((0, 5), np.int64)
+        nothing, no_fields = np.zeros(self.ranks + 1, np.int64), np.zeros((0, 5 + self.ranks), np.int64)
+        # A stream that shares a hardware queue with the stuck one would wait behind it: one of several gets through.
+        for stream in self._rescue:
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                for slot in self._slots.values():
+                    for area in (*slot.dispatch, slot.give_back):
+                        if area.capacity:
+                            area.tensor.fill_(255)
+                self.calls.push(
+                    stream.cuda_stream, everyone, nothing, no_slices, no_fields, self._own_flags,
+                    self.exchanges + POISON,
+                )  # fmt: skip
+
+    def _raise_if_stuck(self) -> None:
+        if self._stuck:
+            error = RuntimeError(f"no sign of it within {self._watchdog.timeout_s:g} s")
+            if self.liveness is None:
+                raise CADPeerError(f"rank {self.rank} waited for {self._stuck}: {error}")
+            raise self.liveness.explain(self._stuck, error)
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    number: int
+    done: torch.cuda.Event
+    """On the copy stream, behind this rank's own pushes."""
+    sources: list[torch.Tensor]
+    """Held until the copies that read them are ordered before whatever reuses their memory."""
+    producer: torch.cuda.Stream
+
+
+@dataclass(eq=False)
+class _Dispatched:
+    transport: NvlinkTransport
+    under_way: _UnderWay
+    landed: list[torch.Tensor]
+    waited: bool = False
+
+    def wait(self) -> list[torch.Tensor]:
+        """See exchange.transport.Dispatched."""
+        if not self.waited:
+            self.transport.wait(self.under_way)
+            self.waited = True
+        return self.landed
+
+
+@dataclass(eq=False)
+class _Returned:
+    transport: NvlinkTransport
+    under_way: _UnderWay
+    fields: list[Returning]
+    landed: list[torch.Tensor]
+    placements: tuple[Placement, Placement]
+    waited: bool = False
+
+    def wait(self) -> None:
+        """See exchange.transport.Returned."""
+        if self.waited:
+            return
+        self.transport.wait(self.under_way)
+        for f, landed in zip(self.fields, self.landed):
+            place(self.placements[f.kind], landed, f.served, f.home, f.add)
+        self.waited = True
+        self.fields = []
+
+
+def _check_home(home: torch.Tensor, schedule: Schedule, rows: int) -> None:
+    if home.dim() != 3 or home.shape[1] != schedule.groups or home.shape[0] < rows or home.stride(2) != 1:
+        raise CADError(
+            f"rank {schedule.rank}: a tensor of shape {tuple(home.shape)} and strides {home.stride()} cannot be "
+            f"dispatched; expected [at least {rows} rows, {schedule.groups} groups, width], contiguous in the last"
+        )
+
+
+def _check_served(served: torch.Tensor, rows: int) -> None:
+    if served.dim() != 2 or served.shape[0] != rows or not served.is_contiguous():
+        raise CADError(
+            f"a served tensor of shape {tuple(served.shape)} and strides {served.stride()} cannot be returned; "
+            f"expected [{rows} rows, width], contiguous"
+        )

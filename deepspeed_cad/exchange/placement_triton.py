@@ -1,0 +1,92 @@
+"""Triton kernels that place landed rows at home: one launch per field, fp32 (or fp64) sums rounded once.
+
+Imported by placement.py only where triton and a GPU are there. `T` targets, `W` width of a row in elements.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS_PER_PROGRAM = 8
+
+
+@triton.jit(do_not_specialize=["targets", "depth"])
+def _place(
+    home,
+    landed,
+    served,
+    target,
+    begin,
+    source,
+    targets,
+    groups,
+    row_stride,
+    group_stride,
+    width,
+    depth,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < targets
+    where = tl.load(target + row, mask=inside, other=0)
+    first = tl.load(begin + row, mask=inside, other=0)
+    last = tl.load(begin + row + 1, mask=inside, other=0)
+    fits = (column < width)[None, :]
+    at_home = ((where // groups) * row_stride + (where % groups) * group_stride)[:, None] + column[None, :]
+    if ADD:
+        total = tl.load(home + at_home, mask=inside[:, None] & fits, other=0).to(WIDE)
+    else:
+        total = tl.zeros((ROWS, BLOCK), dtype=WIDE)
+    for step in range(depth):
+        live = first + step < last
+        taken = tl.load(source + first + step, mask=live, other=0)
+        is_landed = live & (taken >= 0)
+        is_own = live & (taken < 0)
+        from_landed = tl.load(
+            landed + (taken * width)[:, None] + column[None, :], mask=is_landed[:, None] & fits, other=0
+        )
+        from_own = tl.load(
+            served + ((-1 - taken) * width)[:, None] + column[None, :], mask=is_own[:, None] & fits, other=0
+        )
+        total += from_landed.to(WIDE)
+        total += from_own.to(WIDE)
+    tl.store(home + at_home, total.to(home.dtype.element_ty), mask=inside[:, None] & fits)
+
+
+def place(
+    home: torch.Tensor,
+    landed: torch.Tensor,
+    served: torch.Tensor,
+    target: torch.Tensor,
+    begin: torch.Tensor,
+    source: torch.Tensor,
+    depth: int,
+    add: bool,
+) -> None:
+    """See placement.place; all tensors on one GPU, `target`, `begin` and `source` int64."""
+    width = home.shape[2]
+    block = min(triton.next_power_of_2(width), 256)
+    grid = (triton.cdiv(len(target), ROWS_PER_PROGRAM), triton.cdiv(width, block))
+    _place[grid](
+        home,
+        landed,
+        served,
+        target,
+        begin,
+        source,
+        len(target),
+        home.shape[1],
+        home.stride(0),
+        home.stride(1),
+        width,
+        depth if add else 1,
+        ADD=add,
+        ROWS=ROWS_PER_PROGRAM,
+        BLOCK=block,
+        WIDE=tl.float64 if home.dtype == torch.float64 else tl.float32,
+        num_warps=4,
+    )

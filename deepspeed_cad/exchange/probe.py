@@ -1,0 +1,182 @@
+"""Which transport a group uses, and what `doctor` says about each on this machine.
+
+In: a name from the configuration ("auto" or one), the group, its device. Out: a Transport, the same kind on every rank.
+A fallback is warned about once, with its reason; a transport asked for by name that cannot work is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.exchange.c10d import C10dTransport
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.native_calls import cuda_calls, open_nccl, peer_reach, symmetric_memory
+from deepspeed_cad.exchange.nccl import NcclTransport
+from deepspeed_cad.exchange.nvlink import NvlinkTransport
+from deepspeed_cad.exchange.transport import Transport
+
+logger = logging.getLogger("deepspeed_cad")
+
+NAMES = ("nvlink", "nccl", "c10d")
+"""In the order in which "auto" tries them."""
+
+Agree = Callable[[int], "list[int]"]
+"""Gathers one whole number from every rank of the group, in rank order."""
+
+
+def choose_transport(
+    name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    agree: Agree | None = None,
+    liveness: Liveness | None = None,
+    timeout_s: float = 300.0,
+) -> Transport:
+    """The transport of a group. Collective: all ranks call it with the same name and get the same kind.
+
+    Raises CADUnsupportedError, on every rank, where `name` is a transport that does not work here.
+    """
+    if name not in ("auto", *NAMES):
+        raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
+    gather = agree or _gather_over(group)
+    wanted = NAMES if name == "auto" else (name,)
+    refusals: list[str] = []
+    for candidate in wanted:
+        reason = _refusal(candidate, device, gather)
+        if reason is None:
+            found, reason = _make(candidate, group, device, gather, liveness, timeout_s)
+            if found is not None:
+                _say(found.name, refusals, device.type == "cuda" and dist.get_rank(group) == 0)
+                return found
+        refusals.append(f"{candidate}: {reason}")
+    raise CADUnsupportedError(
+        f'transport "{name}" does not work here: {"; ".join(refusals)}. Leave "transport" out to take one that works.'
+    )
+
+
+def probe(name: str) -> tuple[bool, str]:
+    """For `doctor`: whether a transport can work on this machine, by what one process can see."""
+    if name == "c10d":
+        return True, "torch.distributed, any device"
+    if not torch.cuda.is_available():
+        return False, "torch sees no GPU"
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = _local_refusal(name, device)
+    if reason is not None:
+        return False, reason
+    if name == "nccl":
+        return True, f"NCCL {_dotted(open_nccl()[1])} as torch loads it"
+    reached = peer_reach(device)
+    if len(reached) < 2:
+        return False, f"GPU {device.index} reaches the memory of no other GPU that this process sees"
+    return (
+        True,
+        f"GPU {device.index} reaches the memory of {len(reached) - 1} others; driver and symmetric memory found",
+    )
+
+
+def _make(
+    name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    gather: Agree,
+    liveness: Liveness | None,
+    timeout_s: float,
+) -> tuple[Transport | None, str]:
+    """The transport, if every rank could make it; else none and the reason."""
+    made: Transport | None = None
+    reason = "another rank could not start it"
+    try:
+        if name == "nvlink":
+            made = NvlinkTransport(group, device, liveness, timeout_s)
+        elif name == "nccl":
+            made = NcclTransport(group, device, liveness, timeout_s)
+        else:
+            made = C10dTransport(group, device, liveness)
+    except (RuntimeError, OSError, AttributeError, TypeError) as error:
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+    if min(gather(int(made is not None))):
+        return made, ""
+    if made is not None:
+        made.close()
+    return None, reason
+
+
+def _refusal(name: str, device: torch.device, gather: Agree) -> str | None:
+    """Why some rank cannot use a transport, or None; the same answer on every rank but for its wording."""
+    if name == "c10d":
+        return None
+    reason = _local_refusal(name, device)
+    fits = gather(int(reason is None))
+    if reason is not None:
+        return reason
+    if not min(fits):
+        return f"rank {fits.index(0)} cannot use it"
+    if name == "nccl":
+        return None
+    hosts = gather(_host_number())
+    if len(set(hosts)) > 1:
+        return f"the ranks are on {len(set(hosts))} hosts"
+    # A process that sees only its own GPU cannot ask about the others: making the buffers will tell.
+    indexes = gather(device.index if torch.cuda.device_count() > 1 else -1)
+    reached = peer_reach(device)
+    missing = [i for i in indexes if i >= 0 and i not in reached] if torch.cuda.device_count() > 1 else []
+    reach = gather(int(not missing))
+    if missing:
+        return f"GPU {device.index} cannot reach the memory of GPU {missing[0]}"
+    if not min(reach):
+        return f"the GPU of rank {reach.index(0)} cannot reach the memory of all others"
+    return None
+
+
+def _local_refusal(name: str, device: torch.device) -> str | None:
+    """What is missing in this process."""
+    if device.type != "cuda":
+        return f"it needs NVIDIA GPUs, this rank computes on {device.type}"
+    if torch.version.hip is not None:
+        return "it needs NVIDIA GPUs, this torch is built for AMD"
+    try:
+        if name == "nccl":
+            open_nccl()
+        else:
+            with torch.cuda.device(device):
+                torch.cuda.current_stream(device).synchronize()
+                cuda_calls()
+            symmetric_memory()
+    except CADError as error:
+        return str(error)
+    return None
+
+
+def _say(name: str, refusals: list[str], loud: bool) -> None:
+    if refusals and loud:
+        logger.warning("core attention is exchanged by %s, because %s", name, "; ".join(refusals))
+    else:
+        logger.info("core attention is exchanged by %s", name)
+
+
+def _gather_over(group: dist.ProcessGroup) -> Agree:
+    def gather(value: int) -> list[int]:
+        found: list[int] = [0] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    return gather
+
+
+def _host_number() -> int:
+    """Equal exactly on one running operating system."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return zlib.crc32(f"{boot.read_text() if boot.exists() else ''}{socket.gethostname()}".encode())
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,0 +1,96 @@
+"""flash-attn 2 (`flash_attn`): compiled kernels for Ampere and newer. Shapes as in interface.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
+from deepspeed_cad.kernels.support import accepts, call_with, new_gradients, refuse_common, try_import, window_of
+
+
+class FlashAttention2:
+    """Any mask; value heads of the size of query heads."""
+
+    name = "flash_attn_2"
+
+    def refuse(self, need: KernelNeed) -> str | None:
+        """See Kernel.refuse."""
+        reason = refuse_common(need, largest_head=256, least_capability=(8, 0))
+        if reason is not None:
+            return reason
+        if need.head_dim != need.value_dim:
+            return f"value heads have size {need.value_dim}, query heads {need.head_dim}; it needs them equal"
+        module, missing = try_import("flash_attn.flash_attn_interface")
+        if module is None:
+            return missing
+        if need.softcap and not accepts(module._flash_attn_varlen_backward, "softcap"):
+            return "this version of flash_attn has no soft-cap; 2.6 has"
+        if need.deterministic and not accepts(module._flash_attn_varlen_backward, "deterministic"):
+            return "this version of flash_attn has no deterministic gradients; 2.4.1 has"
+        return None
+
+    def forward(
+        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Kernel.forward; the LSE is a transposed view of the library's [H, Q]."""
+        found = call_with(
+            _interface()._flash_attn_varlen_forward, q=q_QHD, k=k_KGD, v=v_KGV, return_softmax=False,
+            **_arguments(sequences, rule),
+        )  # fmt: skip
+        # (out, lse, …) since 2.7; (out, q, k, v, out_padded, lse, …) before.
+        o_QHV, lse = (found[0], found[1]) if len(found) == 4 else (found[0], found[5])
+        return o_QHV, unpad_lse(lse, sequences)
+
+    def backward(
+        self,
+        do_QHV: torch.Tensor,
+        q_QHD: torch.Tensor,
+        k_KGD: torch.Tensor,
+        v_KGV: torch.Tensor,
+        o_QHV: torch.Tensor,
+        lse_QH: torch.Tensor,
+        sequences: Sequences,
+        rule: MaskRule,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See Kernel.backward."""
+        dq, dk, dv = new_gradients(q_QHD, k_KGD, v_KGV)
+        call_with(
+            _interface()._flash_attn_varlen_backward,
+            dout=do_QHV, q=q_QHD, k=k_KGD, v=v_KGV, out=o_QHV, softmax_lse=lse_QH.t().contiguous(),
+            dq=dq, dk=dk, dv=dv, deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_arguments(sequences, rule),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def unpad_lse(lse: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    """[Q, H] of the library's [H, Q], or of the [sequences, H, longest] that older versions give."""
+    if lse.dim() == 2:
+        return lse.t()
+    lengths = (sequences.cu_q[1:] - sequences.cu_q[:-1]).unsqueeze(1)
+    inside = torch.arange(lse.shape[2], device=lse.device).unsqueeze(0) < lengths
+    return lse.transpose(1, 2)[inside]
+
+
+def _interface() -> Any:
+    return try_import("flash_attn.flash_attn_interface")[0]
+
+
+def _arguments(sequences: Sequences, rule: MaskRule) -> dict[str, Any]:
+    left, right = window_of(rule.window)
+    return {
+        "cu_seqlens_q": sequences.cu_q,
+        "cu_seqlens_k": sequences.cu_k,
+        "max_seqlen_q": sequences.max_q,
+        "max_seqlen_k": sequences.max_k,
+        "dropout_p": 0.0,
+        "softmax_scale": rule.scale,
+        "causal": rule.window is None,
+        "window_size": (left, right),
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": rule.softcap or 0.0,
+        "alibi_slopes": None,
+    }

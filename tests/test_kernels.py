@@ -1,0 +1,186 @@
+"""Kernels: torch_math against plain softmax and autograd in fp64; refusals and choices of the registry."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from cases import document_attention
+
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.kernels import registry, torch_math
+from deepspeed_cad.kernels.flash_attn_2 import unpad_lse
+from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
+from deepspeed_cad.kernels.registry import KERNELS, choose, names, try_all
+from deepspeed_cad.kernels.support import accepts, call_with, window_of
+from deepspeed_cad.kernels.torch_math import TorchMath
+
+CPU = torch.device("cpu")
+
+
+def sequences_of(lengths: list[tuple[int, int]], device: torch.device = CPU) -> Sequences:
+    """Sequences of (query rows, key rows)."""
+    host_q, host_k = (np.cumsum([0, *(pair[i] for pair in lengths)]).astype(np.int32) for i in (0, 1))
+    cu_q, cu_k = (torch.from_numpy(x).to(device) for x in (host_q, host_k))
+    return Sequences(host_q, host_k, cu_q, cu_k, max(q for q, _ in lengths), max(k for _, k in lengths))
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, rule: MaskRule) -> torch.Tensor:
+    """O of every sequence: its query rows are the last ones of a document as long as its keys."""
+    found = []
+    for i in range(len(sequences.host_q) - 1):
+        rows = slice(*sequences.host_q[i : i + 2])
+        keys = slice(*sequences.host_k[i : i + 2])
+        missing = (keys.stop - keys.start) - (rows.stop - rows.start)
+        whole = torch.cat([q.new_zeros(missing, *q.shape[1:]), q[rows]])
+        o = document_attention(whole, k[keys], v[keys], rule.scale, rule.window, rule.softcap)
+        found.append(o[missing:])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("window", [None, 1, 7, 500])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_torch_math_equals_autograd(heads: int, groups: int, window: int | None, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    sequences = sequences_of([(1, 1), (5, 40), (33, 33), (1, 90)])
+    rows, keys = int(sequences.host_q[-1]), int(sequences.host_k[-1])
+    q, k, v = (
+        torch.randn(n, h, d, dtype=torch.float64, requires_grad=True)
+        for n, h, d in ((rows, heads, 8), (keys, groups, 8), (keys, groups, 12))
+    )
+    rule = MaskRule(0.3, window, softcap)
+    expected = reference(q, k, v, sequences, rule)
+    do = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, (q, k, v), do)
+    kernel = TorchMath()
+    q, k, v = q.detach(), k.detach(), v.detach()
+    o, lse = kernel.forward(q, k, v, sequences, rule)
+    torch.testing.assert_close(o, expected.detach(), atol=1e-12, rtol=1e-12)
+    assert lse.shape == (rows, heads)
+    found = kernel.backward(do, q, k, v, o, lse, sequences, rule)
+    for one, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
+
+
+def test_torch_math_in_small_blocks_and_on_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    sequences = sequences_of([(40, 64), (17, 17)])
+    q = torch.randn(57, 12, 16, dtype=torch.float64)[:, 4:8]
+    k, v = (torch.randn(81, 3, 16, dtype=torch.float64)[:, 1:2] for _ in range(2))
+    do = torch.randn(57, 12, 16, dtype=torch.float64)[:, 4:8]
+    rule = MaskRule(0.25, window=20)
+    kernel = TorchMath()
+
+    def run() -> list[torch.Tensor]:
+        o, lse = kernel.forward(q, k, v, sequences, rule)
+        return [o, lse, *kernel.backward(do, q, k, v, o, lse, sequences, rule)]
+
+    whole = run()
+    monkeypatch.setattr(torch_math, "BLOCK_ELEMENTS", 200)
+    for one, other in zip(run(), whole, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+def test_backward_is_right_with_sinks_folded_into_o_and_lse() -> None:
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(30, h, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64)
+    expected = document_attention(q, k, v, 0.4, sinks=sinks)
+    do = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, (q, k, v), do)
+    sequences, rule, kernel = sequences_of([(30, 30)]), MaskRule(0.4), TorchMath()
+    o, lse = kernel.forward(q.detach(), k.detach(), v.detach(), sequences, rule)
+    total = torch.logaddexp(lse, sinks)
+    o = o * torch.exp(lse - total).unsqueeze(-1)
+    torch.testing.assert_close(o, expected.detach(), atol=1e-12, rtol=1e-12)
+    found = kernel.backward(do, q.detach(), k.detach(), v.detach(), o, total, sequences, rule)
+    for one, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
+
+
+def test_lse_is_fp32_for_half_precision() -> None:
+    q, k, v = (torch.randn(4, 2, 8, dtype=torch.bfloat16) for _ in range(3))
+    o, lse = TorchMath().forward(q, k, v, sequences_of([(4, 4)]), MaskRule(1.0))
+    assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+def need(**changes: object) -> KernelNeed:
+    given: dict = {"device": CPU, "dtype": torch.bfloat16, "head_dim": 64, "value_dim": 64, "heads_per_group": 4}
+    return KernelNeed(**{**given, **changes})
+
+
+def test_on_the_cpu_auto_takes_torch_math_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "deepspeed_cad"):
+        assert choose("auto", need()).name == "torch_math"
+    assert all(name in caplog.text for name in names())
+
+
+def test_a_kernel_asked_for_by_name_is_refused_with_its_reason() -> None:
+    for name in names()[:-1]:
+        with pytest.raises(CADUnsupportedError, match=f'"{name}".*needs an NVIDIA GPU.*cpu'):
+            choose(name, need())
+    assert choose("torch_math", need()).name == "torch_math"
+    with pytest.raises(CADUnsupportedError, match='no kernel "fast".*flash_attn_4'):
+        choose("fast", need())
+
+
+@pytest.mark.parametrize(
+    "changes, capability, texts",
+    [
+        ({"dtype": torch.float32}, (9, 0), dict.fromkeys(names()[:-1], "float32")),
+        ({"head_dim": 60, "value_dim": 60}, (9, 0), dict.fromkeys(names()[:-1], "size 60")),
+        ({}, (8, 0), {"flash_attn_4": "8.0", "flash_attn_3": "8.0"}),
+        ({}, (7, 5), {"flash_attn_2": "7.5", "torch_varlen": "7.5"}),
+        ({"value_dim": 128}, (9, 0), dict.fromkeys(("flash_attn_3", "flash_attn_2", "torch_varlen"), "128")),
+        ({"softcap": True}, (9, 0), {"torch_varlen": "soft-cap"}),
+        ({}, (10, 0), {"flash_attn_3": "Hopper"}),
+        ({"head_dim": 192, "value_dim": 192}, (10, 0), {"flash_attn_4": "192"}),
+        ({"deterministic": True}, (12, 0), {"flash_attn_4": "deterministic"}),
+    ],
+)
+def test_refusals_name_what_is_missing(
+    changes: dict, capability: tuple[int, int], texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for kernel in KERNELS:
+        if kernel.name in texts:
+            reason = kernel.refuse(need(device=torch.device("cuda", 0), **changes))
+            assert reason is not None and texts[kernel.name] in reason, (kernel.name, reason)
+
+
+def test_every_backend_is_tried() -> None:
+    found = {name: (works, detail) for name, works, detail in try_all(CPU)}
+    assert found["torch_math"][0]
+    assert not found["flash_attn_4"][0] and "NVIDIA" in found["flash_attn_4"][1]
+
+
+def test_a_backend_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(TorchMath):
+        name = "broken"
+
+        def forward(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            raise RuntimeError("no kernel image\nmore")
+
+    monkeypatch.setattr(registry, "KERNELS", (Broken(),))
+    assert try_all(CPU) == [("broken", False, "RuntimeError: no kernel image")]
+
+
+def test_calls_survive_other_argument_names() -> None:
+    def old(q: int, window_size: tuple[int, int]) -> tuple:
+        return q, window_size
+
+    assert call_with(old, q=1, window_size=(2, 0), window_size_left=2) == (1, (2, 0))
+    assert accepts(old, "q") and not accepts(old, "deterministic")
+    assert window_of(None) == (-1, -1) and window_of(1) == (0, 0)
+
+
+def test_padded_lse_of_older_libraries() -> None:
+    sequences = sequences_of([(2, 2), (3, 5)])
+    padded = torch.arange(2 * 4 * 3, dtype=torch.float32).view(2, 4, 3)
+    expected = torch.cat([padded[0, :, :2].t(), padded[1].t()])
+    assert torch.equal(unpad_lse(padded, sequences), expected)
+    assert torch.equal(unpad_lse(expected.t(), sequences), expected)
