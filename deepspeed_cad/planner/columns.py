@@ -50,6 +50,8 @@ class Columns:
         self.load = [0.0] * self.ranks
         self.received = [0] * self.ranks
         self.of_rank: list[list[int]] = [[] for _ in range(self.ranks)]
+        self.served: list[list[int]] = [[] for _ in range(self.ranks)]
+        """Documents of which a rank runs, or ran, rows of others."""
         for index, (document, begin, end, rank) in enumerate(self.segments):
             if document not in self.cells:
                 self.cells[document] = [[] for _ in range(self.groups)]
@@ -154,6 +156,8 @@ class Columns:
             self.received[old] -= (end - begin) * self.query_bytes
             self.received[home] -= (end - begin) * self.output_bytes
         if server != home:
+            if document not in self.served[server]:
+                self.served[server].append(document)
             self.received[server] += (end - begin) * self.query_bytes
             self.received[home] += (end - begin) * self.output_bytes
 

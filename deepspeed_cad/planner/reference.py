@@ -20,12 +20,16 @@ from deepspeed_cad.planner.levels import finish_time, settle_levels, work_until
 from deepspeed_cad.planner.plan import Plan, PlanInput
 from deepspeed_cad.planner.traffic import count_bytes
 
-ROUNDS = (0.5, 0.6, 0.7, 0.8, 0.9)
-"""Share of the tolerance that each round of moves aims at."""
+HALF = 0.5
+"""Once something moves, ranks come within this share of the tolerance: costs are predictions."""
+ROUNDS = (0.8, 0.85, 0.9, 0.95)
+"""Share of that band which each round of moves aims at."""
 SLACK = 0.1
 """Share of the tolerance that is not worth a move."""
-ITEMS = 3
-"""Longest segments of a rank that are looked at for each move."""
+ITEMS = 2
+"""Longest documents of a rank that are looked at for each move."""
+NEAR = 4
+"""Servers that hold keys of a document and are looked at: so many from its first homes, its last, and its servers."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +97,36 @@ class Round:
         found = []
         for index in state.of_rank[rank]:
             document, begin, _, home = state.segments[index]
-            columns = state.cells[document]
-            first = 0
-            while first < state.groups:
-                last = first + 1
-                while last < state.groups and columns[last] == columns[first]:
-                    last += 1
-                for cell in columns[first]:
+            for first, last in self.classes(document):
+                for cell in state.cells[document][first]:
                     if cell[0] == begin:
                         if cell[2] == home and cell[3] == home:
                             found.append(Item(document, first, last, begin, cell[1]))
                         break
-                first = last
         found.sort(key=lambda item: (-item.end, item.document, item.begin, item.group_begin))
         return found
+
+    def received_items(self, rank: int) -> list[Item]:
+        """What the rank runs of other ranks' rows."""
+        state = self.state
+        found = []
+        for document in state.served[rank]:
+            for first, last in self.classes(document):
+                for begin, end, server, home in state.cells[document][first]:
+                    if server == rank and home != rank:
+                        found.append(Item(document, first, last, begin, end))
+        found.sort(key=lambda item: (-item.end, item.document, item.begin, item.group_begin))
+        return found
+
+    def classes(self, document: int) -> list[tuple[int, int]]:
+        """Runs of head groups whose columns are equal."""
+        columns = self.state.cells[document]
+        runs, first = [], 0
+        for group in range(1, self.state.groups + 1):
+            if group == self.state.groups or columns[group] != columns[first]:
+                runs.append((first, group))
+                first = group
+        return runs
 
     def water_level(self, items: list[Item], surplus: float) -> int:
         """The position behind which rows must leave for the surplus to be gone."""
@@ -134,39 +154,50 @@ class Round:
         reach = position + 1 if state.window == 0 else min(position + 1, state.window)
         return state.pair * reach + state.row
 
-    def receivers(self, donor: int, item: Item) -> list[int]:
-        """Servers worth looking at: the emptiest, the emptiest of the node, and those that hold keys of the document."""
+    def emptiest(self, donor: int) -> list[int]:
+        """The server farthest below its level, overall and in the donor's node."""
         state = self.state
         best, near = -1, -1
         node = donor // state.node_size
         for rank in range(state.ranks):
-            if rank == donor:
-                continue
             deficit = self.take[rank] - state.load[rank]
-            if deficit <= self.slack[rank]:
+            if deficit <= self.slack[rank] or rank == donor:
                 continue
             if best < 0 or deficit > self.take[best] - state.load[best]:
                 best = rank
             if rank // state.node_size == node and (near < 0 or deficit > self.take[near] - state.load[near]):
                 near = rank
-        chosen = [rank for rank in (best, near) if rank >= 0]
-        for _, _, rank in state.home_keys.get(item.document, ()):
-            if rank != donor and self.take[rank] - state.load[rank] > self.slack[rank]:
-                chosen.append(rank)
-        for group in range(item.group_begin, item.group_end):
-            for cell in state.cells[item.document][group]:
-                rank = cell[2]
-                if rank != donor and self.take[rank] - state.load[rank] > self.slack[rank]:
-                    chosen.append(rank)
-        return sorted(set(chosen))
+        return [rank for rank in (best, near) if rank >= 0]
+
+    def receivers(self, donor: int, item: Item, emptiest: list[int]) -> list[int]:
+        """Servers worth looking at: the emptiest, and those that hold keys of the document."""
+        state = self.state
+        homes = [rank for _, _, rank in state.home_keys.get(item.document, ()) if self.takes(rank) and rank != donor]
+        servers = [
+            cell[2]
+            for cell in state.cells[item.document][item.group_begin]
+            if cell[2] != cell[3] and self.takes(cell[2]) and cell[2] != donor
+        ]
+        return sorted({*emptiest, *homes[:NEAR], *homes[-NEAR:], *servers[-NEAR:]})
+
+    def takes(self, rank: int) -> bool:
+        """Whether a server is below its level."""
+        return self.take[rank] - self.state.load[rank] > self.slack[rank]
 
     def choose(self, donor: int) -> Move | None:
-        """The move of the least bytes per unit of load."""
+        """The move of the least bytes per unit of load: of own rows, or where none helps of rows of others."""
+        emptiest = self.emptiest(donor)
+        for items in (self.items(donor), self.received_items(donor)):
+            if items:
+                move = self.cheapest(donor, items, emptiest) or self.smallest_step(donor, items, emptiest)
+                if move is not None:
+                    return move
+        return None
+
+    def cheapest(self, donor: int, items: list[Item], emptiest: list[int]) -> Move | None:
+        """The cheapest move of the longest documents."""
         state = self.state
         surplus = state.load[donor] - self.give[donor]
-        items = self.items(donor)
-        if not items:
-            return None
         level = self.water_level(items, surplus)
         longest = items[0]
         generic = math.inf
@@ -188,25 +219,27 @@ class Round:
                 if len(seen) == ITEMS:
                     break
                 seen.append(item.document)
-            for server in self.receivers(donor, item):
+            for server in self.receivers(donor, item, emptiest):
                 move = self.best_cut(donor, item, server, surplus, level, fallback, fixed)
                 if move is not None and (best is None or move.rate < best.rate):
                     best = move
-        return best if best is not None else self.smallest_step(donor, items)
+        return best
 
-    def smallest_step(self, donor: int, items: list[Item]) -> Move | None:
+    def smallest_step(self, donor: int, items: list[Item], emptiest: list[int]) -> Move | None:
         """Where every cut is too coarse: the least that can move, if its server then ends before the donor does now."""
         state = self.state
         step = state.granularity
         best: Move | None = None
+        least = math.inf
         for item in items:
             cut = max((item.end - 1) // step * step, item.begin)
             amount = state.cost_of(cut, item.end)
-            if best is not None and amount >= best.rate:
+            if amount >= least:
                 continue
-            for server in self.receivers(donor, item):
+            for server in self.receivers(donor, item, emptiest):
                 if self.finish(server, amount) < self.finish(donor, 0.0) and self.fits(donor, server, item, cut):
-                    best = Move(amount, item.document, item.group_end - 1, item.group_end, cut, item.end, server)
+                    least = amount
+                    best = Move(math.inf, item.document, item.group_end - 1, item.group_end, cut, item.end, server)
                     break
         return best
 
@@ -238,26 +271,28 @@ class Round:
         column = state.cells[item.document][item.group_begin]
         theirs = state.spans(column, server)
         held = state.missing(item.document, server, theirs)
-        path = self.path(column, item, server)
+        path = self.path(column, item, donor, server)
         both = state.query_bytes + state.output_bytes
         row_cost = both / self.density(item.end - 1) if self.density(item.end - 1) > 0.0 else 0.0
         best: Move | None = None
-        for groups in range(1, item.group_end - item.group_begin + 1):
+        for groups in counts_to_try(item.group_end - item.group_begin):
             gone, sent, freed, rows_before = 0.0, 0.0, 0.0, 0
-            for at, (begin, end, home) in enumerate(path):
-                spare = surplus if at == 0 else state.load[home] - self.give[home]
-                row_bytes = both * state.link(home, server)
+            for at, (begin, end, owner, home) in enumerate(path):
+                spare = surplus if at == 0 else state.load[owner] - self.give[owner]
+                row_bytes = both * (state.link(home, server) - state.link(home, owner))
                 whole = state.cost_of(begin, end)
                 for cut in self.cuts(begin, end, spare / groups, limit / groups - gone, level if at == 0 else -1):
                     gain = gone + state.cost_of(cut, item.end if at == 0 else end)
                     loss = whole - state.cost_of(begin, cut)
-                    if gain * groups > limit + self.slack[server] or loss * groups > spare + self.slack[home]:
-                        if cut == begin or gain * groups > 1.5 * limit or loss * groups > 1.5 * spare:
-                            continue
+                    half = 0.0 if cut == begin else 0.5 * state.cost_of(cut, min(cut + state.granularity, end)) * groups
+                    if gain * groups > limit + max(self.slack[server], half):
+                        continue
+                    if loss * groups > spare + max(self.slack[owner], half):
+                        continue
                     need = state.missing(item.document, server, sorted([*theirs, (cut, item.end)]))
                     size = sent + (end - cut) * row_bytes + (need[1] - held[1]) * state.key_value_bytes - freed
                     if cut == begin:
-                        size -= self.freed(item.document, column, begin, home)
+                        size -= self.freed(item.document, column, begin, owner)
                     elif at == 0 and cut > level:
                         again = float(both * (cut - level))
                         ground = self.density(level)
@@ -268,7 +303,8 @@ class Round:
                     space = self.memory[server] - state.received[server]
                     if groups * (rows * state.query_bytes + (need[0] - held[0]) * state.key_value_bytes) > space:
                         continue
-                    if groups * (end - cut) * state.output_bytes > self.memory[home] - state.received[home]:
+                    landing = groups * (end - cut) * state.output_bytes
+                    if owner == home and home != server and landing > self.memory[home] - state.received[home]:
                         continue
                     moved = gain * groups
                     left = wanted - moved
@@ -282,29 +318,32 @@ class Round:
                         best = Move(rate, item.document, item.group_end - groups, item.group_end, cut, item.end, server)
                 loss = whole
                 gone += whole
-                if gone * groups > limit + self.slack[server] or loss * groups > spare + self.slack[home]:
+                if gone * groups > limit + self.slack[server] or loss * groups > spare + self.slack[owner]:
                     break
                 sent += (end - begin) * row_bytes
                 rows_before += end - begin
-                freed += self.freed(item.document, column, begin, home)
+                freed += self.freed(item.document, column, begin, owner)
         return best
 
-    def freed(self, document: int, column: list[Cell], begin: int, home: int) -> float:
-        """Bytes of K and V that a home need not receive any more without its cell at `begin`."""
+    def freed(self, document: int, column: list[Cell], begin: int, owner: int) -> float:
+        """Bytes of K and V that a server need not receive any more without its cell at `begin`."""
         state = self.state
-        now = [(cell[0], cell[1]) for cell in column if cell[2] == home]
-        then = [span for span in now if span[0] != begin]
-        if not then and len(state.home_keys.get(document, ())) == 1:
+        homes = state.home_keys.get(document, ())
+        if len(homes) == 1 and homes[0][2] == owner:
             return 0.0
-        return (state.missing(document, home, now)[1] - state.missing(document, home, then)[1]) * state.key_value_bytes
+        now = [(cell[0], cell[1]) for cell in column if cell[2] == owner]
+        then = [span for span in now if span[0] != begin]
+        return (
+            state.missing(document, owner, now)[1] - state.missing(document, owner, then)[1]
+        ) * state.key_value_bytes
 
-    def path(self, column: list[Cell], item: Item, server: int) -> list[tuple[int, int, int]]:
+    def path(self, column: list[Cell], item: Item, donor: int, server: int) -> list[Cell]:
         """The item's rows, and before them rows of the same document on other ranks that give, last first."""
         state = self.state
         at = 0
         while column[at][0] != item.begin:
             at += 1
-        path = [(item.begin, item.end, column[at][3])]
+        path = [(item.begin, item.end, donor, column[at][3])]
         while at > 0:
             at -= 1
             begin, end, owner, home = column[at]
@@ -312,7 +351,7 @@ class Round:
                 break
             if state.load[home] - self.give[home] <= self.slack[home]:
                 break
-            path.append((begin, end, home))
+            path.append((begin, end, home, home))
         return path
 
     def cuts(self, begin: int, end: int, most_loss: float, most_gain: float, level: int) -> list[int]:
@@ -339,6 +378,16 @@ class Round:
             if first <= at <= last:
                 found.append(at * step)
         return found
+
+
+def counts_to_try(groups: int) -> list[int]:
+    """Numbers of head groups a move may have: all small ones, then in steps of an eighth."""
+    counts, count = [], 1
+    while count < groups:
+        counts.append(count)
+        count += max(1, count // 8)
+    counts.append(groups)
+    return counts
 
 
 def make_reference(problem: PlanInput) -> Plan:
@@ -412,21 +461,23 @@ def _notes(problem: PlanInput, work: np.ndarray, base: np.ndarray, speed: np.nda
 
 def _balance(state: Columns, tolerance: float, base: list[float], speed: list[float], memory: list[float]) -> None:
     ranks = state.ranks
+    band = tolerance
     for part in ROUNDS:
         for phase in range(3):
             total = 0.0
             for rank in range(ranks):
                 total += state.load[rank]
             finish = finish_time(total, base, speed)
-            most = work_until(finish * (1.0 + tolerance), base, speed)
-            least = work_until(finish * (1.0 - tolerance), base, speed)
+            most = work_until(finish * (1.0 + band), base, speed)
+            least = work_until(finish * (1.0 - band), base, speed)
             too_much = any(state.load[rank] > most[rank] for rank in range(ranks))
             too_little = any(state.load[rank] < least[rank] for rank in range(ranks))
             if not too_much and not too_little:
                 return
+            band = tolerance * HALF
             if (phase == 1 and not too_much) or (phase == 2 and not too_little):
                 continue
-            aim = tolerance * part
+            aim = band * part
             room = work_until(finish * (1.0 + aim), base, speed)
             if phase == 0:
                 give, take = settle_levels(state.load, base, speed, finish, aim)
@@ -434,7 +485,7 @@ def _balance(state: Columns, tolerance: float, base: list[float], speed: list[fl
                 give, take = room, work_until(finish, base, speed)
             else:
                 give, take = work_until(finish, base, speed), work_until(finish * (1.0 - aim), base, speed)
-            slack = [SLACK * tolerance * finish * speed[rank] for rank in range(ranks)]
+            slack = [SLACK * band * finish * speed[rank] for rank in range(ranks)]
             Round(state, room, give, take, slack, base, speed, memory).run()
             _evacuate(state, take, speed)
 
