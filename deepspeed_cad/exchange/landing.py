@@ -49,6 +49,8 @@ class LandingArea:
     def __init__(self, label: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.label, self.group, self.device = label, group, device
         self.capacity = 0
+        self.generation = 0
+        """How often it was made anew."""
         self.last_operation = 0
         """Number of the exchange that filled it last."""
         self._buffer: SymmetricBuffer | None = None
@@ -63,9 +65,12 @@ class LandingArea:
         """This rank's area, uint8."""
         return self._require().tensor
 
-    def ensure(self, needed: Table) -> None:
-        """Have room for `needed` bytes ([ranks]); every rank passes the same numbers and grows at the same exchange."""
-        most = int(needed.max(initial=0))
+    def ensure(self, needed: Table) -> bool:
+        """Have room for `needed` bytes ([ranks]); every rank passes the same numbers and grows at the same exchange.
+
+        Gives whether the memory is another than before.
+        """
+        most, generation = int(needed.max(initial=0)), self.generation
         if most > self.capacity or self._buffer is None:
             capacity = -(-int(max(most, 1) * HEADROOM) // GRAIN) * GRAIN
             logger.info("landing area %s grows from %d to %d MiB", self.label, self.capacity >> 20, capacity >> 20)
@@ -75,11 +80,13 @@ class LandingArea:
             grown = SymmetricBuffer(capacity, self.group, self.device)
             self._buffer, self.capacity = grown, capacity
             self.last_operation = 0
+            self.generation += 1
         if most > self.capacity:
             rank = int(needed.argmax())
             raise CADError(
                 f"landing area {self.label} holds {self.capacity} bytes, the plan brings {most} to rank {rank}"
             )
+        return self.generation != generation
 
     def field(self, begin: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """A field that landed here: [rows, width]."""

@@ -90,7 +90,8 @@ class NcclTransport:
         self._watchdog.close()
         if not self._stuck:
             torch.cuda.synchronize(self.device)
-        self.calls.leave(abort=bool(self._stuck))
+        # Nothing is under way any more; leaving in good order would wait for ranks that may be gone.
+        self.calls.leave(abort=True)
 
     def finish(self, under_way: _UnderWay) -> None:
         """Queue on the current stream: until the exchange is over."""
@@ -137,16 +138,13 @@ class NcclTransport:
     def _build(self, schedule: Schedule, kind: int) -> _Kind:
         home = schedule.home_index(schedule.sends, kind)
         own = schedule.home_index(schedule.own, kind)
-        indexes = (
-            home // schedule.groups,
-            home % schedule.groups,
-            own // schedule.groups,
-            own % schedule.groups,
-            schedule.server_index(schedule.own, kind),
-            schedule.server_index(schedule.receives, kind),
-        )
         return _Kind(
-            *(upload(index, self.device) for index in indexes),
+            home_row=upload(home // schedule.groups, self.device),
+            home_group=upload(home % schedule.groups, self.device),
+            own_row=upload(own // schedule.groups, self.device),
+            own_group=upload(own % schedule.groups, self.device),
+            own_served=upload(schedule.server_index(schedule.own, kind), self.device),
+            received_row=upload(schedule.server_index(schedule.receives, kind), self.device),
             sent=schedule.rows_by_peer(schedule.sends, SERVER, kind),
             received=schedule.rows_by_peer(schedule.receives, HOME, kind),
             placement=put_on_device(placements(schedule, kind), self.device),

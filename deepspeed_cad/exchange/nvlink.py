@@ -48,6 +48,20 @@ POISON = 1 << 30
 """Added to an exchange's number to let its waits end after a failure."""
 
 
+_Shape = tuple[int, int, torch.dtype]
+"""Kind, width in elements and type of one field."""
+
+
+@dataclass(eq=False)
+class _Prepared:
+    """What is made once per schedule, landing area and shapes of fields: all layers use it."""
+
+    generation: int
+    addresses: Table
+    """See copies.address_fields; the sources are filled in for every exchange."""
+    landed: list[torch.Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class _Tables:
     """What is made once per schedule."""
@@ -55,6 +69,7 @@ class _Tables:
     dispatch: PushTable
     give_back: PushTable
     placements: tuple[Placement, Placement]
+    prepared: dict[tuple[str, tuple[_Shape, ...]], _Prepared]
 
 
 @dataclass(eq=False)
@@ -104,58 +119,33 @@ class NvlinkTransport:
     def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> _Dispatched:
         """See Transport.dispatch. What arrives is valid until the next dispatch on the same slot."""
         tables, state = self._begin(schedule, slot)
-        widths = [int(f.home.shape[2]) * f.home.element_size() for f in fields]
-        plan = plan_landing(schedule.served_rows, [f.kind for f in fields], widths)
         area = state.dispatch[state.dispatches % 2]
-        area.ensure(plan.total)
-        sources = []
-        for f, width in zip(fields, widths):
+        shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
+        prepared = self._prepare(tables, area, schedule.served_rows, shapes)
+        for row, f in zip(prepared.addresses, fields):
             _check_home(f.home, schedule, int(tables.dispatch.source_rows[f.kind]))
-            row, group, _ = (step * f.home.element_size() for step in f.home.stride())
-            sources.append((f.kind, f.home.data_ptr(), row, group, width))
-        rows = address_fields(sources, area.addresses, plan)
-        done = self._push(tables.dispatch, rows, area, guard=state.last_dispatch)
-        self.bytes_sent += sum(int(tables.dispatch.rows_sent[f.kind]) * w for f, w in zip(fields, widths))
-        landed = [
-            area.field(
-                int(plan.offset[i, self.rank]),
-                int(schedule.served_rows[self.rank, f.kind]),
-                f.home.shape[2],
-                f.home.dtype,
-            )
-            for i, f in enumerate(fields)
-        ]
+            size = f.home.element_size()
+            row[1:4] = f.home.data_ptr(), f.home.stride(0) * size, f.home.stride(1) * size
+        done = self._push(tables.dispatch, prepared, area, guard=state.last_dispatch)
         state.dispatches += 1
         state.last = state.last_dispatch = self.exchanges
-        return _Dispatched(self, self._under_way(done, [f.home for f in fields]), landed)
+        return _Dispatched(self, self._under_way(done, [f.home for f in fields]), prepared.landed)
 
     def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> _Returned:
         """See Transport.give_back. It must be waited for before the next exchange on the same slot."""
         tables, state = self._begin(schedule, slot)
         if state.last != state.last_dispatch:
             raise CADError(f"rank {self.rank}: two returns on slot {slot} without a dispatch between them")
-        widths = [int(f.served.shape[1]) * f.served.element_size() for f in fields]
-        plan = plan_landing(schedule.landed_rows, [f.kind for f in fields], widths)
         area = state.give_back
-        area.ensure(plan.total)
-        for f in fields:
+        shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
+        prepared = self._prepare(tables, area, schedule.landed_rows, shapes)
+        for row, f in zip(prepared.addresses, fields):
             _check_served(f.served, int(schedule.served_rows[self.rank, f.kind]))
-        sources = [(f.kind, f.served.data_ptr(), width, width, width) for f, width in zip(fields, widths)]
-        rows = address_fields(sources, area.addresses, plan)
-        done = self._push(tables.give_back, rows, area, guard=state.last_dispatch)
-        self.bytes_sent += sum(int(tables.give_back.rows_sent[f.kind]) * w for f, w in zip(fields, widths))
-        landed = [
-            area.field(
-                int(plan.offset[i, self.rank]),
-                int(schedule.landed_rows[self.rank, f.kind]),
-                f.served.shape[1],
-                f.served.dtype,
-            )
-            for i, f in enumerate(fields)
-        ]
+            row[1:4] = f.served.data_ptr(), row[4], row[4]
+        done = self._push(tables.give_back, prepared, area, guard=state.last_dispatch)
         state.last = self.exchanges
         under_way = self._under_way(done, [f.served for f in fields])
-        state.unfinished = _Returned(self, under_way, fields, landed, tables.placements)
+        state.unfinished = _Returned(self, under_way, fields, prepared.landed, tables.placements)
         return state.unfinished
 
     def close(self) -> None:
@@ -166,6 +156,7 @@ class NvlinkTransport:
             for area in (*slot.dispatch, slot.give_back):
                 area.release()
         self._slots.clear()
+        self._tables.clear()
 
     def wait(self, under_way: _UnderWay) -> None:
         """Queue on the current stream: until all ranks have pushed this exchange, and its sources have been read."""
@@ -202,19 +193,41 @@ class NvlinkTransport:
                     put_on_device(placements(schedule, QUERY), self.device),
                     put_on_device(placements(schedule, KEY), self.device),
                 ),
+                {},
             )
         return tables, state
 
-    def _push(self, table: PushTable, fields: Table, area: LandingArea, guard: int) -> torch.cuda.Event:
+    def _prepare(self, tables: _Tables, area: LandingArea, rows: Table, shapes: tuple[_Shape, ...]) -> _Prepared:
+        """`rows` ([ranks, 2]) land at every rank; the same numbers everywhere, so all ranks grow the area together."""
+        found = tables.prepared.get((area.label, shapes))
+        if found is not None and found.generation == area.generation:
+            return found
+        kinds, widths = [kind for kind, _, _ in shapes], [width * dtype.itemsize for _, width, dtype in shapes]
+        plan = plan_landing(rows, kinds, widths)
+        if area.ensure(plan.total):
+            for other in self._tables.values():
+                other.prepared.clear()  # they hold views of the memory that was replaced
+        sources = [(kind, 0, 0, 0, width) for kind, width in zip(kinds, widths)]
+        landed = [
+            area.field(int(begin), int(rows[self.rank, kind]), width, dtype)
+            for begin, (kind, width, dtype) in zip(plan.offset[:, self.rank], shapes)
+        ]
+        made = _Prepared(area.generation, address_fields(sources, area.addresses, plan), landed)
+        tables.prepared[area.label, shapes] = made
+        return made
+
+    def _push(self, table: PushTable, prepared: _Prepared, area: LandingArea, guard: int) -> torch.cuda.Event:
         self.exchanges += 1
         stream = self.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if area.last_operation:
             self.calls.wait(stream.cuda_stream, self._own_flags, guard)
         area.last_operation = self.exchanges
+        fields = prepared.addresses
         self.calls.push(
             stream.cuda_stream, table.peers, table.begin, table.slices, fields, self._flag_of_rank, self.exchanges
         )
+        self.bytes_sent += int((table.rows_sent[fields[:, 0]] * fields[:, 4]).sum())
         return stream.record_event()
 
     def _under_way(self, done: torch.cuda.Event, sources: list[torch.Tensor]) -> _UnderWay:

@@ -38,7 +38,8 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def put_on_device(table: PlacementTable, device: torch.device) -> Placement:
     """Upload a table."""
-    return Placement(*(upload(values, device) for values in (table.target, table.begin, table.source)), table.depth)
+    target, begin, source = (upload(values, device) for values in (table.target, table.begin, table.source))
+    return Placement(target, begin, source, table.depth)
 
 
 def place(placement: Placement, landed: torch.Tensor, served: torch.Tensor, home: torch.Tensor, add: bool) -> None:

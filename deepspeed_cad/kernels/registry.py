@@ -36,7 +36,7 @@ def choose(name: str, need: KernelNeed) -> Kernel:
     Raises CADUnsupportedError where `name` is no backend, or one that refuses: the reason is in the message.
     """
     if name == "auto":
-        passed_over = []
+        passed_over: list[str] = []
         for kernel in KERNELS:
             reason = kernel.refuse(need)
             if reason is None:
@@ -77,7 +77,8 @@ def _try(kernel: Kernel, device: torch.device) -> tuple[bool, str]:
     if reason is not None:
         return False, reason
     host_q, host_k = np.array([0, 5, 69], np.int32), np.array([0, 5, 139], np.int32)
-    sequences = Sequences(host_q, host_k, *(torch.from_numpy(x).to(device) for x in (host_q, host_k)), 64, 134)
+    cu_q, cu_k = (torch.from_numpy(x).to(device) for x in (host_q, host_k))
+    sequences = Sequences(host_q, host_k, cu_q, cu_k, max_q=64, max_k=134)
     q, do = (torch.randn(69, 4, 64, dtype=dtype, device=device) for _ in range(2))
     k, v = (torch.randn(139, 2, 64, dtype=dtype, device=device) for _ in range(2))
     rule = MaskRule(scale=0.125)

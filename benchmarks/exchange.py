@@ -1,0 +1,201 @@
+"""What an exchange costs: GB/s per transport, and how much a matrix product beside it slows down.
+
+    torchrun --nproc-per-node 4 benchmarks/exchange.py --output results.json
+
+Every rank sends its Q, K and V of equal shares of the head groups to every other rank, as strided slices. Times are
+medians over repeats, of the slowest rank; bytes are those that leave one rank. Prints a table; needs GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.exchange.probe import NAMES, choose_transport
+from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returning, Transport
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.schedule import KEY, QUERY, Schedule, build_slices, schedule_rank
+
+HEADS_PER_GROUP, HEAD_DIM, GROUPS = 4, 128, 8
+SLEEP_CYCLES = 4_000_000
+"""About 2 ms: longer than the host needs to queue an exchange."""
+
+
+def share_groups(ranks: int, rank: int, tokens: int, slices_per_group: int) -> Schedule:
+    """One document a rank; server s runs the s-th share of everybody's head groups, in `slices_per_group` tasks."""
+    tick = Layout.from_rank_lengths([[tokens]] * ranks).tick()
+    edges = np.linspace(0, tokens, slices_per_group + 1).astype(np.int64)
+    share = np.linspace(0, GROUPS, ranks + 1).astype(np.int64)
+    tasks = [
+        (document, low, high, share[server], share[server + 1], server)
+        for document in range(ranks)
+        for low, high in zip(edges[:-1], edges[1:])
+        for server in range(ranks)
+        if share[server] < share[server + 1]
+    ]
+    return schedule_rank(tick, build_slices(tick, np.array(tasks, np.int64)), rank, GROUPS)
+
+
+def median_ms(run: Callable[[], None], repeats: int, after: Callable[[], None] = lambda: None) -> float:
+    """Milliseconds of one call on the GPU, slowest rank. `after` is queued behind what is timed.
+
+    All GPUs meet and then sleep while the call is queued, so that the host's time and its jitter are not measured.
+    """
+    times, meet = [], torch.zeros(1, device="cuda")
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        dist.all_reduce(meet)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin.record()
+        run()
+        end.record()
+        after()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    slowest = torch.tensor(sorted(times)[len(times) // 2], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def host_us(run: Callable[[], None], repeats: int) -> float:
+    """Microseconds that the host spends on one call."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begun = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begun)
+        torch.cuda.synchronize()
+    return sorted(times)[len(times) // 2] * 1e6
+
+
+def measure(transport: Transport, schedule: Schedule, tokens: int, repeats: int) -> dict[str, float]:
+    """One transport at one size."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    q = torch.randn(tokens, GROUPS, HEADS_PER_GROUP * HEAD_DIM, device=device).bfloat16()
+    k, v = (torch.randn(tokens, GROUPS, HEAD_DIM, device=device).bfloat16() for _ in range(2))
+    o = torch.zeros_like(q)
+    out_fields = [Outgoing(QUERY, q), Outgoing(KEY, k), Outgoing(KEY, v)]
+    served = transport.dispatch(schedule, out_fields, 0).wait()[0].clone()
+    back_fields = [Returning(QUERY, served, o)]
+    tiny = share_groups(schedule.ranks, schedule.rank, 1, 1)
+
+    def there() -> None:
+        transport.dispatch(schedule, out_fields, 0).wait()
+
+    def tiny_there() -> None:
+        transport.dispatch(tiny, out_fields, 0).wait()
+
+    def tiny_and_back() -> None:
+        tiny_there()
+        transport.give_back(schedule, back_fields, 0).wait()
+
+    for run in (there, tiny_and_back, there, tiny_and_back):
+        run()
+    begun = transport.bytes_sent
+    there()
+    size = transport.bytes_sent - begun
+    found = {"MiB": size / 2**20, "host_us": host_us(there, repeats), "dispatch_ms": median_ms(there, repeats)}
+    found["return_ms"] = median_ms(tiny_and_back, repeats) - median_ms(tiny_there, repeats)
+    found["dispatch_GBps"] = size / found["dispatch_ms"] / 1e6
+    if size < 8 << 20:
+        return found
+
+    # A chain of matrix products longer than the exchange, alone and with the exchange started just before it.
+    a, b = (torch.randn(4096, 4096, device=device).bfloat16() for _ in range(2))
+    count = max(4, int(found["dispatch_ms"] * 1.5 / 0.19))
+    under_way: list[Dispatched] = []
+
+    def product() -> None:
+        for _ in range(count):
+            torch.mm(a, b)
+
+    def beside() -> None:
+        under_way.append(transport.dispatch(schedule, out_fields, 0))
+        product()
+
+    product()
+    found["product_ms"] = median_ms(product, repeats)
+    found["product_beside_ms"] = median_ms(beside, repeats, after=lambda: under_way.pop().wait() and None)
+    found["slower_percent"] = 100 * (found["product_beside_ms"] / found["product_ms"] - 1)
+    return found
+
+
+def machine() -> dict[str, str]:
+    """What the numbers belong to."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip() or "unknown",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transports", default=",".join(NAMES), help="comma-separated")
+    parser.add_argument("--tokens", default="64,2048,16384,32768", help="rows of one rank, comma-separated")
+    parser.add_argument("--slices", type=int, default=4, help="slices per head group")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = []
+    for name in options.transports.split(","):
+        try:
+            transport = choose_transport(name, dist.group.WORLD, device)
+        except CADUnsupportedError as error:
+            rows.append({"transport": name, "refused": str(error)})
+            continue
+        for tokens in map(int, options.tokens.split(",")):
+            schedule = share_groups(ranks, rank, tokens, options.slices)
+            found = measure(transport, schedule, tokens, options.repeats)
+            rows.append({"transport": name, "tokens": tokens, "slices": len(schedule.sends), **found})
+        dist.barrier()
+        transport.close()
+    if rank == 0:
+        columns = (
+            "transport",
+            "tokens",
+            "slices",
+            "MiB",
+            "dispatch_ms",
+            "dispatch_GBps",
+            "return_ms",
+            "slower_percent",
+        )
+        lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        for row in rows:
+            cells = (f"{row[c]:.3g}" if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns)
+            lines.append("| " + " | ".join(cells) + " |")
+        sys.stdout.write("\n".join(lines) + "\n")
+        if options.output:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"machine": {**machine(), "ranks": ranks}, "rows": rows}, indent=1)
+            options.output.write_text(text + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
