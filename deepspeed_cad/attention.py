@@ -21,6 +21,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import KEY, QUERY
+from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.serve import Prepared, run_local, run_local_backward, run_served, run_served_backward
 
 
@@ -31,6 +32,7 @@ class CallCounts:
     forwards: int = 0
     backwards: int = 0
     replays: int = 0
+    waits: Waits = field(default_factory=Waits)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class AttentionCall:
     def forward_collect(self) -> torch.Tensor:
         """Wait until O is complete at home."""
         if self._back is not None:
-            self._back.wait()
+            with self.counts.waits.timed(self.prepared.padding.device):
+                self._back.wait()
         self._back = self._out = None
         self._inputs = ()
         self.done = True
@@ -188,7 +191,8 @@ class AttentionCall:
     def backward_collect(self) -> tuple[torch.Tensor, ...]:
         """dQ, dK, dV, complete; everything this call held is freed."""
         if self._back is not None:
-            self._back.wait()
+            with self.counts.waits.timed(self.prepared.padding.device):
+                self._back.wait()
         gradients = self._gradients
         self._back = self._out = None
         self._gradients = self._backward_inputs = self._outputs = ()
@@ -207,7 +211,8 @@ class AttentionCall:
     def _wait_out(self) -> list[torch.Tensor]:
         if self._out is None:
             raise CADError(f"{self.label}: no exchange is under way")
-        return self._out.wait()
+        with self.counts.waits.timed(self.prepared.padding.device):
+            return self._out.wait()
 
 
 def _by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:

@@ -308,3 +308,46 @@ def segments_from_cumulative(cu_seqlens: Any, tokens: int) -> LocalSegments:
     length = np.diff(ends)
     kept = length > 0
     return LocalSegments(np.zeros(int(kept.sum())), length[kept], ends[:-1][kept], tokens)
+
+
+def shard_stream(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """This rank's part of one packed stream that all ranks hold: documents may span ranks.
+
+    `batch`: tensors or arrays of shape [1, tokens]; `input_ids`, `position_ids` (a document starts where it is 0) and
+    optionally `labels` and other per-token fields. Rank r gets tokens [r·n, (r+1)·n), n = ⌈tokens / ranks⌉; the last
+    ranks may get fewer, or none. `labels` become targets of the next token *before* the cut and are returned as both
+    `labels` and `shift_labels`, which transformers' loss takes as they are: no target is lost at a cut.
+    Raises CADDataError where shapes differ, positions are missing, or 0 <= rank < ranks does not hold.
+    """
+    if not 0 <= rank < ranks:
+        raise CADDataError(f"rank {rank} of {ranks}: ranks are 0 to {ranks - 1}")
+    if "position_ids" not in batch:
+        raise CADDataError("shard_stream needs position_ids: they say where documents start")
+    shape = tuple(batch["position_ids"].shape)
+    if len(shape) != 2 or shape[0] != 1:
+        raise CADDataError(f"shard_stream cuts one packed row, [1, tokens]; position_ids has shape {shape}")
+    per_rank = -(-shape[1] // ranks)
+    here = slice(min(rank * per_rank, shape[1]), min((rank + 1) * per_rank, shape[1]))
+    shard: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name == "labels":
+            targets = _next_tokens(value, batch["position_ids"])
+            shard["labels"] = shard["shift_labels"] = targets[:, here]
+        elif tuple(getattr(value, "shape", ()))[:2] == shape:
+            shard[name] = value[:, here]
+        elif getattr(value, "ndim", 0) > 1:
+            raise CADDataError(f"{name} has shape {tuple(value.shape)}; per-token fields must start with {shape}")
+        else:
+            shard[name] = value
+    return shard
+
+
+def _next_tokens(labels: Any, position_ids: Any) -> Any:
+    """Labels moved one to the left, −100 at the last token of every document."""
+    if tuple(labels.shape) != tuple(position_ids.shape):
+        raise CADDataError(f"labels has shape {tuple(labels.shape)}, position_ids {tuple(position_ids.shape)}")
+    targets = labels.clone() if hasattr(labels, "clone") else labels.copy()
+    targets[:, :-1] = labels[:, 1:]
+    targets[:, -1:] = -100
+    targets[:, :-1][position_ids[:, 1:] == 0] = -100
+    return targets

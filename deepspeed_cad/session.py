@@ -1,3 +1,337 @@
-"""stub"""
+"""The session: the one object per process that ties the rooms together.
+
+It owns the CAD process group, the transport, the look-ahead thread and the statistics. Host frameworks (engine/ and
+integrations/) talk to nothing else of the core.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.attention import CallCounts, Modes
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError
+from deepspeed_cad.exchange.liveness import Liveness, open_board
+from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.gather import Announcement, Gatherer, Worker
+from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
+from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.cut import choose_cut
+from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
+from deepspeed_cad.statistics import Statistics
+
+logger = logging.getLogger("deepspeed_cad")
+
+_sessions: list[Session] = []
+
+
+class Session:
+    """CAD in this process: one per process, for any number of models.
+
+    `group`: ranks that exchange attention, default all of torch.distributed's world. Raises CADConfigError where the
+    configuration asks for what this machine lacks.
+    """
+
+    def __init__(self, config: CADConfig, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.config, self.device = config, device
+        self.ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self._statistics = Statistics()
+        self._read: dict[str, Statistics] = {}
+        self.counts = CallCounts()
+        self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+        """What integrations attached to which model."""
+        self.liveness: Liveness | None = None
+        self.transport: Transport | None = None
+        self._cpu_group: dist.ProcessGroup | None = None
+        self._exchange_group: dist.ProcessGroup | None = None
+        if self.ranks > 1:
+            self._open_groups(group)
+        self.gatherer = Gatherer(self._cpu_group, self.rank, self.ranks, self.liveness)
+        self.worker = Worker()
+        if self.ranks > 1:
+            self._open_transport()
+        self.cost = self._choose_cost()
+        self._kernels: dict[KernelNeed, Kernel] = {}
+
+    # Opening and closing
+
+    def _open_groups(self, group: dist.ProcessGroup | None) -> None:
+        members = dist.get_process_group_ranks(group) if group is not None else None
+        timeout = timedelta(seconds=self.config.timeout_s)
+        self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
+        self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
+
+    def _open_transport(self) -> None:
+        from deepspeed_cad.exchange.probe import choose_transport
+
+        self.transport = choose_transport(
+            self.config.transport,
+            self._exchange_group,
+            self.device,
+            agree=lambda value: self.on_worker(lambda: self.gatherer.numbers(value, "choice of transport")),
+            liveness=self.liveness,
+        )
+
+    def close(self) -> None:
+        """Release communicators and buffers; the models go back to local attention."""
+        self.worker.close()
+        if self.transport is not None:
+            self.transport.close()
+        for group in (self._cpu_group, self._exchange_group):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def on_worker(self, job: Any) -> Any:
+        """Run a job on the look-ahead thread and wait for it, `timeout_s` at most."""
+        return self.wait(self.worker.submit(job), "the look-ahead thread")
+
+    def wait(self, future: Future[Any], what: str) -> Any:
+        """The result of a job of the look-ahead thread; its error is raised here."""
+        try:
+            return future.result(self.config.timeout_s + 30.0)
+        except FutureTimeout as error:
+            if future.done():
+                raise
+            raise CADPeerError(f"rank {self.rank} waited {self.config.timeout_s:.0f} s for {what}") from error
+
+    # Statistics
+
+    def count(self, micro_batch: MicroBatch) -> None:
+        """Count a micro-batch that is about to be trained."""
+        self._statistics.add(micro_batch)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Sums since the session opened, on this rank."""
+        self._statistics.waited_s = self.counts.waits.seconds()
+        self._statistics.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
+        return self._statistics.copy()
+
+    def take_statistics(self, reader: str) -> Statistics:
+        """What happened since this reader last asked."""
+        now = self.statistics
+        earlier = self._read.get(reader, Statistics())
+        self._read[reader] = now
+        return now.since(earlier)
+
+    def describe(self) -> str:
+        """One line for the log."""
+        transport = "nothing to exchange" if self.transport is None else self.transport.name
+        return (
+            f"rank {self.rank} of {self.ranks} attention servers, transport {transport}, overlap {self.config.overlap}, "
+            f"tolerance {self.config.tolerance}, cost {self.cost.name}"
+        )
+
+    # Planning
+
+    def plan_tick(self, tick: Tick, key: PlanKey) -> Plan:
+        """The plan of one tick for layers of one kind."""
+        return make_plan(
+            PlanInput(
+                tick, key.shape, self.cost, key.window, self.config.tolerance, self.config.granularity,
+                ranks_per_node=self._ranks_per_node(),
+            )
+        )  # fmt: skip
+
+    def open_micro_batch(self, announcements: list[Announcement], keys: list[PlanKey]) -> MicroBatch:
+        """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread."""
+        layout = assemble([one.local for one in announcements])
+        ticks: tuple[Tick, ...] = (layout.tick(),)
+        if self.config.overlap == "pingpong":
+            cut = choose_cut(layout, np.array([one.unit for one in announcements]))
+            if cut is not None:
+                ticks = layout.cut(cut)
+        micro_batch = MicroBatch(
+            self.rank, layout, ticks, self.device, self.plan_tick, self._agree, self.transport, self.counts
+        )
+        if keys:
+            micro_batch.plan_all(keys)
+        return micro_batch
+
+    def open_local(self, local: LocalSegments) -> MicroBatch:
+        """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""
+        if len(local.begin) and local.begin[0] > 0:
+            raise CADDataError(
+                f"evaluation runs attention on each rank alone, but the first document of rank {self.rank} starts at "
+                f"position {int(local.begin[0])}: evaluate on whole documents, or in training mode under torch.no_grad()"
+            )
+        layout = assemble([local])
+        return MicroBatch(
+            0, layout, (layout.tick(),), self.device, lambda tick, key: _plan_alone(layout, key),
+            lambda value, what: None, None, CallCounts(),
+        )  # fmt: skip
+
+    def _agree(self, value: int, what: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.on_worker(lambda: self.gatherer.agree(value, what))
+        else:
+            self.gatherer.agree(value, what)
+
+    def _ranks_per_node(self) -> int | None:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+        return local if 0 < local < self.ranks and self.ranks % local == 0 else None
+
+    def _choose_cost(self) -> CostModel:
+        from deepspeed_cad.profiles import choose_cost
+
+        return choose_cost(self.config.cost, self.device)
+
+    # Kernels and modes
+
+    def kernel(self, need: KernelNeed) -> Kernel:
+        """The kernel for a layer, chosen once per need."""
+        if need not in self._kernels:
+            from deepspeed_cad.kernels.registry import choose
+
+            self._kernels[need] = choose(self.config.kernel, need)
+        return self._kernels[need]
+
+    def descriptor(self, micro_batch: MicroBatch, window: int | None, checkpointed: bool) -> MaskDescriptor:
+        """What a model's layers receive as their mask."""
+        keep = self.config.backward == "keep" or (self.config.backward == "auto" and not checkpointed)
+        modes = Modes(self.config.overlap != "none", self.config.recompute_attention, keep)
+        return MaskDescriptor(micro_batch, window, self._kernel_for, modes)
+
+    def _kernel_for(self, shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> Kernel:
+        return self.kernel(
+            KernelNeed(
+                q.device, q.dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
+                rule.window is not None, rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
+            )
+        )  # fmt: skip
+
+
+class Feed:
+    """The micro-batches of one model, in the order in which it trains them."""
+
+    def __init__(self, session: Session, fingerprint: str) -> None:
+        self.session, self.fingerprint = session, fingerprint
+        self.keys: list[PlanKey] = []
+        """Kinds of layers seen so far: what the look-ahead plans for."""
+        self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
+
+    def announce(self, mine: Announcement) -> None:
+        """This rank will train `mine` after everything it announced before; every rank announces as many."""
+        self._ahead.append((mine, self._gather(mine)))
+
+    def forget(self) -> None:
+        """Drop what was announced but not trained: the loader starts again."""
+        self._ahead.clear()
+
+    @property
+    def next_announced(self) -> Announcement | None:
+        """The announced micro-batch that the next forward must be, if the loader announced one."""
+        return self._ahead[0][0] if self._ahead else None
+
+    def take(self, mine: Announcement | None) -> MicroBatch:
+        """The planned micro-batch of this forward. `mine` is None where it is the announced one, unread."""
+        if self._ahead:
+            announced, future = self._ahead.popleft()
+            if mine is not None and not announced.local.same_as(mine.local):
+                self.fail(
+                    CADDataError(
+                        f"rank {self.session.rank}: the micro-batch that reached the model "
+                        f"({mine.local.tokens} tokens in {len(mine.local.begin)} documents) is not the one that the "
+                        f"loader announced ({announced.local.tokens} in {len(announced.local.begin)}). "
+                        'Set "look_ahead": 0 if batches are changed or skipped between loader and model'
+                    )
+                )
+        elif mine is None:
+            raise CADError("no micro-batch was announced")
+        else:
+            future = self._gather(mine)
+        micro_batch: MicroBatch = self.session.wait(future, "document lengths and plan")
+        self.session.count(micro_batch)
+        return micro_batch
+
+    def learn(self, key: PlanKey) -> None:
+        """Remember a kind of layer, so that the look-ahead plans for it."""
+        if key not in self.keys:
+            self.keys.append(key)
+
+    def fail(self, error: CADError) -> None:
+        """Tell the other ranks why this one cannot go on, then raise."""
+        if self.session.liveness is not None:
+            self.session.liveness.report(str(error))
+        if not self._ahead:
+            self._send_failure()
+        raise error
+
+    def _send_failure(self) -> None:
+        gatherer, config = self.session.gatherer, self.session.config.fingerprint()
+        try:
+            self.session.on_worker(lambda: gatherer.segments(None, config, self.fingerprint))
+        except CADError as error:
+            logger.debug("told the other ranks: %s", error)
+
+    def _gather(self, mine: Announcement) -> Future[MicroBatch]:
+        session, keys = self.session, list(self.keys)
+        config = session.config.fingerprint()
+
+        def job() -> MicroBatch:
+            return session.open_micro_batch(session.gatherer.segments(mine, config, self.fingerprint), keys)
+
+        return session.worker.submit(job)
+
+
+def _plan_alone(layout: Layout, key: PlanKey) -> Plan:
+    tasks = whole_rank_tasks(layout, key.shape.groups)
+    load = PAIRS.of(layout.segments.begin, layout.segments.end, key.window).sum(keepdims=True)
+    nothing = np.zeros(1, np.int64)
+    return Plan(tasks, load, load, nothing, nothing)
+
+
+def current_session() -> Session | None:
+    """The session of this process, or None where CAD is off."""
+    return _sessions[-1] if _sessions else None
+
+
+def open_session(config: CADConfig, device: torch.device, group: dist.ProcessGroup | None = None) -> Session:
+    """The session of this process: opened now, or the open one if its config is the same."""
+    if _sessions:
+        if _sessions[-1].config != config:
+            raise CADConfigError(
+                "CAD is already on in this process with another configuration; all models of a process share one"
+            )
+        return _sessions[-1]
+    _sessions.append(Session(config, device, group))
+    return _sessions[-1]
+
+
 def close_session() -> None:
-    return
+    """Close the session of this process, if there is one."""
+    while _sessions:
+        _sessions.pop().close()
+
+
+def apply(model: torch.nn.Module, config: CADConfig | dict[str, Any] | None = None) -> torch.nn.Module:
+    """Turn CAD on for one Hugging Face model; call after torch.distributed is initialised, before DDP or FSDP.
+
+    Idempotent, and of no effect on any other model. `config` is a CADConfig, the "cad" block as a dict, or None for the
+    defaults. Returns the model. Raises CADConfigError for a bad configuration and CADUnsupportedError for a model that
+    CAD cannot reproduce exactly.
+    """
+    from deepspeed_cad.integrations.transformers import bind
+
+    checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
+    if checked.enabled:
+        bind(model, checked)
+    return model

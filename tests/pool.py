@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
@@ -73,7 +74,7 @@ class WorkerPool:
         return results
 
     def try_run(
-        self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0
+        self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, grace: float = 20.0
     ) -> tuple[list[tuple[str, str, str] | None], list[Any]]:
         """Errors and results of every rank; a worker that died has the error ("Died", exit code)."""
         while len(self._workers) < world:
@@ -86,21 +87,30 @@ class WorkerPool:
                 pipe.send((function, world, os.path.join(folder, "store"), timeout, args))
             errors: list[tuple[str, str, str] | None] = [None] * world
             results: list[Any] = [None] * world
-            for rank, (process, pipe) in enumerate(self._workers[:world]):
-                try:
-                    if not pipe.poll(timeout * 3 + 60):
+            waiting = dict(enumerate(self._workers[:world]))
+            deadline = time.monotonic() + timeout * 2
+            while waiting:
+                ready = wait([pipe for _, pipe in waiting.values()], timeout=max(0.0, deadline - time.monotonic()))
+                for rank, (process, pipe) in list(waiting.items()):
+                    if pipe in ready:
+                        del waiting[rank]
+                        try:
+                            ok, value = pipe.recv()
+                        except EOFError:
+                            process.join(5)
+                            ok, value = False, ("Died", f"exit code {process.exitcode}", "")
+                        if ok:
+                            results[rank] = value
+                        else:
+                            errors[rank] = value
+                            # The others learn of it by themselves, or hang: that is for the test to see, soon.
+                            deadline = min(deadline, time.monotonic() + grace)
+                if not ready:
+                    for rank, (process, _) in waiting.items():
                         process.kill()
-                        errors[rank] = ("Hung", f"no answer after {timeout * 3 + 60} s", "")
-                        continue
-                    ok, value = pipe.recv()
-                except EOFError:
-                    process.join(5)
-                    errors[rank] = ("Died", f"exit code {process.exitcode}", "")
-                    continue
-                if ok:
-                    results[rank] = value
-                else:
-                    errors[rank] = value
+                        process.join(5)
+                        errors[rank] = ("Hung", "gave no answer in time", "")
+                    break
         return errors, results
 
     def close(self) -> None:

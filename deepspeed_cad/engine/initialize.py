@@ -1,0 +1,72 @@
+"""What happens inside `deepspeed.initialize` when its JSON has a "cad" block.
+
+In: the original function, the block, and the call's arguments. Out: DeepSpeed's own tuple, with CAD on the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.engine.monitor import report_statistics
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.lookahead import LookAheadLoader
+
+logger = logging.getLogger("deepspeed_cad")
+
+
+def initialize(
+    original: Callable[..., Any], cad_block: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Run `deepspeed.initialize` and turn CAD on for its model.
+
+    Raises CADConfigError for a bad block and CADUnsupportedError for a model or engine feature that CAD cannot
+    reproduce exactly, before DeepSpeed starts where that is possible.
+    """
+    config = CADConfig.from_dict(cad_block)
+    if not config.enabled:
+        return tuple(original(*args, **kwargs))
+    from deepspeed_cad.integrations.models import refuse_model
+    from deepspeed_cad.integrations.transformers import bind, find_model
+
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    _refuse_call(given)
+    model = given.get("model")
+    if isinstance(model, torch.nn.Module):
+        refuse_model(find_model(model))
+    engine, optimizer, loader, scheduler = original(*args, **kwargs)
+    _refuse_engine(engine)
+    binding = bind(engine.module, config)
+    if config.look_ahead and engine.training_dataloader is not None:
+        engine.training_dataloader = loader = LookAheadLoader(engine.training_dataloader, binding.feed)
+    if config.monitor:
+        report_statistics(engine, binding.session)
+    logger.info("CAD is on: %s", binding.session.describe())
+    return engine, optimizer, loader, scheduler
+
+
+def _refuse_call(given: dict[str, Any]) -> None:
+    """Parallelism that CAD does not combine with yet."""
+    model = given.get("model")
+    if any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__):
+        raise CADUnsupportedError("pipeline parallelism (PipelineModule) is not supported yet; train without it")
+    if given.get("mpu") is not None:
+        raise CADUnsupportedError(
+            "an mpu (tensor, sequence or pipeline parallelism) was passed to deepspeed.initialize; CAD spreads attention "
+            "over all data-parallel ranks by itself. Remove the mpu or the \"cad\" block"
+        )
+
+
+def _refuse_engine(engine: Any) -> None:
+    if getattr(engine, "sequence_parallel_size", 1) > 1:
+        raise CADUnsupportedError(
+            "Ulysses sequence parallelism is on beside CAD; CAD lets documents span ranks by itself "
+            '(deepspeed_cad.shard_stream). Remove "sequence_parallel_size" or the "cad" block'
+        )
+    if engine.autotp_size() > 1:
+        raise CADUnsupportedError('tensor parallelism ("autotp_size") is on beside CAD; that is not supported yet')

@@ -1,0 +1,110 @@
+"""Ping-pong: two nano-batches of one micro-batch alternate inside a decoder layer.
+
+The layer is called once for the whole micro-batch, so sharded parameters are gathered once. Inside, two greenlets run
+the unmodified layer code on two parts of the rows and hand over to each other around core attention:
+
+    pre A │ pre B ‖ dispatch A │ attention A ‖ dispatch B │ attention B ‖ return A │ post A ‖ return B │ post B
+
+Autograd runs its nodes in the reverse order of their creation, so the backward mirrors this without further help.
+Greenlets stay on one thread: grad mode, autocast and saved-tensor hooks hold for both parts.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from deepspeed_cad.errors import CADError
+
+
+def hand_over() -> None:
+    """Let the other nano-batch run until it hands over in turn."""
+    parent = getcurrent().parent
+    if parent is None:
+        raise CADError("a nano-batch handed over outside of run_alternating")
+    parent.switch()
+
+
+def run_alternating(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+    """Run two functions on this thread, switching whenever one calls `hand_over`; the first goes first.
+
+    An error in either ends both and is raised.
+    """
+    results: list[Any] = [None, None]
+
+    def body(index: int, function: Callable[[], Any]) -> None:
+        results[index] = function()
+
+    pair = [greenlet(body), greenlet(body)]
+    for part in pair:
+        part.gr_context = contextvars.copy_context()
+    arguments: list[tuple[Any, ...]] = [(0, first), (1, second)]
+    try:
+        while not all(part.dead for part in pair):
+            for index, part in enumerate(pair):
+                if not part.dead:
+                    part.switch(*arguments[index])
+                    arguments[index] = ()
+    finally:
+        for part in pair:
+            if part and not part.dead:
+                part.throw(GreenletExit)
+    return results[0], results[1]
+
+
+@dataclass(frozen=True)
+class RowCut:
+    """How the arguments of a layer are cut: along the tokens of one row, or between batch rows."""
+
+    batch: int
+    width: int
+    at: int
+    """Rows of the flattened [batch · width] buffer in the first part; a multiple of `width` if batch > 1."""
+
+    @property
+    def dim(self) -> int:
+        """Dimension of hidden states that is cut: tokens (1) of a single row, else batch rows (0)."""
+        return 1 if self.batch == 1 else 0
+
+    def split(self, value: Any) -> tuple[Any, Any]:
+        """Both parts of an argument; what has no rows to cut goes to both unchanged."""
+        if isinstance(value, torch.Tensor):
+            if self.dim == 1:
+                if value.ndim >= 2 and value.shape[:2] == (1, self.width):
+                    return self._halves(value, 1)
+                if value.ndim == 1 and value.shape[0] == self.width:
+                    return self._halves(value, 0)
+            elif value.ndim >= 2 and value.shape[0] == self.batch:
+                return self._halves(value, 0)
+            return value, value
+        if type(value) in (tuple, list):
+            pairs = [self.split(item) for item in value]
+            return type(value)(a for a, _ in pairs), type(value)(b for _, b in pairs)
+        if type(value) is dict:
+            pairs_of = {key: self.split(item) for key, item in value.items()}
+            return {k: a for k, (a, _) in pairs_of.items()}, {k: b for k, (_, b) in pairs_of.items()}
+        return value, value
+
+    def _halves(self, value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both parts; an empty one gets a row to run on, since models cannot run on none, and `join` drops it."""
+        size = value.shape[dim]
+        at = self.at if self.batch == 1 else self.at // self.width
+        first, second = value.narrow(dim, 0, at), value.narrow(dim, at, size - at)
+        return first if at else value.narrow(dim, 0, 1), second if at < size else value.narrow(dim, 0, 1)
+
+    def join(self, first: Any, second: Any) -> Any:
+        """What the layer would have returned for all rows."""
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            if first.ndim < 2:
+                return first
+            # A stand-in row stays in the graph, so that the backward of both parts runs on every rank.
+            rows = torch.cat([first, second], dim=self.dim)
+            return rows.narrow(self.dim, 1 if self.at == 0 else 0, self.width if self.batch == 1 else self.batch)
+        if type(first) is tuple:
+            return tuple(self.join(a, b) for a, b in zip(first, second, strict=True))
+        return first

@@ -1,0 +1,78 @@
+"""Statistics: what CAD did on this rank, summed since the session opened; readers take differences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from deepspeed_cad.microbatch import MicroBatch
+
+
+@dataclass(eq=False)
+class Statistics:
+    """Sums over micro-batches and kinds of layers."""
+
+    micro_batches: int = 0
+    planning_s: float = 0.0
+    waited_s: float = 0.0
+    """Seconds in which this rank's training thread, or its GPU, waited for an exchange."""
+    bytes_sent: int = 0
+    """Bytes that this rank sent, forward and backward."""
+    slowest_before: float = 0.0
+    """Attention of the slowest rank if every rank ran its own tokens, in the unit of the cost model."""
+    slowest: float = 0.0
+    """Attention of the slowest rank as planned, summed over ticks."""
+    mean: float = 0.0
+    """Mean attention over ranks."""
+    _pending: list[MicroBatch] = field(default_factory=list)
+
+    def add(self, micro_batch: MicroBatch) -> None:
+        """Count a micro-batch; its plans are read when all of them are made."""
+        self.micro_batches += 1
+        if len(self._pending) > 16:
+            self.collect()
+        self._pending.append(micro_batch)
+
+    def collect(self) -> None:
+        """Add the plans of the micro-batches that were counted."""
+        for micro_batch in self._pending:
+            for key in micro_batch.keys:
+                planned = micro_batch.planned_for(key)
+                self.planning_s += sum(one.seconds for one in planned)
+                self.slowest_before += float(np.max(sum(one.plan.load_before for one in planned), initial=0.0))
+                self.slowest += sum(float(np.max(one.plan.load, initial=0.0)) for one in planned)
+                self.mean += sum(float(one.plan.load.mean()) for one in planned)
+        self._pending.clear()
+
+    def copy(self) -> Statistics:
+        """The sums as they are now."""
+        self.collect()
+        return replace(self, _pending=[])
+
+    def since(self, earlier: Statistics) -> Statistics:
+        """What was added after `earlier`."""
+        names = [one.name for one in fields(self) if not one.name.startswith("_")]
+        return Statistics(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
+    @property
+    def imbalance_before(self) -> float:
+        """Max over mean of the ranks' attention without CAD; 1.0 where there was none."""
+        return self.slowest_before / self.mean if self.mean > 0 else 1.0
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of the ranks' attention as planned."""
+        return self.slowest / self.mean if self.mean > 0 else 1.0
+
+    def as_events(self) -> dict[str, float]:
+        """The figures that go to monitors and logs, by name."""
+        return {
+            "cad/attention_max_over_mean_before": self.imbalance_before,
+            "cad/attention_max_over_mean": self.imbalance,
+            "cad/sent_MiB": self.bytes_sent / 2**20,
+            "cad/planning_ms": self.planning_s * 1e3 / max(self.micro_batches, 1),
+            "cad/waited_s": self.waited_s,
+        }

@@ -1,0 +1,394 @@
+"""Hugging Face models: attention and masks through the public interfaces of transformers, one binding per model.
+
+In: a causal model of transformers. A forward pre-hook reads the documents of the micro-batch, the mask function hands
+their plan to the layers as a `MaskDescriptor`, and the attention function runs it. Outside of training the same names
+run the model's own attention, or attention on this rank alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.documents import batch_shape, read_documents
+from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
+from deepspeed_cad.gather import Announcement
+from deepspeed_cad.integrations.mask_check import check_mask
+from deepspeed_cad.integrations.models import describe, refuse_model
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.pingpong import run_alternating
+from deepspeed_cad.session import Feed, Session, current_session, open_session
+
+logger = logging.getLogger("deepspeed_cad")
+
+NAME = "cad"
+"""The attention name; transformers gives special meaning to names with "flash", "sdpa", "flex" or "/" in them."""
+
+
+@dataclass(eq=False)
+class Scope:
+    """One running forward of a bound model."""
+
+    binding: Binding
+    micro_batch: MicroBatch | None
+    """None: the model runs the attention it had before CAD (generation with a cache)."""
+    training: bool = False
+    checkpointed: bool = False
+    unread: _Unread | None = None
+    empty: bool = False
+    """This rank has no tokens: the model runs on one row of padding, which is taken out of its output."""
+
+
+@dataclass(eq=False)
+class _Unread:
+    """Positions that lie on the GPU and were taken for the announced ones: compared without waiting, read later."""
+
+    differs: torch.Tensor
+    event: torch.cuda.Event
+    announced: Announcement
+
+
+_scope: ContextVar[Scope | None] = ContextVar("deepspeed_cad_scope", default=None)
+
+
+class Binding:
+    """CAD on one model: its hooks, its feed of micro-batches, and the attention it had before."""
+
+    def __init__(self, model: PreTrainedModel, session: Session) -> None:
+        self.session = session
+        self.model = weakref.ref(model)
+        self.decoder = weakref.ref(find_decoder(model))
+        self.original = model.config._attn_implementation or default_attention(model.config)
+        self.feed = Feed(session, describe(model))
+        self.forwards = 0
+        layers = decoder_layers(find_decoder(model))
+        self._checkpointed = weakref.WeakSet([find_decoder(model), *(layers or ())[:1]])
+        """Modules of which one says whether activation checkpointing is on."""
+
+    def install(self) -> None:
+        """Switch the attention name, hook the decoder and cut its layers."""
+        model, decoder = self.model(), self.decoder()
+        assert model is not None and decoder is not None
+        AttentionInterface.register(NAME, cad_attention)
+        AttentionMaskInterface.register(NAME, cad_mask)
+        model.set_attn_implementation(NAME)
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if config is not None and getattr(config, "_attn_implementation", NAME) != NAME:
+                raise CADUnsupportedError(
+                    f"{type(module).__name__} keeps its attention "
+                    f'"{config._attn_implementation}" and cannot be switched to CAD'
+                )
+        decoder.register_forward_pre_hook(_make_enter(self), with_kwargs=True)
+        decoder.register_forward_hook(_make_leave(self), with_kwargs=True, always_call=True)
+        if self.session.config.overlap == "pingpong":
+            for layer in decoder_layers(decoder) or ():
+                alternate(layer)
+        self.session.bindings[model] = self
+
+    def enter(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Before the decoder's forward: find the micro-batch and its plan."""
+        names = inspect.signature(decoder.forward).parameters
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("output_attentions"):
+            raise CADUnsupportedError("output_attentions=True: attention that runs elsewhere has no weights to return")
+        training = decoder.training
+        if not training and given.get("past_key_values") is not None:
+            _scope.set(Scope(self, None))
+            return {}
+        checkpointed = training and any(getattr(m, "gradient_checkpointing", False) for m in self._checkpointed)
+        unread = None
+        if not training:
+            micro_batch = self.session.open_local(read_documents(given).local)
+        else:
+            announced = self.feed.next_announced
+            if announced is not None and (unread := _compare_later(given, announced)) is not None:
+                micro_batch = self.feed.take(None)
+            else:
+                try:
+                    mine = read_documents(given)
+                except CADError as error:
+                    self.feed.fail(error)
+                micro_batch = self.feed.take(mine)
+        empty = 0 in batch_shape(given)
+        _scope.set(Scope(self, micro_batch, training, checkpointed, unread, empty))
+        changed: dict[str, Any] = {"use_cache": False} if training and "use_cache" in names else {}
+        return changed | (_one_row(given) if empty else {})
+
+    def leave(self, output: Any) -> Any:
+        """After the decoder's forward, also after an error; gives the output where it changed."""
+        scope = _scope.get()
+        _scope.set(None)
+        if scope is None or scope.micro_batch is None:
+            return None
+        scope.micro_batch.in_forward = False
+        if scope.training:
+            self.forwards += 1
+            for key in scope.micro_batch.keys:
+                self.feed.learn(key)
+        if scope.unread is not None:
+            scope.unread.event.synchronize()
+            if bool(scope.unread.differs):
+                self.feed.fail(
+                    CADDataError(
+                        f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
+                        'announced. Set "look_ahead": 0 if batches are changed or skipped between loader and model'
+                    )
+                )
+        return _no_rows(output) if scope.empty else None
+
+
+def _one_row(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for one row of padding instead of none: transformers cannot make masks for an empty batch."""
+    changed: dict[str, Any] = {"attention_mask": None}
+    for name in ("input_ids", "inputs_embeds", "position_ids"):
+        value = given.get(name)
+        if value is not None:
+            changed[name] = value.new_zeros(1, 1, *value.shape[2:])
+    if given.get("inputs_embeds") is not None:
+        # Keeps the graph: the embedding takes part in the backward on every rank.
+        changed["inputs_embeds"] = changed["inputs_embeds"] + given["inputs_embeds"].sum()
+    return changed
+
+
+def _no_rows(output: Any) -> Any:
+    """The output without its row of padding."""
+    if isinstance(output, torch.Tensor):
+        return output[:, :0] if output.ndim >= 2 and output.shape[:2] == (1, 1) else output
+    if isinstance(output, tuple):
+        return tuple(_no_rows(item) for item in output)
+    if isinstance(output, dict):
+        for name, value in output.items():
+            output[name] = _no_rows(value)
+    return output
+
+
+def _make_enter(binding: Binding) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A copied model (a DPO reference) carries the hook along but is not the bound one.
+        if module is binding.decoder():
+            changed = binding.enter(module, args, kwargs)
+            names = list(inspect.signature(module.forward).parameters)
+            kept = [changed.pop(name, value) for name, value in zip(names, args, strict=False)]
+            return tuple(kept), {**kwargs, **changed}
+        return None
+
+    return enter
+
+
+def _make_leave(binding: Binding) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def leave(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return binding.leave(output) if module is binding.decoder() else None
+
+    return leave
+
+
+def bind(model: torch.nn.Module, config: CADConfig) -> Binding:
+    """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent."""
+    inner = find_model(model)
+    refuse_model(inner)
+    session = open_session(config, _device(inner))
+    bound: Binding | None = session.bindings.get(inner)
+    if bound is not None:
+        return bound
+    binding = Binding(inner, session)
+    binding.install()
+    return binding
+
+
+def find_binding(model: torch.nn.Module) -> Binding | None:
+    """The binding of a model, through any wrapper; None where CAD is off for it."""
+    session = current_session()
+    if session is not None:
+        for module in model.modules():
+            if module in session.bindings:
+                found: Binding = session.bindings[module]
+                return found
+    return None
+
+
+def find_model(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model inside wrappers."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise CADUnsupportedError(
+        f"{type(model).__name__} contains no transformers model; CAD needs a PreTrainedModel with causal attention"
+    )
+
+
+def find_decoder(model: PreTrainedModel) -> torch.nn.Module:
+    """The module whose forward makes the masks and runs the layers."""
+    decoder = getattr(model, model.base_model_prefix, model)
+    for name in ("decoder", "model"):
+        inner = getattr(decoder, name, None)
+        if decoder_layers(decoder) is None and isinstance(inner, torch.nn.Module):
+            decoder = inner
+    return decoder
+
+
+def decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList | None:
+    """The list of decoder layers."""
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, torch.nn.ModuleList):
+            return layers
+    return None
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    """Where the model will train: its own device, or the local GPU for a model that is still on the CPU or sharded."""
+    kinds = {p.device.type for p in model.parameters()} | {b.device.type for b in model.buffers()}
+    if torch.cuda.is_available() and torch.distributed.is_initialized():
+        backend = torch.distributed.get_backend_config()
+        if "cuda" in str(backend) or "nccl" in str(backend):
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device()) if "cuda" in kinds else torch.device("cpu")
+
+
+def _compare_later(given: dict[str, Any], announced: Announcement) -> _Unread | None:
+    """Compare positions on the GPU with the announced ones without waiting; None where they must be read now."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if not isinstance(positions, torch.Tensor) or positions.device.type != "cuda" or mask is not None:
+        return None
+    batch, width = batch_shape(given)
+    if given.get("cu_seq_lens_q") is not None or positions.shape != (batch, width):
+        return None
+    if announced.local.tokens != batch * width:
+        return None
+    expected = np.full(batch * width, -1, np.int64)
+    local: LocalSegments = announced.local
+    for begin, end, offset in zip(local.begin, local.end, local.offset, strict=True):
+        expected[offset : offset + end - begin] = np.arange(begin, end)
+    wanted = torch.from_numpy(expected).pin_memory().to(positions.device, non_blocking=True)
+    differs = torch.empty((), dtype=torch.bool, pin_memory=True)
+    differs.copy_((wanted != positions.reshape(-1)).any(), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return _Unread(differs, event, announced)
+
+
+# The functions that transformers calls
+
+
+@torch.compiler.disable
+def cad_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask function: the running forward's descriptor, or the model's own mask outside of one."""
+    scope = _scope.get()
+    if scope is None or scope.micro_batch is None:
+        name = scope.binding.original if scope is not None else default_attention(kwargs.get("config"))
+        known = name in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+        return ALL_MASK_ATTENTION_FUNCTIONS[name if known else "sdpa"](*args, **kwargs)
+    window = kwargs.get("local_size")
+    session = scope.binding.session
+    if session.config.check == "sampled":
+        check_mask(scope.micro_batch.layout, scope.micro_batch.rank, window, kwargs, scope.binding.forwards)
+    return session.descriptor(scope.micro_batch, window, scope.checkpointed)
+
+
+@torch.compiler.disable
+def cad_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]."""
+    if not isinstance(attention_mask, MaskDescriptor):
+        scope = _scope.get()
+        if scope is not None and scope.micro_batch is not None:
+            raise CADUnsupportedError(
+                f"{type(module).__name__} got no mask from the mask function: this model bypasses it, so CAD cannot know "
+                "its documents"
+            )
+        name = scope.binding.original if scope is not None else default_attention(getattr(module, "config", None))
+        run = _local_attention(module, name)
+        return run(
+            module, query, key, value, attention_mask,
+            scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux, **kwargs,
+        )  # fmt: skip
+    if dropout:
+        raise CADUnsupportedError(
+            f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"
+        )
+    rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask.window, softcap)
+    label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    return attention_mask.attend(module, query, key, value, rule, s_aux, label), None
+
+
+def default_attention(config: Any) -> str:
+    """What transformers would choose for a model without an explicit attention name: of a copy of a bound model, say."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    return "sdpa" if model_class is None or model_class._supports_sdpa else "eager"
+
+
+def _local_attention(module: torch.nn.Module, name: str) -> Callable[..., Any]:
+    """The attention of that name for a module."""
+    eager: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if name == "eager" and eager is not None:
+        return eager
+    run: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name if name in ALL_ATTENTION_FUNCTIONS else "sdpa"]
+    return run
+
+
+# Ping-pong
+
+
+class _Alternating:
+    """Mixed into a decoder layer's class: its forward runs as two nano-batches where the micro-batch is cut."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        whole = super().forward  # type: ignore[misc]
+        found = [x for x in (*args, *kwargs.values()) if isinstance(x, MaskDescriptor)]
+        if not found or not found[0].is_cut:
+            return whole(*args, **kwargs)
+        return _run_cut(whole, found[0], args, kwargs)
+
+
+@torch.compiler.disable
+def _run_cut(whole: Callable[..., Any], mask: MaskDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    cut = mask.row_cut(hidden.shape[0], hidden.shape[1])
+
+    def split(value: Any) -> tuple[Any, Any]:
+        return value.cut() if isinstance(value, MaskDescriptor) else cut.split(value)
+
+    first_args, second_args = ([split(value)[part] for value in args] for part in (0, 1))
+    pairs = {name: split(value) for name, value in kwargs.items()}
+    first_kwargs, second_kwargs = ({name: pair[part] for name, pair in pairs.items()} for part in (0, 1))
+    return cut.join(
+        *run_alternating(lambda: whole(*first_args, **first_kwargs), lambda: whole(*second_args, **second_kwargs))
+    )
+
+
+def alternate(layer: torch.nn.Module) -> None:
+    """Give a decoder layer a subclass of its own class that can run as two nano-batches."""
+    cls = type(layer)
+    if not issubclass(cls, _Alternating):
+        layer.__class__ = types.new_class(cls.__name__, (_Alternating, cls), exec_body=lambda body: body.update(
+            {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        ))  # fmt: skip

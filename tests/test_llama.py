@@ -1,0 +1,101 @@
+"""A Hugging Face model with CAD against each document alone: losses and parameter gradients, fp64, real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from pool import WorkerPool
+
+import deepspeed_cad
+
+LENGTHS = {
+    2: [[260], [40, 30, 9, 1, 50]],
+    3: [[130, 70], [], [31, 33, 5]],
+    4: [[300, 20], [64] * 3, [7] * 20, [1, 1, 120]],
+}
+
+
+def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None, steps: int) -> dict[str, Any]:
+    block = {"granularity": 16, "tolerance": 0.02, **block}
+    reference = training.tiny_llama()
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, block)
+    deepspeed_cad.apply(model, block)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
+    model.train()
+    session = deepspeed_cad.current_session()
+    for step in range(steps):
+        own = training.documents(LENGTHS[world][(rank + step) % world], seed=100 * step + rank)
+        loss = training.loss_sum(model, training.pack(own))
+        loss.backward()
+        expected, gradients = training.alone(reference, own)
+        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
+        for name, parameter in model.named_parameters():
+            # Gradients of a rank are those of its own documents: serving others adds nothing to them.
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            assert (grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
+        model.zero_grad()
+    statistics = session.statistics
+    return {
+        "before": statistics.imbalance_before,
+        "after": statistics.imbalance,
+        "sent": session.transport.bytes_sent,
+        "exchanges": session.transport.exchanges,
+        "forwards": session.counts.forwards,
+        "backwards": session.counts.backwards,
+        "replays": session.counts.replays,
+    }
+
+
+@pytest.mark.parametrize("overlap", ["none", "local_first", "pingpong"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_same_as_each_document_alone(workers: WorkerPool, world: int, overlap: str) -> None:
+    results = workers.run(_train, world, {"overlap": overlap}, None, 2)
+    assert len({(r["before"], r["after"]) for r in results}) == 1
+    assert results[0]["before"] > 1.3
+    assert results[0]["after"] < 1.05
+    assert sum(r["sent"] for r in results) > 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
+def test_checkpointing(workers: WorkerPool, checkpoint: str, overlap: str, recompute: bool) -> None:
+    """Exact, and by default neither attention nor an exchange runs again."""
+    block = {"overlap": overlap, "recompute_attention": recompute}
+    results = workers.run(_train, 2, block, checkpoint, 1)
+    parts = 2 if overlap == "pingpong" else 1
+    calls = 2 * parts
+    for r in results:
+        assert r["backwards"] == calls
+        assert r["forwards"] == calls * (2 if recompute else 1)
+        assert r["replays"] == (0 if recompute else calls)
+        assert r["exchanges"] == calls * (6 if recompute else 4)
+
+
+def _evaluate(rank: int, world: int) -> None:
+    model = training.tiny_llama()
+    reference = training.tiny_llama()
+    deepspeed_cad.apply(model, {"granularity": 16})
+    session = deepspeed_cad.current_session()
+    own = training.documents([40, 3, 9], seed=rank)
+    model.eval()
+    with torch.no_grad():
+        if rank == 0:  # alone: nothing may wait for the other rank
+            with torch.enable_grad():
+                expected, _ = training.alone(reference, own)
+            assert abs(float(training.loss_sum(model, training.pack(own))) - expected) < 1e-8
+            prompt = own[0][None]
+            theirs = reference.generate(prompt, max_new_tokens=5, do_sample=False)
+            assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), theirs)
+    assert session.transport.exchanges == 0
+    dist.barrier()
+
+
+def test_evaluation_is_local(workers: WorkerPool) -> None:
+    workers.run(_evaluate, 2)

@@ -1,0 +1,62 @@
+"""Tiny models and packed micro-batches for tests that train: the reference runs every document alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+
+def tiny_llama(dtype: torch.dtype = torch.float64, **changes: Any) -> LlamaForCausalLM:
+    """Two layers, 8 query heads of 4 head groups, the same weights everywhere."""
+    set_seed(0)
+    settings: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).to(dtype)
+
+
+def documents(lengths: list[int], seed: int) -> list[torch.Tensor]:
+    """Token ids of documents."""
+    gen = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 64, (n,), generator=gen) for n in lengths]
+
+
+def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One packed row: input_ids, position_ids and labels whose first token of a document is ignored."""
+    if not docs:
+        empty = torch.zeros(1, 0, dtype=torch.long)
+        return {"input_ids": empty, "position_ids": empty, "labels": empty}
+    labels = [doc.clone() for doc in docs]
+    for label in labels:
+        label[0] = -100
+    return {
+        "input_ids": torch.cat(docs)[None],
+        "position_ids": torch.cat([torch.arange(len(doc)) for doc in docs])[None],
+        "labels": torch.cat(labels)[None],
+    }
+
+
+def loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Sum of the cross entropy over targets of a packed micro-batch."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
+def alone(model: torch.nn.Module, docs: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and parameter gradients of documents that are each run alone."""
+    model.zero_grad()
+    total = 0.0
+    for doc in docs:
+        if len(doc) > 1:
+            loss = loss_sum(model, pack([doc]))
+            loss.backward()
+            total += float(loss.detach())
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
+    model.zero_grad()
+    return total, gradients
