@@ -22,7 +22,8 @@ def check_input(problem: PlanInput) -> None:
         raise CADConfigError(f"a plan needs at least one rank, found {ranks}")
     if shape.groups < 1 or shape.query_heads < 1 or shape.query_heads % shape.groups:
         raise CADConfigError(
-            f"{shape.query_heads} query heads cannot be shared by {shape.groups} KV heads: the second must divide the first"
+            f"{shape.query_heads} query heads cannot be shared by {shape.groups} KV heads: "
+            "the second must divide the first"
         )
     if min(shape.head_dim, shape.value_dim, shape.bytes_per_element) < 1:
         raise CADConfigError(

@@ -1,24 +1,23 @@
-"""The reference planner: what csrc/planner.cpp does, in plain Python, to the task.
+"""The reference planner: what csrc/planner*.cpp does, in plain Python, to the task.
 
-In: a `PlanInput`. Out: a `Plan`. Greedy: ranks above their level give rows of their longest documents to ranks below
-theirs, cheapest bytes per unit of load first; a move is a number of head groups times the last rows of a segment.
+In: a `PlanInput` and a tolerance. Out: a `Solution`. Greedy: ranks above their level give rows of their longest
+documents to ranks below theirs, cheapest bytes per unit of load first; a move is a number of head groups times the
+last rows of a segment.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_cad.errors import CADError
-from deepspeed_cad.planner.checks import check_input
+from deepspeed_cad.planner.answer import Solution
 from deepspeed_cad.planner.columns import Cell, Columns
 from deepspeed_cad.planner.levels import finish_time, settle_levels, work_until
-from deepspeed_cad.planner.plan import Plan, PlanInput
-from deepspeed_cad.planner.traffic import count_bytes
+from deepspeed_cad.planner.plan import PlanInput
+from deepspeed_cad.planner.traffic import traffic_matrix
 
 HALF = 0.5
 """Once something moves, ranks come within this share of the tolerance: costs are predictions."""
@@ -187,7 +186,8 @@ class Round:
     def choose(self, donor: int) -> Move | None:
         """The move of the least bytes per unit of load: of own rows, or where none helps of rows of others."""
         emptiest = self.emptiest(donor)
-        for items in (self.items(donor), self.received_items(donor)):
+        for find in (self.items, self.received_items):
+            items = find(donor)
             if items:
                 move = self.cheapest(donor, items, emptiest) or self.smallest_step(donor, items, emptiest)
                 if move is not None:
@@ -390,73 +390,29 @@ def counts_to_try(groups: int) -> list[int]:
     return counts
 
 
-def make_reference(problem: PlanInput) -> Plan:
-    """Make a plan. Raises CADConfigError for impossible input, CADError where memory cannot hold any plan."""
-    started = time.perf_counter()
-    check_input(problem)
+def solve(problem: PlanInput, tolerance: float) -> Solution:
+    """Make a plan in plain Python."""
     state = Columns(problem)
     ranks = state.ranks
     base = _floats(problem.base_load, ranks, 0.0)
     speed = _floats(problem.speed, ranks, 1.0)
     memory = _floats(problem.memory, ranks, math.inf)
     before = list(state.load)
-    _balance(state, problem.tolerance, base, speed, memory)
+    _balance(state, tolerance, base, speed, memory)
     if _slowest(state.load, base, speed) > _slowest(before, base, speed):
         state = Columns(problem)
     tasks = np.array(state.tasks(), np.int64).reshape(-1, 6)
-    return finish_plan(problem, tasks, np.array(before), started)
-
-
-def finish_plan(problem: PlanInput, tasks: np.ndarray, before: np.ndarray, started: float) -> Plan:
-    """Loads, bytes and notes of finished tasks. Raises CADError where a rank would receive more than its memory."""
-    tick = problem.tick
+    work = np.zeros(ranks)
     cost = problem.cost.of(tasks[:, 1], tasks[:, 2], problem.window) * (tasks[:, 4] - tasks[:, 3])
-    speed = np.ones(tick.ranks) if problem.speed is None else np.asarray(problem.speed, np.float64)
-    base = np.zeros(tick.ranks) if problem.base_load is None else np.asarray(problem.base_load, np.float64)
-    work = np.zeros(tick.ranks)
     np.add.at(work, tasks[:, 5], cost)
-    sent, received = count_bytes(tasks, tick, problem.shape, problem.window)
-    if problem.memory is not None:
-        memory = np.asarray(problem.memory, np.float64)
-        over = received - memory
-        if (over > 0).any():
-            rank = int(over.argmax())
-            raise CADError(
-                f"rank {rank} would receive {int(received[rank])} bytes of Q, K, V and O and has memory for "
-                f"{int(memory[rank])}; {int((over > 0).sum())} of {tick.ranks} ranks do not fit. Raise memory, or "
-                "pack shorter documents on these ranks"
-            )
-    divisor = np.where(speed > 0, speed, 1.0)
-    load, load_before = work / divisor + base, before / divisor + base
-    return Plan(
-        tasks=tasks,
-        load=load,
-        load_before=load_before,
-        sent_bytes=sent,
-        received_bytes=received,
-        planning_ms=(time.perf_counter() - started) * 1e3,
-        notes=_notes(problem, work, base, speed),
-    )
-
-
-def _notes(problem: PlanInput, work: np.ndarray, base: np.ndarray, speed: np.ndarray) -> tuple[str, ...]:
-    """Why a rank is out of the tolerance, if one is."""
-    floors, speeds = base.tolist(), speed.tolist()
-    finish = finish_time(float(sum(work.tolist())), floors, speeds)
-    most = np.array(work_until(finish * (1.0 + problem.tolerance), floors, speeds))
-    least = np.array(work_until(finish * (1.0 - problem.tolerance), floors, speeds))
-    edge = 1e-9 * finish
-    out = np.flatnonzero((work > most + edge) | (work < least - edge))
-    if not len(out):
-        return ()
-    worst = int(out[np.argmax(np.maximum(work - most, least - work)[out])])
-    reason = (
-        "the granularity, or too few rows" if problem.memory is None else "memory, the granularity, or too few rows"
-    )
-    return (
-        f"{len(out)} of {len(work)} ranks are out of the tolerance of {problem.tolerance:g}: {reason}; the farthest "
-        f"is rank {worst} with {work[worst]:.6g} where {least[worst]:.6g} to {most[worst]:.6g} were wanted",
-    )
+    matrix = traffic_matrix(tasks, problem.tick, problem.shape, problem.window)
+    sent, received, between = (np.zeros(ranks, np.int64) for _ in range(3))
+    for (source, target), amount in matrix.items():
+        sent[source] += amount
+        received[target] += amount
+        if source // state.node_size != target // state.node_size:
+            between[target] += amount
+    return Solution(tasks, work, np.array(before), sent, received, between)
 
 
 def _balance(state: Columns, tolerance: float, base: list[float], speed: list[float], memory: list[float]) -> None:

@@ -1,0 +1,132 @@
+// The planner's shared types: the question, the columns that a plan is made on, and the answer.
+// The same algorithm as deepspeed_cad/planner/, operation by operation, so that both give the same tasks to the row.
+#pragma once
+
+// Python has no fused multiply-add: neither may this. Before the includes, so that the standard library's templates can
+// be inlined.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__) && (!defined(__x86_64__) || defined(__FMA__))
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace cad {
+
+using std::size_t;
+
+struct Problem {
+    int64_t ranks, groups, window, granularity, node_size;
+    int64_t query_bytes, output_bytes, key_value_bytes;
+    double pair, row, key, task, inside, between, tolerance;
+    const double *base, *speed, *memory;
+    int64_t query_count, key_count;
+    const int64_t *query_document, *query_begin, *query_end, *query_rank;
+    const int64_t *key_document, *key_begin, *key_end, *key_rank;
+};
+
+struct Cell {
+    int64_t begin, end;
+    int32_t server, home;
+    bool operator==(const Cell& other) const {
+        return begin == other.begin && end == other.end && server == other.server && home == other.home;
+    }
+};
+
+using Span = std::pair<int64_t, int64_t>;
+using Spans = std::vector<Span>;
+using Column = std::vector<Cell>;
+
+struct Segment {
+    int32_t document;  // index into Columns::documents
+    int64_t begin, end;
+    int32_t home;
+};
+
+struct KeySegment {
+    int64_t begin, end;
+    int32_t home;
+};
+
+struct Document {
+    int64_t id;
+    int32_t first_segment, segments, first_key, keys;
+    int32_t touched;  // index into Columns::touched, or -1 while every head group is at home
+};
+
+struct Missing {
+    int64_t rows;
+    double weighted;
+};
+
+struct Task {
+    int64_t document, begin, end, group_begin, group_end, server;
+    bool operator<(const Task& other) const;
+};
+
+// Who runs which rows of each (document, head group), while a plan is being made: planner/columns.py.
+class Columns {
+public:
+    explicit Columns(const Problem& problem);
+
+    int64_t pairs(int64_t begin, int64_t end) const;
+    double cost_of(int64_t begin, int64_t end) const;
+    int64_t first_key(int64_t row) const {
+        return p.window && row - p.window + 1 > 0 ? row - p.window + 1 : 0;
+    }
+    double link(int32_t home, int32_t server) const {
+        if (home == server) return 0.0;
+        return home / p.node_size == server / p.node_size ? p.inside : p.between;
+    }
+    // The column of one head group: cells ordered by begin.
+    const Cell* column(int32_t document, int64_t group, int32_t* count) const;
+    // Runs of head groups whose columns are equal.
+    void classes(int32_t document, std::vector<std::pair<int32_t, int32_t>>* runs) const;
+    Missing missing(int32_t document, int32_t server, const Spans& spans) const;
+    void move(int32_t document, int64_t group, int64_t begin, int64_t end, int32_t server);
+    std::vector<Task> tasks() const;
+    void count_sent(std::vector<int64_t>* sent, std::vector<int64_t>* between) const;
+
+    const Problem& p;
+    std::vector<Segment> segments;
+    std::vector<Document> documents;
+    std::vector<KeySegment> keys;           // by (document, begin)
+    std::vector<std::vector<int32_t>> of_rank;  // segments
+    std::vector<std::vector<int32_t>> served;   // documents of which a rank runs, or ran, rows of others
+    std::vector<double> load;
+    std::vector<int64_t> received;
+
+private:
+    std::vector<Column>& touch(int32_t document);
+    double run_cost(const Spans& spans) const;
+    int64_t overlap(const Spans& needed, const KeySegment& key) const;
+
+    std::vector<Cell> base_;                     // one per segment: the column of a document at home
+    std::vector<std::vector<Column>> touched_;
+    std::vector<int32_t> keys_by_rank_;          // per document, its keys ordered by (home, begin)
+    std::vector<int64_t> rows_before_;           // key rows of the document before each key segment
+    mutable Spans needed_;
+};
+
+void spans_of(const Cell* column, int32_t count, int32_t server, Spans* spans);
+
+double finish_time(double work, const Problem& p);
+std::vector<double> work_until(double time, const Problem& p);
+void settle_levels(const std::vector<double>& load, const Problem& p, double finish, double tolerance,
+                   std::vector<double>* give, std::vector<double>* take);
+
+// Moves rows until every rank is within its levels, or nothing helps: planner/reference.py.
+void balance(Columns* columns);
+double slowest(const std::vector<double>& load, const Problem& p);
+
+struct Levels {
+    std::vector<double> most, give, take, slack;
+};
+
+void run_round(Columns* columns, const Levels& levels);
+
+}  // namespace cad

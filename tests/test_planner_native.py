@@ -1,0 +1,64 @@
+"""The native planner gives what the reference gives: tasks to the row, loads to the bit, bytes exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from test_planner import SECONDS, SHAPE, problems
+
+from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import PlanInput, make_plan, native, reference
+from deepspeed_cad.planner.answer import Solution
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native library is not built")
+
+
+def assert_same(problem: PlanInput) -> Solution:
+    ours, theirs = native.solve(problem, problem.tolerance), reference.solve(problem, problem.tolerance)
+    for field in dataclasses.fields(Solution):
+        np.testing.assert_array_equal(getattr(ours, field.name), getattr(theirs, field.name), err_msg=field.name)
+    return ours
+
+
+@settings(max_examples=2000, deadline=None)
+@given(problems())
+def test_equal_on_small_inputs(problem: PlanInput) -> None:
+    assert_same(problem)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_equal_on_real_sizes(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    ranks, tokens = int(random.choice([4, 16, 32])), int(random.choice([16384, 131072]))
+    lengths = np.minimum(random.lognormal(np.log(tokens / 8), 1.5, 40 * ranks).astype(int) + 1, 4 * tokens)
+    lengths = lengths[np.cumsum(lengths) <= ranks * tokens].tolist()
+    if seed % 3:
+        layout = Layout.from_stream(lengths, ranks, tokens)
+    else:
+        layout = Layout.from_rank_lengths([lengths[rank::ranks] for rank in range(ranks)])
+    problem = PlanInput(
+        layout.tick(),
+        SHAPE,
+        SECONDS if seed % 2 else PAIRS,
+        window=4096 if seed % 5 == 4 else None,
+        tolerance=0.02,
+        ranks_per_node=4 if seed % 4 == 3 else None,
+        speed=np.where(np.arange(ranks) % 3, 1.0, 0.5) if seed % 7 == 6 else None,
+        memory=np.full(ranks, tokens * 600.0) if seed % 6 == 5 else None,
+    )
+    found = assert_same(problem)
+    assert found.sent.sum() == found.received.sum()
+
+
+def test_make_plan_takes_the_native_core() -> None:
+    tick = Layout.from_stream([40000, 3000, 200], 4, 10800).tick()
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS))
+    np.testing.assert_array_equal(plan.tasks, reference.solve(PlanInput(tick, SHAPE, PAIRS), 0.05).tasks)
+
+
+def test_one_long_document_over_many_ranks_is_equal() -> None:
+    assert_same(PlanInput(Layout.from_stream([48 * 1024], 48, 1024).tick(), SHAPE, PAIRS, ranks_per_node=8))
