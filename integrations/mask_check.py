@@ -1,0 +1,174 @@
+"""The sampled check: the model's own mask function against the plan.
+
+In: the layout, and what transformers hands to a mask interface function. Out: nothing, or a CADUnsupportedError that
+names the query, the key, what the model's mask says and what CAD computes. It looks at some hundred (query, key) pairs
+of this rank, and only now and then, because reading the answer from a GPU waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.layout import Layout
+
+logger = logging.getLogger("deepspeed_cad")
+
+DOCUMENTS, QUERIES = 16, 5
+"""How many documents are looked at, and how many queries of each; every query is compared with about ten keys."""
+
+Ints = npt.NDArray[np.int64]
+
+
+def is_due(forwards: int) -> bool:
+    """Whether forward number `forwards` is checked: 0, 1, 3, 7, 15 and so on."""
+    return forwards & (forwards + 1) == 0
+
+
+def check_mask(layout: Layout, rank: int, window: int | None, given: dict[str, Any], forwards: int) -> None:
+    """Compare samples of the mask function that transformers passes with what the plan computes.
+
+    `given` are the keyword arguments of the mask interface function. Inside a document both must agree. Across
+    documents the model may show more: CAD separates documents itself. Raises CADUnsupportedError where they differ.
+    """
+    function = given.get("mask_function")
+    if not is_due(forwards):
+        return
+    if function is None:
+        if forwards == 0:
+            logger.warning("deepspeed_cad: transformers passed no mask function; the model's mask is not checked")
+        return
+    batch, width, query_base, key_base = _geometry(given)
+    rows = int(layout.tokens[rank])
+    if batch * width != rows or int(given.get("kv_length", width)) != width:
+        raise CADUnsupportedError(
+            f"the model made a mask for {batch} x {width} queries and {given.get('kv_length', width)} keys, but its "
+            f"micro-batch has {rows} tokens: a prompt or prefix was put in front of it, or a KV cache is in use"
+        )
+    document, position = _rows(layout, rank)
+    query, key = _sample(document, width, window, np.random.default_rng([forwards, window or 0]))
+    if len(query) == 0:
+        return
+    shown = _evaluate(function, query, key, width, query_base, key_base, given, forwards)
+    if shown is None:
+        return
+    distance = position[query] - position[key]
+    expected = (distance >= 0) & (distance < (np.inf if window is None else window))
+    wrong = np.flatnonzero((document[query] == document[key]) & (shown != expected))
+    if len(wrong):
+        q, k = int(query[wrong[0]]), int(key[wrong[0]])
+        said = "shows" if shown[wrong[0]] else "hides"
+        does = "would use" if expected[wrong[0]] else "would not use"
+        kind = "causal attention" if window is None else f"causal attention with a window of {window}"
+        raise CADUnsupportedError(
+            f"the model's own mask {said} key position {int(position[k])} to query position {int(position[q])} of the "
+            f"same document (rows {k} and {q} of rank {rank}), but CAD {does} it: it computes {kind}. "
+            f"{len(wrong)} of {len(query)} samples differ, so CAD cannot reproduce this model"
+        )
+
+
+def _geometry(given: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Batch, queries per batch row, and the index that the mask function gives to the first query and key."""
+    places = given.get("cache_position")
+    batch = int(given.get("batch_size", 1))
+    if isinstance(places, torch.Tensor):
+        # Older versions of transformers; training starts without a cache, at place 0.
+        return batch, int(places.shape[-1]), 0, int(given.get("kv_offset", 0))
+    return batch, int(given["q_length"]), int(given.get("q_offset", 0)), int(given.get("kv_offset", 0))
+
+
+def _rows(layout: Layout, rank: int) -> tuple[Ints, Ints]:
+    """Document and position of every row of a rank; document -1 for padding."""
+    rows = int(layout.tokens[rank])
+    document, position = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
+    seg = layout.segments
+    for name, begin, end, _, offset in seg.select(seg.rank == rank).to_array():
+        here = slice(offset, offset + end - begin)
+        document[here] = name
+        position[here] = np.arange(begin, end)
+    return document, position
+
+
+def _sample(document: Ints, width: int, window: int | None, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Pairs of rows in the same batch row: edges of documents and windows, the diagonal, and random ones."""
+    starts = np.flatnonzero((np.diff(document, prepend=-2) != 0) & (document >= 0))
+    if len(starts) == 0:
+        return starts, starts
+    stops = np.append(np.flatnonzero(np.diff(document) != 0) + 1, len(document))
+    stops = stops[np.searchsorted(stops, starts, side="right")]
+    longest = np.argsort(starts - stops, kind="stable")[: DOCUMENTS // 2]
+    chosen = np.union1d(longest, rng.choice(len(starts), min(DOCUMENTS - len(longest), len(starts)), replace=False))
+    queries, keys = [], []
+    for start, stop in zip(starts[chosen], stops[chosen], strict=True):
+        inner = rng.integers(start, stop, QUERIES - 2)
+        for query in np.unique([start, stop - 1, *inner]):
+            edge = query - (window or 0)
+            near = [query, query - 1, query + 1, start, stop - 1, start - 1, stop, *rng.integers(start, stop, 2)]
+            if window is not None:
+                near += [edge - 1, edge, edge + 1]
+            found = np.unique(np.array(near, np.int64))
+            low, high = query // width * width, query // width * width + width
+            found = found[(found >= low) & (found < high)]
+            keys.append(found)
+            queries.append(np.full(len(found), query))
+    query, key = np.concatenate(queries), np.concatenate(keys)
+    valid = document[key] >= 0
+    return query[valid], key[valid]
+
+
+def _evaluate(
+    function: Callable[..., torch.Tensor],
+    query: Ints,
+    key: Ints,
+    width: int,
+    query_base: int,
+    key_base: int,
+    given: dict[str, Any],
+    forwards: int,
+) -> npt.NDArray[np.bool_] | None:
+    """What the mask function says of each pair; None where it cannot be asked."""
+    columns = np.stack([query // width, query * 0, query % width + query_base, key % width + key_base])
+    try:
+        index = torch.from_numpy(columns).to(_device(function, given))
+        with torch.no_grad():
+            shown = function(*index.unbind(0))
+        return shown.to(torch.bool).expand(len(query)).cpu().numpy()
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if forwards == 0:
+            logger.warning(
+                "deepspeed_cad: the model's mask function cannot be evaluated at single positions (%s: %s); its mask "
+                "is not checked against the plan",
+                type(error).__name__,
+                str(error).splitlines()[0] if str(error) else "",
+            )
+        return None
+
+
+def _device(function: Callable[..., Any], given: dict[str, Any]) -> torch.device:
+    """Where the mask function's own tensors lie."""
+    if given.get("device") is not None:
+        return torch.device(given["device"])
+    for name in ("cache_position", "attention_mask"):
+        if isinstance(given.get(name), torch.Tensor):
+            return torch.device(given[name].device)
+    found = _captured(function, 0)
+    return torch.device("cpu") if found is None else found.device
+
+
+def _captured(function: Any, depth: int) -> torch.Tensor | None:
+    """A tensor that a function, or a function that it calls, has captured."""
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
+        for item in content if isinstance(content, tuple) else (content,):
+            found = item if isinstance(item, torch.Tensor) else None
+            if found is None and callable(item) and depth < 8:
+                found = _captured(item, depth + 1)
+            if found is not None:
+                return found
+    return None

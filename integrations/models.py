@@ -1,0 +1,320 @@
+"""Which models CAD reproduces exactly, and why it refuses the others.
+
+In: a model of transformers. Out: nothing, or a CADUnsupportedError that says what was found, why CAD cannot reproduce
+it and what to do instead. The checks look at what the model is made of (its config, its modules, the names its code
+imports), so that they also hold for models that nobody here has seen; `model_table.py` lists those that were tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.integrations.model_table import REFUSED, SUPPORTED
+
+logger = logging.getLogger("deepspeed_cad")
+
+LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "full", "sliding", "dense", "sparse", "moe"}
+"""Kinds of decoder layers that CAD reproduces (an MLP's kind is of no interest to attention)."""
+
+_LAYER_FIELDS = ("layer_types", "layers_block_type", "block_types", "attn_type_list", "hybrid_layer_pattern")
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_MASK_NAMES = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
+_ATTENTION_DROPOUT = re.compile(r"att(entio)?n.*drop|drop.*att(entio)?n")
+_STATE = re.compile(r"(^|\.)(A_log|dt_bias|time_decay)$")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a model is refused."""
+
+    found: str
+    """What it is in the model: a config field with its value, or a module."""
+    reason: str
+    instead: str = "Train this model without CAD"
+
+    def error(self, model: PreTrainedModel) -> CADUnsupportedError:
+        """The error that the user reads."""
+        kind = getattr(model.config, "model_type", "") or "no model_type"
+        return CADUnsupportedError(
+            f"CAD does not support {type(model).__name__} ({kind}): {self.found}: {self.reason}. {self.instead}"
+        )
+
+
+def refuse_model(model: PreTrainedModel) -> None:
+    """Raise CADUnsupportedError with the reason if CAD cannot reproduce the model exactly.
+
+    A model that passes every check but was never tried is accepted with a warning.
+    """
+    for check in _CHECKS:
+        refusal = check(model)
+        if refusal is not None:
+            raise refusal.error(model)
+    kind = getattr(model.config, "model_type", "")
+    if kind not in SUPPORTED:
+        logger.warning(
+            "deepspeed_cad: %s (%s) was never tested with CAD. It passes the checks of its structure, and the sampled "
+            'check compares its attention mask with the plan while it trains ("check": "sampled")',
+            type(model).__name__,
+            kind,
+        )
+
+
+# The checks, from what a model is to what it contains
+
+
+def _check_family(model: PreTrainedModel) -> Refusal | None:
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return Refusal("is_encoder_decoder is True", "an encoder and cross-attention do not fit causal documents")
+    parts = sorted(name for name in vars(config) if name.endswith("_config") and _is_config(getattr(config, name)))
+    other = [name for name in parts if name in ("text_config", "vision_config", "audio_config", "decoder_config")]
+    if other:
+        return Refusal(
+            f"its config has {', '.join(other)}",
+            "models of several modalities use positions of several axes, cross-attention or attention that is not "
+            "causal inside an image",
+            "Train its text decoder alone (its ...ForCausalLM class on the text config), or train without CAD",
+        )
+    reason = REFUSED.get(getattr(config, "model_type", ""))
+    return None if reason is None else Refusal(f'model_type is "{config.model_type}"', reason)
+
+
+def _check_interface(model: PreTrainedModel) -> Refusal | None:
+    if not getattr(model, "_supports_attention_backend", False):
+        return Refusal(
+            "_supports_attention_backend is False",
+            "it does not call the attention interface of transformers, through which CAD takes over attention",
+            "Use a newer version of transformers if it supports this model there, or train without CAD",
+        )
+    for names, what in ((("ALL_ATTENTION_FUNCTIONS", "AttentionInterface"), "attention"), (_MASK_NAMES, "mask")):
+        if not any(hasattr(home, name) for home in _homes(model) for name in names):
+            return Refusal(
+                f"the code of {type(model).__module__} imports none of {', '.join(names)}",
+                f"custom code that bypasses the {what} interface of transformers hides its documents from CAD",
+                "Load the model without trust_remote_code, or train without CAD",
+            )
+    return None
+
+
+def _check_causal(model: PreTrainedModel) -> Refusal | None:
+    config = model.config
+    bidirectional = "tokens would see later tokens, and CAD computes causal attention"
+    if getattr(config, "is_causal", None) is False:
+        return Refusal("is_causal is False", bidirectional)
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        return Refusal(f"use_bidirectional_attention is {config.use_bidirectional_attention!r}", bidirectional)
+    if getattr(config, "add_cross_attention", False):
+        return Refusal("add_cross_attention is True", "cross-attention reads tokens that are in no document")
+    for name, module in model.named_modules():
+        if getattr(module, "is_cross_attention", False) is True:
+            return Refusal(f"{name} is cross-attention", "it reads tokens that are in no document")
+        if getattr(module, "is_causal", None) is False and "Attention" in type(module).__name__:
+            return Refusal(f"{name}.is_causal is False", bidirectional)
+    return None
+
+
+def _check_dropout(model: PreTrainedModel) -> Refusal | None:
+    for name, value in _fields(model.config):
+        key = name.rsplit(".", 1)[-1]
+        if _ATTENTION_DROPOUT.search(key) and isinstance(value, (int, float)) and value > 0:
+            return Refusal(
+                f"{name} is {value}",
+                "attention weights would be dropped at random on another rank than without CAD",
+                f"Set {name}=0.0 in the model's config (dropout elsewhere in the model is fine)",
+            )
+    return None
+
+
+def _check_layers(model: PreTrainedModel) -> Refusal | None:
+    config = model.config
+    if getattr(config, "attention_chunk_size", None):
+        return Refusal(
+            f"attention_chunk_size is {config.attention_chunk_size}",
+            "chunked attention cuts documents at fixed positions, which no plan of CAD describes",
+        )
+    for field in _LAYER_FIELDS:
+        kinds = getattr(config, field, None)
+        if isinstance(kinds, (list, tuple)):
+            foreign = sorted({kind for kind in kinds if isinstance(kind, str)} - LAYER_TYPES)
+            if foreign:
+                return Refusal(
+                    f"{field} has {', '.join(foreign)}",
+                    "such layers either carry state from token to token, which CAD's documents do not reset, or "
+                    "choose their keys by content",
+                )
+    for name, parameter in model.named_parameters():
+        if _STATE.search(name):
+            return Refusal(f"{name} of shape {tuple(parameter.shape)}", "a state-space layer leaks across documents")
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
+            return Refusal(
+                f"{name} is a {type(module).__name__}", "it mixes neighbouring tokens and so leaks across documents"
+            )
+        if "Indexer" in type(module).__name__:
+            return Refusal(f"{name} is a {type(module).__name__}", "sparse attention chooses its keys by content")
+    return None
+
+
+def _check_bias(model: PreTrainedModel) -> Refusal | None:
+    for name, value in _fields(model.config):
+        key = name.rsplit(".", 1)[-1]
+        if key in ("alibi", "use_alibi") and value:
+            return Refusal(f"{name} is {value}", "ALiBi adds a bias to the attention scores; CAD's kernels add none")
+        if key == "position_embedding_type" and value in ("alibi", "relative_key", "relative_key_query"):
+            return Refusal(f'{name} is "{value}"', "it adds a bias to the attention scores; CAD's kernels add none")
+        if key == "relative_attention_num_buckets" and value:
+            return Refusal(f"{name} is {value}", "a relative bias is added to the attention scores")
+    layer_scaled = getattr(model.config, "scale_attn_by_inverse_layer_idx", False)
+    if layer_scaled or getattr(model.config, "scale_attn_weights", True) is False:
+        if not any(hasattr(m, "scaling") for m in model.modules()):
+            return Refusal(
+                "scale_attn_by_inverse_layer_idx" if layer_scaled else "scale_attn_weights is False",
+                "this version of transformers passes the scale to its own eager attention only",
+                "Use transformers 5.20 or newer, or train without CAD",
+            )
+    return None
+
+
+def _check_sharing(model: PreTrainedModel) -> Refusal | None:
+    shared = getattr(model.config, "num_kv_shared_layers", 0)
+    if shared:
+        return Refusal(f"num_kv_shared_layers is {shared}", "layers that read the keys of other layers are not planned")
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if "Attention" in type(module).__name__ and seen.setdefault(id(module), name) != name:
+            return Refusal(f"{name} is the same module as {seen[id(module)]}", "layers share one attention module")
+    return None
+
+
+_CHECKS: tuple[Callable[[PreTrainedModel], Refusal | None], ...] = (
+    _check_family, _check_causal, _check_layers, _check_sharing, _check_interface, _check_bias, _check_dropout,
+)  # fmt: skip
+
+
+def refuse_arguments(label: str, arguments: Mapping[str, Any]) -> None:
+    """Raise CADUnsupportedError if an attention call has an argument that changes what attention computes.
+
+    `arguments`: what the attention interface received besides query, key, value, mask, scaling, dropout, softcap and
+    sinks. Cheap enough for every call.
+    """
+    for name in ("indices", "block_indices", "position_bias", "attention_bias", "head_mask"):
+        if arguments.get(name) is not None:
+            raise CADUnsupportedError(f"{label} passes {name} to its attention, which CAD cannot reproduce")
+    if arguments.get("is_causal") is False:
+        raise CADUnsupportedError(f"{label} asks for attention that is not causal (is_causal=False)")
+
+
+def refuse_checkpointing(decoder: nn.Module) -> None:
+    """Raise CADUnsupportedError for reentrant checkpointing of a mixture of experts.
+
+    `decoder`: the module whose layers are checkpointed. Reentrant checkpointing runs the first forward without
+    autograd, so the router's logits, which leave the layer on the side, lose the gradient of the auxiliary loss.
+    """
+    config = getattr(decoder, "config", None)
+    if config is None or not is_mixture(config):
+        return
+    for module in decoder.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            if _is_reentrant(getattr(module, "_gradient_checkpointing_func", None)):
+                raise CADUnsupportedError(
+                    f"{type(decoder).__name__} is a mixture of experts under gradient checkpointing with "
+                    "use_reentrant=True, which drops the gradient of the router's auxiliary loss. Set "
+                    'gradient_checkpointing_kwargs={"use_reentrant": False} (of gradient_checkpointing_enable or of '
+                    "TrainingArguments)"
+                )
+            return
+
+
+def refuse_spanning(config: Any) -> None:
+    """Raise CADUnsupportedError if documents of this model must not span ranks.
+
+    With the RoPE types "dynamic" and "longrope" the frequencies depend on the largest position in the batch, so the
+    parts of one document would be rotated differently on different ranks.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)] if isinstance(rope, dict) else []
+    for one in nested or [rope]:
+        kind = one.get("rope_type", one.get("type")) if isinstance(one, dict) else None
+        if kind in ("dynamic", "longrope"):
+            raise CADUnsupportedError(
+                f'rope_type is "{kind}": its frequencies depend on the largest position on a rank, so a document that '
+                "spans ranks would be rotated in two ways. Keep every document on one rank, or use another rope_type"
+            )
+
+
+def is_mixture(config: Any) -> bool:
+    """Whether a config describes a mixture of experts."""
+    own = any((getattr(config, name, 0) or 0) > 1 for name in _EXPERT_FIELDS)
+    feed_forward = getattr(config, "ffn_config", None)
+    return own or (feed_forward is not None and is_mixture(feed_forward))
+
+
+def describe(model: PreTrainedModel) -> str:
+    """A text that is equal on all ranks exactly where the models are: class and config without paths and versions."""
+    return f"{type(model).__name__} {json.dumps(_stable(model.config.to_dict()), sort_keys=True)}"
+
+
+_MACHINE_FIELDS = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map"}
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kept = {str(key): item for key, item in value.items()}
+        return {
+            key: _stable(item)
+            for key, item in kept.items()
+            if key not in _MACHINE_FIELDS and not key.startswith("_attn_implementation")
+        }
+    if isinstance(value, (list, tuple)):
+        return [_stable(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(item) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) or hasattr(value, "to_dict")
+
+
+def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field of a config and of the configs inside it, by dotted name."""
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict") and not name.startswith("_"):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _homes(model: PreTrainedModel) -> Iterator[Any]:
+    """The Python modules in which the classes of a model's parts are written."""
+    classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+    names = dict.fromkeys(cls.__module__ for cls in classes if not cls.__module__.startswith(("torch.", "builtins")))
+    for name in names:
+        if name in sys.modules and name not in ("transformers.modeling_utils", "transformers.modeling_layers"):
+            yield sys.modules[name]
+
+
+def _is_reentrant(function: Any) -> bool:
+    """Whether a model's `_gradient_checkpointing_func` is reentrant checkpointing."""
+    keywords: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        keywords = {**function.keywords, **keywords}
+        function = function.func
+    if "use_reentrant" in keywords:
+        return bool(keywords["use_reentrant"])
+    # torch's default, and the only kind that DeepSpeed's `checkpoint` knows.
+    return getattr(function, "__name__", "") != "non_reentrant_checkpoint"

@@ -1,0 +1,170 @@
+"""The sampled check: it accepts the masks that transformers makes for supported models and finds every wrong one."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import masking_utils
+
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.integrations.mask_check import check_mask, is_due
+from deepspeed_cad.layout import Layout, assemble, segments_from_positions
+
+Mask = Callable[..., torch.Tensor]
+
+
+def given_by_transformers(positions: list[list[int]], mask: torch.Tensor | None, window: int | None) -> dict[str, Any]:
+    """What the installed version of transformers passes to a mask interface function."""
+    caught: dict[str, Any] = {}
+
+    def catch(*args: Any, **kwargs: Any) -> None:
+        caught.update(kwargs)
+
+    masking_utils.AttentionMaskInterface.register("caught", catch)
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(attn_implementation="caught", sliding_window=window, num_hidden_layers=1)
+    config._attn_implementation = "caught"
+    ids = torch.tensor(positions)
+    make = masking_utils.create_causal_mask if window is None else masking_utils.create_sliding_window_causal_mask
+    hidden = torch.zeros(*ids.shape, 4)
+    arguments = {
+        "config": config, "inputs_embeds": hidden, "input_embeds": hidden, "attention_mask": mask,
+        "cache_position": torch.arange(ids.shape[1]), "past_key_values": None, "position_ids": ids,
+    }  # fmt: skip
+    known = inspect.signature(make).parameters
+    make(**{name: value for name, value in arguments.items() if name in known})
+    return caught
+
+
+def simple(rows: int, function: Mask, batch: int = 1, **more: Any) -> dict[str, Any]:
+    """The keyword arguments of a mask interface function, as far as the check reads them."""
+    return {
+        "batch_size": batch, "q_length": rows, "kv_length": rows, "q_offset": 0, "kv_offset": 0,
+        "mask_function": function, "attention_mask": None, "device": torch.device("cpu"), **more,
+    }  # fmt: skip
+
+
+def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key <= query
+
+
+def spans(lengths: list[int]) -> list[int]:
+    return [p for length in lengths for p in range(length)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 500])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_masks_of_transformers_agree(window: int | None, batch: int) -> None:
+    """Packed positions, with and without a window, one batch row or several."""
+    positions = [spans([40, 1, 13, 46])] * batch
+    layout = assemble([segments_from_positions(positions)])
+    given = given_by_transformers(positions, None, window)
+    for forwards in (0, 1, 3, 7):
+        check_mask(layout, 0, window, given, forwards)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_is_left_out(left: bool) -> None:
+    """A 2-D mask: rows of padding are not compared."""
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, slice(0, 11) if left else slice(19, 30)] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    layout = assemble([segments_from_positions(positions.numpy(), mask.numpy())])
+    check_mask(layout, 0, 7, given_by_transformers(positions.tolist(), mask, 7), 0)
+
+
+def test_documents_that_span_ranks_and_empty_ranks() -> None:
+    """Only pairs on this rank are compared; a rank without tokens has none."""
+    layout = Layout.from_stream([130, 90, 1, 79], 3, 100)
+    for rank in range(3):
+        check_mask(layout, rank, 20, simple(100, lambda b, h, q, k: (k <= q) & (k > q - 20)), 0)
+    nothing = Layout.from_rank_lengths([[5], []])
+    check_mask(nothing, 1, None, simple(0, causal), 0)
+
+
+def test_model_may_show_other_documents() -> None:
+    """gpt-oss and OPT make one causal mask over all documents: CAD separates them itself."""
+    check_mask(Layout.from_rank_lengths([[20, 30, 7]]), 0, None, simple(57, causal), 0)
+
+
+WRONG: dict[str, tuple[Mask, int | None]] = {
+    "bidirectional": (lambda b, h, q, k: q >= 0, None),
+    "a prefix that all see": (lambda b, h, q, k: (k <= q) | (k < 64), None),
+    "a window that CAD does not know": (lambda b, h, q, k: (k <= q) & (q - k < 50), None),
+    "no window where CAD has one": (causal, 50),
+    "a window longer by one": (lambda b, h, q, k: (k <= q) & (q - k <= 50), 50),
+    "a window shorter by one": (lambda b, h, q, k: (k <= q) & (q - k < 49), 50),
+    "chunks taken for a window": (lambda b, h, q, k: (k <= q) & (q // 50 == k // 50), 50),
+    "not the diagonal": (lambda b, h, q, k: k < q, None),
+    "a hidden first token": (lambda b, h, q, k: (k <= q) & (k > 0), None),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_masks_are_found(name: str) -> None:
+    """A difference inside a document is found at the first forward, and named."""
+    function, window = WRONG[name]
+    layout = Layout.from_rank_lengths([[300, 7, 200]])
+    with pytest.raises(CADUnsupportedError, match="key position [0-9]+ to query position [0-9]+"):
+        check_mask(layout, 0, window, simple(507, function), 0)
+
+
+def test_message_says_what_differs() -> None:
+    """Which positions, what the model's mask says, what CAD does."""
+    with pytest.raises(CADUnsupportedError, match="shows key position 1 to query position 0.*CAD would not use it"):
+        check_mask(Layout.from_rank_lengths([[2]]), 0, None, simple(2, lambda b, h, q, k: q >= 0), 0)
+
+
+def test_another_number_of_tokens() -> None:
+    """Tokens in front of the micro-batch (prompt tuning) are refused."""
+    with pytest.raises(CADUnsupportedError, match="prompt or prefix"):
+        check_mask(Layout.from_rank_lengths([[20]]), 0, None, simple(24, causal), 0)
+
+
+def test_only_now_and_then() -> None:
+    """Powers of two minus one."""
+    assert [n for n in range(40) if is_due(n)] == [0, 1, 3, 7, 15, 31]
+    check_mask(Layout.from_rank_lengths([[20]]), 0, None, simple(20, lambda b, h, q, k: q >= 0), 2)
+
+
+def test_at_most_a_thousand_pairs() -> None:
+    """However many documents there are."""
+    seen = []
+
+    def count(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        seen.append(len(query))
+        return key <= query
+
+    rng = np.random.default_rng(0)
+    layout = Layout.from_rank_lengths([rng.integers(1, 200, 300).tolist()])
+    check_mask(layout, 0, None, simple(int(layout.tokens[0]), count), 0)
+    assert 200 < seen[0] <= 1000
+
+
+def test_function_that_cannot_be_asked_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A mask function for scalars only: logged at the first forward, not silently skipped, not an error."""
+
+    def scalar(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return torch.tensor(bool(key <= query))
+
+    with caplog.at_level(logging.WARNING, logger="deepspeed_cad"):
+        for forwards in (0, 1, 3):
+            check_mask(Layout.from_rank_lengths([[20]]), 0, None, simple(20, scalar), forwards)
+    assert [record.message.count("not checked") for record in caplog.records] == [1]
+
+
+def test_device_is_found_in_what_the_function_captured() -> None:
+    """Without "device" (transformers 4): the device of a captured tensor."""
+    from deepspeed_cad.integrations.mask_check import _device
+
+    ids = torch.zeros(1, 4, device="meta")
+    function = masking_utils.and_masks(causal, masking_utils.packed_sequence_mask_function(ids))
+    assert _device(function, {}).type == "meta"
+    assert _device(causal, {}).type == "cpu"
