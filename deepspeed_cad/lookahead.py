@@ -42,5 +42,4 @@ def announce(feed: Feed, batch: Any) -> None:
         mine = read_documents(batch)
     except CADError as error:
         feed.fail(error)
-        raise
     feed.announce(mine)

@@ -13,7 +13,7 @@ from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -252,7 +252,8 @@ class Feed:
                         f"({mine.local.tokens} tokens in {len(mine.local.begin)} documents) is not the one that the "
                         f"loader announced ({announced.local.tokens} in {len(announced.local.begin)}). "
                         'Set "look_ahead": 0 if batches are changed or skipped between loader and model'
-                    )
+                    ),
+                    announced=True,
                 )
         elif mine is None:
             raise CADError("no micro-batch was announced")
@@ -267,11 +268,15 @@ class Feed:
         if key not in self.keys:
             self.keys.append(key)
 
-    def fail(self, error: CADError) -> None:
-        """Tell the other ranks why this one cannot go on, then raise."""
+    def fail(self, error: CADError, announced: bool = False) -> NoReturn:
+        """Tell the other ranks why this one cannot go on, then raise.
+
+        Where the others wait for this rank's lengths they learn of it at once; where it had announced them already,
+        they do when they next wait for this rank.
+        """
         if self.session.liveness is not None:
             self.session.liveness.report(str(error))
-        if not self._ahead:
+        if not announced:
             self._send_failure()
         raise error
 

@@ -124,7 +124,7 @@ class Binding:
                 try:
                     mine = read_documents(given)
                 except CADError as error:
-                    self.feed.fail(error)
+                    self.feed.fail(error, announced=announced is not None)
                 micro_batch = self.feed.take(mine)
         empty = 0 in batch_shape(given)
         _scope.set(Scope(self, micro_batch, training, checkpointed, unread, empty))
@@ -149,7 +149,8 @@ class Binding:
                     CADDataError(
                         f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
                         'announced. Set "look_ahead": 0 if batches are changed or skipped between loader and model'
-                    )
+                    ),
+                    announced=True,
                 )
         return _no_rows(output) if scope.empty else None
 

@@ -21,3 +21,11 @@ def workers() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def fresh_workers() -> Iterator[WorkerPool]:
+    """Workers of their own, for host frameworks that keep global state after a process group is gone."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
