@@ -1,0 +1,204 @@
+"""`deepspeed-cad plan`: plan one micro-batch, or say what CAD would gain on a data set.
+
+In: a JSON file with document lengths and the heads of a layer, or a data set and a tokenizer. Out: a plan as JSON and a
+picture, or a table of the data set's steps with and without CAD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_cad.errors import CADConfigError, CADDataError
+from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.outlook import ModelShape, StepOutlook, foresee, pack
+from deepspeed_cad.planner.question import KEYS, read_question
+
+_EPILOG = "Keys of IN.json:\n" + "\n".join(f"  {key:18} {text}" for key, text in KEYS.items())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("input", metavar="IN", help="IN.json, or a data set: JSONL, text, or a Hugging Face folder")
+    parser.add_argument("--output", metavar="OUT.json", help="where to write the plan (or the table); - for stdout")
+    parser.add_argument("--plot", metavar="OUT.png", help="where to draw it (needs matplotlib)")
+    data = parser.add_argument_group("for a data set")
+    data.add_argument("--tokenizer", help="name or folder of the tokenizer; not needed where there are input_ids")
+    data.add_argument("--field", default="text", help="the column with the text (default: text)")
+    data.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
+    data.add_argument("--context", type=int, default=65536, help="tokens packed on each GPU (default: 65536)")
+    data.add_argument("--spanning", action="store_true", help="let documents go on on the next GPU")
+    data.add_argument("--model", help="config.json of the model, or its folder (default: the shape of an 8B Llama)")
+    data.add_argument("--cost", default="pairs", help='"pairs" (default) or the file of a profile')
+    data.add_argument("--tolerance", type=float, default=0.05, help="as in the cad block (default: 0.05)")
+    data.add_argument("--ranks-per-node", type=int, help="GPUs that share the fast links (default: all)")
+    data.add_argument("--limit", type=int, default=100_000, help="most documents to read (default: 100000)")
+    data.add_argument("--steps", type=int, default=64, help="most steps to plan (default: 64)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run; returns the exit code."""
+    path = Path(args.input)
+    if args.tokenizer is None and path.suffix == ".json" and not path.is_dir():
+        return _plan_one(path, args)
+    return _plan_data(args)
+
+
+def _plan_one(path: Path, args: argparse.Namespace) -> int:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CADConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CADConfigError(f"{path} is not JSON: {error}") from error
+    question = read_question(fields)
+    plan = make_plan(question.problem)
+    answer = plan.to_json()
+    answer["tasks"] = [[question.number[task[0]], *task[1:]] for task in answer["tasks"]]
+    _write(answer, args.output)
+    if args.plot:
+        from deepspeed_cad.planner.picture import draw_plan
+
+        draw_plan(question.problem, plan, args.plot, question.number)
+    hottest = plan.received_bytes.max() / 2**20
+    _say(
+        f"attention max/mean {plan.imbalance_before:.3f} -> {plan.imbalance:.3f}, min/mean "
+        f"{_least(plan.load):.3f}; moved {plan.sent_bytes.sum() / 2**20:.1f} MiB in a layer's forward, "
+        f"{hottest:.1f} MiB to the hottest rank; {len(plan.tasks)} tasks in {plan.planning_ms:.2f} ms"
+    )
+    for note in plan.notes:
+        _say(f"note: {note}")
+    return 0
+
+
+def _plan_data(args: argparse.Namespace) -> int:
+    from deepspeed_cad.cli.lengths import read_lengths
+    from deepspeed_cad.planner.question import read_cost
+
+    for name in ("ranks", "context", "limit", "steps"):
+        if getattr(args, name) < 1:
+            raise CADConfigError(f"--{name} is {getattr(args, name)}; expected at least 1")
+    model = _model_shape(args.model)
+    cost = read_cost(args.cost)
+    lengths = read_lengths(args.input, args.tokenizer, args.field, args.limit)
+    outlooks: list[StepOutlook] = []
+    for layout in pack(lengths, args.ranks, args.context, args.spanning):
+        if len(outlooks) == args.steps:
+            break
+        outlooks.append(foresee(layout, model, cost, args.tolerance, args.ranks_per_node))
+    if not outlooks:
+        raise CADDataError(
+            f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {args.ranks} ranks with "
+            f"{args.context} tokens: give more data, fewer --ranks or a smaller --context"
+        )
+    _say(_table(lengths, outlooks, args))
+    summary = {
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "ranks": args.ranks,
+        "context": args.context,
+        "gain": _mean(outlooks, "gain"),
+        "steps": [asdict(outlook) for outlook in outlooks],
+    }
+    if args.output:
+        _write(summary, args.output)
+    if args.plot:
+        _draw_outlook(outlooks, args.plot)
+    return 0
+
+
+def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace) -> str:
+    lines = [
+        f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}",
+        f"{len(outlooks)} steps of {args.ranks} ranks x {args.context} tokens",
+        "",
+        f"{'':30}{'mean':>10}{'worst':>10}",
+    ]
+    rows = [
+        ("attention max/mean without CAD", "imbalance_before", 1.0, ".3f"),
+        ("attention max/mean with CAD", "imbalance", 1.0, ".3f"),
+        ("MiB moved per layer forward", "moved_bytes", 2.0**20, ".0f"),
+        ("MiB at the hottest rank", "hottest_bytes", 2.0**20, ".0f"),
+        ("attention, share of the work %", "attention_share", 0.01, ".1f"),
+        ("planning ms", "planning_ms", 1.0, ".2f"),
+    ]
+    for label, field, unit, style in rows:
+        values = [getattr(outlook, field) / unit for outlook in outlooks]
+        lines.append(f"{label:30}{np.mean(values):>10{style}}{max(values):>10{style}}")
+    gains = [outlook.gain for outlook in outlooks]
+    lines += [
+        "",
+        f"Steps are {np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f}), counting",
+        "floating-point work of the slowest rank only, with transfers hidden behind it.",
+    ]
+    return "\n".join(lines)
+
+
+def _draw_outlook(outlooks: list[StepOutlook], path: str) -> None:
+    from deepspeed_cad.planner.picture import draw_outlook
+
+    draw_outlook(
+        [outlook.imbalance_before for outlook in outlooks],
+        [outlook.imbalance for outlook in outlooks],
+        [outlook.gain for outlook in outlooks],
+        path,
+    )
+
+
+def _model_shape(where: str | None) -> ModelShape:
+    """From the config.json of a checkpoint."""
+    if where is None:
+        return ModelShape()
+    path = Path(where) / "config.json" if Path(where).is_dir() else Path(where)
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return ModelShape(
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(config["intermediate_size"]),
+            vocabulary=int(config["vocab_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+        )
+    except OSError as error:
+        raise CADConfigError(f"--model: {path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CADConfigError(f"--model: {path} is not the config.json of a decoder model: {error!r}") from error
+
+
+def _write(answer: dict[str, Any], output: str | None) -> None:
+    if output is None:
+        return
+    text = json.dumps(answer)
+    if output == "-":
+        print(text)
+        return
+    try:
+        Path(output).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CADConfigError(f"--output: {output} cannot be written: {error.strerror}") from error
+
+
+def _mean(outlooks: list[StepOutlook], field: str) -> float:
+    return float(np.mean([getattr(outlook, field) for outlook in outlooks]))
+
+
+def _least(load: np.ndarray) -> float:
+    mean = float(load.mean()) if len(load) else 0.0
+    return float(load.min()) / mean if mean > 0 else 1.0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,112 @@
+"""Outlook: what CAD would gain on a data set, before anyone rents the GPUs.
+
+In: document lengths, ranks, context. Out: for each step the imbalance with and without CAD and the bytes moved, and the
+gain in step time that follows from the share of attention in all floating-point work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_cad.cost import CostModel, count_pairs
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.plan import HeadShape, PlanInput
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides how much of a step is attention."""
+
+    layers: int = 32
+    hidden: int = 4096
+    intermediate: int = 14336
+    vocabulary: int = 128256
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def row_flops(self) -> float:
+        """Forward work of one token outside core attention."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return 2.0 * (self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocabulary)
+
+    @property
+    def pair_flops(self) -> float:
+        """Forward work of one query-key pair in all layers and heads."""
+        return 4.0 * self.layers * self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class StepOutlook:
+    """One step of all ranks."""
+
+    imbalance_before: float
+    imbalance: float
+    moved_bytes: int
+    """One layer's forward, all ranks."""
+    hottest_bytes: int
+    attention_share: float
+    """Of the floating-point work of the mean rank."""
+    gain: float
+    """Time of the slowest rank without CAD over that with it."""
+    planning_ms: float
+
+
+def pack(lengths: list[int], ranks: int, context: int, spanning: bool) -> Iterator[Layout]:
+    """Micro-batches of all ranks, in the order of the documents; the last, partial one is left out.
+
+    Ranks are filled one after the other with whole documents; those longer than the context are split, as packing in
+    the Hugging Face trainers does. With `spanning`, documents go on on the next rank instead.
+    """
+    if spanning:
+        budget, step, held = ranks * context, [], 0
+        for length in lengths:
+            while length:
+                part = min(length, budget - held)
+                step.append(part)
+                held += part
+                length -= part
+                if held == budget:
+                    yield Layout.from_stream(step, ranks, context)
+                    step, held = [], 0
+        return
+    rows: list[list[int]] = [[]]
+    for length in lengths:
+        while length:
+            part = min(length, context)
+            if sum(rows[-1]) + part > context:
+                if len(rows) == ranks:
+                    yield Layout.from_rank_lengths(rows)
+                    rows = []
+                rows.append([])
+            rows[-1].append(part)
+            length -= part
+
+
+def foresee(
+    layout: Layout, model: ModelShape, cost: CostModel, tolerance: float, ranks_per_node: int | None = None
+) -> StepOutlook:
+    """Plan one step and say what it gains."""
+    shape = HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2)
+    plan = make_plan(PlanInput(layout.tick(), shape, cost, tolerance=tolerance, ranks_per_node=ranks_per_node))
+    segments = layout.segments
+    pairs = float(count_pairs(segments.begin, segments.end).sum()) / layout.ranks
+    rows = np.bincount(segments.rank, segments.end - segments.begin, minlength=layout.ranks) * model.row_flops
+    attention = pairs * model.pair_flops
+    scale = attention / plan.load.mean() if plan.load.mean() > 0 else 0.0
+    before = float((rows + plan.load_before * scale).max())
+    after = float((rows + plan.load * scale).max())
+    return StepOutlook(
+        imbalance_before=plan.imbalance_before,
+        imbalance=plan.imbalance,
+        moved_bytes=int(plan.sent_bytes.sum()),
+        hottest_bytes=int(np.maximum(plan.sent_bytes, plan.received_bytes).max()),
+        attention_share=attention / (attention + float(rows.mean())),
+        gain=before / after,
+        planning_ms=plan.planning_ms,
+    )

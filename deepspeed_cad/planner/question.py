@@ -1,0 +1,179 @@
+"""The question as a JSON file: what `deepspeed-cad plan` reads, made into a `PlanInput`.
+
+In: a dict of plain numbers and lists. Out: a `PlanInput`, or an error that names the key, the value and what is
+allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.plan import Floats, HeadShape, PlanInput
+
+logger = logging.getLogger(__name__)
+
+KEYS = {
+    "documents": "lengths in stream order, cut into ranks of tokens_per_rank",
+    "tokens_per_rank": "with documents: tokens of each rank",
+    "ranks": "with documents: how many; else one list of document lengths for each rank",
+    "heads": "query heads",
+    "kv_heads": "KV heads, a divisor of heads (default: heads)",
+    "head_dim": "size of a query and key head",
+    "value_head_dim": "size of a value head (default: head_dim)",
+    "bytes_per_element": "2 for bf16 (default)",
+    "window": "sliding window in tokens, or null",
+    "cost": '"pairs" (default) or the file of a profile',
+    "tolerance": "how far any rank may lie from the mean (default 0.05)",
+    "granularity": "query rows between cuts (default 128)",
+    "ranks_per_node": "ranks that share the fast links (default: all)",
+    "speeds": "relative speed of each rank; 0: runs no tasks",
+    "base_load": "what each rank computes besides, in the unit of the cost model",
+    "memory": "most bytes of Q, K, V and O that each rank can receive",
+    "servers": '"all" (default), a list of the ranks that run tasks, or a number of further ranks that only serve',
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and how its documents are numbered."""
+
+    problem: PlanInput
+    number: list[int]
+    """For each document of the tick: its place in the input."""
+
+
+def read_question(fields: Any) -> Question:
+    """Make a question of what a JSON file holds. Raises CADConfigError, naming the key."""
+    if not isinstance(fields, dict):
+        raise CADConfigError(f"the input holds a {type(fields).__name__}; expected an object with the keys {_known()}")
+    for key in fields:
+        if key not in KEYS:
+            close = difflib.get_close_matches(key, KEYS, 1, 0.75)
+            if close:
+                raise CADConfigError(f"unknown key {key!r}: did you mean {close[0]!r}? Known keys: {_known()}")
+            logger.warning("key %r is not known and ignored; known keys: %s", key, _known())
+    layout, number = _layout(fields)
+    heads = _integer(fields, "heads", None)
+    kv_heads = _integer(fields, "kv_heads", heads)
+    if heads % kv_heads:
+        raise CADConfigError(f"kv_heads is {kv_heads} and heads is {heads}: kv_heads must divide heads")
+    head_dim = _integer(fields, "head_dim", None)
+    value_dim = _integer(fields, "value_head_dim", head_dim)
+    shape = HeadShape(heads, kv_heads, head_dim, value_dim, _integer(fields, "bytes_per_element", 2))
+    layout, served = _servers(fields, layout)
+    speed = _numbers(fields, "speeds", layout.ranks, 1.0)
+    if served is not None:
+        speed = np.where(served, np.ones(layout.ranks) if speed is None else speed, 0.0)
+    tolerance = fields.get("tolerance", 0.05)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
+        raise CADConfigError(f"tolerance is {tolerance!r}; expected a share of the mean, from 0 up to 1")
+    window = None if fields.get("window") is None else _integer(fields, "window", None)
+    per_node = None if fields.get("ranks_per_node") is None else _integer(fields, "ranks_per_node", None)
+    problem = PlanInput(
+        tick=layout.tick(),
+        shape=shape,
+        cost=read_cost(fields.get("cost", "pairs")),
+        window=window,
+        tolerance=float(tolerance),
+        granularity=_integer(fields, "granularity", 128),
+        base_load=_numbers(fields, "base_load", layout.ranks, 0.0),
+        speed=speed,
+        memory=_numbers(fields, "memory", layout.ranks, np.inf),
+        ranks_per_node=per_node,
+    )
+    return Question(problem, number)
+
+
+def _layout(fields: dict[str, Any]) -> tuple[Layout, list[int]]:
+    if "documents" in fields:
+        lengths = _lengths(fields["documents"], "documents")
+        tokens = _integer(fields, "tokens_per_rank", None)
+        if isinstance(fields.get("ranks"), list):
+            raise CADConfigError("documents and lists in ranks are both given: give one of them")
+        ranks = _integer(fields, "ranks", max(1, -(-sum(lengths) // tokens)))
+        return Layout.from_stream(lengths, ranks, tokens), [at for at, length in enumerate(lengths) if length]
+    lists = fields.get("ranks")
+    if not isinstance(lists, list) or not lists:
+        raise CADConfigError(
+            "neither documents (with tokens_per_rank and ranks) nor ranks as one list of lengths for each rank is given"
+        )
+    per_rank = [_lengths(own, f"ranks[{rank}]") for rank, own in enumerate(lists)]
+    flat = [length for own in per_rank for length in own]
+    return Layout.from_rank_lengths(per_rank), [at for at, length in enumerate(flat) if length]
+
+
+def _servers(fields: dict[str, Any], layout: Layout) -> tuple[Layout, np.ndarray | None]:
+    """The layout with ranks that only serve, and which ranks run tasks (None: all)."""
+    servers = fields.get("servers", "all")
+    if servers == "all":
+        return layout, None
+    if (
+        isinstance(servers, list)
+        and all(type(rank) is int and 0 <= rank < layout.ranks for rank in servers)
+        and servers
+    ):
+        return layout, np.isin(np.arange(layout.ranks), servers)
+    if type(servers) is int and servers >= 0:
+        tokens = np.concatenate([layout.tokens, np.zeros(servers, np.int64)])
+        return Layout(layout.ranks + servers, layout.segments, tokens), None
+    raise CADConfigError(
+        f'servers is {servers!r}; expected "all", a list of ranks from 0 to {layout.ranks - 1} that run tasks, or a '
+        "number of further ranks that only serve"
+    )
+
+
+def read_cost(cost: Any) -> CostModel:
+    """The cost model that a key or an option names. Raises CADConfigError where it names none."""
+    if cost == "pairs":
+        return PAIRS
+    if isinstance(cost, str) and Path(cost).is_file():
+        return CostModel.load(cost)
+    raise CADConfigError(
+        f'cost is {cost!r}; expected "pairs" or the path of a profile that `deepspeed-cad profile` wrote'
+    )
+
+
+def _integer(fields: dict[str, Any], key: str, default: int | None) -> int:
+    value = fields.get(key, default)
+    if value is None:
+        raise CADConfigError(f"{key} is missing: {KEYS[key]}")
+    if type(value) is not int or value < 1:
+        raise CADConfigError(f"{key} is {value!r}; expected a whole number of at least 1 ({KEYS[key]})")
+    return value
+
+
+def _lengths(values: Any, where: str) -> list[int]:
+    if not isinstance(values, list):
+        raise CADConfigError(f"{where} is {values!r}; expected a list of document lengths")
+    for at, value in enumerate(values):
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise CADConfigError(f"{where}[{at}] is {value!r}; a document length is a whole number from 0 to 2^31 - 1")
+    return values
+
+
+def _numbers(fields: dict[str, Any], key: str, ranks: int, fill: float) -> Floats | None:
+    """One number per rank; ranks that `servers` added may be left out."""
+    values = fields.get(key)
+    if values is None:
+        return None
+    added = fields.get("servers") if type(fields.get("servers")) is int else 0
+    if not isinstance(values, list) or len(values) not in (ranks, ranks - int(added or 0)):
+        found = f"{len(values)} values" if isinstance(values, list) else repr(values)
+        raise CADConfigError(f"{key} has {found}; expected a list of {ranks} numbers, one for each rank")
+    for rank, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise CADConfigError(f"{key}[{rank}] is {value!r}; expected a number of at least 0 ({KEYS[key]})")
+    return np.array([*map(float, values), *[fill] * (ranks - len(values))])
+
+
+def _known() -> str:
+    return ", ".join(KEYS)

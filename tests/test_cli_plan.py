@@ -1,0 +1,161 @@
+"""`deepspeed-cad plan`: the files it reads and writes, what it says of bad input, and what a data set would gain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_cad.cli import main
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.checks import check_coverage
+from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
+from deepspeed_cad.planner.question import read_question
+
+GOOD: dict[str, Any] = {
+    "documents": [30000, 0, 500, 20000, 15000],
+    "tokens_per_rank": 16384,
+    "ranks": 4,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 16,
+    "bytes_per_element": 2,
+    "window": None,
+    "cost": "pairs",
+    "tolerance": 0.02,
+}
+
+
+def run(tmp_path: Path, fields: Any, *more: str) -> tuple[int, dict[str, Any]]:
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    source.write_text(json.dumps(fields))
+    code = main(["plan", str(source), "--output", str(target), *more])
+    return code, json.loads(target.read_text()) if target.exists() else {}
+
+
+def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(tmp_path, GOOD)
+    assert code == 0 and "max/mean" in capsys.readouterr().err
+    assert set(out) >= {"tasks", "load", "sent_bytes", "received_bytes", "planning_ms"}
+    tasks = np.array(out["tasks"])
+    assert 1 not in tasks[:, 0] and tasks[:, 0].max() == 4
+    tasks[tasks[:, 0] > 1, 0] -= 1
+    check_coverage(tasks, Layout.from_stream(GOOD["documents"], 4, 16384).tick(), 4)
+    load = np.array(out["load"])
+    assert load.max() <= 1.02 * load.mean() and load.min() >= 0.98 * load.mean()
+    assert sum(out["sent_bytes"]) == sum(out["received_bytes"]) > 0
+
+
+def test_ranks_as_lists_and_every_optional_key(tmp_path: Path) -> None:
+    fields = {key: GOOD[key] for key in ("heads", "kv_heads", "head_dim")} | {
+        "ranks": [[9000, 100], [], [4000]],
+        "granularity": 64,
+        "ranks_per_node": 2,
+        "speeds": [1.0, 2.0, 1.0],
+        "base_load": [0.0, 0.0, 1000.0],
+        "servers": 1,
+        "window": 2048,
+        "memory": [1e9, 1e9, 1e9],
+    }
+    code, out = run(tmp_path, fields)
+    assert code == 0 and len(out["load"]) == 4
+    assert {task[5] for task in out["tasks"]} <= {0, 1, 2, 3}
+    code, out = run(tmp_path, fields | {"servers": [0, 1]})
+    assert code == 0 and {task[5] for task in out["tasks"]} == {0, 1}
+
+
+def test_a_profile_as_cost(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"name": "x", "unit": "seconds", "pair": 1e-9, "key": 2e-7}))
+    code, out = run(tmp_path, GOOD | {"cost": str(profile)})
+    assert code == 0 and max(out["load"]) < 10
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"heads": 0}, "heads is 0"),
+        ({"heads": None}, "heads is missing"),
+        ({"kv_heads": 3}, "kv_heads must divide heads"),
+        ({"tolerance": "x"}, "tolerance is 'x'"),
+        ({"tolerence": 0.1}, "did you mean 'tolerance'"),
+        ({"documents": [1.5]}, "documents[0] is 1.5"),
+        ({"documents": [100000]}, "do not fit"),
+        ({"documents": None}, "documents is None"),
+        ({"window": -1}, "window is -1"),
+        ({"granularity": True}, "granularity is True"),
+        ({"cost": "nothing.json"}, "cost is 'nothing.json'"),
+        ({"speeds": [1.0]}, "speeds has 1 values"),
+        ({"speeds": [1.0, -1.0, 1.0, 1.0]}, "speeds[1] is -1.0"),
+        ({"speeds": [0.0, 0.0, 0.0, 0.0]}, "speed is 0 on every rank"),
+        ({"servers": [7]}, "servers is [7]"),
+        ({"memory": [10, 10, 10, 10]}, "rank"),
+        ({"ranks": [[1]]}, "both given"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    code, out = run(tmp_path, GOOD | change)
+    said = capsys.readouterr().err
+    assert code == 2 and not out and words in said and "Traceback" not in said
+
+
+def test_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path / "none.json")]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err
+    (tmp_path / "bad.json").write_text("{")
+    assert main(["plan", str(tmp_path / "bad.json")]) == 2
+    assert "is not JSON" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "none.jsonl")]) == 2
+    with pytest.raises(CADConfigError, match="holds a list"):
+        read_question([])
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, _ = run(tmp_path, GOOD, "--plot", str(tmp_path / "out.png"))
+    assert code == 0 and (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_token_ids_as_jsonl_need_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, target = tmp_path / "data.jsonl", tmp_path / "out.json"
+    lengths = [900, 10, 20, 500, 1000, 30, 40, 60, 1000, 20, 300, 700, 200, 800]
+    data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
+    words = ["plan", str(data), "--ranks", "2", "--context", "1024", "--output", str(target)]
+    assert main(words) == 0
+    out = json.loads(target.read_text())
+    assert out["documents"] == 14 and out["tokens"] == sum(lengths) and out["gain"] >= 1.0
+    assert "times faster with CAD" in capsys.readouterr().err
+    assert main([*words[:3], "100", *words[4:]]) == 2
+    assert "do not fill one step" in capsys.readouterr().err
+
+
+def test_text_needs_a_tokenizer_and_uses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("a b c\n\n" + "d e f g " * 200 + "\n\n" + "h " * 900)
+    assert main(["plan", str(data)]) == 2
+    assert "--tokenizer" in capsys.readouterr().err
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path / "tok")
+    code = main(["plan", str(data), "--tokenizer", str(tmp_path / "tok"), "--ranks", "2", "--context", "512"])
+    assert code == 0 and "3 documents, 1703 tokens" in capsys.readouterr().err
+
+
+def test_packing_keeps_every_token_and_the_outlook_counts_what_it_saves() -> None:
+    lengths = [5000, 100, 200, 4000, 300, 8000, 50, 60]
+    for layout in pack(lengths, 2, 4096, spanning=True):
+        assert layout.segments.end.sum() - layout.segments.begin.sum() == 8192
+    for layout in pack(lengths, 2, 4096, spanning=False):
+        assert (layout.tokens <= 4096).all() and (layout.segments.begin == 0).all()
+    layout = Layout.from_rank_lengths([[65536], [256] * 256])
+    outlook = foresee(layout, ModelShape(), read_question(GOOD).problem.cost, tolerance=0.02)
+    assert outlook.imbalance_before > 1.9 and outlook.imbalance < 1.03
+    assert 1.1 < outlook.gain < outlook.imbalance_before
