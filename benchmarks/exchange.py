@@ -32,8 +32,7 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, QUERY, Schedule, build_slices, schedule_rank
 
 HEADS_PER_GROUP, HEAD_DIM, GROUPS = 4, 128, 8
-SLEEP_CYCLES = 4_000_000
-"""About 2 ms: longer than the host needs to queue an exchange."""
+CYCLES_PER_US = 2000
 
 
 def share_groups(ranks: int, rank: int, tokens: int, slices_per_group: int) -> Schedule:
@@ -51,16 +50,19 @@ def share_groups(ranks: int, rank: int, tokens: int, slices_per_group: int) -> S
     return schedule_rank(tick, build_slices(tick, np.array(tasks, np.int64)), rank, GROUPS)
 
 
-def median_ms(run: Callable[[], None], repeats: int, after: Callable[[], None] = lambda: None) -> float:
+def median_ms(
+    run: Callable[[], None], repeats: int, queue_us: float = 1000.0, after: Callable[[], None] = lambda: None
+) -> float:
     """Milliseconds of one call on the GPU, slowest rank. `after` is queued behind what is timed.
 
-    All GPUs meet and then sleep while the call is queued, so that the host's time and its jitter are not measured.
+    All GPUs meet and then sleep for longer than the host needs to queue the call (`queue_us`), so that neither the
+    host's time nor its jitter is measured.
     """
     times, meet = [], torch.zeros(1, device="cuda")
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.all_reduce(meet)
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(int(queue_us * 2 * CYCLES_PER_US))
         begin.record()
         run()
         end.record()
@@ -76,12 +78,16 @@ def host_us(run: Callable[[], None], repeats: int) -> float:
     """Microseconds that the host spends on one call."""
     times = []
     for _ in range(repeats):
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(2000 * CYCLES_PER_US)
         begun = time.perf_counter()
         run()
         times.append(time.perf_counter() - begun)
         torch.cuda.synchronize()
     return sorted(times)[len(times) // 2] * 1e6
+
+
+def product_once(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.mm(a, b)
 
 
 def measure(transport: Transport, schedule: Schedule, tokens: int, repeats: int) -> dict[str, float]:
@@ -116,9 +122,13 @@ def measure(transport: Transport, schedule: Schedule, tokens: int, repeats: int)
     if size < 8 << 20:
         return found
 
-    # A chain of matrix products longer than the exchange, alone and with the exchange started just before it.
-    a, b = (torch.randn(4096, 4096, device=device).bfloat16() for _ in range(2))
-    count = max(4, int(found["dispatch_ms"] * 1.5 / 0.19))
+    # Matrix products of a linear layer (8,192 tokens), alone and beside exchanges that follow each other as long as
+    # they run.
+    a, b = torch.randn(8192, 4096, device=device).bfloat16(), torch.randn(4096, 14336, device=device).bfloat16()
+    one_ms = median_ms(lambda: product_once(a, b), repeats)
+    chain = max(3, int(4 * one_ms / found["dispatch_ms"]))
+    count = max(2, int(found["dispatch_ms"] * chain * 0.95 / one_ms))
+    queue_us = (chain + 1) * found["host_us"] + 20 * count
     under_way: list[Dispatched] = []
 
     def product() -> None:
@@ -126,22 +136,26 @@ def measure(transport: Transport, schedule: Schedule, tokens: int, repeats: int)
             torch.mm(a, b)
 
     def beside() -> None:
-        under_way.append(transport.dispatch(schedule, out_fields, 0))
+        under_way.extend(transport.dispatch(schedule, out_fields, 0) for _ in range(chain))
         product()
 
+    def finish() -> None:
+        while under_way:
+            under_way.pop(0).wait()
+
     product()
-    found["product_ms"] = median_ms(product, repeats)
-    found["product_beside_ms"] = median_ms(beside, repeats, after=lambda: under_way.pop().wait() and None)
+    found["product_ms"] = median_ms(product, repeats, queue_us)
+    found["product_beside_ms"] = median_ms(beside, repeats, queue_us, finish)
     found["slower_percent"] = 100 * (found["product_beside_ms"] / found["product_ms"] - 1)
     return found
 
 
-def machine() -> dict[str, str]:
-    """What the numbers belong to."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+def machine(commit: str | None) -> dict[str, str]:
+    """What the numbers belong to; `commit` where the checkout does not say it."""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or asked.stdout.strip() or "unknown",
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -154,6 +168,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="64,2048,16384,32768", help="rows of one rank, comma-separated")
     parser.add_argument("--slices", type=int, default=4, help="slices per head group")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--commit", help="what to write beside the numbers, where there is no git checkout")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -174,16 +189,7 @@ def main() -> None:
         dist.barrier()
         transport.close()
     if rank == 0:
-        columns = (
-            "transport",
-            "tokens",
-            "slices",
-            "MiB",
-            "dispatch_ms",
-            "dispatch_GBps",
-            "return_ms",
-            "slower_percent",
-        )
+        columns = "transport tokens slices MiB host_us dispatch_ms dispatch_GBps return_ms slower_percent".split()
         lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         for row in rows:
             cells = (f"{row[c]:.3g}" if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns)
@@ -191,7 +197,7 @@ def main() -> None:
         sys.stdout.write("\n".join(lines) + "\n")
         if options.output:
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"machine": {**machine(), "ranks": ranks}, "rows": rows}, indent=1)
+            text = json.dumps({"machine": {**machine(options.commit), "ranks": ranks}, "rows": rows}, indent=1)
             options.output.write_text(text + "\n")
     dist.barrier()
     dist.destroy_process_group()

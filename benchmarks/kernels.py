@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="all heads,received group,view of a group")
     parser.add_argument("--total", type=int, default=65536, help="query rows of a call")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--commit", help="what to write beside the numbers, where there is no git checkout")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     need = KernelNeed(torch.device("cuda", 0), torch.bfloat16, HEAD_DIM, HEAD_DIM, HEADS // GROUPS)
@@ -111,7 +112,7 @@ def main() -> None:
                 sys.stdout.flush()
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n")
+        options.output.write_text(json.dumps({"machine": machine(options.commit), "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ collective: every rank decides it from the same plan, at the same exchange.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,13 @@ logger = logging.getLogger(__name__)
 HEADROOM = 1.25
 GRAIN = 8 << 20
 """Bytes: capacities are multiples."""
+
+
+def open_store(group: dist.ProcessGroup, purpose: str) -> dist.Store:
+    """A part of the job's store for one transport object: all ranks of the group open it in the same order."""
+    rank = dist.get_rank(group)
+    shared = dist.PrefixStore(f"deepspeed_cad/{purpose}/{group.group_name}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(f"{shared.add(f'opened by {rank}', 1)}", shared)
 
 
 class SymmetricBuffer:
@@ -46,8 +54,9 @@ class SymmetricBuffer:
 class LandingArea:
     """One landing area that grows in lockstep."""
 
-    def __init__(self, label: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.label, self.group, self.device = label, group, device
+    def __init__(self, label: str, group: dist.ProcessGroup, device: torch.device, meet: Callable[[str], None]) -> None:
+        """`meet` returns once all ranks have called it with the same words, or raises in time."""
+        self.label, self.group, self.device, self.meet = label, group, device, meet
         self.capacity = 0
         self.generation = 0
         """How often it was made anew."""
@@ -77,6 +86,7 @@ class LandingArea:
             # Copies and waits under way on this rank end here; making the new buffer meets all other ranks, so
             # afterwards nobody can still write into the old one.
             torch.cuda.synchronize(self.device)
+            self.meet(f"the growth of landing area {self.label}")
             grown = SymmetricBuffer(capacity, self.group, self.device)
             self._buffer, self.capacity = grown, capacity
             self.last_operation = 0

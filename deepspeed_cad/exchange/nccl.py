@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.copies import placements
+from deepspeed_cad.exchange.landing import open_store
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls, Table, new_unique_id, open_nccl
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device, upload
@@ -59,11 +60,10 @@ class NcclTransport:
         self.bytes_sent = 0
         library, self.version = open_nccl()
         # Through the job's store: a broadcast would make a communicator of torch's own first.
-        store = dist.PrefixStore(f"deepspeed_cad/nccl/{group.group_name}", dist.distributed_c10d._get_default_store())
-        key = f"unique id {store.add(f'made by {self.rank}', 1)}"
+        store = open_store(group, "nccl")
         if self.rank == 0:
-            store.set(key, new_unique_id(library).hex())
-        unique_id = bytes.fromhex(store.get(key).decode())
+            store.set("unique id", new_unique_id(library).hex())
+        unique_id = bytes.fromhex(store.get("unique id").decode())
         with torch.cuda.device(device):
             self.calls = NcclCalls(library, unique_id, self.ranks, self.rank)
             self.stream = torch.cuda.Stream(device)

@@ -16,6 +16,7 @@ stream before. So "flag p ≥ n" means that p is done with all it did before exc
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.landing import LandingArea, SymmetricBuffer
+from deepspeed_cad.exchange.landing import LandingArea, SymmetricBuffer, open_store
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
@@ -98,7 +99,7 @@ class NvlinkTransport:
         timeout_s: float = 300.0,
     ) -> None:
         """Collective: every rank of the group makes one at the same time."""
-        self.group, self.device, self.liveness = group, device, liveness
+        self.group, self.device, self.liveness, self.timeout_s = group, device, liveness, timeout_s
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.exchanges = 0
         self.bytes_sent = 0
@@ -113,6 +114,7 @@ class NvlinkTransport:
         self._own_flags: Table = self._flags.addresses[self.rank] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
         self._slots: dict[int, _Slot] = {}
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
+        self._store, self._meetings = open_store(group, "nvlink"), 0
         self._stuck = ""
         self._watchdog = Watchdog(timeout_s, self._give_up)
 
@@ -176,8 +178,11 @@ class NvlinkTransport:
         self._raise_if_stuck()
         state = self._slots.get(slot)
         if state is None:
-            areas = [LandingArea(f"{what} {slot}", self.group, self.device) for what in ("out", "out (odd)", "back")]
-            state = self._slots[slot] = _Slot((areas[0], areas[1]), areas[2])
+            even, odd, back = (
+                LandingArea(f"{what} {slot}", self.group, self.device, self._meet)
+                for what in ("out", "out (odd)", "back")
+            )
+            state = self._slots[slot] = _Slot((even, odd), back)
         if state.unfinished is not None and not state.unfinished.waited:
             raise CADError(
                 f"rank {self.rank}: an exchange on slot {slot} starts before the return of exchange "
@@ -251,12 +256,31 @@ class NvlinkTransport:
                     self.exchanges + POISON,
                 )  # fmt: skip
 
+    def _meet(self, what: str) -> None:
+        """Return once every rank is here; torch's rendezvous would wait for a dead one for half an hour."""
+        self._meetings += 1
+        keys = [f"{self._meetings}/{rank}" for rank in range(self.ranks)]
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            self._store.set(keys[self.rank], "here")
+            while not self._store.check(keys):
+                self._raise_if_stuck()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"not every rank came within {self.timeout_s:g} s")
+                time.sleep(0.001)
+        except CADError:
+            raise
+        except RuntimeError as error:
+            raise self._explain(what, error) from error
+
     def _raise_if_stuck(self) -> None:
         if self._stuck:
-            error = RuntimeError(f"no sign of it within {self._watchdog.timeout_s:g} s")
-            if self.liveness is None:
-                raise CADPeerError(f"rank {self.rank} waited for {self._stuck}: {error}")
-            raise self.liveness.explain(self._stuck, error)
+            raise self._explain(self._stuck, RuntimeError(f"no sign of it within {self.timeout_s:g} s"))
+
+    def _explain(self, waited_for: str, error: RuntimeError) -> CADPeerError:
+        if self.liveness is None:
+            return CADPeerError(f"rank {self.rank} waited for {waited_for}: {error}")
+        return self.liveness.explain(waited_for, error)
 
 
 @dataclass(eq=False)

@@ -5,6 +5,8 @@ Uses the functions below its autograd layer, with outputs allocated here. Shapes
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -75,7 +77,10 @@ class FlashAttention4:
         return dq, dk, dv
 
 
+@functools.cache
 def _interface() -> Any:
+    # Said by its compiler about every kernel, and of no consequence.
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
     return try_import("flash_attn.cute.interface")[0]
 
 
