@@ -9,6 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from deepspeed_cad.microbatch import MicroBatch
+    from deepspeed_cad.planner.plan import Floats
 
 
 @dataclass(eq=False)
@@ -27,6 +28,10 @@ class Statistics:
     """Attention of the slowest rank as planned, summed over ticks."""
     mean: float = 0.0
     """Mean attention over ranks."""
+    load_before: Floats = field(default_factory=lambda: np.zeros(1))
+    """Attention of each rank if every rank ran its own tokens; one zero before the first micro-batch."""
+    load: Floats = field(default_factory=lambda: np.zeros(1))
+    """Attention of each rank as planned."""
     _pending: list[MicroBatch] = field(default_factory=list)
 
     def add(self, micro_batch: MicroBatch) -> None:
@@ -44,6 +49,8 @@ class Statistics:
                 self.planning_s += sum(one.seconds for one in planned)
                 self.slowest_before += float(np.max(sum(one.plan.load_before for one in planned), initial=0.0))
                 self.slowest += sum(float(np.max(one.plan.load, initial=0.0)) for one in planned)
+                self.load_before = self.load_before + sum(one.plan.load_before for one in planned)
+                self.load = self.load + sum(one.plan.load for one in planned)
                 self.mean += sum(float(one.plan.load.mean()) for one in planned)
         self._pending.clear()
 
