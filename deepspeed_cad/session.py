@@ -88,6 +88,7 @@ class Session:
             self.device,
             agree=lambda value: self.on_worker(lambda: self.gatherer.numbers(value, "choice of transport")),
             liveness=self.liveness,
+            timeout_s=self.config.timeout_s,
         )
 
     def close(self) -> None:

@@ -343,7 +343,7 @@ def cad_attention(
 
 def default_attention(config: Any) -> str:
     """What transformers would choose for a model without an explicit attention name: of a copy of a bound model, say."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return "sdpa" if model_class is None or model_class._supports_sdpa else "eager"
 
 

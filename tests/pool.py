@@ -37,7 +37,11 @@ def _serve(rank: int, pipe: Connection) -> None:
         try:
             torch.manual_seed(0)
             dist.init_process_group(
-                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=timeout),
             )
             answer = (True, function(rank, world, *args))
         except BaseException as error:  # noqa: BLE001 - the test process decides what is expected

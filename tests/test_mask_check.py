@@ -87,6 +87,7 @@ def test_documents_that_span_ranks_and_empty_ranks() -> None:
         check_mask(layout, rank, 20, simple(100, lambda b, h, q, k: (k <= q) & (k > q - 20)), 0)
     nothing = Layout.from_rank_lengths([[5], []])
     check_mask(nothing, 1, None, simple(0, causal), 0)
+    check_mask(nothing, 1, None, simple(1, causal), 0)  # such a rank runs one row that belongs to no document
 
 
 def test_model_may_show_other_documents() -> None:

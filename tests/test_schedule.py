@@ -1,0 +1,133 @@
+"""Schedules: the exchange simulated in numpy, and counted bytes against moved bytes."""
+
+from __future__ import annotations
+
+import cases
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_cad.cost import window_start
+from deepspeed_cad.layout import Layout, Tick
+from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.plan import HeadShape, PlanInput
+from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.schedule import (
+    GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule, build_slices, schedule_rank,
+)  # fmt: skip
+
+GROUPS = 3
+
+
+def _home_labels(tick: Tick, kind: int) -> list[np.ndarray]:
+    """What each rank's query or key buffer holds: (document, position) of every row, −1 where padded."""
+    tokens = tick.query_tokens if kind == QUERY else tick.key_tokens
+    labels = [np.full((int(n), 2), -1) for n in tokens]
+    for d, b, e, r, o in (tick.query if kind == QUERY else tick.key).to_array():
+        labels[r][o : o + e - b] = np.stack([np.full(e - b, d), np.arange(b, e)], axis=1)
+    return labels
+
+
+def _check(tick: Tick, tasks: np.ndarray, window: int | None) -> list[Schedule]:
+    slices = build_slices(tick, tasks, window)
+    schedules = [schedule_rank(tick, slices, rank, GROUPS, window) for rank in range(tick.ranks)]
+    queries, keys = _home_labels(tick, QUERY), _home_labels(tick, KEY)
+    done: dict[tuple[int, int, int], int] = {}
+
+    def run(server: int, query: np.ndarray, key: np.ndarray, group: np.ndarray) -> None:
+        """One sequence: every query row finds its document's keys up to itself, aligned at the end."""
+        document, last = query[-1]
+        assert (query[:, 0] == document).all() and (key[:, 0] == document).all()
+        assert (np.diff(query[:, 1]) == 1).all() and (np.diff(key[:, 1]) == 1).all()
+        assert key[-1, 1] == last
+        assert key[0, 1] <= window_start(query[0, 1], window)
+        for position in query[:, 1]:
+            for g in group:
+                done[int(document), int(position), int(g)] = done.get((int(document), int(position), int(g)), 0) + 1
+
+    for schedule in schedules:
+        rank = schedule.rank
+        for batch in schedule.local:
+            for i in range(len(batch.cu_q) - 1):
+                q = queries[rank][batch.q_row + batch.cu_q[i] : batch.q_row + batch.cu_q[i + 1]]
+                k = keys[rank][batch.k_row + batch.cu_k[i] : batch.k_row + batch.cu_k[i + 1]]
+                run(rank, q, k, np.arange(batch.group_begin, batch.group_end))
+        # Receive: what every other home sends lands where this server expects it.
+        served = [np.full((int(n), 3), -7) for n in schedule.served_rows[rank]]
+        incoming = [schedule.own] + [s.sends[s.sends[:, SERVER] == rank] for s in schedules]
+        for row in np.concatenate(incoming):
+            labels = (queries if row[KIND] == QUERY else keys)[row[HOME]]
+            target = served[row[KIND]][row[SERVER_ROW] : row[SERVER_ROW] + row[ROWS]]
+            assert (target == -7).all(), "two slices land on one row"
+            target[:, :2] = labels[row[HOME_ROW] : row[HOME_ROW] + row[ROWS]]
+            target[:, 2] = row[GROUP]
+        assert all((rows != -7).all() for rows in served)
+        received = np.concatenate([s.sends[s.sends[:, SERVER] == rank] for s in schedules])
+        assert sorted(map(tuple, received)) == sorted(map(tuple, schedule.receives))
+        for batch in schedule.served:
+            for i in range(len(batch.cu_q) - 1):
+                q = served[QUERY][batch.q_row + batch.cu_q[i] : batch.q_row + batch.cu_q[i + 1]]
+                k = served[KEY][batch.k_row + batch.cu_k[i] : batch.k_row + batch.cu_k[i + 1]]
+                assert len(set(q[:, 2]) | set(k[:, 2])) == 1
+                run(rank, q[:, :2], k[:, :2], q[:1, 2])
+        # What comes back lands once, without gaps.
+        for kind in (QUERY, KEY):
+            mine = schedule.sends[schedule.sends[:, KIND] == kind]
+            assert mine[:, ROWS].sum() == schedule.landed_rows[rank, kind]
+            assert np.array_equal(mine[:, STAGE_ROW], np.cumsum(mine[:, ROWS]) - mine[:, ROWS])
+        scatter = schedule.key_scatter
+        landed = np.concatenate([schedule.home_index(schedule.sends, KEY), schedule.home_index(schedule.own, KEY)])
+        seen = np.zeros(len(landed), int)
+        for position, row in scatter.levels:
+            assert len(np.unique(position)) == len(position)
+            assert np.array_equal(scatter.target[position], landed[row])
+            seen[row] += 1
+        assert (seen == 1).all()
+    wanted = {(int(d), p, g) for d, b, e, *_ in tick.query.to_array() for p in range(b, e) for g in range(GROUPS)}
+    assert set(done) == wanted and set(done.values()) <= {1}
+    return schedules
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 50])
+@pytest.mark.parametrize("name", list(cases.layouts()))
+def test_random_plans(name: str, window: int | None) -> None:
+    layout = cases.layouts()[name]
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        ticks = [layout.tick()]
+        if layout.can_cut(layout.tokens // 2):
+            ticks += layout.cut(layout.tokens // 2)
+        for tick in ticks:
+            _check(tick, cases.random_tasks(tick, GROUPS, rng, granularity=8), window)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 90), max_size=6), min_size=1, max_size=4),
+    st.sampled_from([None, 7, 30]),
+    st.booleans(),
+)
+def test_bytes_as_counted_are_the_bytes_that_move(ranks: list[list[int]], window: int | None, stream: bool) -> None:
+    """Planner, schedule and exchange agree on every byte that leaves and reaches a rank."""
+    flat = [n for own in ranks for n in own]
+    layout = (
+        Layout.from_stream(flat, len(ranks), -(-sum(flat) // len(ranks)) or 1) if stream
+        else Layout.from_rank_lengths(ranks)
+    )  # fmt: skip
+    shape = HeadShape(6, GROUPS, 8, 5, 2)
+    tick = layout.tick()
+    plan = make_plan(PlanInput(tick, shape, PAIRS, window, tolerance=0.05, granularity=8))
+    schedules = _check(tick, plan.tasks, window)
+    sent, received = np.zeros(layout.ranks, np.int64), np.zeros(layout.ranks, np.int64)
+    width = {QUERY: shape.query_bytes, KEY: shape.key_value_bytes}
+    for schedule in schedules:
+        for row in schedule.sends:
+            moved = int(row[ROWS]) * width[row[KIND]]
+            back = int(row[ROWS]) * shape.output_bytes if row[KIND] == QUERY else 0
+            sent[row[HOME]] += moved
+            received[row[SERVER]] += moved
+            sent[row[SERVER]] += back
+            received[row[HOME]] += back
+    assert sent.tolist() == plan.sent_bytes.tolist()
+    assert received.tolist() == plan.received_bytes.tolist()
