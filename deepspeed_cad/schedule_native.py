@@ -12,7 +12,7 @@ import numpy as np
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints, Segments, Tick
 from deepspeed_cad.native import load
-from deepspeed_cad.schedule import HOME, SERVER, Schedule, Slices, _fuse
+from deepspeed_cad.schedule import HOME, SERVER, Batch, Schedule, Slices
 
 
 def is_available() -> bool:
@@ -54,30 +54,62 @@ def schedule_all(tick: Tick, slices: Slices, groups: int, window: int | None = N
     own = own[np.argsort(own[:, HOME], kind="stable")]
     send_at, receive_at = np.searchsorted(sends[:, HOME], ranks), np.searchsorted(receives[:, SERVER], ranks)
     own_at = np.searchsorted(own[:, HOME], ranks)
-    local_at, served_at = np.searchsorted(slices.local[:, 0], ranks), np.searchsorted(slices.sequences[:, 0], ranks)
-    one_group = np.tile([0, 1], (int(np.diff(served_at).max(initial=0)), 1))
+    local = _fuse_all(slices.local[:, 0], slices.local[:, 1:3], slices.local[:, 3:7], tick.ranks)
+    one_group = np.broadcast_to(np.array([0, 1]), (len(slices.sequences), 2))
+    served = _fuse_all(slices.sequences[:, 0], one_group, slices.sequences[:, 1:5], tick.ranks)
+    query_tokens, key_tokens = tick.query_tokens.tolist(), tick.key_tokens.tolist()
+    send_at, receive_at, own_at = send_at.tolist(), receive_at.tolist(), own_at.tolist()
     schedules = []
     for rank in range(tick.ranks):
-        local = slices.local[local_at[rank] : local_at[rank + 1]]
-        sequences = slices.sequences[served_at[rank] : served_at[rank + 1]]
         schedules.append(
             Schedule(
                 rank=rank,
                 ranks=tick.ranks,
                 groups=groups,
                 window=window,
-                query_tokens=int(tick.query_tokens[rank]),
-                key_tokens=int(tick.key_tokens[rank]),
+                query_tokens=query_tokens[rank],
+                key_tokens=key_tokens[rank],
                 sends=sends[send_at[rank] : send_at[rank + 1]],
                 receives=receives[receive_at[rank] : receive_at[rank + 1]],
                 own=own[own_at[rank] : own_at[rank + 1]],
                 served_rows=slices.served_rows,
                 landed_rows=slices.landed_rows,
-                local=_fuse(local[:, 1:3], local[:, 3:7]),
-                served=_fuse(one_group[: len(sequences)], sequences[:, 1:5]),
+                local=local[rank],
+                served=served[rank],
             )
         )
     return schedules
+
+
+def _fuse_all(owner: Ints, groups: Ints, rows: Ints, ranks: int) -> list[tuple[Batch, ...]]:
+    """For every rank the batches of its sequences (columns q row, q rows, k row, k rows), in one pass."""
+    batches: list[list[Batch]] = [[] for _ in range(ranks)]
+    if len(rows):
+        breaks = np.ones(len(rows), bool)
+        breaks[1:] = (
+            (owner[1:] != owner[:-1])
+            | (groups[1:] != groups[:-1]).any(axis=1)
+            | (rows[1:, 0] != rows[:-1, 0] + rows[:-1, 1])
+            | (rows[1:, 2] != rows[:-1, 2] + rows[:-1, 3])
+        )
+        begins = np.flatnonzero(breaks)
+        ends = np.append(begins[1:], len(rows))
+        sums = np.zeros((2, len(rows) + 1), np.int64)
+        np.cumsum(rows[:, 1], out=sums[0, 1:])
+        np.cumsum(rows[:, 3], out=sums[1, 1:])
+        # Rows before each batch are taken off, so that 32 bits hold what is left.
+        ahead = np.repeat(sums[:, begins], ends - begins + 1, axis=1)
+        places = np.arange(len(rows) + len(begins)) - np.repeat(np.arange(len(begins)), ends - begins + 1)
+        cumulative = (sums[:, places] - ahead).astype(np.int32)
+        stops = np.cumsum(ends - begins + 1).tolist()
+        first = 0
+        owners, heads, q_rows, k_rows = (
+            owner[begins].tolist(), groups[begins].tolist(), rows[begins, 0].tolist(), rows[begins, 2].tolist()
+        )  # fmt: skip
+        for rank, (low, high), q_row, k_row, stop in zip(owners, heads, q_rows, k_rows, stops, strict=True):
+            batches[rank].append(Batch(q_row, k_row, cumulative[0, first:stop], cumulative[1, first:stop], low, high))
+            first = stop
+    return [tuple(own) for own in batches]
 
 
 def _columns(segments: Segments) -> Ints:
