@@ -19,9 +19,9 @@ import torch
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
+from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import KEY, QUERY
-from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.serve import Prepared, run_local, run_local_backward, run_served, run_served_backward
 
 
@@ -281,7 +281,5 @@ class _Collect(torch.autograd.Function):
         q, k, v, *rest = ctx.saved_tensors
         outputs = (rest[-1], *rest[:-1]) if call.modes.recompute else call.take_outputs()
         do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
-        dsinks = call.backward_dispatch(
-            do, q.detach(), k.detach(), v.detach(), tuple(x.detach() for x in outputs)
-        )
+        dsinks = call.backward_dispatch(do, q.detach(), k.detach(), v.detach(), tuple(x.detach() for x in outputs))
         return None, do.new_zeros(1), None, None, None, dsinks if ctx.needs_input_grad[5] else None

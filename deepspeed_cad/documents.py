@@ -27,11 +27,13 @@ def read_documents(given: Mapping[str, Any]) -> Announcement:
         cumulative = given.get("cu_seqlens")
     mask = given.get("attention_mask")
     if isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim > 2):
-        raise CADUnsupportedError("a ready-made attention mask was passed; CAD needs position_ids or a 2-D padding mask")
+        raise CADUnsupportedError(
+            "a ready-made attention mask was passed; CAD needs position_ids or a 2-D padding mask"
+        )
     unit = width if batch > 1 else 1
     if batch * width == 0:
         # Models cannot run on no tokens: they get one row of padding, see integrations.
-        return Announcement(LocalSegments(np.zeros(0), np.zeros(0), np.zeros(0), 1))
+        return Announcement(LocalSegments.none(1))
     if cumulative is not None and mask is None:
         return Announcement(segments_from_cumulative(_numpy(cumulative), batch * width), unit)
     positions = given.get("position_ids")

@@ -68,7 +68,7 @@ class Worker:
             future, job = item
             try:
                 future.set_result(job())
-            except BaseException as error:  # noqa: BLE001 - the training thread raises it
+            except BaseException as error:
                 future.set_exception(error)
 
 
@@ -115,9 +115,7 @@ class Gatherer:
         rows = self._all(payload.reshape(-1), "the other ranks' document lengths") if widest else [payload] * self.ranks
         return [
             Announcement(
-                LocalSegments.from_array(
-                    row.reshape(-1, 3)[: int(head[_SEGMENTS])], int(head[_TOKENS])
-                ),
+                LocalSegments.from_array(row.reshape(-1, 3)[: int(head[_SEGMENTS])], int(head[_TOKENS])),
                 int(head[_UNIT]),
             )
             for row, head in zip(rows, headers, strict=True)

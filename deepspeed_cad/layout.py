@@ -77,6 +77,11 @@ class LocalSegments:
         """The inverse of `to_array`."""
         return LocalSegments(columns[:, 0], columns[:, 1], columns[:, 2], tokens)
 
+    @staticmethod
+    def none(tokens: int) -> LocalSegments:
+        """A rank without documents: `tokens` rows of padding."""
+        return LocalSegments(_ints([]), _ints([]), _ints([]), tokens)
+
     def same_as(self, other: LocalSegments) -> bool:
         """Whether both describe the same rows."""
         return self.tokens == other.tokens and np.array_equal(self.to_array(), other.to_array())
@@ -175,7 +180,7 @@ class Layout:
             begins = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])
             rows = int(begins[-1] if tokens is None else tokens[rank])
             kept = _ints(own) > 0
-            local.append(LocalSegments(np.zeros(int(kept.sum())), _ints(own)[kept], begins[:-1][kept], rows))
+            local.append(LocalSegments(_ints(np.zeros(int(kept.sum()))), _ints(own)[kept], begins[:-1][kept], rows))
         return assemble(local)
 
     @staticmethod
@@ -268,7 +273,7 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
     if valid.shape != positions.shape:
         raise CADDataError(f"the mask has shape {valid.shape} and position_ids {positions.shape}; they must agree")
     if rows == 0:
-        return LocalSegments(np.zeros(0), np.zeros(0), np.zeros(0), 0)
+        return LocalSegments.none(0)
     if (positions[valid] < 0).any():
         row, column = np.argwhere(valid & (positions < 0))[0]
         raise CADDataError(f"position_ids[{row}, {column}] is {positions[row, column]}; positions start at 0")
@@ -307,7 +312,7 @@ def segments_from_cumulative(cu_seqlens: Any, tokens: int) -> LocalSegments:
         )
     length = np.diff(ends)
     kept = length > 0
-    return LocalSegments(np.zeros(int(kept.sum())), length[kept], ends[:-1][kept], tokens)
+    return LocalSegments(_ints(np.zeros(int(kept.sum()))), length[kept], ends[:-1][kept], tokens)
 
 
 def shard_stream(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:

@@ -79,6 +79,8 @@ class RowCut:
                     return self._halves(value, 1)
                 if value.ndim == 1 and value.shape[0] == self.width:
                     return self._halves(value, 0)
+                if value.ndim == 4 and value.shape[0] == 1 and value.shape[2] == self.width:
+                    return self._halves(value, 2)  # heads before tokens
             elif value.ndim >= 2 and value.shape[0] == self.batch:
                 return self._halves(value, 0)
             return value, value

@@ -76,9 +76,7 @@ def _keys_overlap(batches: tuple[Batch, ...]) -> bool:
     """Two batches with common groups and common key rows."""
     spans = sorted((b.group_begin, b.group_end, b.k_row, b.k_row + b.k_rows) for b in batches)
     return any(
-        a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
-        for i, a in enumerate(spans)
-        for b in spans[i + 1 :]
+        a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3] for i, a in enumerate(spans) for b in spans[i + 1 :]
     )
 
 

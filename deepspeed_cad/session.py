@@ -64,8 +64,8 @@ class Session:
             self._open_groups(group)
         self.gatherer = Gatherer(self._cpu_group, self.rank, self.ranks, self.liveness)
         self.worker = Worker()
-        if self.ranks > 1:
-            self._open_transport()
+        if self._exchange_group is not None:
+            self._open_transport(self._exchange_group)
         self.cost = self._choose_cost()
         self._kernels: dict[KernelNeed, Kernel] = {}
 
@@ -79,12 +79,12 @@ class Session:
         self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
         self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
 
-    def _open_transport(self) -> None:
+    def _open_transport(self, group: dist.ProcessGroup) -> None:
         from deepspeed_cad.exchange.probe import choose_transport
 
         self.transport = choose_transport(
             self.config.transport,
-            self._exchange_group,
+            group,
             self.device,
             agree=lambda value: self.on_worker(lambda: self.gatherer.numbers(value, "choice of transport")),
             liveness=self.liveness,
@@ -137,8 +137,8 @@ class Session:
         """One line for the log."""
         transport = "nothing to exchange" if self.transport is None else self.transport.name
         return (
-            f"rank {self.rank} of {self.ranks} attention servers, transport {transport}, overlap {self.config.overlap}, "
-            f"tolerance {self.config.tolerance}, cost {self.cost.name}"
+            f"rank {self.rank} of {self.ranks} attention servers, transport {transport}, "
+            f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}"
         )
 
     # Planning
@@ -172,7 +172,7 @@ class Session:
         if len(local.begin) and local.begin[0] > 0:
             raise CADDataError(
                 f"evaluation runs attention on each rank alone, but the first document of rank {self.rank} starts at "
-                f"position {int(local.begin[0])}: evaluate on whole documents, or in training mode under torch.no_grad()"
+                f"position {int(local.begin[0])}: evaluate on whole documents"
             )
         layout = assemble([local])
         return MicroBatch(

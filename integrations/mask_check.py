@@ -44,8 +44,10 @@ def check_mask(layout: Layout, rank: int, window: int | None, given: dict[str, A
         if forwards == 0:
             logger.warning("deepspeed_cad: transformers passed no mask function; the model's mask is not checked")
         return
-    batch, width, query_base, key_base = _geometry(given)
     rows = int(layout.tokens[rank])
+    if rows == 0:
+        return
+    batch, width, query_base, key_base = _geometry(given)
     if batch * width != rows or int(given.get("kv_length", width)) != width:
         raise CADUnsupportedError(
             f"the model made a mask for {batch} x {width} queries and {given.get('kv_length', width)} keys, but its "

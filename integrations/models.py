@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed_cad.integrations.model_table import REFUSED, SUPPORTED
 from torch import nn
 from transformers import PreTrainedModel
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.integrations.model_table import REFUSED, SUPPORTED
 
 logger = logging.getLogger("deepspeed_cad")
 

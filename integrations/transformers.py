@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed_cad.integrations.mask_check import check_mask
+from deepspeed_cad.integrations.models import describe, refuse_model
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,8 +29,6 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.documents import batch_shape, read_documents
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.gather import Announcement
-from deepspeed_cad.integrations.mask_check import check_mask
-from deepspeed_cad.integrations.models import describe, refuse_model
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch
@@ -89,7 +89,7 @@ class Binding:
         AttentionMaskInterface.register(NAME, cad_mask)
         model.set_attn_implementation(NAME)
         for module in model.modules():
-            config = getattr(module, "config", None)
+            config = getattr(module, "config", None) if "Attention" in type(module).__name__ else None
             if config is not None and getattr(config, "_attn_implementation", NAME) != NAME:
                 raise CADUnsupportedError(
                     f"{type(module).__name__} keeps its attention "
@@ -323,8 +323,8 @@ def cad_attention(
         scope = _scope.get()
         if scope is not None and scope.micro_batch is not None:
             raise CADUnsupportedError(
-                f"{type(module).__name__} got no mask from the mask function: this model bypasses it, so CAD cannot know "
-                "its documents"
+                f"{type(module).__name__} got no mask from the mask function: this model bypasses it, so CAD cannot "
+                "know its documents"
             )
         name = scope.binding.original if scope is not None else default_attention(getattr(module, "config", None))
         run = _local_attention(module, name)
@@ -342,9 +342,9 @@ def cad_attention(
 
 
 def default_attention(config: Any) -> str:
-    """What transformers would choose for a model without an explicit attention name: of a copy of a bound model, say."""
+    """What transformers would choose for a model without an explicit attention name, such as a copy of a bound one."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return "sdpa" if model_class is None or model_class._supports_sdpa else "eager"
+    return "sdpa" if model_class is None or getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
 def _local_attention(module: torch.nn.Module, name: str) -> Callable[..., Any]:

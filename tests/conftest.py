@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, os.path.dirname(__file__))
 
-from pool import WorkerPool  # noqa: E402
+from pool import WorkerPool
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,7 @@ def _contradicting_neighbours(rank: int, world: int) -> None:
 
 def _announced_another(rank: int, world: int) -> None:
     from deepspeed_cad.integrations.transformers import find_binding
+
     from deepspeed_cad.lookahead import announce
 
     model = training.tiny_llama()

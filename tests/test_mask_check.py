@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed_cad.integrations.mask_check import check_mask, is_due
 from transformers import masking_utils
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.integrations.mask_check import check_mask, is_due
 from deepspeed_cad.layout import Layout, assemble, segments_from_positions
 
 Mask = Callable[..., torch.Tensor]

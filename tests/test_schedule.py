@@ -8,13 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cad.cost import window_start
+from deepspeed_cad.cost import PAIRS, window_start
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import HeadShape, PlanInput
-from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.schedule import (
-    GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule, build_slices, schedule_rank,
+    GROUP,
+    HOME,
+    HOME_ROW,
+    KEY,
+    KIND,
+    QUERY,
+    ROWS,
+    SERVER,
+    SERVER_ROW,
+    STAGE_ROW,
+    Schedule,
+    build_slices,
+    schedule_rank,
 )  # fmt: skip
 
 GROUPS = 3

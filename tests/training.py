@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 def tiny_llama(dtype: torch.dtype = torch.float64, **changes: Any) -> LlamaForCausalLM:
     """Two layers, 8 query heads of 4 head groups, the same weights everywhere."""
     set_seed(0)
-    settings: dict[str, Any] = dict(
-        vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=False,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).to(dtype)
 
 

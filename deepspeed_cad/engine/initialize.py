@@ -57,8 +57,8 @@ def _refuse_call(given: dict[str, Any]) -> None:
         raise CADUnsupportedError("pipeline parallelism (PipelineModule) is not supported yet; train without it")
     if given.get("mpu") is not None:
         raise CADUnsupportedError(
-            "an mpu (tensor, sequence or pipeline parallelism) was passed to deepspeed.initialize; CAD spreads attention "
-            "over all data-parallel ranks by itself. Remove the mpu or the \"cad\" block"
+            "an mpu (tensor, sequence or pipeline parallelism) was passed to deepspeed.initialize; CAD spreads "
+            'over all data-parallel ranks by itself. Remove the mpu or the "cad" block'
         )
 
 

@@ -133,7 +133,7 @@ class _Arrival:
         parts = torch.split(self.incoming, sizes)
         fields = len(self.rows)
         return [
-            torch.cat([part for part in parts[i::fields]]).view(dtype).reshape(sum(counts), -1)
+            torch.cat(list(parts[i::fields])).view(dtype).reshape(sum(counts), -1)
             if sum(counts)
             else self.incoming.new_empty(0, dtype=dtype).reshape(0, width // dtype.itemsize)
             for i, (counts, width, dtype) in enumerate(zip(self.rows, self.widths, self.dtypes, strict=True))

@@ -54,9 +54,7 @@ class Liveness:
             who = f"rank {', '.join(map(str, silent))} died or hangs"
         else:
             who = "; ".join(stopped) or "every rank lost the connection"
-        return CADPeerError(
-            f"rank {self.rank} waited for {waited_for}: {who}. First error here: {_first_line(error)}"
-        )
+        return CADPeerError(f"rank {self.rank} waited for {waited_for}: {who}. First error here: {_first_line(error)}")
 
     class Watch(AbstractContextManager[None]):
         """Turns communication errors raised inside into a CADPeerError."""

@@ -13,8 +13,8 @@ SMALLEST_SHARE = 0.2
 def choose_cut(layout: Layout, unit: Ints) -> Ints | None:
     """Rows of each rank's first nano-batch ([ranks], multiples of `unit`), or None where no cut is worth it.
 
-    Every rank is cut in the middle where the rows before the cut read no key behind it. Where documents span ranks, that
-    cannot be; then whole ranks go to one part or the other, early ones first, around those that may still be cut.
+    Every rank is cut in the middle where the rows before the cut read no key behind it. Where documents span ranks,
+    that cannot be; then whole ranks go to one part or the other, early ones first, around those that may still be cut.
     """
     tokens = layout.tokens
     if layout.ranks == 1 or not len(layout.segments):

@@ -20,7 +20,7 @@ TASK_COLUMNS = ("document", "q_begin", "q_end", "group_begin", "group_end", "ser
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Heads of one attention layer: `query_heads` = `groups` × heads per group; sizes in elements, bytes per element."""
+    """Heads of one attention layer: `query_heads` = `groups` × heads per group; sizes in elements and bytes."""
 
     query_heads: int
     groups: int
