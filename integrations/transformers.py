@@ -212,6 +212,10 @@ def bind(model: torch.nn.Module, config: CADConfig) -> Binding:
         return bound
     binding = Binding(inner, session)
     binding.install()
+    if "transformers.trainer" in sys.modules:
+        from deepspeed_cad.integrations.trainer import install_trainer_hooks
+
+        install_trainer_hooks()
     return binding
 
 

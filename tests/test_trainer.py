@@ -1,0 +1,116 @@
+"""The Hugging Face Trainer: a "cad" block in its DeepSpeed JSON, losses with and without CAD, log and callback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+from pool import WorkerPool
+from trainers import Case, PackedRows, assert_same, collate, losses_of
+
+BLOCK = {"granularity": 16, "tolerance": 0.02}
+
+
+def _train(case: Case, cad: dict[str, Any] | None, folder: str) -> list[dict[str, Any]]:
+    """One run of the Trainer; gives what it logged."""
+    from transformers import Trainer, TrainingArguments
+
+    import deepspeed_cad
+
+    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    if case.deepspeed is None and cad is not None:
+        deepspeed_cad.apply(model, cad)
+    deepspeed = None if case.deepspeed is None else {**case.deepspeed, **({} if cad is None else {"cad": cad})}
+    settings: dict[str, Any] = dict(
+        output_dir=folder, use_cpu=True, deepspeed=deepspeed, max_steps=6, per_device_train_batch_size=1,
+        logging_steps=1, save_strategy="no", report_to=[], learning_rate=1e-2, lr_scheduler_type="constant",
+        disable_tqdm=True, optim="adamw_torch",
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=TrainingArguments(**{**settings, **case.arguments}), train_dataset=PackedRows(16),
+        eval_dataset=PackedRows(2, seed=50), data_collator=collate,
+    )  # fmt: skip
+    trainer.train()
+    return trainer.state.log_history
+
+
+def _compare(rank: int, world: int, cases: list[Case], folder: str) -> dict[str, Any]:
+    import deepspeed
+    from accelerate.state import AcceleratorState
+
+    import deepspeed_cad
+    from deepspeed_cad.session import close_session
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_cad.install()
+    found = {}
+    for case in cases:
+        logged = {}
+        for name, block in (("plain", None), ("cad", BLOCK)):
+            AcceleratorState._reset_state(True)
+            logged[name] = _train(case, block, folder)
+            assert (deepspeed_cad.current_session() is None) == (block is None)
+            close_session()
+        found[case.name] = logged
+    return found
+
+
+def _check(found: dict[str, Any]) -> None:
+    for name, logged in found.items():
+        assert_same(losses_of(logged["cad"]), losses_of(logged["plain"]))
+        evaluations = [[e["eval_loss"] for e in one if "eval_loss" in e] for one in logged.values()]
+        assert len(evaluations[0]) == len(evaluations[1])
+        for a, b in zip(*evaluations):
+            assert abs(a - b) < 1e-5, name
+        for entry in logged["cad"]:
+            if "loss" in entry:
+                assert entry["cad/attention_max_over_mean"] < 1.05, (name, entry)
+                assert entry["cad/attention_max_over_mean_before"] > 1.02, (name, entry)
+            else:
+                assert not any(key.startswith("cad/") for key in entry)
+
+
+def _zero(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+DEEPSPEED = [
+    Case("ZeRO-1, accumulation", _zero(1), {"gradient_accumulation_steps": 2}),
+    Case("ZeRO-2, evaluation", _zero(2), {"eval_strategy": "steps", "eval_steps": 2}),
+    Case("ZeRO-3", _zero(3)),
+]
+
+
+@pytest.mark.slow
+def test_cad_block_in_the_deepspeed_json(fresh_workers: WorkerPool, tmp_path) -> None:
+    """Same losses for every ZeRO stage, statistics in the log, attention balanced."""
+    for found in fresh_workers.run(_compare, 2, DEEPSPEED, str(tmp_path), timeout=140.0):
+        _check(found)
+
+
+DDP = [
+    Case("DDP"),
+    Case("DDP, accumulation with a rest, several epochs", arguments={"gradient_accumulation_steps": 3}),
+    Case("DDP, evaluation", arguments={"eval_strategy": "steps", "eval_steps": 2}),
+    Case("DDP, checkpointing, clipping", arguments={
+        "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }),
+    Case("DDP, two rows", arguments={"per_device_train_batch_size": 2, "max_steps": 5}),
+    Case("DDP, average over devices", arguments={"average_tokens_across_devices": True}),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_trainer_with_ddp(fresh_workers: WorkerPool, tmp_path, world: int) -> None:
+    cases = DDP if world == 2 else DDP[:2]
+    for found in fresh_workers.run(_compare, world, cases, str(tmp_path), timeout=140.0):
+        _check(found)
