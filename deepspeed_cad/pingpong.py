@@ -96,7 +96,8 @@ class RowCut:
         """Both parts; an empty one gets a row to run on, since models cannot run on none, and `join` drops it."""
         size = value.shape[dim]
         at = self.at if self.batch == 1 else self.at // self.width
-        first, second = value.narrow(dim, 0, at), value.narrow(dim, at, size - at)
+        # One split, not two slices: its backward is one concatenation instead of two zero-filled tensors and a sum.
+        first, second = torch.split(value, [at, size - at], dim=dim)
         return first if at else value.narrow(dim, 0, 1), second if at < size else value.narrow(dim, 0, 1)
 
     def join(self, first: Any, second: Any) -> Any:

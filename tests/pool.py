@@ -29,7 +29,10 @@ def _serve(rank: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        task = pipe.recv()
+        try:
+            task = pipe.recv()
+        except EOFError:
+            task = None
         if task is None:
             return
         function, world, store, timeout, args = task
@@ -65,7 +68,7 @@ class WorkerPool:
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process = self._context.Process(target=_serve, args=(rank, theirs))
         process.start()
         theirs.close()
         return process, ours
