@@ -78,10 +78,9 @@ def test_the_chosen_cut_is_allowed(ranks: list[list[int]]) -> None:
         assert ((at >= 0) & (at <= layout.tokens)).all()
 
 
-def test_one_document_over_all_ranks_is_cut_at_a_rank() -> None:
-    layout = Layout.from_stream([400], 4, 100)
-    at = choose_cut(layout, np.ones(4, np.int64))
-    assert at is not None and at.tolist() == [100, 100, 0, 0]
+def test_documents_that_span_ranks_are_not_cut() -> None:
+    assert choose_cut(Layout.from_stream([400], 4, 100), np.ones(4, np.int64)) is None
+    assert choose_cut(Layout.from_rank_lengths([[90], [4]]), np.ones(2, np.int64)).tolist() == [45, 2]
 
 
 def test_padding_ends_documents() -> None:
