@@ -1,0 +1,202 @@
+"""A training step with CAD against what users would pick instead, and against the bound.
+
+    torchrun --nproc-per-node 4 benchmarks/train_step.py --workload benchmarks/workloads/heavy_64k_4r.json \\
+        --mode dp,ulysses,allgather_cp,cad,bound --layers 8 --output benchmarks/results
+
+The same Llama, documents, kernel and optimizer in every mode, in one run: step i of one mode, then of the next, several
+times over. The learning rate is 0 unless given, so that all modes see the same weights and their losses can be
+compared. README.md says what every figure means. On machines without GPUs it runs on gloo; take small sizes there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from train_attention import Stopwatch, TimedKernel  # noqa: E402
+from train_model import ChunkedLoss, ShardedAdamW, make_model, matrix_parameters  # noqa: E402
+from train_modes import Mode, Setting, make_modes  # noqa: E402
+from train_report import Measured, summarise, write_results  # noqa: E402
+from train_workload import Workload  # noqa: E402
+
+from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
+from deepspeed_cad.kernels.registry import choose  # noqa: E402
+
+logger = logging.getLogger("benchmark")
+
+
+class Trainer:
+    """Runs steps of any mode and notes what they took."""
+
+    def __init__(self, setting: Setting, optimizer: ShardedAdamW, parameters: int) -> None:
+        self.setting, self.optimizer, self.parameters = setting, optimizer, parameters
+        self.meet = torch.zeros(1, device=setting.device)
+
+    def run(self, mode: Mode, step: int, following: int | None, timed_attention: bool) -> Measured:
+        """One step, forward, backward and optimizer, begun and ended together on all ranks."""
+        cuda, watch = self.setting.device.type == "cuda", self.setting.watch
+        micro_batches = mode.micro_batches(step)
+        scale = 1.0 / self.setting.workload.targets(step)
+        mode.waited()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        watch.on = timed_attention
+        dist.all_reduce(self.meet)
+        self._finish()
+        begun = time.perf_counter()
+        mode.before(step, following)
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self.setting.device)
+        for micro_batch in micro_batches:
+            hidden = mode.model.model(**micro_batch.inputs).last_hidden_state[0]
+            part = ChunkedLoss.apply(hidden, mode.model.lm_head.weight, micro_batch.targets, scale)
+            part.backward()
+            loss += part.detach()
+        del hidden, part
+        norm = self.optimizer.step()
+        self._finish()
+        seconds = time.perf_counter() - begun
+        watch.on = False
+        spans = watch.take()
+        waited = mode.waited()
+        dist.all_reduce(loss)
+        peak = torch.cuda.max_memory_allocated() + mode.buffer_bytes() if cuda else 0
+        return Measured(mode.name, step, seconds, waited, float(loss), float(norm), peak, spans)
+
+    def _finish(self) -> None:
+        if self.setting.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def compare_gradients(
+    trainer: Trainer, modes: list[Mode], options: argparse.Namespace
+) -> tuple[list[Measured], dict[str, float]]:
+    """Warm up: the first steps of every mode; how far its gradient of step 0 is from that of the first exact mode."""
+    done: list[Measured] = []
+    expected: torch.Tensor | None = None
+    differences: dict[str, float] = {}
+    for step in range(options.warmup):
+        for mode in modes:
+            following = step + 1 if step + 1 < options.warmup else 0
+            done.append(trainer.run(mode, step, following, False))
+            say(f"warm-up {step}, {mode.name}: {done[-1].seconds:.3f} s, loss {done[-1].loss:.5f}")
+            if step == 0 and mode.exact:
+                own = trainer.optimizer.own_gradients
+                expected = own.clone() if expected is None else expected
+                parts = torch.stack([(own.float() - expected.float()).pow(2).sum(), expected.float().pow(2).sum()])
+                dist.all_reduce(parts)
+                differences[mode.name] = float((parts[0] / parts[1]).sqrt())
+        if step == 0:
+            expected = None
+    return done, differences
+
+
+def measure(trainer: Trainer, modes: list[Mode], options: argparse.Namespace) -> dict[str, Any]:
+    """All steps of all modes: warm-up, one pass with attention timed, then the timed passes."""
+    steps = len(trainer.setting.workload.steps)
+    options.warmup = min(options.warmup, steps)
+    _, differences = compare_gradients(trainer, modes, options)
+    attention: list[Measured] = []
+    timed: list[Measured] = []
+    for repeat in range(options.repeats + 1):
+        for step in range(steps):
+            last = repeat == options.repeats and step == steps - 1
+            following = None if last else (step + 1) % steps
+            for mode in modes:
+                found = trainer.run(mode, step, following, repeat == 0)
+                (attention if repeat == 0 else timed).append(found)
+                say(f"pass {repeat}, step {step}, {mode.name}: {found.seconds:.3f} s")
+    return summarise(trainer.setting, modes, attention, timed, differences, options, trainer.parameters)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--workload", type=Path, required=True, help="JSON with document lengths per step and rank")
+    add("--mode", default="dp,cad,bound", help='comma-separated; also cad:recompute, cad@{"overlap": "none"}')
+    add("--layers", type=int, default=8)
+    add("--hidden", type=int, default=4096)
+    add("--heads", type=int, default=32)
+    add("--kv-heads", type=int, default=8)
+    add("--ffn", type=int, default=14336)
+    add("--vocab", type=int, default=32000)
+    add("--dtype", choices=("bfloat16", "float32", "float64"), help="bfloat16 on GPUs, else float32")
+    add("--kernel", default="auto", help="attention kernel of every mode")
+    add("--cad", type=json.loads, default={}, help='the "cad" block that the modes cad… start from')
+    add("--recompute", action="store_true", help='"recompute_attention": true in the modes cad…')
+    add("--no-checkpointing", action="store_true", help="keep all activations")
+    add("--steps", type=int, help="take the first steps of the workload")
+    add("--tokens-per-rank", type=int, help="take fewer tokens: rows are cut")
+    add("--scale", action="store_true", help="with --tokens-per-rank: scale the lengths down instead")
+    add("--warmup", type=int, default=2, help="steps of every mode before anything is measured")
+    add("--repeats", type=int, default=3, help="timed passes over the steps")
+    add("--lr", type=float, default=0.0, help="learning rate; above 0 the modes' losses cannot be compared")
+    add("--peak-tflops", type=float, default=989.0, help="of one GPU, for MFU")
+    add("--output", type=Path, help="folder for JSON, Markdown and picture")
+    return parser.parse_args(argv)
+
+
+def split_names(text: str) -> list[str]:
+    """Mode names between commas that are not inside braces."""
+    return [name.strip() for name in re.split(r",(?![^{]*\})", text) if name.strip()]
+
+
+def say(text: str) -> None:
+    """A line on rank 0's stderr."""
+    if dist.get_rank() == 0:
+        sys.stderr.write(text + "\n")
+
+
+def main() -> None:
+    options = parse()
+    logging.basicConfig(level=logging.WARNING)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timedelta(minutes=10))
+    else:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    logging.getLogger("deepspeed_cad").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    workload = Workload.load(options.workload).fit(ranks, options.tokens_per_rank, options.scale, options.steps)
+    dtype = getattr(torch, options.dtype or ("bfloat16" if cuda else "float32"))
+    model = make_model(
+        options.layers, options.hidden, options.heads, options.kv_heads, options.ffn, options.vocab,
+        workload.row_tokens, device, dtype,
+    )  # fmt: skip
+    if not options.no_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = ShardedAdamW(list(model.parameters()), options.lr)
+    watch = Stopwatch(device)
+    size = options.hidden // options.heads
+    kernel = choose(options.kernel, KernelNeed(device, dtype, size, size, options.heads // options.kv_heads))
+    block = {"kernel": options.kernel, **({"recompute_attention": True} if options.recompute else {}), **options.cad}
+    setting = Setting(workload, rank, ranks, device, options.vocab, TimedKernel(kernel, watch), watch, block)
+    modes = make_modes(split_names(options.mode), model, setting)
+    trainer = Trainer(setting, optimizer, matrix_parameters(model))
+    results = measure(trainer, modes, options)
+    if rank == 0:
+        sys.stdout.write(write_results(results, options.output))
+    for mode in modes:
+        mode.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
