@@ -7,6 +7,7 @@ run the model's own attention, or attention on this rank alone.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -392,8 +393,15 @@ def _run_cut(whole: Callable[..., Any], mask: MaskDescriptor, args: tuple[Any, .
 
 def alternate(layer: torch.nn.Module) -> None:
     """Give a decoder layer a subclass of its own class that can run as two nano-batches."""
-    cls = type(layer)
-    if not issubclass(cls, _Alternating):
-        layer.__class__ = types.new_class(cls.__name__, (_Alternating, cls), exec_body=lambda body: body.update(
-            {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        ))  # fmt: skip
+    # The split lies inside checkpointing and FSDP: the layer is gathered once, and recomputed as a whole.
+    for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
+        layer = getattr(layer, name, layer)
+    if not isinstance(layer, _Alternating):
+        layer.__class__ = _alternating_class(type(layer))
+
+
+@functools.cache
+def _alternating_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """One class for all layers of a class: FSDP's wrapping policies look layers up by it."""
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return types.new_class(cls.__name__, (_Alternating, cls), exec_body=lambda names: names.update(body))
