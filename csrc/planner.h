@@ -75,6 +75,10 @@ public:
 
     int64_t pairs(int64_t begin, int64_t end) const;
     double cost_of(int64_t begin, int64_t end) const;
+    double density(int64_t position) const {
+        const int64_t reach = p.window && p.window < position + 1 ? p.window : position + 1;
+        return p.pair * static_cast<double>(reach) + p.row;
+    }
     int64_t first_key(int64_t row) const {
         return p.window && row - p.window + 1 > 0 ? row - p.window + 1 : 0;
     }
@@ -119,7 +123,7 @@ std::vector<double> work_until(double time, const Problem& p);
 void settle_levels(const std::vector<double>& load, const Problem& p, double finish, double tolerance,
                    std::vector<double>* give, std::vector<double>* take);
 
-// Moves rows until every rank is within its levels, or nothing helps: planner/reference.py.
+// Rounds of moves until every rank is within the tolerance, or nothing helps: planner/reference.py.
 void balance(Columns* columns);
 double slowest(const std::vector<double>& load, const Problem& p);
 

@@ -1,4 +1,4 @@
-// One round of moves towards fixed levels: class Round of planner/reference.py, operation by operation.
+// One round of moves towards fixed levels: planner/round.py, operation by operation.
 #include "planner_round.h"
 
 #include <algorithm>
@@ -13,9 +13,6 @@ namespace {
 constexpr size_t kItems = 2;  // ITEMS
 constexpr size_t kNear = 4;   // NEAR
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Move kNone{kInfinity, 0, 0, 0, 0, 0, -1};
-
-double real(int64_t value) { return static_cast<double>(value); }
 
 }  // namespace
 
@@ -51,7 +48,7 @@ void Round::apply(const Move& move) {
         const Cell* column = state.column(move.document, group, &count);
         cells.assign(column, column + count);
         for (const Cell& cell : cells) {
-            const int64_t low = std::max(cell.begin, move.cut), high = std::min(cell.end, move.end);
+            const int64_t low = std::max(cell.begin, move.begin), high = std::min(cell.end, move.end);
             if (low < high) state.move(move.document, group, low, high, move.server);
         }
     }
@@ -67,9 +64,11 @@ void Round::find_own(int32_t rank) {
             const Cell* column = state.column(segment.document, run.first, &count);
             const Cell* cell = std::lower_bound(column, column + count, segment.begin,
                                                 [](const Cell& one, int64_t begin) { return one.begin < begin; });
-            if (cell != column + count && cell->begin == segment.begin && cell->server == segment.home &&
-                cell->home == segment.home)
-                items_.push_back({segment.document, run.first, run.second, segment.begin, cell->end});
+            for (; cell != column + count && cell->begin < segment.end; ++cell)
+                if (cell->server == segment.home && cell->home == segment.home) {
+                    items_.push_back({segment.document, run.first, run.second, cell->begin, cell->end});
+                    break;
+                }
         }
     }
     sort_items();
@@ -113,11 +112,6 @@ int64_t Round::water_level(double surplus) const {
             high = middle - 1;
     }
     return low;
-}
-
-double Round::density(int64_t position) const {
-    const int64_t reach = p.window == 0 ? position + 1 : std::min(position + 1, p.window);
-    return p.pair * real(reach) + p.row;
 }
 
 void Round::find_emptiest(int32_t donor) {
@@ -174,7 +168,7 @@ Move Round::choose(int32_t donor) {
         if (move.server < 0) move = smallest_step(donor);
         if (move.server >= 0) return move;
     }
-    return kNone;
+    return kNoMove;
 }
 
 Move Round::cheapest(int32_t donor) {
@@ -189,11 +183,11 @@ Move Round::cheapest(int32_t donor) {
         const int64_t size = rows * both + longest.end * p.key_value_bytes;
         if (amount > 0.0) generic = std::min(generic, real(size) / amount);
     }
-    const double floor = density(level);
+    const double floor = state.density(level);
     double fallback = generic * 1.2;
     if (floor > 0.0) fallback = std::max(fallback, real(both) / floor);
-    const Prices prices{surplus, fallback, real(longest.end * p.key_value_bytes), level};
-    Move best = kNone;
+    const Prices prices{surplus, level, fallback, real(longest.end * p.key_value_bytes)};
+    Move best = kNoMove;
     int32_t seen[kItems];
     size_t seen_count = 0;
     for (const Item& item : items_) {
@@ -202,13 +196,13 @@ Move Round::cheapest(int32_t donor) {
             seen[seen_count++] = item.document;
         }
         find_receivers(donor, item);
-        for (const int32_t server : receivers_) best_cut(donor, item, server, prices, &best);
+        for (const int32_t server : receivers_) offer_.search(donor, item, server, prices, &best);
     }
     return best;
 }
 
 Move Round::smallest_step(int32_t donor) {
-    Move best = kNone;
+    Move best = kNoMove;
     double least = kInfinity;
     for (const Item& item : items_) {
         const int64_t cut = std::max((item.end - 1) / p.granularity * p.granularity, item.begin);
@@ -235,130 +229,6 @@ bool Round::fits(int32_t donor, int32_t server, const Item& item, int64_t cut) c
     const double room = p.memory[server] - real(state.received[server]);
     if (real(rows * p.query_bytes + keys * p.key_value_bytes) > room) return false;
     return real(rows * p.output_bytes) <= p.memory[donor] - real(state.received[donor]);
-}
-
-void Round::best_cut(int32_t donor, const Item& item, int32_t server, const Prices& prices, Move* best) {
-    const double surplus = prices.surplus;
-    const double deficit = at.take[server] - state.load[server];
-    const double room = at.most[server] - state.load[server];
-    const double limit = deficit < surplus && surplus <= room ? surplus : deficit;
-    const double wanted = std::min(surplus, limit);
-    int32_t count;
-    const Cell* column = state.column(item.document, item.group_begin, &count);
-    spans_of(column, count, server, &theirs_);
-    const Missing held = state.missing(item.document, server, theirs_);
-    find_path(column, count, item, donor, server);
-    const int64_t both = p.query_bytes + p.output_bytes;
-    const double dense = density(item.end - 1);
-    const double row_cost = dense > 0.0 ? real(both) / dense : 0.0;
-    const double key_bytes = real(p.key_value_bytes);
-    const int64_t all = item.group_end - item.group_begin;
-    Move mine = kNone;
-    for (int64_t groups = 1;; groups = std::min(groups + std::max(int64_t{1}, groups / 8), all)) {
-        const double times = real(groups);
-        double gone = 0.0, sent = 0.0, released = 0.0;
-        int64_t rows_before = 0;
-        for (size_t step = 0; step < path_.size(); ++step) {
-            const auto [begin, end, owner, home] = path_[step];
-            const double spare = step == 0 ? surplus : state.load[owner] - at.give[owner];
-            const double row_bytes = real(both) * (state.link(home, server) - state.link(home, owner));
-            const double whole = state.cost_of(begin, end);
-            find_cuts(begin, end, spare / times, limit / times - gone, step == 0 ? prices.level : -1);
-            for (const int64_t cut : cuts_) {
-                const double gain = gone + state.cost_of(cut, end);
-                const double loss = whole - state.cost_of(begin, cut);
-                const double half =
-                    cut == begin ? 0.0 : 0.5 * state.cost_of(cut, std::min(cut + p.granularity, end)) * times;
-                if (gain * times > limit + std::max(at.slack[server], half)) continue;
-                if (loss * times > spare + std::max(at.slack[owner], half)) continue;
-                with_cut_ = theirs_;
-                const Span span{cut, item.end};
-                with_cut_.insert(std::lower_bound(with_cut_.begin(), with_cut_.end(), span), span);
-                const Missing need = state.missing(item.document, server, with_cut_);
-                double size = sent + real(end - cut) * row_bytes;
-                size += (need.weighted - held.weighted) * key_bytes;
-                size -= released;
-                if (cut == begin) {
-                    size -= freed(item.document, column, count, begin, owner);
-                } else if (step == 0 && cut > prices.level) {
-                    double again = real(both * (cut - prices.level));
-                    const double ground = density(prices.level);
-                    if (ground > 0.0) again *= density((cut + prices.level) / 2) / ground - 1.0;
-                    size += std::min(again, real(p.key_value_bytes * cut));
-                }
-                const int64_t rows = rows_before + end - cut;
-                const double space = p.memory[server] - real(state.received[server]);
-                if (real(groups * (rows * p.query_bytes + (need.rows - held.rows) * p.key_value_bytes)) > space) continue;
-                const int64_t landing = groups * (end - cut) * p.output_bytes;
-                if (owner == home && home != server && real(landing) > p.memory[home] - real(state.received[home]))
-                    continue;
-                const double moved = gain * times;
-                double left = wanted - moved, price = 0.0;
-                if (left > at.slack[server])
-                    price = std::max(left * prices.fallback, prices.fixed + left * row_cost);
-                else if (left < 0.0)
-                    left = 0.0;
-                const double rate = (size * times + price) / (moved + left);
-                if (mine.server < 0 || rate < mine.rate)
-                    mine = {rate, item.document, item.group_end - static_cast<int32_t>(groups), item.group_end,
-                            cut, item.end, server};
-            }
-            gone += whole;
-            if (gone * times > limit + at.slack[server] || whole * times > spare + at.slack[owner]) break;
-            sent += real(end - begin) * row_bytes;
-            rows_before += end - begin;
-            released += freed(item.document, column, count, begin, owner);
-        }
-        if (groups == all) break;
-    }
-    if (mine.server >= 0 && (best->server < 0 || mine.rate < best->rate)) *best = mine;
-}
-
-double Round::freed(int32_t document, const Cell* column, int32_t count, int64_t begin, int32_t owner) {
-    const Document& of = state.documents[document];
-    if (of.keys == 1 && state.keys[of.first_key].home == owner) return 0.0;
-    now_.clear();
-    then_.clear();
-    for (int32_t cell = 0; cell < count; ++cell) {
-        if (column[cell].server != owner) continue;
-        now_.emplace_back(column[cell].begin, column[cell].end);
-        if (column[cell].begin != begin) then_.push_back(now_.back());
-    }
-    return (state.missing(document, owner, now_).weighted - state.missing(document, owner, then_).weighted) *
-           real(p.key_value_bytes);
-}
-
-void Round::find_path(const Cell* column, int32_t count, const Item& item, int32_t donor, int32_t server) {
-    const Cell* cell = std::lower_bound(column, column + count, item.begin,
-                                        [](const Cell& one, int64_t begin) { return one.begin < begin; });
-    path_.assign(1, {item.begin, item.end, donor, cell->home});
-    while (cell != column) {
-        --cell;
-        if (cell->end != path_.back().begin || cell->server != cell->home || cell->home == server) break;
-        if (state.load[cell->home] - at.give[cell->home] <= at.slack[cell->home]) break;
-        path_.push_back({cell->begin, cell->end, cell->home, cell->home});
-    }
-}
-
-void Round::find_cuts(int64_t begin, int64_t end, double most_loss, double most_gain, int64_t level) {
-    const int64_t step = p.granularity;
-    const double whole = state.cost_of(begin, end);
-    cuts_.assign(1, begin);
-    const int64_t first = begin / step + 1, last = (end - 1) / step;
-    if (first > last) return;
-    int64_t low = first, high = last + 1;
-    while (low < high) {
-        const int64_t middle = (low + high) / 2, row = middle * step;
-        if (whole - state.cost_of(begin, row) > most_loss || state.cost_of(row, end) > most_gain)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    for (const int64_t cut : {low - 1, low})
-        if (first <= cut && cut <= last) cuts_.push_back(cut * step);
-    if (level < 0) return;
-    const int64_t cut = (level + step / 2) / step;
-    if (first <= cut && cut <= last) cuts_.push_back(cut * step);
 }
 
 }  // namespace cad

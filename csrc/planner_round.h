@@ -1,4 +1,4 @@
-// One round of moves towards fixed levels: class Round of planner/reference.py.
+// One round of moves towards fixed levels, and the search for the best one: planner/round.py and planner/offers.py.
 #pragma once
 
 #include "planner.h"
@@ -13,32 +13,69 @@ struct Item {
 struct Move {
     double rate;
     int32_t document, group_begin, group_end;
-    int64_t cut, end;
+    int64_t begin, end;
     int32_t server;  // -1: none
 };
 
-struct PathCell {
-    int64_t begin, end;
-    int32_t owner, home;
+struct Prices {
+    double surplus;
+    int64_t level;
+    double fallback, fixed;
+};
+
+// The search for the best move of an item to a server; one object serves all searches of a round.
+class Offer {
+public:
+    Offer(const Columns& columns, const Levels& levels) : state(columns), p(columns.p), at(levels) {}
+    // Puts the best move into `best` if it is cheaper than what is there.
+    void search(int32_t donor, const Item& item, int32_t server, const Prices& prices, Move* best);
+
+private:
+    struct PathCell {
+        int64_t begin, end;
+        int32_t owner, home;
+    };
+
+    void find_path();
+    void try_tails(int64_t groups);
+    void try_heads(int64_t groups);
+    bool fits(double gain, double loss, double spare, int32_t owner, double half) const;
+    Missing new_keys(int64_t begin, int64_t end);
+    double freed(int64_t begin, int32_t owner);
+    double second_trip(int64_t cut) const;
+    bool has_room(int32_t owner, int32_t home, int64_t groups, int64_t rows, int64_t keys, int64_t landing) const;
+    void judge(int64_t groups, int64_t begin, int64_t end, double moved, double size);
+    void find_tail_cuts(int64_t begin, int64_t end, double most_loss, double most_gain, int64_t level);
+    void find_head_cuts(double most_loss, double most_gain);
+
+    const Columns& state;
+    const Problem& p;
+    const Levels& at;
+    Item item{};
+    Prices prices{};
+    int32_t donor = 0, server = 0, count = 0;
+    const Cell* column = nullptr;
+    int64_t row_bytes = 0;
+    double limit = 0.0, wanted = 0.0, row_cost = 0.0;
+    Missing held{};
+    Move best_{};
+    std::vector<PathCell> path_;
+    std::vector<int64_t> cuts_;
+    Spans theirs_, with_cut_, now_, then_;
 };
 
 class Round {
 public:
-    Round(Columns* columns, const Levels& levels) : state(*columns), p(columns->p), at(levels) {}
+    Round(Columns* columns, const Levels& levels)
+        : state(*columns), p(columns->p), at(levels), offer_(*columns, levels) {}
     void run();
 
 private:
-    struct Prices {
-        double surplus, fallback, fixed;
-        int64_t level;
-    };
-
     Move choose(int32_t donor);
     void find_own(int32_t rank);
     void find_received(int32_t rank);
     void sort_items();
     int64_t water_level(double surplus) const;
-    double density(int64_t position) const;
     void find_emptiest(int32_t donor);
     void find_receivers(int32_t donor, const Item& item);
     bool takes(int32_t rank) const { return at.take[rank] - state.load[rank] > at.slack[rank]; }
@@ -46,21 +83,19 @@ private:
     Move smallest_step(int32_t donor);
     double finish(int32_t rank, double more) const;
     bool fits(int32_t donor, int32_t server, const Item& item, int64_t cut) const;
-    void best_cut(int32_t donor, const Item& item, int32_t server, const Prices& prices, Move* best);
-    double freed(int32_t document, const Cell* column, int32_t count, int64_t begin, int32_t owner);
-    void find_path(const Cell* column, int32_t count, const Item& item, int32_t donor, int32_t server);
-    void find_cuts(int64_t begin, int64_t end, double most_loss, double most_gain, int64_t level);
     void apply(const Move& move);
 
     Columns& state;
     const Problem& p;
     const Levels& at;
+    Offer offer_;
     std::vector<Item> items_;
     std::vector<int32_t> emptiest_, receivers_;
-    std::vector<PathCell> path_;
-    std::vector<int64_t> cuts_;
     std::vector<std::pair<int32_t, int32_t>> runs_;
-    Spans theirs_, with_cut_, now_, then_;
 };
+
+inline double real(int64_t value) { return static_cast<double>(value); }
+
+constexpr Move kNoMove{0.0, 0, 0, 0, 0, 0, -1};
 
 }  // namespace cad

@@ -80,6 +80,11 @@ class Columns:
         keys = end - self.first_key(begin)
         return self.pair * self.pairs(begin, end) + self.row * (end - begin) + self.key * keys + self.task
 
+    def density(self, position: int) -> float:
+        """Cost of one row at a position, without what a task costs as such."""
+        reach = position + 1 if self.window == 0 else min(position + 1, self.window)
+        return self.pair * reach + self.row
+
     def first_key(self, row: int) -> int:
         """First key that a row reads."""
         return max(row - self.window + 1, 0) if self.window else 0

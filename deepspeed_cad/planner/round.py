@@ -1,0 +1,215 @@
+"""One round of the reference planner: moves towards fixed levels, the cheapest bytes per unit of load first.
+
+In: the columns, and for each rank the levels to give and to take to. Out: changed columns. A move is a number of head
+groups times the last (or first) rows that a rank still has of a document. csrc/planner_round.cpp does the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from deepspeed_cad.planner.columns import Columns
+from deepspeed_cad.planner.offers import Item, Levels, Move, Offer, Prices
+
+ITEMS = 2
+"""Longest documents of a rank that are looked at for each move."""
+NEAR = 4
+"""Servers that hold keys of a document and are looked at: so many from its first homes, its last, and its servers."""
+
+
+class Round:
+    """One round of moves towards fixed levels."""
+
+    def __init__(self, state: Columns, levels: Levels) -> None:
+        self.state, self.levels = state, levels
+        self.give, self.take, self.slack = levels.give, levels.take, levels.slack
+
+    def run(self) -> None:
+        """Move until no rank is above its level, or nothing helps."""
+        state = self.state
+        heap = []
+        for rank in range(state.ranks):
+            if state.load[rank] - self.give[rank] > self.slack[rank]:
+                move = self.choose(rank)
+                if move is not None:
+                    heap.append((move.rate, rank))
+        heapq.heapify(heap)
+        while heap:
+            rate, rank = heapq.heappop(heap)
+            if state.load[rank] - self.give[rank] <= self.slack[rank]:
+                continue
+            move = self.choose(rank)
+            if move is None:
+                continue
+            if heap and move.rate > heap[0][0] * 1.02 and move.rate > rate:
+                heapq.heappush(heap, (move.rate, rank))
+                continue
+            for group in range(move.group_begin, move.group_end):
+                for begin, end, _, _ in list(state.cells[move.document][group]):
+                    low, high = max(begin, move.begin), min(end, move.end)
+                    if low < high:
+                        state.move(move.document, group, low, high, move.server)
+            heapq.heappush(heap, (move.rate, rank))
+
+    def items(self, rank: int) -> list[Item]:
+        """What the rank still runs of its own rows, last rows first, head groups in the same state together."""
+        state = self.state
+        found = []
+        for index in state.of_rank[rank]:
+            document, begin, end, home = state.segments[index]
+            for first, last in self.classes(document):
+                for cell in state.cells[document][first]:
+                    if begin <= cell[0] < end and cell[2] == home and cell[3] == home:
+                        found.append(Item(document, first, last, cell[0], cell[1]))
+                        break
+        found.sort(key=lambda item: (-item.end, item.document, item.begin, item.group_begin))
+        return found
+
+    def received_items(self, rank: int) -> list[Item]:
+        """What the rank runs of other ranks' rows."""
+        state = self.state
+        found = []
+        for document in state.served[rank]:
+            for first, last in self.classes(document):
+                for begin, end, server, home in state.cells[document][first]:
+                    if server == rank and home != rank:
+                        found.append(Item(document, first, last, begin, end))
+        found.sort(key=lambda item: (-item.end, item.document, item.begin, item.group_begin))
+        return found
+
+    def classes(self, document: int) -> list[tuple[int, int]]:
+        """Runs of head groups whose columns are equal."""
+        columns = self.state.cells[document]
+        runs, first = [], 0
+        for group in range(1, self.state.groups + 1):
+            if group == self.state.groups or columns[group] != columns[first]:
+                runs.append((first, group))
+                first = group
+        return runs
+
+    def water_level(self, items: list[Item], surplus: float) -> int:
+        """The position behind which rows must leave for the surplus to be gone."""
+        state = self.state
+        low, high = 0, items[0].end
+        while low < high:
+            middle = (low + high + 1) // 2
+            shed = 0.0
+            for item in items:
+                if item.end <= middle:
+                    break
+                cut = max(item.begin, middle)
+                shed += (item.group_end - item.group_begin) * (
+                    state.cost_of(item.begin, item.end) - state.cost_of(item.begin, cut)
+                )
+            if shed >= surplus:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def emptiest(self, donor: int) -> list[int]:
+        """The server farthest below its level, overall and in the donor's node."""
+        state = self.state
+        best, near = -1, -1
+        node = donor // state.node_size
+        for rank in range(state.ranks):
+            deficit = self.take[rank] - state.load[rank]
+            if deficit <= self.slack[rank] or rank == donor:
+                continue
+            if best < 0 or deficit > self.take[best] - state.load[best]:
+                best = rank
+            if rank // state.node_size == node and (near < 0 or deficit > self.take[near] - state.load[near]):
+                near = rank
+        return [rank for rank in (best, near) if rank >= 0]
+
+    def receivers(self, donor: int, item: Item, emptiest: list[int]) -> list[int]:
+        """Servers worth looking at: the emptiest, and those that hold keys of the document."""
+        state = self.state
+        homes = [rank for _, _, rank in state.home_keys.get(item.document, ()) if self.takes(rank) and rank != donor]
+        servers = [
+            cell[2]
+            for cell in state.cells[item.document][item.group_begin]
+            if cell[2] != cell[3] and self.takes(cell[2]) and cell[2] != donor
+        ]
+        return sorted({*emptiest, *homes[:NEAR], *homes[-NEAR:], *servers[-NEAR:]})
+
+    def takes(self, rank: int) -> bool:
+        """Whether a server is below its level."""
+        return self.take[rank] - self.state.load[rank] > self.slack[rank]
+
+    def choose(self, donor: int) -> Move | None:
+        """The move of the least bytes per unit of load: of own rows, or where none helps of rows of others."""
+        emptiest = self.emptiest(donor)
+        for find in (self.items, self.received_items):
+            items = find(donor)
+            if items:
+                move = self.cheapest(donor, items, emptiest) or self.smallest_step(donor, items, emptiest)
+                if move is not None:
+                    return move
+        return None
+
+    def cheapest(self, donor: int, items: list[Item], emptiest: list[int]) -> Move | None:
+        """The cheapest move of the longest documents."""
+        state = self.state
+        surplus = state.load[donor] - self.give[donor]
+        level = self.water_level(items, surplus)
+        longest = items[0]
+        generic = math.inf
+        for part in (0.4, 0.5, 0.6, 0.7, 0.85, 1.0):
+            rows = max(int((longest.end - longest.begin) * part), 1)
+            amount = state.cost_of(longest.end - rows, longest.end)
+            size = rows * (state.query_bytes + state.output_bytes) + longest.end * state.key_value_bytes
+            if amount > 0.0:
+                generic = min(generic, size / amount)
+        floor = state.density(level)
+        fallback = generic * 1.2
+        if floor > 0.0:
+            fallback = max(fallback, (state.query_bytes + state.output_bytes) / floor)
+        prices = Prices(surplus, level, fallback, float(longest.end * state.key_value_bytes))
+        best: Move | None = None
+        seen: list[int] = []
+        for item in items:
+            if item.document not in seen:
+                if len(seen) == ITEMS:
+                    break
+                seen.append(item.document)
+            for server in self.receivers(donor, item, emptiest):
+                move = Offer(state, self.levels, donor, item, server, prices).search()
+                if move is not None and (best is None or move.rate < best.rate):
+                    best = move
+        return best
+
+    def smallest_step(self, donor: int, items: list[Item], emptiest: list[int]) -> Move | None:
+        """Where every cut is too coarse: the least that can move, if its server then ends before the donor does now."""
+        state = self.state
+        step = state.granularity
+        best: Move | None = None
+        least = math.inf
+        for item in items:
+            cut = max((item.end - 1) // step * step, item.begin)
+            amount = state.cost_of(cut, item.end)
+            if amount >= least:
+                continue
+            for server in self.receivers(donor, item, emptiest):
+                if self.finish(server, amount) < self.finish(donor, 0.0) and self.fits(donor, server, item, cut):
+                    least = amount
+                    best = Move(math.inf, item.document, item.group_end - 1, item.group_end, cut, item.end, server)
+                    break
+        return best
+
+    def finish(self, rank: int, more: float) -> float:
+        """When a rank would stop."""
+        if self.levels.speed[rank] <= 0.0:
+            return math.inf
+        return self.levels.base[rank] + (self.state.load[rank] + more) / self.levels.speed[rank]
+
+    def fits(self, donor: int, server: int, item: Item, cut: int) -> bool:
+        """Whether memory holds one head group's rows from `cut` on."""
+        state = self.state
+        rows = item.end - cut
+        keys = item.end - state.first_key(cut)
+        room = self.levels.memory[server] - state.received[server]
+        if rows * state.query_bytes + keys * state.key_value_bytes > room:
+            return False
+        return rows * state.output_bytes <= self.levels.memory[donor] - state.received[donor]
