@@ -87,7 +87,13 @@ class VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel, sequences: Sequences, rule: MaskRule
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kernel: Kernel,
+        sequences: Sequences,
+        rule: MaskRule,
     ) -> torch.Tensor:
         o, lse = kernel.forward(q, k, v, sequences, rule)
         ctx.save_for_backward(q, k, v, o, lse)

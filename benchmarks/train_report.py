@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import re
 import subprocess
@@ -21,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from train_modes import Mode, Setting
+    from train_modes import Mode
+    from train_split import Setting
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,11 @@ def summarise(
         by_step = [[one.seconds for one in slowest if one.step == step] for step in steps]
         total = sum(median(times) for times in by_step)
         passes = [sum(column) for column in zip(*by_step)]
-        rate = {"median": tokens / ranks / total, "low": tokens / ranks / max(passes), "high": tokens / ranks / min(passes)}
+        rate = {
+            "median": tokens / ranks / total,
+            "low": tokens / ranks / max(passes),
+            "high": tokens / ranks / min(passes),
+        }
         waits = [sum(one.waited for one in own) / sum(one.seconds for one in own) for own in rank_timed]
         losses = {one.step: one.loss for one in rank_timed[0]}
         norms = {one.step: one.norm for one in rank_timed[0]}
@@ -88,12 +92,12 @@ def summarise(
             "exact": mode.exact,
             **(_attention(rank_attention) if mode.attends else {}),
         }
-        if not hasattr(getattr(mode, "session", None), "counts"):
+        if not mode.exchanges:
             found[mode.name]["exposed_exchange_s_per_step"] = found[mode.name]["exposed_exchange_share"] = None
     results: dict[str, Any] = {
         "workload": workload.name,
         "stream": workload.stream,
-        "machine": machine(setting),
+        "machine": machine(setting) | ({"commit": options.commit} if options.commit else {}),
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "kernel": setting.kernel.name,
         "modes": found,
@@ -142,7 +146,7 @@ def machine(setting: Setting) -> dict[str, Any]:
     cuda = setting.device.type == "cuda"
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": os.environ.get("BENCHMARK_COMMIT") or commit.stdout.strip() or "unknown",
+        "commit": commit.stdout.strip() or "unknown",
         "ranks": setting.ranks,
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
         "torch": torch.__version__,
@@ -198,8 +202,8 @@ def table(results: dict[str, Any]) -> str:
 
 def write_results(results: dict[str, Any], folder: Path | None) -> str:
     """Write JSON, Markdown and picture; gives the text to print."""
-    text = f"{results['workload']}, {results['kernel']}, {results['machine']['ranks']} × {results['machine']['device']}\n\n"
-    text += table(results)
+    on = results["machine"]
+    text = f"{results['workload']}, {results['kernel']}, {on['ranks']} × {on['device']}\n\n{table(results)}"
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         label = re.sub(r"[^a-z0-9]+", "_", results["workload"].lower()).strip("_")

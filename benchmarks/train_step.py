@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
 from train_model import ChunkedLoss, ShardedAdamW, make_model, matrix_parameters  # noqa: E402
-from train_modes import Mode, Setting, make_modes  # noqa: E402
+from train_modes import Mode, make_modes  # noqa: E402
 from train_report import Measured, summarise, write_results  # noqa: E402
+from train_split import Setting  # noqa: E402
 from train_workload import Workload  # noqa: E402
 
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
@@ -146,6 +148,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="timed passes over the steps")
     add("--lr", type=float, default=0.0, help="learning rate; above 0 the modes' losses cannot be compared")
     add("--peak-tflops", type=float, default=989.0, help="of one GPU, for MFU")
+    add("--commit", help="where this is not a git checkout: what the results name as the commit")
     add("--output", type=Path, help="folder for JSON, Markdown and picture")
     return parser.parse_args(argv)
 
@@ -164,6 +167,7 @@ def say(text: str) -> None:
 def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
