@@ -17,8 +17,9 @@ WAITED_FOR = ("deepspeed", "deepspeed.env_report")
 class Waiter:
     """A meta-path finder that lets the others find a module and stands in for its loader until it is executed."""
 
-    def __init__(self) -> None:
-        self.waiting = set(WAITED_FOR)
+    def __init__(self, names=WAITED_FOR, act=None) -> None:
+        self.waiting = set(names)
+        self.act = act  # called with the module after its import; None: deepspeed_cad.autoload.after_import
         self._searching = set()  # (name, thread): another hook may come back to us for the same name
 
     def find_spec(self, name, path=None, target=None):
@@ -70,7 +71,7 @@ class StandIn:
         try:
             from deepspeed_cad.autoload import after_import
 
-            after_import(module)
+            (self._finder.act or after_import)(module)
         except Exception as error:
             import warnings
 
@@ -84,7 +85,7 @@ class StandIn:
 
 def waiter():
     """The armed finder of this process, or None."""
-    return next((finder for finder in sys.meta_path if isinstance(finder, Waiter)), None)
+    return next((finder for finder in sys.meta_path if isinstance(finder, Waiter) and finder.act is None), None)
 
 
 def arm() -> None:

@@ -21,7 +21,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _MARK = "__deepspeed_cad__"
-_ABSENT = object()
+ABSENT = object()
+"""In place of a "cad" block: the config has none."""
 
 
 def after_import(module: ModuleType) -> None:
@@ -50,6 +51,16 @@ def install() -> None:
         sys.meta_path.insert(0, finder)
 
 
+def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call `act` with the module of that name: now if it is loaded, else right after its import."""
+    import _deepspeed_cad_autoload as hook
+
+    if name in sys.modules:
+        act(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, hook.Waiter((name,), act))
+
+
 def is_wrapped(function: Callable) -> bool:
     """Whether `function` is, or wraps, one of ours."""
     while function is not None:
@@ -60,7 +71,7 @@ def is_wrapped(function: Callable) -> bool:
 
 
 def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
-    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `_ABSENT`.
+    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`.
 
     DeepSpeed takes its config as `config`, `config_params` or `args.deepspeed_config`, each a dict, a path, or JSON in
     URL-safe base64. What cannot be read is left for DeepSpeed to complain about.
@@ -68,7 +79,7 @@ def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
     try:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     except TypeError:
-        return _ABSENT
+        return ABSENT
     for config in (
         given.get("config"),
         given.get("config_params"),
@@ -77,8 +88,8 @@ def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
     ):
         if config is not None:
             read = _read_config(config)
-            return read.get("cad", _ABSENT)
-    return _ABSENT
+            return read.get("cad", ABSENT)
+    return ABSENT
 
 
 def _read_config(config: Any) -> Mapping:
@@ -115,7 +126,7 @@ def _wrap_initialize(original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         block = find_cad_block(original, args, kwargs)
-        if block is _ABSENT:
+        if block is ABSENT:
             return original(*args, **kwargs)
         from deepspeed_cad.config import CADConfig
 

@@ -7,10 +7,10 @@ derive from it are served too. A trainer whose model is not bound, and evaluatio
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 from deepspeed_cad.integrations.transformers import Binding, find_binding
@@ -24,14 +24,10 @@ _AHEAD = "_deepspeed_cad_ahead"
 """Attribute of a trainer: the `_AheadIterator` of the epoch that it trains."""
 
 
-def install_trainer_hooks() -> None:
-    """Wrap `transformers.Trainer` if it is loaded. Idempotent; called whenever a model is bound."""
-    module = sys.modules.get("transformers.trainer")
-    trainer = getattr(module, "Trainer", None)
-    if trainer is None:
-        return
-    _wrap(trainer, "get_batch_samples", _wrap_get_batch_samples)
-    _wrap(trainer, "log", _wrap_log)
+def install_trainer_hooks(module: ModuleType) -> None:
+    """Wrap the Trainer of the module `transformers.trainer`. Idempotent; called when a model is bound."""
+    _wrap(module.Trainer, "get_batch_samples", _wrap_get_batch_samples)
+    _wrap(module.Trainer, "log", _wrap_log)
 
 
 def _wrap(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -79,10 +75,15 @@ class _AheadIterator:
 def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         binding = _binding_of(self)
-        if binding is None or not binding.session.config.look_ahead:
+        if binding is None:
             return original(self, epoch_iterator, *args, **kwargs)
         ahead = self.__dict__.get(_AHEAD)
-        if ahead is None or ahead.source is not epoch_iterator:
+        new = ahead is None or ahead.source is not epoch_iterator
+        if new:
+            _refuse_trainer(self)
+        if not binding.session.config.look_ahead:
+            return original(self, epoch_iterator, *args, **kwargs)
+        if new:
             ahead = self.__dict__[_AHEAD] = _AheadIterator(epoch_iterator)
             binding.feed.forget()
         ahead.announced = 0
@@ -98,6 +99,14 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         return samples, count
 
     return get_batch_samples
+
+
+def _refuse_trainer(trainer: Any) -> None:
+    """Raise CADUnsupportedError for parallelism or loading that CAD does not combine with."""
+    from deepspeed_cad.integrations.accelerate import refuse_accelerator, refuse_loader
+
+    refuse_accelerator(trainer.accelerator)
+    refuse_loader(trainer.callback_handler.train_dataloader)
 
 
 def _may_read_ahead(trainer: Any) -> bool:

@@ -26,6 +26,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Attent
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deepspeed_cad.autoload import when_imported
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.documents import batch_shape, read_documents
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
@@ -213,11 +214,14 @@ def bind(model: torch.nn.Module, config: CADConfig) -> Binding:
         return bound
     binding = Binding(inner, session)
     binding.install()
-    if "transformers.trainer" in sys.modules:
-        from deepspeed_cad.integrations.trainer import install_trainer_hooks
-
-        install_trainer_hooks()
+    when_imported("transformers.trainer", _install_trainer_hooks)
     return binding
+
+
+def _install_trainer_hooks(trainer: types.ModuleType) -> None:
+    from deepspeed_cad.integrations.trainer import install_trainer_hooks
+
+    install_trainer_hooks(trainer)
 
 
 def find_binding(model: torch.nn.Module) -> Binding | None:

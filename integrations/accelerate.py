@@ -1,0 +1,211 @@
+"""Accelerate: `Accelerator(kwargs_handlers=[CADPlugin(tolerance=0.05)])` turns CAD on for the models it prepares.
+
+In: the class `accelerate.Accelerator`, wrapped when this module is imported: `__init__` takes our plugin out of the
+handlers (Accelerate rejects classes that it does not know), `prepare` and `prepare_model` call `deepspeed_cad.apply`
+before the model is wrapped by DDP or FSDP, or hand the plugin to DeepSpeed's JSON. An Accelerator without the plugin
+is left alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils import DistributedType, KwargsHandler
+
+from deepspeed_cad.autoload import install
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+from deepspeed_cad.integrations.active import ActivationCheck, agree
+from deepspeed_cad.session import apply
+
+_MARK = "__deepspeed_cad__"
+_PLUGIN = "_deepspeed_cad_plugin"
+"""Attribute of an Accelerator: the plugin that it was given."""
+
+
+class CADPlugin(KwargsHandler):
+    """Turns CAD on in an Accelerator. Takes the keys of the "cad" block as keywords; all have defaults.
+
+    Raises CADConfigError for an unknown key or a value that is not allowed.
+    """
+
+    def __init__(self, **block: Any) -> None:
+        self.config = CADConfig.from_dict(block)
+        self.asked_by = "CADPlugin"
+        self.watched = False
+        """Whether an ActivationCheck watches for it."""
+
+    @classmethod
+    def of(cls, config: CADConfig, asked_by: str) -> CADPlugin:
+        """The plugin for a config that was read elsewhere."""
+        plugin = cls(**config.to_dict())
+        plugin.asked_by = asked_by
+        return plugin
+
+
+def install_accelerator_hooks() -> None:
+    """Wrap `accelerate.Accelerator`. Idempotent; importing this module is enough."""
+    for name, wrap in (
+        ("__init__", _wrap_init),
+        ("prepare", _wrap_prepare),
+        ("prepare_model", _wrap_prepare_model),
+        ("prepare_data_loader", _wrap_prepare_data_loader),
+    ):
+        original = getattr(Accelerator, name)
+        if not hasattr(original, _MARK):
+            wrapped = wraps(original)(wrap(original))
+            setattr(wrapped, _MARK, True)
+            setattr(Accelerator, name, wrapped)
+
+
+def give_every_accelerator(plugin: CADPlugin) -> Callable[[], None]:
+    """Every Accelerator from now on has the plugin, as if its script had passed it; gives what undoes this.
+
+    An Accelerator that was given another plugin raises CADConfigError.
+    """
+    original = Accelerator.__init__
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(self, *args, **kwargs)
+        handlers = list(given.arguments.get("kwargs_handlers") or [])
+        if not any(isinstance(one, CADPlugin) for one in handlers):
+            given.arguments["kwargs_handlers"] = [*handlers, plugin]
+        else:
+            for one in handlers:
+                if isinstance(one, CADPlugin):
+                    agree(plugin.config, plugin.asked_by, one.config, "the script's CADPlugin")
+        original(*given.args, **given.kwargs)
+
+    Accelerator.__init__ = __init__  # type: ignore[method-assign]
+
+    def undo() -> None:
+        Accelerator.__init__ = original  # type: ignore[method-assign]
+
+    return undo
+
+
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(self, *args, **kwargs)
+        handlers = list(given.arguments.get("kwargs_handlers") or [])
+        ours = [one for one in handlers if isinstance(one, CADPlugin)]
+        if len(ours) > 1:
+            raise CADConfigError("kwargs_handlers holds more than one CADPlugin; pass one")
+        if not ours:
+            original(self, *args, **kwargs)
+            return
+        given.arguments["kwargs_handlers"] = [one for one in handlers if one is not ours[0]] or None
+        original(*given.args, **given.kwargs)
+        if not ours[0].config.enabled:
+            return
+        setattr(self, _PLUGIN, ours[0])
+        install()
+        refuse_accelerator(self)
+        if not ours[0].watched:
+            ours[0].watched = True
+            ActivationCheck(ours[0].asked_by)
+
+    return __init__
+
+
+def refuse_accelerator(accelerator: Any) -> None:
+    """Raise CADUnsupportedError for parallelism or loading that CAD does not combine with."""
+    parallel = getattr(accelerator, "parallelism_config", None)
+    for attribute, what in (
+        ("cp_enabled", "context parallelism (cp_size)"),
+        ("sp_enabled", "Ulysses sequence parallelism (sp_size)"),
+        ("tp_enabled", "tensor parallelism (tp_size)"),
+    ):
+        if parallel is not None and getattr(parallel, attribute, False):
+            raise CADUnsupportedError(
+                f"{what} is on in Accelerate's parallelism_config beside CAD; CAD spreads attention over all "
+                "data-parallel ranks by itself. Set it to 1 or take CAD out"
+            )
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        raise CADUnsupportedError("Megatron-LM has attention of its own that CAD cannot switch; use FSDP or DeepSpeed")
+    if getattr(accelerator.dataloader_config, "dispatch_batches", None):
+        refuse_dispatcher()
+
+
+def refuse_loader(loader: Any) -> None:
+    """Raise CADUnsupportedError for a prepared loader that cannot give each rank packed rows of its own."""
+    if isinstance(loader, DataLoaderDispatcher):
+        refuse_dispatcher()
+
+
+def refuse_dispatcher() -> NoReturn:
+    """Say what is wrong with `dispatch_batches`."""
+    raise CADUnsupportedError(
+        "dispatch_batches is on: the main process reads the batches of all ranks and concatenates them, which breaks "
+        "packed rows. It is Accelerate's default for an IterableDataset. Set dispatch_batches=False "
+        '(TrainingArguments(accelerator_config={"dispatch_batches": False}), or '
+        "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))) and give each rank its own share"
+    )
+
+
+def _wrap_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plugin = getattr(self, _PLUGIN, None)
+        if plugin is not None and any(isinstance(one, torch.nn.Module) for one in args):
+            if self.distributed_type == DistributedType.DEEPSPEED:
+                _give_deepspeed(self.state.deepspeed_plugin.deepspeed_config, plugin)
+            elif getattr(self, "is_fsdp2", False):
+                for one in args:
+                    _apply(one, plugin)
+        return original(self, *args, **kwargs)
+
+    return prepare
+
+
+def _give_deepspeed(json: dict[str, Any], plugin: CADPlugin) -> None:
+    """Put the "cad" block into DeepSpeed's JSON, from which `deepspeed.initialize` turns CAD on."""
+    if "cad" in json:
+        agree(plugin.config, plugin.asked_by, CADConfig.from_dict(json["cad"]), 'the "cad" block of the DeepSpeed JSON')
+    # Without defaults: Accelerate rejects an "auto" that it does not know.
+    default = CADConfig().to_dict()
+    json["cad"] = {key: value for key, value in plugin.config.to_dict().items() if value != default[key]}
+
+
+def _wrap_prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        plugin = getattr(self, _PLUGIN, None)
+        given = inspect.signature(original).bind(self, model, *args, **kwargs).arguments
+        if plugin is None or given.get("evaluation_mode"):
+            return original(self, model, *args, **kwargs)
+        if self.distributed_type == DistributedType.NO:
+            # Nothing wraps it, and only now it is on its device.
+            return _apply(original(self, model, *args, **kwargs), plugin)
+        _apply(model, plugin)
+        return original(self, model, *args, **kwargs)
+
+    return prepare_model
+
+
+def _apply(model: Any, plugin: CADPlugin) -> Any:
+    """Turn CAD on for a model that is trained and contains one of transformers; others are left alone."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, torch.nn.Module) and any(isinstance(one, PreTrainedModel) for one in model.modules()):
+        if any(one.requires_grad for one in model.parameters()):
+            apply(model, plugin.config)
+    return model
+
+
+def _wrap_prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_data_loader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loader = original(self, *args, **kwargs)
+        if getattr(self, _PLUGIN, None) is not None:
+            refuse_loader(loader)
+        return loader
+
+    return prepare_data_loader
+
+
+install_accelerator_hooks()
