@@ -22,7 +22,15 @@ from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Ret
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import KEY, QUERY
-from deepspeed_cad.serve import Prepared, run_local, run_local_backward, run_served, run_served_backward
+from deepspeed_cad.serve import (
+    Prepared,
+    new_gradients,
+    new_outputs,
+    run_local,
+    run_local_backward,
+    run_served,
+    run_served_backward,
+)
 
 
 @dataclass
@@ -70,7 +78,7 @@ class AttentionCall:
     _back: Returned | None = None
     _sinks: torch.Tensor | None = None
     """A copy of the sinks that the forward used: the parameter itself may be sharded again by backward."""
-    _gradients: tuple[torch.Tensor, ...] = ()
+    _gradients: Any = ()
     _backward_inputs: tuple[torch.Tensor, ...] = field(default=())
 
     def __call__(self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor) -> torch.Tensor:
@@ -114,12 +122,14 @@ class AttentionCall:
         """Run local and served batches, start sending O back."""
         q, k, v = self._inputs
         sinks = self._sinks
+        o, lse = new_outputs(self.prepared, q, v)
+        local = (self.kernel, self.rule, q, k, v, o, lse, sinks)
         if self.transport is None:
-            o, lse = run_local(self.prepared, self.kernel, self.rule, q, k, v, sinks)
+            run_local(self.prepared.early + self.prepared.late, *local)
             self._outputs = (o, lse)
             return
         received = None if self.modes.local_first else self._wait_out()
-        o, lse = run_local(self.prepared, self.kernel, self.rule, q, k, v, sinks)
+        run_local(self.prepared.early, *local)
         q_RW, k_SD, v_SV = received or self._wait_out()
         groups = k.shape[1]
         q_RGD, k_S1D, v_S1V = q_RW.unflatten(1, (-1, q.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1)
@@ -127,8 +137,9 @@ class AttentionCall:
         fields = [Returning(QUERY, served_o.flatten(1), o.unflatten(1, (groups, -1)).flatten(2))]
         if sinks is not None:
             fields.append(Returning(QUERY, served_lse, lse.unflatten(1, (groups, -1))))
-        self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
         kept = tuple(x.clone() for x in (q_RGD, k_S1D, v_S1V)) if self.modes.keep_received else ()
+        self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
+        run_local(self.prepared.late, *local)
         self._outputs = (o, lse, served_o, served_lse, *kept)
 
     def forward_collect(self) -> torch.Tensor:
@@ -165,12 +176,13 @@ class AttentionCall:
     def backward_serve(self) -> None:
         """Run the backward of local and served batches, start sending dQ, dK, dV back."""
         do, q, k, v, o, lse, *served = self._backward_inputs
-        run = (self.prepared, self.kernel, self.rule)
+        dq, dk, dv = self._gradients = new_gradients(self.prepared, q, k, v)
+        local = (self.kernel, self.rule, do, q, k, v, o, lse, self._gradients, self.prepared.local_keys_overlap)
         if self.transport is None:
-            self._gradients = run_local_backward(*run, do, q, k, v, o, lse)
+            run_local_backward(self.prepared.early + self.prepared.late, *local)
             return
         received = None if self.modes.local_first else self._wait_out()
-        dq, dk, dv = self._gradients = run_local_backward(*run, do, q, k, v, o, lse)
+        run_local_backward(self.prepared.early, *local)
         do_RW, *resent = received or self._wait_out()
         served_o, served_lse, *kept = served
         if kept:
@@ -179,26 +191,29 @@ class AttentionCall:
             q_RGD = resent[0].unflatten(1, (-1, q.shape[2]))
             k_S1D, v_S1V = resent[1].unsqueeze(1), resent[2].unsqueeze(1)
         dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-            *run, do_RW.unflatten(1, (-1, v.shape[2])), q_RGD, k_S1D, v_S1V, served_o, served_lse
-        )
+            self.prepared, self.kernel, self.rule,
+            do_RW.unflatten(1, (-1, v.shape[2])), q_RGD, k_S1D, v_S1V, served_o, served_lse,
+        )  # fmt: skip
         fields = [
             Returning(QUERY, dq_RGD.flatten(1), _by_group(dq, dk)),
             Returning(KEY, dk_S1D.flatten(1), dk, add=True),
             Returning(KEY, dv_S1V.flatten(1), dv, add=True),
         ]
         self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
+        run_local_backward(self.prepared.late, *local)
 
-    def backward_collect(self) -> tuple[torch.Tensor, ...]:
+    def backward_collect(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dQ, dK, dV, complete; everything this call held is freed."""
         if self._back is not None:
             with self.counts.waits.timed(self.prepared.padding.device):
                 self._back.wait()
-        gradients = self._gradients
+        _, _, k, v, *_ = self._backward_inputs
+        dq, dk, dv = self._gradients
         self._back = self._out = None
         self._gradients = self._backward_inputs = self._outputs = ()
         self.released = True
         self.counts.backwards += 1
-        return gradients
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def take_outputs(self) -> tuple[torch.Tensor, ...]:
         """The results to keep until backward."""

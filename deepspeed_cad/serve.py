@@ -8,7 +8,7 @@ group-major: [R, G, D], [S, 1, D].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,10 @@ class Prepared:
     """A schedule with what kernels need of it on the device."""
 
     schedule: Schedule
-    local: tuple[tuple[Batch, Sequences], ...]
+    early: tuple[tuple[Batch, Sequences], ...]
+    """Local batches to run while Q, K, V are on their way out: about half of the local work."""
+    late: tuple[tuple[Batch, Sequences], ...]
+    """Local batches to run while results are on their way back."""
     served: tuple[tuple[Batch, Sequences], ...]
     local_keys_overlap: bool
     """Whether two local batches read the same key rows of the same group: their dK/dV add up."""
@@ -32,7 +35,7 @@ class Prepared:
     padding: torch.Tensor
     """Rows of the query buffer without a task."""
     whole: bool
-    """One local batch covers every row and head of this rank: nothing has to be put together."""
+    """One local batch covers every row and head of this rank and nothing comes or goes: it is run in one call."""
 
 
 def prepare(schedule: Schedule, device: torch.device) -> Prepared:
@@ -60,11 +63,13 @@ def prepare(schedule: Schedule, device: torch.device) -> Prepared:
         and schedule.local[0].q_rows == schedule.query_tokens
         and schedule.local[0].k_rows == schedule.key_tokens
     )
+    early, late = (schedule.local, ()) if whole else halve(schedule.local)
     return Prepared(
         schedule,
-        tuple(sequences(batch) for batch in schedule.local),
+        tuple(sequences(batch) for batch in early),
+        tuple(sequences(batch) for batch in late),
         tuple(sequences(batch) for batch in schedule.served),
-        _keys_overlap(schedule.local),
+        _keys_overlap(early + late),
         _keys_overlap(schedule.served) or _keys_missing(schedule),
         upload(group),
         upload(padding),
@@ -85,18 +90,28 @@ def _keys_missing(schedule: Schedule) -> bool:
     return held != int(schedule.served_rows[schedule.rank, 1])
 
 
-@dataclass
-class Outputs:
-    """What attention produced on one rank in one tick."""
+def halve(batches: tuple[Batch, ...]) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
+    """Two parts of about equal work. The batch in the middle is cut between head groups, which costs nothing."""
+    work = np.array([(b.group_end - b.group_begin) * _pairs(b) for b in batches])
+    early: list[Batch] = []
+    late: list[Batch] = []
+    done, half = 0.0, float(work.sum()) / 2
+    for batch, own in zip(batches, work, strict=True):
+        groups = batch.group_end - batch.group_begin
+        first = round(min(max((half - done) / own, 0.0), 1.0) * groups) if own else groups
+        middle = batch.group_begin + first
+        if first:
+            early.append(replace(batch, group_end=middle))
+        if first < groups:
+            late.append(replace(batch, group_begin=middle))
+        done += own
+    return tuple(early), tuple(late)
 
-    o: torch.Tensor
-    """[T, H, V] at home; rows served elsewhere are filled by the return."""
-    lse: torch.Tensor
-    """[T, H] likewise."""
-    served_o: torch.Tensor
-    """[R, G, V]"""
-    served_lse: torch.Tensor
-    """[R, G]"""
+
+def _pairs(batch: Batch) -> float:
+    """Query-key pairs of a batch and head group, windows aside."""
+    q, k = np.diff(batch.cu_q).astype(np.float64), np.diff(batch.cu_k).astype(np.float64)
+    return float((q * (k - q / 2 + 0.5)).sum())
 
 
 def fold_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,35 +120,39 @@ def fold_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple
     return (o * torch.exp(lse - total).unsqueeze(-1).to(o.dtype)), total
 
 
+def new_outputs(prepared: Prepared, q_THD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """O [T, H, V] and LSE [T, H] to be filled; padding is zero. Of `whole` schedules, run_local makes its own."""
+    rows, heads = q_THD.shape[:2]
+    o_THV = q_THD.new_empty(rows, heads, v_TKV.shape[2])
+    lse_TH = torch.empty(rows, heads, dtype=lse_dtype(q_THD.dtype), device=q_THD.device)
+    if len(prepared.padding):
+        o_THV[prepared.padding] = 0
+        lse_TH[prepared.padding] = 0
+    return o_THV, lse_TH
+
+
 def run_local(
-    prepared: Prepared,
+    batches: tuple[tuple[Batch, Sequences], ...],
     kernel: Kernel,
     rule: MaskRule,
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
+    o_THV: torch.Tensor,
+    lse_TH: torch.Tensor,
     sinks_H: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """O [T, H, V] and LSE [T, H]: local batches written, padding zero, rows that others serve left as they are."""
-    heads, value_dim = q_THD.shape[1], v_TKV.shape[2]
-    share = heads // k_TKD.shape[1]
-    if prepared.whole:
-        batch, sequences = prepared.local[0]
-        o, lse = kernel.forward(q_THD, k_TKD, v_TKV, sequences, rule)
-        return (o, lse) if sinks_H is None else fold_sinks(o, lse, sinks_H)
-    o_THV = q_THD.new_empty(q_THD.shape[0], heads, value_dim)
-    lse_TH = torch.empty(q_THD.shape[0], heads, dtype=lse_dtype(q_THD.dtype), device=q_THD.device)
-    if len(prepared.padding):
-        o_THV[prepared.padding] = 0
-        lse_TH[prepared.padding] = 0
-    for batch, sequences in prepared.local:
-        rows, keys, groups, query_heads = _ranges(batch, share)
-        o, lse = kernel.forward(q_THD[rows, query_heads], k_TKD[keys, groups], v_TKV[keys, groups], sequences, rule)
+) -> None:
+    """Run local batches and write their rows and heads of O and LSE."""
+    share = q_THD.shape[1] // k_TKD.shape[1]
+    for batch, sequences in batches:
+        rows, keys, groups, heads = _ranges(batch, share)
+        out = o_THV[rows, heads]
+        o, lse = kernel.forward(q_THD[rows, heads], k_TKD[keys, groups], v_TKV[keys, groups], sequences, rule, out)
         if sinks_H is not None:
-            o, lse = fold_sinks(o, lse, sinks_H[query_heads])
-        o_THV[rows, query_heads] = o
-        lse_TH[rows, query_heads] = lse
-    return o_THV, lse_TH
+            o, lse = fold_sinks(o, lse, sinks_H[heads])
+        if o is not out:
+            out.copy_(o)
+        lse_TH[rows, heads] = lse
 
 
 def run_served(
@@ -163,8 +182,20 @@ def run_served(
     return o, lse
 
 
+def new_gradients(
+    prepared: Prepared, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dQ [T, H, D] to be filled, and dK [T, K, D], dV [T, K, V], zero; wider where local batches share key rows."""
+    wide = _wide(k_TKD.dtype) if prepared.local_keys_overlap else k_TKD.dtype
+    dq = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if len(prepared.padding):
+        dq[prepared.padding] = 0
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k_TKD, v_TKV))
+    return dq, dk, dv
+
+
 def run_local_backward(
-    prepared: Prepared,
+    batches: tuple[tuple[Batch, Sequences], ...],
     kernel: Kernel,
     rule: MaskRule,
     do_THV: torch.Tensor,
@@ -173,32 +204,26 @@ def run_local_backward(
     v_TKV: torch.Tensor,
     o_THV: torch.Tensor,
     lse_TH: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ [T, H, D], dK [T, K, D], dV [T, K, V]: contributions of the local batches, zero elsewhere in dK and dV."""
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    add: bool,
+) -> None:
+    """Run local batches backward: write dQ, write dK and dV, or add to them where batches share key rows."""
     share = q_THD.shape[1] // k_TKD.shape[1]
-    if prepared.whole:
-        _, sequences = prepared.local[0]
-        return kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, sequences, rule)
-    wide = _wide(k_TKD.dtype) if prepared.local_keys_overlap else k_TKD.dtype
-    dq = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    dk = torch.zeros(k_TKD.shape, dtype=wide, device=q_THD.device)
-    dv = torch.zeros(v_TKV.shape, dtype=wide, device=q_THD.device)
-    if len(prepared.padding):
-        dq[prepared.padding] = 0
-    for batch, sequences in prepared.local:
+    dq, dk, dv = gradients
+    for batch, sequences in batches:
         rows, keys, groups, heads = _ranges(batch, share)
-        dq_b, dk_b, dv_b = kernel.backward(
+        into = (dq[rows, heads], dk[keys, groups], dv[keys, groups])
+        made = kernel.backward(
             do_THV[rows, heads], q_THD[rows, heads], k_TKD[keys, groups], v_TKV[keys, groups],
-            o_THV[rows, heads], lse_TH[rows, heads], sequences, rule,
+            o_THV[rows, heads], lse_TH[rows, heads], sequences, rule, None if add else into,
         )  # fmt: skip
-        dq[rows, heads] = dq_b
-        if prepared.local_keys_overlap:
-            dk[keys, groups] += dk_b
-            dv[keys, groups] += dv_b
-        else:
-            dk[keys, groups] = dk_b
-            dv[keys, groups] = dv_b
-    return dq, dk.to(k_TKD.dtype), dv.to(v_TKV.dtype)
+        if add:
+            into[0].copy_(made[0])
+            into[1].add_(made[1])
+            into[2].add_(made[2])
+        elif made[0] is not into[0]:
+            for target, value in zip(into, made, strict=True):
+                target.copy_(value)
 
 
 def run_served_backward(

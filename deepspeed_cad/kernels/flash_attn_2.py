@@ -32,7 +32,13 @@ class FlashAttention2:
         return None
 
     def forward(
-        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule
+        self,
+        q_QHD: torch.Tensor,
+        k_KGD: torch.Tensor,
+        v_KGV: torch.Tensor,
+        sequences: Sequences,
+        rule: MaskRule,
+        out_QHV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See Kernel.forward; the LSE is a transposed view of the library's [H, Q]."""
         found = call_with(
@@ -53,6 +59,7 @@ class FlashAttention2:
         lse_QH: torch.Tensor,
         sequences: Sequences,
         rule: MaskRule,
+        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Kernel.backward."""
         dq, dk, dv = new_gradients(q_QHD, k_KGD, v_KGV)

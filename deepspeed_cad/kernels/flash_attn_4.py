@@ -45,11 +45,19 @@ class FlashAttention4:
         return None
 
     def forward(
-        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule
+        self,
+        q_QHD: torch.Tensor,
+        k_KGD: torch.Tensor,
+        v_KGV: torch.Tensor,
+        sequences: Sequences,
+        rule: MaskRule,
+        out_QHV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See Kernel.forward; the LSE is a transposed view of the library's [H, Q]."""
         rows, heads = q_QHD.shape[:2]
-        o_QHV = torch.empty(rows, heads, v_KGV.shape[2], dtype=q_QHD.dtype, device=q_QHD.device)
+        o_QHV = out_QHV
+        if o_QHV is None:
+            o_QHV = torch.empty(rows, heads, v_KGV.shape[2], dtype=q_QHD.dtype, device=q_QHD.device)
         lse_HQ = torch.empty(heads, rows, dtype=torch.float32, device=q_QHD.device)
         _interface()._flash_attn_fwd(
             q_QHD, k_KGD, v_KGV, softcap=rule.softcap, out=o_QHV, lse=lse_HQ, **_arguments(sequences, rule)
@@ -66,9 +74,10 @@ class FlashAttention4:
         lse_QH: torch.Tensor,
         sequences: Sequences,
         rule: MaskRule,
+        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Kernel.backward."""
-        dq, dk, dv = new_gradients(q_QHD, k_KGD, v_KGV)
+        dq, dk, dv = new_gradients(q_QHD, k_KGD, v_KGV) if into is None else into
         _interface()._flash_attn_bwd(
             q_QHD, k_KGD, v_KGV, o_QHV, do_QHV, lse_QH.t().contiguous(), softcap=rule.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv,

@@ -65,9 +65,19 @@ class Kernel(Protocol):
         """Why this backend cannot serve `need` on this machine, or None if it can."""
 
     def forward(
-        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule
+        self,
+        q_QHD: torch.Tensor,
+        k_KGD: torch.Tensor,
+        v_KGV: torch.Tensor,
+        sequences: Sequences,
+        rule: MaskRule,
+        out_QHV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """O [Q, H, V] in the dtype of q, and LSE [Q, H] (fp32, or fp64 for fp64 inputs), natural logarithm."""
+        """O [Q, H, V] in the dtype of q, and LSE [Q, H] (fp32, or fp64 for fp64 inputs), natural logarithm.
+
+        `out_QHV`: where O should be written. A backend that cannot write there returns another tensor, and the caller
+        copies it.
+        """
 
     def backward(
         self,
@@ -79,9 +89,11 @@ class Kernel(Protocol):
         lse_QH: torch.Tensor,
         sequences: Sequences,
         rule: MaskRule,
+        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dQ [Q, H, D], dK [K, G, D], dV [K, G, V].
 
+        `into`: where these should be written, with the same freedom as `out_QHV`, all three or none.
         O and LSE are those of the whole softmax: where sinks were folded in, of the softmax with sinks, and the
         gradients are right for it.
         """

@@ -26,7 +26,13 @@ class TorchMath:
         return None
 
     def forward(
-        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule
+        self,
+        q_QHD: torch.Tensor,
+        k_KGD: torch.Tensor,
+        v_KGV: torch.Tensor,
+        sequences: Sequences,
+        rule: MaskRule,
+        out_QHV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See Kernel.forward."""
         heads, share = q_QHD.shape[1], q_QHD.shape[1] // k_KGD.shape[1]
@@ -53,6 +59,7 @@ class TorchMath:
         lse_QH: torch.Tensor,
         sequences: Sequences,
         rule: MaskRule,
+        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Kernel.backward."""
         share = q_QHD.shape[1] // k_KGD.shape[1]

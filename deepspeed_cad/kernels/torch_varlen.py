@@ -32,7 +32,13 @@ class TorchVarlen:
         return None
 
     def forward(
-        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule
+        self,
+        q_QHD: torch.Tensor,
+        k_KGD: torch.Tensor,
+        v_KGV: torch.Tensor,
+        sequences: Sequences,
+        rule: MaskRule,
+        out_QHV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See Kernel.forward; the LSE is a transposed view of the operator's [H, Q]."""
         o_QHV, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
@@ -51,6 +57,7 @@ class TorchVarlen:
         lse_QH: torch.Tensor,
         sequences: Sequences,
         rule: MaskRule,
+        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Kernel.backward."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_QHD.device)
