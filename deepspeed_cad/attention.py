@@ -79,6 +79,8 @@ class AttentionCall:
     _sinks: torch.Tensor | None = None
     """A copy of the sinks that the forward used: the parameter itself may be sharded again by backward."""
     _gradients: Any = ()
+    _landing: tuple[torch.Tensor, ...] = ()
+    """dK and dV that take what other ranks send: those of `_gradients`, or copies where local batches added in fp32."""
     _backward_inputs: tuple[torch.Tensor, ...] = field(default=())
 
     def __call__(self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor) -> torch.Tensor:
@@ -194,23 +196,28 @@ class AttentionCall:
             self.prepared, self.kernel, self.rule,
             do_RW.unflatten(1, (-1, v.shape[2])), q_RGD, k_S1D, v_S1V, served_o, served_lse,
         )  # fmt: skip
+        self._landing = (dk, dv) if dk.dtype == k.dtype else (torch.empty_like(k), torch.empty_like(v))
         fields = [
             Returning(QUERY, dq_RGD.flatten(1), _by_group(dq, dk)),
-            Returning(KEY, dk_S1D.flatten(1), dk, add=True),
-            Returning(KEY, dv_S1V.flatten(1), dv, add=True),
+            Returning(KEY, dk_S1D.flatten(1), self._landing[0], add=True),
+            Returning(KEY, dv_S1V.flatten(1), self._landing[1], add=True),
         ]
         self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
         run_local_backward(self.prepared.late, *local)
 
     def backward_collect(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dQ, dK, dV, complete; everything this call held is freed."""
+        dq, dk, dv = self._gradients
         if self._back is not None:
+            for landing, wide in zip(self._landing, (dk, dv), strict=True):
+                if landing is not wide:
+                    landing.copy_(wide)
+            dk, dv = self._landing
             with self.counts.waits.timed(self.prepared.padding.device):
                 self._back.wait()
         _, _, k, v, *_ = self._backward_inputs
-        dq, dk, dv = self._gradients
         self._back = self._out = None
-        self._gradients = self._backward_inputs = self._outputs = ()
+        self._gradients = self._landing = self._backward_inputs = self._outputs = ()
         self.released = True
         self.counts.backwards += 1
         return dq, dk.to(k.dtype), dv.to(v.dtype)
