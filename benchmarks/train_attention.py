@@ -63,15 +63,15 @@ class TimedKernel:
         """See Kernel.refuse."""
         return self.kernel.refuse(need)
 
-    def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """See Kernel.forward."""
         with self.watch.span("forward"):
-            return self.kernel.forward(*args)
+            return self.kernel.forward(*args, **kwargs)
 
-    def backward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Kernel.backward."""
         with self.watch.span("backward"):
-            return self.kernel.backward(*args)
+            return self.kernel.backward(*args, **kwargs)
 
 
 def make_sequences(q_lengths: Any, k_lengths: Any, device: torch.device) -> Sequences:
