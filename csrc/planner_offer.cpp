@@ -54,7 +54,7 @@ void Offer::try_tails(int64_t groups) {
             const double gain = gone + state.cost_of(cut, end);
             const double loss = whole - state.cost_of(begin, cut);
             const double half =
-                cut == begin ? 0.0 : 0.5 * state.cost_of(cut, std::min(cut + p.granularity, end)) * times;
+                cut == begin ? 0.0 : 0.5 * state.cost_of(cut, std::min(cut + p.granularity, end));
             if (!fits(gain * times, loss * times, spare, owner, half)) continue;
             const Missing more = new_keys(cut, item.end);
             double size = sent + real(end - cut) * bytes;
@@ -85,7 +85,7 @@ void Offer::try_heads(int64_t groups) {
     for (const int64_t cut : cuts_) {
         const double gain = state.cost_of(item.begin, cut);
         const double loss = whole - state.cost_of(cut, item.end);
-        const double half = 0.5 * state.cost_of(std::max(cut - p.granularity, item.begin), cut) * times;
+        const double half = 0.5 * state.cost_of(std::max(cut - p.granularity, item.begin), cut);
         if (!fits(gain * times, loss * times, prices.surplus, donor, half)) continue;
         const Missing more = new_keys(item.begin, cut);
         const double size = real(cut - item.begin) * bytes + more.weighted * real(p.key_value_bytes);

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError, CADError
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import Layout, Segments
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
 from deepspeed_cad.planner.checks import check_coverage, check_cuts
 from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
@@ -207,6 +207,33 @@ def test_bad_input_names_the_field() -> None:
     ):
         with pytest.raises(CADConfigError, match=word):
             make_plan(dataclasses.replace(good, **change))
+
+
+def test_rows_with_two_homes_are_refused() -> None:
+    layout = Layout.from_stream([1000], 2, 500)
+    twice = Segments([0, 0], [0, 400], [500, 1000], [0, 1], [0, 0])
+    tick = dataclasses.replace(layout.tick(), query=twice, key=twice)
+    with pytest.raises(CADConfigError, match="each row has one home"):
+        make_plan(PlanInput(tick, SHAPE, PAIRS))
+
+
+def test_transfers_that_cannot_hide_are_not_made() -> None:
+    tick = Layout.from_rank_lengths([[30000], [20000], [], []]).tick()
+    fast = dataclasses.replace(SECONDS, byte_inside=1e-15)
+    slow = dataclasses.replace(SECONDS, byte_inside=1.0)
+    middle = dataclasses.replace(SECONDS, byte_inside=1.5e-7)
+    assert make_plan(PlanInput(tick, SHAPE, fast)).imbalance <= 1.05
+    nothing = make_plan(PlanInput(tick, SHAPE, slow))
+    assert nothing.sent_bytes.sum() == 0 and "longer" in nothing.notes[0]
+    some = make_plan(PlanInput(tick, SHAPE, middle))
+    assert 0 < some.sent_bytes.sum() and some.imbalance < nothing.imbalance
+
+
+def test_first_rows_go_to_whoever_holds_the_window_before_them() -> None:
+    tick = Layout.from_stream([16384, 16384 * 3], 4, 16384).tick()
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, window=1024, tolerance=0.02))
+    most, least = finish_spread(plan)
+    assert most <= 1.02 and least >= 0.98
 
 
 def test_coverage_check_finds_gaps_and_doubles() -> None:

@@ -24,7 +24,7 @@ def assert_same(problem: PlanInput) -> Solution:
     return ours
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(problems())
 def test_equal_on_small_inputs(problem: PlanInput) -> None:
     assert_same(problem)

@@ -53,7 +53,7 @@ def answer(problem: PlanInput, solve: Callable[[PlanInput, float], Solution]) ->
         sent_bytes=found.sent,
         received_bytes=found.received,
         planning_ms=(time.perf_counter() - started) * 1e3,
-        notes=notes + _out_of_tolerance(problem, found.work, base, speed),
+        notes=notes or _out_of_tolerance(problem, found.work, base, speed),
     )
 
 

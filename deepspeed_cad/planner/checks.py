@@ -67,6 +67,18 @@ def _check_segments(name: str, segments: object, ranks: int) -> None:
     if (begin < 0).any() or (end < begin).any():
         at = int(np.flatnonzero((begin < 0) | (end < begin))[0])
         raise CADConfigError(f"{name} segment {at} is [{int(begin[at])}, {int(end[at])}): not an interval of positions")
+    document = segments.document  # type: ignore[attr-defined]
+    order = np.lexsort((end, begin, document))
+    same = document[order][1:] == document[order][:-1]
+    overlap = same & (begin[order][1:] < end[order][:-1])
+    if overlap.any():
+        at = int(np.flatnonzero(overlap)[0])
+        first, second = order[at], order[at + 1]
+        raise CADConfigError(
+            f"two {name} segments hold the same rows of document {int(document[first])}: [{int(begin[first])}, "
+            f"{int(end[first])}) on rank {int(rank[first])} and [{int(begin[second])}, {int(end[second])}) on rank "
+            f"{int(rank[second])}; each row has one home"
+        )
     if len(rank) and int(end.max()) >= 1 << 31:
         raise CADConfigError(f"a document of {int(end.max())} tokens is longer than the planner counts (2^31)")
 

@@ -122,7 +122,7 @@ class Offer:
             for cut in self.tail_cuts(begin, end, spare / groups, self.limit / groups - gone, level):
                 gain = gone + state.cost_of(cut, end)
                 loss = whole - state.cost_of(begin, cut)
-                half = 0.0 if cut == begin else 0.5 * state.cost_of(cut, min(cut + state.granularity, end)) * groups
+                half = 0.0 if cut == begin else 0.5 * state.cost_of(cut, min(cut + state.granularity, end))
                 if not self.fits(gain * groups, loss * groups, spare, owner, half):
                     continue
                 keys, weighted = self.new_keys(cut, item.end)
@@ -150,7 +150,7 @@ class Offer:
         for cut in self.head_cuts(surplus / groups, self.limit / groups):
             gain = state.cost_of(item.begin, cut)
             loss = whole - state.cost_of(cut, item.end)
-            half = 0.5 * state.cost_of(max(cut - state.granularity, item.begin), cut) * groups
+            half = 0.5 * state.cost_of(max(cut - state.granularity, item.begin), cut)
             if not self.fits(gain * groups, loss * groups, surplus, self.donor, half):
                 continue
             keys, weighted = self.new_keys(item.begin, cut)
