@@ -54,7 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"deepspeed_cad.run: {error}", file=sys.stderr)
         return 2
     words = args.args if args.local_rank is None else [f"--local_rank={args.local_rank}", *args.args]
-    run_script(args.script, words, args.module, config, asked_by)
+    try:
+        run_script(args.script, words, args.module, config, asked_by)
+    except CADError as error:
+        logger.debug("where it happened", exc_info=True)
+        print(f"deepspeed_cad: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+        return 2
     return 0
 
 
