@@ -45,6 +45,8 @@ class ActivationCheck:
         session = current_session()
         if session is None or not session.statistics.micro_batches:
             self.close()
+            if self._active:  # a session that has ended since
+                return
             raise CADError(
                 f"CAD was asked for ({self.asked_by}) but is not active at the first optimizer step: {_why(session)}. "
                 "Training stops here, because it would go on without CAD"
