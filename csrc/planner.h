@@ -92,6 +92,7 @@ public:
     void classes(int32_t document, std::vector<std::pair<int32_t, int32_t>>* runs) const;
     Missing missing(int32_t document, int32_t server, const Spans& spans) const;
     void move(int32_t document, int64_t group, int64_t begin, int64_t end, int32_t server);
+    int32_t segment_of(int32_t document, int64_t row) const;
     std::vector<Task> tasks() const;
     void count_sent(std::vector<int64_t>* sent, std::vector<int64_t>* between) const;
 
@@ -99,7 +100,8 @@ public:
     std::vector<Segment> segments;
     std::vector<Document> documents;
     std::vector<KeySegment> keys;           // by (document, begin)
-    std::vector<std::vector<int32_t>> of_rank;  // segments
+    std::vector<std::vector<int32_t>> of_rank;  // segments, those that end last in their document first
+    std::vector<int64_t> left;                  // rows times head groups of each segment that are at home
     std::vector<std::vector<int32_t>> served;   // documents of which a rank runs, or ran, rows of others
     std::vector<double> load;
     std::vector<int64_t> received;

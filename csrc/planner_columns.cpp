@@ -87,6 +87,12 @@ Columns::Columns(const Problem& problem)
         of_rank[segment.home].push_back(static_cast<int32_t>(index));
         load[segment.home] += cost_of(segment.begin, segment.end) * static_cast<double>(p.groups);
     }
+    for (auto& own : of_rank)
+        std::sort(own.begin(), own.end(), [&](int32_t a, int32_t b) {
+            return segments[a].end != segments[b].end ? segments[a].end > segments[b].end : a < b;
+        });
+    left.reserve(segments.size());
+    for (const Segment& segment : segments) left.push_back((segment.end - segment.begin) * p.groups);
     Spans spans;
     std::vector<int32_t> servers;
     for (size_t at = 0; at < documents.size(); ++at) {
@@ -263,6 +269,8 @@ void Columns::move(int32_t document, int64_t group, int64_t begin, int64_t end, 
         (missing(document, old, after_old).rows - missing(document, old, before_old).rows) * p.key_value_bytes;
     received[server] +=
         (missing(document, server, after_new).rows - missing(document, server, before_new).rows) * p.key_value_bytes;
+    if (old != server && (old == home || server == home))
+        left[segment_of(document, begin)] += server == home ? end - begin : begin - end;
     if (old != home) {
         received[old] -= (end - begin) * p.query_bytes;
         received[home] -= (end - begin) * p.output_bytes;
@@ -273,6 +281,13 @@ void Columns::move(int32_t document, int64_t group, int64_t begin, int64_t end, 
         received[server] += (end - begin) * p.query_bytes;
         received[home] += (end - begin) * p.output_bytes;
     }
+}
+
+int32_t Columns::segment_of(int32_t document, int64_t row) const {
+    const auto first = segments.begin() + documents[document].first_segment;
+    const auto found = std::upper_bound(first, first + documents[document].segments, row,
+                                        [](int64_t value, const Segment& segment) { return value < segment.end; });
+    return static_cast<int32_t>(found - segments.begin());
 }
 
 std::vector<Task> Columns::tasks() const {

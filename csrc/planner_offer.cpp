@@ -146,7 +146,7 @@ void Offer::judge(int64_t groups, int64_t begin, int64_t end, double moved, doub
 }
 
 void Offer::find_tail_cuts(int64_t begin, int64_t end, double most_loss, double most_gain, int64_t level) {
-    const int64_t step = p.granularity, first = begin / step + 1, last = (end - 1) / step;
+    const int64_t step = p.granularity, first = (begin + step - 1) / step + 1, last = end / step - 1;
     const double whole = state.cost_of(begin, end);
     int64_t low = first, high = std::max(first, last + 1);
     while (low < high) {
@@ -163,7 +163,8 @@ void Offer::find_tail_cuts(int64_t begin, int64_t end, double most_loss, double 
 }
 
 void Offer::find_head_cuts(double most_loss, double most_gain) {
-    const int64_t step = p.granularity, first = item.begin / step + 1, last = (item.end - 1) / step;
+    const int64_t step = p.granularity, first = (item.begin + step - 1) / step + 1;
+    const int64_t last = item.end / step - 1;
     const double whole = state.cost_of(item.begin, item.end);
     int64_t low = first, high = std::max(first, last + 1);
     while (low < high) {

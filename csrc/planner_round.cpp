@@ -12,6 +12,8 @@ namespace {
 
 constexpr size_t kItems = 2;  // ITEMS
 constexpr size_t kNear = 4;   // NEAR
+constexpr size_t kLongest = 32, kShortest = 8;  // LONGEST, SHORTEST
+constexpr int64_t kShortSteps = 8;  // SHORT_STEPS
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 }  // namespace
@@ -37,6 +39,7 @@ void Round::run() {
             continue;
         }
         apply(move);
+        follow(rank, move);
         heap.emplace(move.rate, rank);
     }
 }
@@ -54,24 +57,68 @@ void Round::apply(const Move& move) {
     }
 }
 
-void Round::find_own(int32_t rank) {
+void Round::follow(int32_t donor, const Move& move) {
+    const int32_t server = move.server;
+    if (move.end - move.begin > kShortSteps * p.granularity || move.group_end - move.group_begin < p.groups) return;
+    if (!is_whole(state.segment_of(move.document, move.begin), 0)) return;
+    for (const int32_t index : state.of_rank[donor]) {
+        const Segment segment = state.segments[index];
+        const int64_t rows = (segment.end - segment.begin) * p.groups;
+        if (segment.end > move.end || !is_whole(index, rows)) continue;
+        const double amount = state.cost_of(segment.begin, segment.end) * real(p.groups);
+        const double surplus = state.load[donor] - at.give[donor], deficit = at.take[server] - state.load[server];
+        if (amount > std::min(surplus, deficit)) return;
+        const double space = p.memory[server] - real(state.received[server]);
+        if (real(rows * (p.query_bytes + p.key_value_bytes)) > space) return;
+        if (real(rows * p.output_bytes) > p.memory[segment.home] - real(state.received[segment.home])) return;
+        for (int64_t group = 0; group < p.groups; ++group)
+            state.move(segment.document, group, segment.begin, segment.end, server);
+    }
+}
+
+bool Round::is_whole(int32_t index, int64_t left) const {
+    const Segment& segment = state.segments[index];
+    const Document& document = state.documents[segment.document];
+    if (state.left[index] != left || segment.begin != 0 || document.keys != 1) return false;
+    const KeySegment& key = state.keys[document.first_key];
+    return key.begin == 0 && key.end == segment.end && key.home == segment.home;
+}
+
+void Round::find_longest(int32_t rank) {
     items_.clear();
+    size_t seen = 0;
     for (const int32_t index : state.of_rank[rank]) {
-        const Segment& segment = state.segments[index];
-        state.classes(segment.document, &runs_);
-        for (const auto& run : runs_) {
-            int32_t count;
-            const Cell* column = state.column(segment.document, run.first, &count);
-            const Cell* cell = std::lower_bound(column, column + count, segment.begin,
-                                                [](const Cell& one, int64_t begin) { return one.begin < begin; });
-            for (; cell != column + count && cell->begin < segment.end; ++cell)
-                if (cell->server == segment.home && cell->home == segment.home) {
-                    items_.push_back({segment.document, run.first, run.second, cell->begin, cell->end});
-                    break;
-                }
-        }
+        if (state.left[index] == 0) continue;
+        add_own_rows(index);
+        if (++seen == kLongest) break;
     }
     sort_items();
+}
+
+void Round::add_shortest(int32_t rank) {
+    const auto& own = state.of_rank[rank];
+    size_t seen = 0;
+    for (auto index = own.rbegin(); index != own.rend() && seen < kShortest; ++index) {
+        if (state.left[*index] == 0) continue;
+        add_own_rows(*index);
+        ++seen;
+    }
+}
+
+void Round::add_own_rows(int32_t index) {
+    const Segment& segment = state.segments[index];
+    state.classes(segment.document, &runs_);
+    for (const auto& run : runs_) {
+        int32_t count;
+        const Cell* column = state.column(segment.document, run.first, &count);
+        const Cell* cell = std::lower_bound(column, column + count, segment.begin,
+                                            [](const Cell& one, int64_t begin) { return one.begin < begin; });
+        for (; cell != column + count && cell->begin < segment.end; ++cell)
+            if (cell->server == segment.home && cell->home == segment.home) {
+                items_.push_back({segment.document, run.first, run.second, cell->begin, cell->end});
+                break;
+            }
+    }
 }
 
 void Round::find_received(int32_t rank) {
@@ -162,10 +209,13 @@ void Round::find_receivers(int32_t donor, const Item& item) {
 Move Round::choose(int32_t donor) {
     find_emptiest(donor);
     for (const bool own : {true, false}) {
-        own ? find_own(donor) : find_received(donor);
+        own ? find_longest(donor) : find_received(donor);
         if (items_.empty()) continue;
         Move move = cheapest(donor);
-        if (move.server < 0) move = smallest_step(donor);
+        if (move.server < 0) {
+            if (own) add_shortest(donor);
+            move = smallest_step(donor);
+        }
         if (move.server >= 0) return move;
     }
     return kNoMove;
@@ -205,7 +255,7 @@ Move Round::smallest_step(int32_t donor) {
     Move best = kNoMove;
     double least = kInfinity;
     for (const Item& item : items_) {
-        const int64_t cut = std::max((item.end - 1) / p.granularity * p.granularity, item.begin);
+        const int64_t cut = std::max((item.end - p.granularity) / p.granularity * p.granularity, item.begin);
         const double amount = state.cost_of(cut, item.end);
         if (amount >= least) continue;
         find_receivers(donor, item);

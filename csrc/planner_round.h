@@ -72,7 +72,9 @@ public:
 
 private:
     Move choose(int32_t donor);
-    void find_own(int32_t rank);
+    void find_longest(int32_t rank);
+    void add_shortest(int32_t rank);
+    void add_own_rows(int32_t index);
     void find_received(int32_t rank);
     void sort_items();
     int64_t water_level(double surplus) const;
@@ -84,6 +86,8 @@ private:
     double finish(int32_t rank, double more) const;
     bool fits(int32_t donor, int32_t server, const Item& item, int64_t cut) const;
     void apply(const Move& move);
+    void follow(int32_t donor, const Move& move);
+    bool is_whole(int32_t index, int64_t left) const;
 
     Columns& state;
     const Problem& p;

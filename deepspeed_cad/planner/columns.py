@@ -46,19 +46,26 @@ class Columns:
                     self.segments[-1] = (document, last[1], end, rank)
                     continue
             self.segments.append((document, begin, end, rank))
+        self.first_segment: dict[int, int] = {}
         self.cells: dict[int, list[list[Cell]]] = {}
         self.load = [0.0] * self.ranks
         self.received = [0] * self.ranks
         self.of_rank: list[list[int]] = [[] for _ in range(self.ranks)]
+        """Segments of each rank, those that end last in their document first."""
         self.served: list[list[int]] = [[] for _ in range(self.ranks)]
         """Documents of which a rank runs, or ran, rows of others."""
         for index, (document, begin, end, rank) in enumerate(self.segments):
             if document not in self.cells:
+                self.first_segment[document] = index
                 self.cells[document] = [[] for _ in range(self.groups)]
             for column in self.cells[document]:
                 column.append((begin, end, rank, rank))
             self.of_rank[rank].append(index)
             self.load[rank] += self.cost_of(begin, end) * self.groups
+        for own in self.of_rank:
+            own.sort(key=lambda index: (-self.segments[index][2], index))
+        self.left = [(end - begin) * self.groups for _, begin, end, _ in self.segments]
+        """Rows times head groups of each segment that are at home."""
         for document, columns in self.cells.items():
             for server in sorted({cell[2] for cell in columns[0]}):
                 keys = self.missing(document, server, self.spans(columns[0], server))[0]
@@ -157,6 +164,8 @@ class Columns:
         for rank, before, after in ((old, before_old, after_old), (server, before_new, after_new)):
             rows = self.missing(document, rank, after)[0] - self.missing(document, rank, before)[0]
             self.received[rank] += rows * self.key_value_bytes
+        if home in (old, server) and old != server:
+            self.left[self.segment_of(document, begin)] += (end - begin) * (1 if server == home else -1)
         if old != home:
             self.received[old] -= (end - begin) * self.query_bytes
             self.received[home] -= (end - begin) * self.output_bytes
@@ -165,6 +174,13 @@ class Columns:
                 self.served[server].append(document)
             self.received[server] += (end - begin) * self.query_bytes
             self.received[home] += (end - begin) * self.output_bytes
+
+    def segment_of(self, document: int, row: int) -> int:
+        """The segment that holds a row."""
+        index = self.first_segment[document]
+        while row >= self.segments[index][2]:
+            index += 1
+        return index
 
     @staticmethod
     def _join(column: list[Cell]) -> None:

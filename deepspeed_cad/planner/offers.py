@@ -216,7 +216,7 @@ class Offer:
         state = self.state
         step = state.granularity
         whole = state.cost_of(begin, end)
-        first, last = begin // step + 1, (end - 1) // step
+        first, last = -(-begin // step) + 1, end // step - 1
         low, high = first, max(first, last + 1)
         while low < high:
             middle = (low + high) // 2
@@ -233,7 +233,7 @@ class Offer:
         state, item = self.state, self.item
         step = state.granularity
         whole = state.cost_of(item.begin, item.end)
-        first, last = item.begin // step + 1, (item.end - 1) // step
+        first, last = -(-item.begin // step) + 1, item.end // step - 1
         low, high = first, max(first, last + 1)
         while low < high:
             middle = (low + high) // 2

@@ -14,6 +14,12 @@ from deepspeed_cad.planner.offers import Item, Levels, Move, Offer, Prices
 
 ITEMS = 2
 """Longest documents of a rank that are looked at for each move."""
+LONGEST = 32
+"""Segments of a rank that are looked at for what must leave."""
+SHORTEST = 8
+"""Segments of a rank that are looked at where the longest are too coarse."""
+SHORT_STEPS = 8
+"""Whole documents of up to so many steps of the granularity are moved in one go."""
 NEAR = 4
 """Servers that hold keys of a document and are looked at: so many from its first homes, its last, and its servers."""
 
@@ -50,21 +56,71 @@ class Round:
                     low, high = max(begin, move.begin), min(end, move.end)
                     if low < high:
                         state.move(move.document, group, low, high, move.server)
+            self.follow(rank, move)
             heapq.heappush(heap, (move.rate, rank))
 
-    def items(self, rank: int) -> list[Item]:
-        """What the rank still runs of its own rows, last rows first, head groups in the same state together."""
-        state = self.state
-        found = []
-        for index in state.of_rank[rank]:
+    def follow(self, donor: int, move: Move) -> None:
+        """After a whole short document, further ones to the same server: one search for many."""
+        state, server = self.state, move.server
+        if move.end - move.begin > SHORT_STEPS * state.granularity or move.group_end - move.group_begin < state.groups:
+            return
+        if not self.is_whole(state.segment_of(move.document, move.begin), 0):
+            return
+        for index in state.of_rank[donor]:
             document, begin, end, home = state.segments[index]
-            for first, last in self.classes(document):
-                for cell in state.cells[document][first]:
-                    if begin <= cell[0] < end and cell[2] == home and cell[3] == home:
-                        found.append(Item(document, first, last, cell[0], cell[1]))
-                        break
+            if end > move.end or not self.is_whole(index, (end - begin) * state.groups):
+                continue
+            amount = state.cost_of(begin, end) * state.groups
+            surplus, deficit = state.load[donor] - self.give[donor], self.take[server] - state.load[server]
+            if amount > min(surplus, deficit):
+                return
+            rows = (end - begin) * state.groups
+            space = self.levels.memory[server] - state.received[server]
+            if rows * (state.query_bytes + state.key_value_bytes) > space:
+                return
+            if rows * state.output_bytes > self.levels.memory[home] - state.received[home]:
+                return
+            for group in range(state.groups):
+                state.move(document, group, begin, end, server)
+
+    def is_whole(self, index: int, left: int) -> bool:
+        """Whether a segment is a whole document, keys and all, of which so much is at home."""
+        state = self.state
+        document, begin, end, home = state.segments[index]
+        return state.left[index] == left and state.home_keys.get(document) == [(0, end, home)] and begin == 0
+
+    def items(self, rank: int) -> list[Item]:
+        """What the rank still runs of its longest segments, last rows first, head groups in the same state together."""
+        found: list[Item] = []
+        seen = 0
+        for index in self.state.of_rank[rank]:
+            if self.state.left[index]:
+                self._own_rows(index, found)
+                seen += 1
+                if seen == LONGEST:
+                    break
         found.sort(key=lambda item: (-item.end, item.document, item.begin, item.group_begin))
         return found
+
+    def short_items(self, rank: int) -> list[Item]:
+        """The same of its shortest segments."""
+        found: list[Item] = []
+        seen = 0
+        for index in reversed(self.state.of_rank[rank]):
+            if self.state.left[index]:
+                self._own_rows(index, found)
+                seen += 1
+                if seen == SHORTEST:
+                    break
+        return found
+
+    def _own_rows(self, index: int, found: list[Item]) -> None:
+        document, begin, end, home = self.state.segments[index]
+        for first, last in self.classes(document):
+            for cell in self.state.cells[document][first]:
+                if begin <= cell[0] < end and cell[2] == home and cell[3] == home:
+                    found.append(Item(document, first, last, cell[0], cell[1]))
+                    break
 
     def received_items(self, rank: int) -> list[Item]:
         """What the rank runs of other ranks' rows."""
@@ -144,7 +200,10 @@ class Round:
         for find in (self.items, self.received_items):
             items = find(donor)
             if items:
-                move = self.cheapest(donor, items, emptiest) or self.smallest_step(donor, items, emptiest)
+                move = self.cheapest(donor, items, emptiest)
+                if move is None:
+                    more = self.short_items(donor) if find == self.items else []
+                    move = self.smallest_step(donor, items + more, emptiest)
                 if move is not None:
                     return move
         return None
@@ -187,7 +246,7 @@ class Round:
         best: Move | None = None
         least = math.inf
         for item in items:
-            cut = max((item.end - 1) // step * step, item.begin)
+            cut = max((item.end - step) // step * step, item.begin)
             amount = state.cost_of(cut, item.end)
             if amount >= least:
                 continue
