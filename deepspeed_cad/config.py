@@ -19,7 +19,7 @@ from typing import Any
 from deepspeed_cad.errors import CADConfigError
 
 _CHOICES: dict[str, tuple] = {
-    "overlap": ("pingpong", "local_first", "none"),
+    "overlap": ("local_first", "pingpong", "none"),
     "transport": ("auto", "c10d", "nccl", "nvlink"),
     "backward": ("auto", "keep", "resend"),
     "documents": ("keep", "exchange"),
@@ -50,9 +50,11 @@ class CADConfig:
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
     better; below 128 the backward of most kernels loses speed."""
 
-    overlap: str = "pingpong"
-    """What hides the exchange. "pingpong": two nano-batches alternate inside each decoder layer, and local tasks run
-    first; "local_first": only the latter; "none": dispatch, serve and return one after the other."""
+    overlap: str = "local_first"
+    """What hides the exchange. "local_first": one half of a rank's own tasks runs while Q, K and V are on their way,
+    the other half while results return; "pingpong": besides, two nano-batches alternate inside each decoder layer,
+    which also hides exchanges behind linear layers (for slow links, or ranks with little work of their own; inside a
+    node it costs more than it hides); "none": dispatch, serve and return one after the other."""
 
     transport: str = "auto"
     """What carries an exchange. "auto" takes the fastest that works: "nvlink" (peer copies inside a node), "nccl"
