@@ -12,6 +12,7 @@ as in serve.py.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from deepspeed_cad.serve import (
     run_served,
     run_served_backward,
 )
+from deepspeed_cad.tracing import NOT_TRACED, Tracer
 
 
 @dataclass
@@ -41,6 +43,8 @@ class CallCounts:
     backwards: int = 0
     replays: int = 0
     waits: Waits = field(default_factory=Waits)
+    tracer: Tracer | None = None
+    """Records a timeline, where one is wanted."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,11 @@ class AttentionCall:
         """O [T, H, V]."""
         return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, self.sinks)
 
+    def traced(self, what: str, backward: bool = False) -> AbstractContextManager[None]:
+        """A span of the timeline, where one is recorded."""
+        tracer = self.counts.tracer
+        return NOT_TRACED if tracer is None else tracer.span(what, self.slot, self.label, backward)
+
     @property
     def replaying(self) -> bool:
         """This is the second forward of a checkpointed layer and its result is at hand."""
@@ -118,7 +127,8 @@ class AttentionCall:
         self._sinks = None if self.sinks is None else self.sinks.detach().clone()
         if self.transport is not None:
             fields = [Outgoing(QUERY, _by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
-            self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
+            with self.traced("dispatch"):
+                self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
 
     def forward_serve(self) -> None:
         """Run local and served batches, start sending O back."""
@@ -127,28 +137,35 @@ class AttentionCall:
         o, lse = new_outputs(self.prepared, q, v)
         local = (self.kernel, self.rule, q, k, v, o, lse, sinks)
         if self.transport is None:
-            run_local(self.prepared.early + self.prepared.late, *local)
+            with self.traced("local"):
+                run_local(self.prepared.early + self.prepared.late, *local)
             self._outputs = (o, lse)
             return
         received = None if self.modes.local_first else self._wait_out()
-        run_local(self.prepared.early, *local)
+        with self.traced("local"):
+            run_local(self.prepared.early, *local)
         q_RW, k_SD, v_SV = received or self._wait_out()
         groups = k.shape[1]
         q_RGD, k_S1D, v_S1V = q_RW.unflatten(1, (-1, q.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1)
-        served_o, served_lse = run_served(self.prepared, self.kernel, self.rule, q_RGD, k_S1D, v_S1V, sinks)
+        with self.traced("served"):
+            served_o, served_lse = run_served(self.prepared, self.kernel, self.rule, q_RGD, k_S1D, v_S1V, sinks)
         fields = [Returning(QUERY, served_o.flatten(1), o.unflatten(1, (groups, -1)).flatten(2))]
         if sinks is not None:
             fields.append(Returning(QUERY, served_lse, lse.unflatten(1, (groups, -1))))
         kept = tuple(x.clone() for x in (q_RGD, k_S1D, v_S1V)) if self.modes.keep_received else ()
-        self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
-        run_local(self.prepared.late, *local)
+        with self.traced("return"):
+            self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
+        with self.traced("local"):
+            run_local(self.prepared.late, *local)
         self._outputs = (o, lse, served_o, served_lse, *kept)
 
     def forward_collect(self) -> torch.Tensor:
         """Wait until O is complete at home."""
         if self._back is not None:
-            with self.counts.waits.timed(self.prepared.padding.device):
+            with self.traced("wait"), self.counts.waits.timed(self.prepared.padding.device):
                 self._back.wait()
+        if self.counts.tracer is not None:
+            self.counts.tracer.mark("attention ends", self.slot)
         self._back = self._out = None
         self._inputs = ()
         self.done = True
@@ -166,7 +183,8 @@ class AttentionCall:
             fields = [Outgoing(QUERY, _by_group(do, k))]
             if len(outputs) == 4:
                 fields += [Outgoing(QUERY, _by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
-            self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
+            with self.traced("dispatch", backward=True):
+                self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
         if self._sinks is None:
             return None
         o, lse = outputs[:2]
@@ -181,29 +199,34 @@ class AttentionCall:
         dq, dk, dv = self._gradients = new_gradients(self.prepared, q, k, v)
         local = (self.kernel, self.rule, do, q, k, v, o, lse, self._gradients, self.prepared.local_keys_overlap)
         if self.transport is None:
-            run_local_backward(self.prepared.early + self.prepared.late, *local)
+            with self.traced("local", backward=True):
+                run_local_backward(self.prepared.early + self.prepared.late, *local)
             return
-        received = None if self.modes.local_first else self._wait_out()
-        run_local_backward(self.prepared.early, *local)
-        do_RW, *resent = received or self._wait_out()
+        received = None if self.modes.local_first else self._wait_out(backward=True)
+        with self.traced("local", backward=True):
+            run_local_backward(self.prepared.early, *local)
+        do_RW, *resent = received or self._wait_out(backward=True)
         served_o, served_lse, *kept = served
         if kept:
             q_RGD, k_S1D, v_S1V = kept
         else:
             q_RGD = resent[0].unflatten(1, (-1, q.shape[2]))
             k_S1D, v_S1V = resent[1].unsqueeze(1), resent[2].unsqueeze(1)
-        dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-            self.prepared, self.kernel, self.rule,
-            do_RW.unflatten(1, (-1, v.shape[2])), q_RGD, k_S1D, v_S1V, served_o, served_lse,
-        )  # fmt: skip
+        with self.traced("served", backward=True):
+            dq_RGD, dk_S1D, dv_S1V = run_served_backward(
+                self.prepared, self.kernel, self.rule,
+                do_RW.unflatten(1, (-1, v.shape[2])), q_RGD, k_S1D, v_S1V, served_o, served_lse,
+            )  # fmt: skip
         self._landing = (dk, dv) if dk.dtype == k.dtype else (torch.empty_like(k), torch.empty_like(v))
         fields = [
             Returning(QUERY, dq_RGD.flatten(1), _by_group(dq, dk)),
             Returning(KEY, dk_S1D.flatten(1), self._landing[0], add=True),
             Returning(KEY, dv_S1V.flatten(1), self._landing[1], add=True),
         ]
-        self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
-        run_local_backward(self.prepared.late, *local)
+        with self.traced("return", backward=True):
+            self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
+        with self.traced("local", backward=True):
+            run_local_backward(self.prepared.late, *local)
 
     def backward_collect(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dQ, dK, dV, complete; everything this call held is freed."""
@@ -213,8 +236,10 @@ class AttentionCall:
                 if landing is not wide:
                     landing.copy_(wide)
             dk, dv = self._landing
-            with self.counts.waits.timed(self.prepared.padding.device):
+            with self.traced("wait", backward=True), self.counts.waits.timed(self.prepared.padding.device):
                 self._back.wait()
+        if self.counts.tracer is not None:
+            self.counts.tracer.mark("attention ends", self.slot, backward=True)
         _, _, k, v, *_ = self._backward_inputs
         self._back = self._out = None
         self._gradients = self._landing = self._backward_inputs = self._outputs = ()
@@ -230,10 +255,10 @@ class AttentionCall:
         """Forget the results: autograd holds them."""
         self._outputs = ()
 
-    def _wait_out(self) -> list[torch.Tensor]:
+    def _wait_out(self, backward: bool = False) -> list[torch.Tensor]:
         if self._out is None:
             raise CADError(f"{self.label}: no exchange is under way")
-        with self.counts.waits.timed(self.prepared.padding.device):
+        with self.traced("wait", backward), self.counts.waits.timed(self.prepared.padding.device):
             return self._out.wait()
 
 
