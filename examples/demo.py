@@ -144,16 +144,16 @@ def free_port() -> int:
 
 BEFORE, AFTER = "cad/attention_max_over_mean_before", "cad/attention_max_over_mean"
 HEADER = (
-    "        attention max/mean    moved  planning   time\n  step    loss   before  after      MiB        ms      s"
+    f"{'':12}attention max/mean{'moved':>9}{'planning':>10}{'time':>7}\n"
+    f"{'step':>6}{'loss':>9}{'before':>8}{'after':>7}{'MiB':>9}{'ms':>10}{'s':>7}"
 )
 
 
 def table_line(row: Row) -> str:
     """One step with CAD."""
     return (
-        f"  {row['step']:4d}  {row['loss']:7.4f}  {row[BEFORE]:5.2f}  "
-        f"{row[AFTER]:5.2f}  {row['cad/sent_MiB']:7.1f}  {row['cad/planning_ms']:8.1f}  "
-        f"{row['seconds']:5.1f}"
+        f"{row['step']:6d}{row['loss']:9.4f}{row[BEFORE]:8.2f}{row[AFTER]:7.2f}{row['cad/sent_MiB']:9.1f}"
+        f"{row['cad/planning_ms']:10.1f}{row['seconds']:7.1f}"
     )
 
 
