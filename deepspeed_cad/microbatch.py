@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from deepspeed_cad import schedule_native
 from deepspeed_cad.attention import AttentionCall, CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
@@ -78,7 +79,8 @@ class MicroBatch:
             for part, tick in enumerate(self.ticks):
                 begin = time.perf_counter()
                 plan = self.make_plan(tick, key)
-                slices = build_slices(tick, plan.tasks, key.window)
+                build = schedule_native.build_slices if schedule_native.is_available() else build_slices
+                slices = build(tick, plan.tasks, key.window)
                 schedule = schedule_rank(tick, slices, self.rank, key.shape.groups, key.window)
                 prepared = prepare(schedule, self.device)
                 self._planned[key, part] = Planned(plan, prepared, time.perf_counter() - begin)

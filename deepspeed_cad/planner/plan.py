@@ -82,7 +82,8 @@ class Plan:
     tasks: Ints
     """[n, 6]: document, q_begin, q_end, group_begin, group_end, server; ordered by these columns."""
     load: Floats
-    """[ranks]: predicted attention of each rank, in the unit of the cost model (seconds, or pairs)."""
+    """[ranks]: predicted finish time of each rank, work ÷ speed + base load, in the unit of the cost model (seconds, or
+    pairs); in place, with equal ranks, that is its attention."""
     load_before: Floats
     """[ranks]: the same if every rank ran its own tokens."""
     sent_bytes: Ints
