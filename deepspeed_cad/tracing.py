@@ -1,20 +1,18 @@
-"""A timeline of a few micro-batches over all ranks, in the trace format that Perfetto and chrome://tracing read.
+"""A timeline of a few micro-batches over all ranks: what is recorded, and when.
 
-In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: one part file
-per rank and, once all parts are there, one file with a process row per rank: a lane for what the training stream does
-(the model before and after attention, local and served attention, waits) and a lane per nano-batch for exchanges.
-Times are CUDA events on a GPU, wall time on a CPU. Without a tracer nothing here runs.
+In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: a part file per
+rank and, once all parts are there, one file (timeline.py) with a process row per rank: a lane for what the training
+stream does (the model before and after attention, local and served attention, waits) and one per nano-batch for
+exchanges. Times are CUDA events on a GPU, wall time on a CPU. Without a tracer nothing here runs.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import torch
 
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.timeline import COMPUTE, NANO_BATCHES, STEP, Span, merge_parts, part_path, to_events, write_json
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -31,23 +30,6 @@ WARM_UP = 2
 PATH_VARIABLE, STEPS_VARIABLE = "DEEPSPEED_CAD_TRACE", "DEEPSPEED_CAD_TRACE_STEPS"
 """What `deepspeed-cad trace` sets; the config keys are "trace" and "trace_steps"."""
 NOT_TRACED: AbstractContextManager[None] = nullcontext()
-NAMELESS = 50e-6
-"""Seconds: what lies between two spans and has no name is left out where it is shorter."""
-COMPUTE, STEP = "training stream", "micro-batch"
-NANO_BATCHES = "AB"
-
-
-@dataclass
-class Span:
-    """One thing that happened; begin and end are CUDA events or seconds, equal for a mark."""
-
-    lane: str
-    what: str
-    slot: int | None
-    backward: bool
-    begin: Any
-    end: Any = None
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 class Tracer:
@@ -133,7 +115,7 @@ class Tracer:
         events = to_events(self.rank, self._resolve())
         self._spans.clear()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _write(part_path(self.path, self.rank), {"began": self._began, "traceEvents": events})
+        write_json(part_path(self.path, self.rank), {"began": self._began, "traceEvents": events})
         merged = merge_parts(self.path, self.ranks)
         if merged:
             logger.info("timeline of %d micro-batches on %d ranks: %s", self.steps, self.ranks, self.path)
@@ -247,103 +229,3 @@ def open_tracer(path: str, steps: int, device: torch.device, rank: int, ranks: i
     path = os.environ.get(PATH_VARIABLE, path)
     steps = int(os.environ.get(STEPS_VARIABLE, steps))
     return Tracer(path, steps, device, rank, ranks) if path else None
-
-
-# From spans to a file
-
-
-def to_events(rank: int, spans: list[Span]) -> list[dict[str, Any]]:
-    """Trace events of one rank: its spans, and names for what the training stream did between them."""
-    lanes = [STEP, COMPUTE, *(f"exchange {name}" for name in NANO_BATCHES)]
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}},
-        {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}},
-    ]
-    for lane, name in enumerate(lanes):
-        about = {"ph": "M", "pid": rank, "tid": lane}
-        events.append({**about, "name": "thread_name", "args": {"name": name}})
-        events.append({**about, "name": "thread_sort_index", "args": {"sort_index": lane}})
-    compute = [span for span in spans if span.lane == COMPUTE]
-    others = [span for span in spans if span.lane != COMPUTE]
-    for span in [*others, *(span for span in compute if span.end > span.begin), *name_gaps(compute)]:
-        direction = "backward" if span.backward else "forward"
-        part = "" if span.slot is None or span.lane != COMPUTE else f" {NANO_BATCHES[span.slot]}"
-        events.append(
-            {
-                "ph": "X",
-                "pid": rank,
-                "tid": lanes.index(span.lane),
-                "name": f"{span.what}{part}",
-                "cat": direction,
-                "ts": span.begin * 1e6,
-                "dur": (span.end - span.begin) * 1e6,
-                "args": {"direction": direction, **span.details},
-            }  # fmt: skip
-        )
-    return events
-
-
-def name_gaps(compute: list[Span]) -> list[Span]:
-    """Spans for what lies between those of the training stream: the model before and after attention."""
-    found: list[Span] = []
-    backward = False
-    for one, following in zip(compute, compute[1:]):
-        if one.what == "micro-batch begins":
-            backward = False
-        # A layer that begins where the same one has just ended is run again: the loss lies between.
-        again = one.details.get("layer") == following.details.get("layer") and following.what == "layer begins"
-        turning = one.what == "layer ends" and not backward and (again or following.backward)
-        backward = backward or turning or following.backward
-        what, slot = ("head and loss", None) if turning else _gap(one, following)
-        if following.begin - one.end > (NAMELESS if what == "other" else 0.0):
-            found.append(Span(COMPUTE, what, slot, backward and not turning, one.end, following.begin))
-    return found
-
-
-def _gap(one: Span, following: Span) -> tuple[str, int | None]:
-    """Name and nano-batch of the time between two spans or marks."""
-    if following.what == "micro-batch ends":
-        return "rest of the step", None
-    if one.what == "micro-batch begins":
-        return "embedding", None
-    if one.what == "layer begins" and following.backward:
-        return "recompute, post", following.slot
-    if following.what == "dispatch":
-        # In backward, what comes after attention in the model is passed first.
-        return ("post" if following.backward else "pre"), following.slot
-    if one.what == "attention ends":
-        return ("pre" if one.backward else "post"), one.slot
-    if one.what == "layer begins" and following.what == "layer ends":
-        return "recompute", None
-    return "other", None
-
-
-def part_path(path: Path, rank: int) -> Path:
-    """Where a rank writes its part."""
-    return path.with_name(f"{path.name}.rank{rank}")
-
-
-def merge_parts(path: Path, ranks: int) -> bool:
-    """Join the parts of all ranks into one file and remove them; False while some are missing."""
-    parts = [part_path(path, rank) for rank in range(ranks)]
-    try:
-        found = [json.loads(part.read_text()) for part in parts]
-    except FileNotFoundError:
-        return False
-    first = min(part["began"] for part in found)
-    for part in found:
-        for event in part["traceEvents"]:
-            if "ts" in event:
-                event["ts"] = round(event["ts"] + (part["began"] - first) * 1e6, 3)
-                event["dur"] = round(event["dur"], 3)
-    _write(path, {"displayTimeUnit": "ms", "traceEvents": [event for part in found for event in part["traceEvents"]]})
-    for part in parts:
-        part.unlink(missing_ok=True)
-    return True
-
-
-def _write(path: Path, content: Any) -> None:
-    """Write at once, so that nobody reads half a file."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(content))
-    os.replace(unfinished, path)

@@ -17,7 +17,8 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.cli import main
 from deepspeed_cad.cli.trace import summary
-from deepspeed_cad.tracing import COMPUTE, WARM_UP, Span, Tracer, name_gaps, part_path, to_events
+from deepspeed_cad.timeline import COMPUTE, Span, name_gaps, part_path, to_events
+from deepspeed_cad.tracing import WARM_UP, Tracer
 
 ROOT = Path(__file__).parents[1]
 
