@@ -1,7 +1,7 @@
 """A timeline of a few micro-batches over all ranks: what is recorded, and when.
 
-In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: a part file per
-rank and, once all parts are there, one file (timeline.py) with a process row per rank: a lane for what the training
+In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: a part file
+per rank and, once all parts are there, one file (timeline.py) with a process row per rank: a lane for what the training
 stream does (the model before and after attention, local and served attention, waits) and one per nano-batch for
 exchanges. Times are CUDA events on a GPU, wall time on a CPU. Without a tracer nothing here runs.
 """
