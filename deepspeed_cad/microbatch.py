@@ -22,7 +22,7 @@ from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.pingpong import RowCut, hand_over
 from deepspeed_cad.planner.plan import HeadShape, Plan
-from deepspeed_cad.schedule import build_slices, schedule_rank
+from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
 from deepspeed_cad.serve import Prepared, prepare
 
 
@@ -38,7 +38,7 @@ class Planned:
     """A plan with this rank's schedule."""
 
     plan: Plan
-    prepared: Prepared
+    schedule: Schedule
     seconds: float
     """Time for plan and schedule."""
 
@@ -61,15 +61,21 @@ class MicroBatch:
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     _planned: dict[tuple[PlanKey, int], Planned] = field(default_factory=dict)
+    _prepared: dict[tuple[PlanKey, int], Prepared] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def plan(self, key: PlanKey, part: int) -> Planned:
-        """The plan of one tick for one kind of layer; made now if the look-ahead did not know of it."""
-        found = self._planned.get((key, part))
+    def prepared(self, key: PlanKey, part: int) -> Prepared:
+        """The schedule of one tick for one kind of layer, planned now if the look-ahead did not know of it.
+
+        Uploads happen here, on the training thread and its stream, not where plans are made.
+        """
+        found = self._prepared.get((key, part))
         if found is None:
-            self.plan_all([key])
-            found = self._planned[key, part]
+            if (key, part) not in self._planned:
+                self.plan_all([key])
+            found = prepare(self._planned[key, part].schedule, self.device)
+            self._prepared[key, part] = found
         return found
 
     def plan_all(self, keys: list[PlanKey]) -> None:
@@ -82,8 +88,7 @@ class MicroBatch:
                 build = schedule_native.build_slices if schedule_native.is_available() else build_slices
                 slices = build(tick, plan.tasks, key.window)
                 schedule = schedule_rank(tick, slices, self.rank, key.shape.groups, key.window)
-                prepared = prepare(schedule, self.device)
-                self._planned[key, part] = Planned(plan, prepared, time.perf_counter() - begin)
+                self._planned[key, part] = Planned(plan, schedule, time.perf_counter() - begin)
                 digest = (digest * 1000003 + plan.fingerprint()) & ((1 << 62) - 1)
         self.agree(digest, "plan")
 
@@ -186,9 +191,9 @@ class MaskDescriptor:
         layer = id(module)
 
         def build() -> AttentionCall:
-            planned = micro_batch.plan(PlanKey(self.window, shape), part)
+            prepared = micro_batch.prepared(PlanKey(self.window, shape), part)
             return AttentionCall(
-                planned.prepared, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
+                prepared, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
                 micro_batch.counts, slot=part, label=label,
             )  # fmt: skip
 
