@@ -302,9 +302,12 @@ def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _homes(model: PreTrainedModel) -> Iterator[Any]:
     """The Python modules in which the classes of a model's parts are written."""
     classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
-    names = dict.fromkeys(cls.__module__ for cls in classes if not cls.__module__.startswith(("torch.", "builtins")))
-    for name in names:
-        if name in sys.modules and name not in ("transformers.modeling_utils", "transformers.modeling_layers"):
+    for name in dict.fromkeys(cls.__module__ for cls in classes):
+        # Of torch and transformers only the models: their base classes import much that a model does not use.
+        shared = name.startswith(("torch.", "builtins", "transformers.")) and not name.startswith(
+            "transformers.models."
+        )
+        if not shared and name in sys.modules:
             yield sys.modules[name]
 
 

@@ -94,7 +94,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("granite_swa", MIXED, FP32),
     Family("granitemoe"),
     Family("granitemoe_swa", MIXED, FP32),
-    Family("granitemoehybrid", {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8}),
+    Family("granitemoehybrid", {"layer_types": ["attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8}),
     Family("granitemoeshared"),
     Family("helium", {}, FP32),
     Family("hunyuan_v1_dense", {"head_dim": 8}),
