@@ -37,6 +37,11 @@ from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.pingpong import run_alternating
 from deepspeed_cad.session import Feed, Session, current_session, open_session
 
+try:
+    from torch._C._dynamo.eval_frame import set_eval_frame
+except ImportError:  # a torch without it: compiled layers run uncompiled where they are cut
+    set_eval_frame = None
+
 logger = logging.getLogger("deepspeed_cad")
 
 NAME = "cad"
@@ -379,7 +384,7 @@ class _Alternating:
         return _run_cut(whole, found[0], args, kwargs)
 
 
-@torch.compiler.disable
+@functools.partial(torch.compiler.disable, recursive=set_eval_frame is None)
 def _run_cut(whole: Callable[..., Any], mask: MaskDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     hidden = args[0] if args else kwargs["hidden_states"]
     cut = mask.row_cut(hidden.shape[0], hidden.shape[1])
@@ -387,12 +392,39 @@ def _run_cut(whole: Callable[..., Any], mask: MaskDescriptor, args: tuple[Any, .
     def split(value: Any) -> tuple[Any, Any]:
         return value.cut() if isinstance(value, MaskDescriptor) else cut.split(value)
 
-    first_args, second_args = ([split(value)[part] for value in args] for part in (0, 1))
-    pairs = {name: split(value) for name, value in kwargs.items()}
-    first_kwargs, second_kwargs = ({name: pair[part] for name, pair in pairs.items()} for part in (0, 1))
-    return cut.join(
-        *run_alternating(lambda: whole(*first_args, **first_kwargs), lambda: whole(*second_args, **second_kwargs))
-    )
+    # Where the layer is compiled, Dynamo looks at both runs of it and not at what alternates them.
+    with _DynamoOff() as dynamo:
+        first_args, second_args = ([split(value)[part] for value in args] for part in (0, 1))
+        pairs = {name: split(value) for name, value in kwargs.items()}
+        first_kwargs, second_kwargs = ({name: pair[part] for name, pair in pairs.items()} for part in (0, 1))
+        return cut.join(
+            *run_alternating(
+                lambda: dynamo.run(whole, first_args, first_kwargs),
+                lambda: dynamo.run(whole, second_args, second_kwargs),
+            )
+        )
+
+
+class _DynamoOff:
+    """Keeps torch.compile's frame hook off inside, except in `run`. It is off whenever nano-batches hand over."""
+
+    def __enter__(self) -> _DynamoOff:
+        self._hook = None if set_eval_frame is None else set_eval_frame(None)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._hook is not None:
+            set_eval_frame(self._hook)
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call with the hook as it was outside."""
+        if self._hook is None:
+            return function(*args, **kwargs)
+        set_eval_frame(self._hook)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(None)
 
 
 def alternate(layer: torch.nn.Module) -> None:

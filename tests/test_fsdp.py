@@ -1,0 +1,217 @@
+"""FSDP2 (`fully_shard`) and FSDP1 in plain torch loops: `deepspeed_cad.apply` before sharding, gloo on CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import training
+from pool import WorkerPool
+from torch.distributed.device_mesh import init_device_mesh
+from trainers import PackedRows, assert_same, collate
+
+STEPS = 6
+BLOCK = {"granularity": 16, "tolerance": 0.02}
+
+
+def _shard(model: torch.nn.Module, world: int, **options: Any) -> torch.nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in _layers(model):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return list(model.get_decoder().layers)
+
+
+def _fsdp2(model: torch.nn.Module, world: int) -> torch.nn.Module:
+    return _shard(model, world)
+
+
+def _fsdp2_keeps_parameters(model: torch.nn.Module, world: int) -> torch.nn.Module:
+    return _shard(model, world, reshard_after_forward=False)
+
+
+def _fsdp2_checkpointing(model: torch.nn.Module, world: int) -> torch.nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return _shard(model, world)
+
+
+def _fsdp2_wrapped_checkpointing(model: torch.nn.Module, world: int) -> torch.nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    names = {type(_layers(model)[0])}
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module) in names)
+    return _shard(model, world)
+
+
+def _fsdp2_lora(model: torch.nn.Module, world: int) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return _shard(get_peft_model(model, lora), world)
+
+
+def _fsdp2_compiled(model: torch.nn.Module, world: int) -> torch.nn.Module:
+    torch._dynamo.reset()
+    for layer in _layers(model):
+        layer.compile(backend="aot_eager")
+    return _shard(model, world)
+
+
+def _fsdp1(model: torch.nn.Module, world: int) -> torch.nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(_layers(model)[0])})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def _ddp_frozen_embedding(model: torch.nn.Module, world: int) -> torch.nn.Module:
+    model.get_input_embeddings().requires_grad_(False)
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+WAYS: dict[str, Callable[[torch.nn.Module, int], torch.nn.Module]] = {
+    "FSDP2": _fsdp2,
+    "FSDP2, parameters kept": _fsdp2_keeps_parameters,
+    "FSDP2, checkpointing": _fsdp2_checkpointing,
+    "FSDP2, checkpoint wrappers": _fsdp2_wrapped_checkpointing,
+    "FSDP2, LoRA": _fsdp2_lora,
+    "FSDP2, compiled layers": _fsdp2_compiled,
+    "FSDP1": _fsdp1,
+    "DDP, frozen embedding": _ddp_frozen_embedding,
+}
+
+LATE = ["FSDP2", "FSDP1", "FSDP2, checkpoint wrappers"]
+
+
+def _train(rank: int, world: int, way: str, cad: bool, late: bool = False) -> tuple[list[float], int, int]:
+    """Losses of every micro-batch, how often parameters were gathered, and how many operations were compiled."""
+    from torch._dynamo.utils import counters
+
+    import deepspeed_cad
+
+    counters.clear()
+
+    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    if cad and not late:
+        deepspeed_cad.apply(model, BLOCK)
+    model = WAYS[way](model, world)
+    if cad and late:
+        deepspeed_cad.apply(model, BLOCK)
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    rows = PackedRows(64)
+    losses = []
+    with _Count() as gathers:
+        for step in range(STEPS):
+            for micro in range(2):  # gradients of two micro-batches are accumulated
+                batch = collate([rows[(2 * step + micro) * world + rank]])
+                loss = model(**batch).loss / 2
+                loss.backward()
+                losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, gathers.calls, counters["stats"]["calls_captured"]
+
+
+class _Count:
+    """Counts FSDP2's gathers of the parameters of one group."""
+
+    def __enter__(self) -> _Count:
+        import torch.distributed.fsdp._fully_shard._fsdp_param_group as home
+
+        self.calls, self._home, self._original = 0, home, home.foreach_all_gather
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return self._original(*args, **kwargs)
+
+        home.foreach_all_gather = counted
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._home.foreach_all_gather = self._original
+
+
+def _compare(rank: int, world: int, ways: list[str], late: bool) -> dict[str, Any]:
+    import deepspeed_cad
+    from deepspeed_cad.session import close_session
+
+    found = {}
+    for way in ways:
+        plain = _train(rank, world, way, False)
+        assert deepspeed_cad.current_session() is None
+        cad = _train(rank, world, way, True, late)
+        figures = deepspeed_cad.current_session().statistics
+        found[way] = (plain, cad, figures.imbalance_before, figures.imbalance)
+        close_session()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "ways", "late"),
+    [(2, [*WAYS], False), (4, ["FSDP2", "FSDP2, checkpointing"], False), (2, LATE, True)],
+)
+def test_same_losses_gathers_and_balance(workers: WorkerPool, world: int, ways: list[str], late: bool) -> None:
+    """`late`: apply after the sharding, as -m deepspeed_cad.run does in a loop of plain torch."""
+    for found in workers.run(_compare, world, ways, late, timeout=140.0):
+        for way, (plain, cad, before, after) in found.items():
+            assert_same(cad[0], plain[0])
+            assert cad[1] == plain[1], (way, "parameters are gathered as often as without CAD")
+            assert (plain[1] > 0) == ("FSDP2" in way)
+            assert (cad[2] > 0) == (plain[2] > 0) == ("compiled" in way)
+            assert before > 1.2 and after < 1.05, way
+
+
+def _save_and_resume(rank: int, world: int, folder: str) -> None:
+    """A checkpoint of torch.distributed.checkpoint, written with CAD and read without, and the other way round."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    import deepspeed_cad
+    from deepspeed_cad.session import close_session
+
+    def start(cad: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        close_session()
+        model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+        if cad:
+            deepspeed_cad.apply(model, BLOCK)
+        model = _shard(model, world).train()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            loss = model(**collate([PackedRows(64)[step * world + rank]])).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return found
+
+    model, optimizer = start(True)
+    train(model, optimizer, range(3))
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    went_on = train(model, optimizer, range(3, 6))
+    for cad in (True, False):
+        model, optimizer = start(cad)
+        found = get_state_dict(model, optimizer)
+        loaded = {"model": found[0], "optimizer": found[1]}
+        dcp.load(loaded, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        assert train(model, optimizer, range(3, 6)) == pytest.approx(went_on, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_save_and_resume(workers: WorkerPool, tmp_path) -> None:
+    workers.run(_save_and_resume, 2, str(tmp_path), timeout=60.0)
