@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def choose_machine(gpus: int) -> Machine:
     return Machine(4, False, 4096, CPU_MODEL, f"{one}4 processes on the CPU, fp32")
 
 
-def make_checkpoint(folder: Path, size: dict[str, int], texts: Iterable[str], tokens: int) -> None:
+def make_checkpoint(folder: Path, size: dict[str, Any], texts: Iterable[str], tokens: int) -> None:
     """Write a small Llama with random weights, and a byte-level BPE tokenizer trained on `texts`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -110,8 +111,9 @@ def launch(name: str, machine: Machine, out: Path, arguments: list[str], on_step
     rows: list[Row] = []
     with open(log, "w") as file:
         running = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            start_new_session=True,
+        )  # fmt: skip
         assert running.stdout is not None
         try:
             for line in running.stdout:
@@ -122,7 +124,8 @@ def launch(name: str, machine: Machine, out: Path, arguments: list[str], on_step
                         on_step(rows[-1])
             code = running.wait()
         finally:
-            running.kill()
+            if running.poll() is None:  # interrupted: the launcher, and the ranks that it started
+                os.killpg(running.pid, signal.SIGKILL)
     if code or not rows:
         end = "\n".join(log.read_text().splitlines()[-40:])
         raise SystemExit(f"{end}\n\nThe run {name!r} ended with exit code {code}; all of its output is in {log}")

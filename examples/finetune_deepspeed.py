@@ -33,6 +33,8 @@ def main() -> None:
     """Train for `--steps` optimizer steps and print every loss."""
     args = read_arguments()
     config = read_config(args)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     deepspeed.init_distributed()
     torch.manual_seed(args.seed)
     # Kept alive: with ZeRO-3 it makes transformers create the model in shards.
