@@ -242,9 +242,12 @@ class Feed:
         """The announced micro-batch that the next forward must be, if the loader announced one."""
         return self._ahead[0][0] if self._ahead else None
 
-    def take(self, mine: Announcement | None) -> MicroBatch:
-        """The planned micro-batch of this forward. `mine` is None where it is the announced one, unread."""
-        if self._ahead:
+    def take(self, mine: Announcement | None, queued: bool = True) -> MicroBatch:
+        """The planned micro-batch of this forward. `mine` is None where it is the announced one, unread.
+
+        `queued` is false for a forward that is none of the announced ones; it is the same on every rank.
+        """
+        if self._ahead and queued:
             announced, future = self._ahead.popleft()
             if mine is not None and not announced.local.same_as(mine.local):
                 self.fail(

@@ -124,7 +124,9 @@ class Binding:
         if not training:
             micro_batch = self.session.open_local(read_documents(given).local)
         else:
-            announced = self.feed.next_announced
+            # Without gradients it is another look at data that is trained, or none of it: a reference's answer in DPO.
+            queued = torch.is_grad_enabled()
+            announced = self.feed.next_announced if queued else None
             if announced is not None and (unread := _compare_later(given, announced)) is not None:
                 micro_batch = self.feed.take(None)
             else:
@@ -132,7 +134,7 @@ class Binding:
                     mine = read_documents(given)
                 except CADError as error:
                     self.feed.fail(error, announced=announced is not None)
-                micro_batch = self.feed.take(mine)
+                micro_batch = self.feed.take(mine, queued)
         empty = 0 in batch_shape(given)
         _scope.set(Scope(self, micro_batch, training, checkpointed, unread, empty))
         changed: dict[str, Any] = {"use_cache": False} if training and "use_cache" in names else {}
