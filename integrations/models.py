@@ -118,7 +118,7 @@ def _check_causal(model: PreTrainedModel) -> Refusal | None:
     if getattr(config, "add_cross_attention", False):
         return Refusal("add_cross_attention is True", "cross-attention reads tokens that are in no document")
     for name, module in model.named_modules():
-        if getattr(module, "is_cross_attention", False) is True:
+        if getattr(module, "is_cross_attention", False) is True or "CrossAttention" in type(module).__name__:
             return Refusal(f"{name} is cross-attention", "it reads tokens that are in no document")
         if getattr(module, "is_causal", None) is False and "Attention" in type(module).__name__:
             return Refusal(f"{name}.is_causal is False", bidirectional)
@@ -126,14 +126,17 @@ def _check_causal(model: PreTrainedModel) -> Refusal | None:
 
 
 def _check_dropout(model: PreTrainedModel) -> Refusal | None:
+    reason = "attention weights would be dropped at random on another rank than without CAD"
+    instead = "Load the model with from_pretrained(..., {}=0.0); dropout elsewhere in the model is fine"
     for name, value in _fields(model.config):
         key = name.rsplit(".", 1)[-1]
         if _ATTENTION_DROPOUT.search(key) and isinstance(value, (int, float)) and value > 0:
-            return Refusal(
-                f"{name} is {value}",
-                "attention weights would be dropped at random on another rank than without CAD",
-                f"Set {name}=0.0 in the model's config (dropout elsewhere in the model is fine)",
-            )
+            return Refusal(f"{name} is {value}", reason, instead.format(name))
+    for name, module in model.named_modules():
+        # The config may have been changed after the modules were made from it.
+        value = getattr(module, "attention_dropout", 0.0) if "Attention" in type(module).__name__ else 0.0
+        if isinstance(value, (int, float)) and value > 0:
+            return Refusal(f"{name}.attention_dropout is {value}", reason, instead.format("attention_dropout"))
     return None
 
 

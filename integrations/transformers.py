@@ -21,7 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed_cad.integrations.mask_check import check_mask
-from deepspeed_cad.integrations.models import describe, refuse_model
+from deepspeed_cad.integrations.models import (
+    describe,
+    refuse_arguments,
+    refuse_checkpointing,
+    refuse_model,
+    refuse_spanning,
+)
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -120,6 +126,8 @@ class Binding:
             _scope.set(Scope(self, None))
             return {}
         checkpointed = training and any(getattr(m, "gradient_checkpointing", False) for m in self._checkpointed)
+        if checkpointed:
+            refuse_checkpointing(decoder)
         unread = None
         if not training:
             micro_batch = self.session.open_local(read_documents(given).local)
@@ -135,6 +143,8 @@ class Binding:
                 except CADError as error:
                     self.feed.fail(error, announced=announced is not None)
                 micro_batch = self.feed.take(mine, queued)
+        if training and micro_batch.layout.segments.begin.any():
+            refuse_spanning(getattr(decoder, "config", None))
         empty = 0 in batch_shape(given)
         _scope.set(Scope(self, micro_batch, training, checkpointed, unread, empty))
         changed: dict[str, Any] = {"use_cache": False} if training and "use_cache" in names else {}
@@ -354,6 +364,7 @@ def cad_attention(
         )
     rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask.window, softcap)
     label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    refuse_arguments(label, kwargs)
     return attention_mask.attend(module, query, key, value, rule, s_aux, label), None
 
 

@@ -69,7 +69,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("ctrl"),
     Family("cwm", MIXED),
     Family("dbrx", {
-        "d_model": 32, "n_heads": 4, "n_layers": 2, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "d_model": 32, "n_heads": 4, "n_layers": 2,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
     }),
     Family("deepseek_v2", {**MLA, "num_experts_per_tok": 2, "q_lora_rank": None, "topk_method": "greedy"}, FP32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,6 +216,8 @@ def test_table_is_what_is_tested() -> None:
     """SUPPORTED holds the families above, and nothing is both supported and refused."""
     assert {family.kind for family in FAMILIES} == SUPPORTED
     assert not SUPPORTED & REFUSED.keys()
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    assert not [kind for kind in SUPPORTED | REFUSED.keys() if f"`{kind}`" not in page]
 
 
 def test_unknown_model_is_allowed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -238,7 +241,7 @@ def _meta(kind: str, **changes: Any) -> PreTrainedModel:
 
 
 REFUSALS: list[tuple[str, str, dict[str, Any], str]] = [
-    ("attention dropout", "llama", {"attention_dropout": 0.1}, r"attention_dropout is 0\.1.*Set attention_dropout=0\.0"),
+    ("attention dropout", "llama", {"attention_dropout": 0.1}, r"attention_dropout is 0\.1.*attention_dropout=0\.0"),
     ("attention dropout of GPT-2", "gpt2", {"attn_pdrop": 0.1}, r"attn_pdrop is 0\.1"),
     ("chunked attention", "llama4_text", {"attention_chunk_size": 32}, "attention_chunk_size is 32: chunked"),
     ("linear attention", "qwen3_next", {}, "layer_types has linear_attention.*state from token to token"),
@@ -248,17 +251,17 @@ REFUSALS: list[tuple[str, str, dict[str, Any], str]] = [
     ("lightning attention", "minimax", {}, "layer_types has linear_attention"),
     ("recurrence", "recurrent_gemma", {}, "(layer_types|layers_block_type) has|is a Conv1d"),
     ("bidirectional", "bert", {}, "is_causal is False|_supports_attention_backend"),
-    ("bidirectional Gemma", "gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    ("bidirectional Gemma", "gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is"),
     ("cross-attention", "gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
     ("shared keys", "gemma3n_text", {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 48, "activation_sparsity_pattern": [0.0] * 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 48,
+        "activation_sparsity_pattern": [0.0] * 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
     }, "num_kv_shared_layers is 2"),
     ("ALiBi", "bloom", {}, "_supports_attention_backend is False"),
     ("ALiBi of Falcon", "falcon", {"alibi": True}, "_supports_attention_backend is False"),
     ("ALiBi of MPT", "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "_supports_attention_backend is False"),
     ("own attention", "gptj", {"rotary_dim": 8}, "_supports_attention_backend is False"),
-    ("sparse attention", "deepseek_v32", {"num_key_value_heads": 4}, "indexed_attention|deepseek_sparse_attention|Indexer"),
+    ("sparse attention", "deepseek_v32", {"num_key_value_heads": 4}, "(indexed|sparse)_attention|Indexer"),
     ("differential attention", "diffllama", {}, 'model_type is "diffllama".*twice'),
     ("content-dependent mask", "doge", {}, 'model_type is "doge"'),
     ("prefix and loops", "hrm_text", {}, 'model_type is "hrm_text"'),
@@ -276,11 +279,33 @@ def test_refusal(kind: str, changes: dict[str, Any], reason: str) -> None:
     assert type(model).__name__ in str(caught.value) and f"({kind})" in str(caught.value)
 
 
+def test_dropout_that_only_the_modules_remember_is_refused() -> None:
+    """The config was changed after loading, which changes nothing in the layers."""
+    model = _meta("llama", attention_dropout=0.1)
+    model.config.attention_dropout = 0.0
+    with pytest.raises(CADUnsupportedError, match=r"layers\.0\.self_attn\.attention_dropout is 0\.1"):
+        refuse_model(model)
+
+
 def test_several_modalities_are_refused() -> None:
     """Vision and audio wrappers, whatever their text decoder is."""
     model = _meta("llama")
     model.config.vision_config = {"hidden_size": 4}
     with pytest.raises(CADUnsupportedError, match="vision_config: models of several modalities.*text decoder alone"):
+        refuse_model(model)
+
+
+def test_text_decoder_with_cross_attention_is_refused() -> None:
+    """The text half of a vision model whose layers read the image."""
+    from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaTextConfig
+
+    config = MllamaTextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, cross_attention_layers=[1], pad_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = MllamaForCausalLM(config)
+    with pytest.raises(CADUnsupportedError, match=r"layers\.1.* is cross-attention"):
         refuse_model(model)
 
 
@@ -341,6 +366,34 @@ def test_reentrant_checkpointing_of_a_mixture_is_refused() -> None:
                 refuse_checkpointing(model.model)
         else:
             refuse_checkpointing(model.model)
+
+
+def _reentrant_mixture(rank: int, world: int) -> None:
+    import deepspeed_cad
+
+    model = tiny_model("mixtral", torch.float32).train()
+    deepspeed_cad.apply(model, _settings("none"))
+    model.gradient_checkpointing_enable({"use_reentrant": True})  # after CAD was turned on, as the Trainer does
+    model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+
+
+def _span_with_batch_dependent_rope(rank: int, world: int) -> None:
+    import deepspeed_cad
+
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny_model("llama", torch.float32, **{"rope_parameters" if NEW else "rope_scaling": rope}).train()
+    deepspeed_cad.apply(model, _settings("none"))
+    positions = torch.arange(8).unsqueeze(0) + 8 * rank
+    model(input_ids=torch.ones(1, 8, dtype=torch.long), position_ids=positions, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "run, reason", [(_reentrant_mixture, "use_reentrant"), (_span_with_batch_dependent_rope, "rope")]
+)
+def test_refusals_that_only_a_forward_can_see(workers: WorkerPool, run: Any, reason: str) -> None:
+    """Every rank raises, none waits for another."""
+    errors, _ = workers.try_run(run, 2)
+    assert all(error is not None and error[0] == "CADUnsupportedError" and reason in error[1] for error in errors)
 
 
 def test_arguments_that_change_attention_are_refused() -> None:
