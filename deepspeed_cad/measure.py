@@ -1,0 +1,219 @@
+"""Timing attention on this machine: seconds forward and backward of one kernel over rows × prefix × head groups.
+
+In: a kernel, a device, a head shape. Out: `Measured` calls, and the `Fit` of the cost model to them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from deepspeed_cad.cost import CostModel, count_pairs
+from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
+from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.profiles.fit import Fit, fit_cost
+
+DOCUMENT_WEIGHT = 2.0
+"""Whole documents count this much more than shards: most tasks of a plan are such."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One varlen call of `groups` head groups: query rows [begin, end) of each sequence, with all keys before them."""
+
+    label: str
+    begin: Ints
+    end: Ints
+    groups: int
+    fitted: bool = True
+    """Whether the cost model is fitted to it; otherwise it only checks the prediction."""
+
+    @property
+    def counts(self) -> list[float]:
+        """Pairs, query rows, KV rows and tasks, all head groups together."""
+        pairs = int(count_pairs(self.begin, self.end).sum())
+        each = (pairs, int((self.end - self.begin).sum()), int(self.end.sum()), len(self.end))
+        return [float(self.groups * count) for count in each]
+
+    @property
+    def is_documents(self) -> bool:
+        """Whether every sequence is a whole document."""
+        return not self.begin.any()
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A call and its seconds."""
+
+    call: Call
+    forward: float
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    tokens: int
+    """Query rows of a call with whole documents."""
+    documents: tuple[int, ...]
+    """Lengths."""
+    shards: tuple[int, ...]
+    """Query rows."""
+    prefixes: tuple[int, ...]
+    """Largest prefixes; each is measured with prefixes between 0 and it."""
+    keys: int
+    """Most KV rows of a call, times head groups."""
+    repeats: int
+    budget: float
+    """Seconds for the repeats of one call, at most; two repeats at least."""
+    mixes: int
+    """Calls with documents of mixed lengths that only check the prediction."""
+    rounds: int = 1
+    """How often everything is measured, apart in time; the least counts."""
+
+
+GPU = Sizes(
+    65536, (1024, 2048, 4096, 8192, 16384, 32768, 65536), (64, 128, 256, 512, 1024, 4096), (4096, 32768), 4 << 20,
+    repeats=7, budget=0.4, mixes=3,
+)  # fmt: skip
+GPU_QUICK = replace(GPU, documents=(1024, 4096, 16384, 65536), shards=(128, 512, 2048), repeats=3, budget=0.2, mixes=2)
+CPU = Sizes(
+    2048, (128, 256, 512, 1024, 2048), (32, 64, 128, 256), (512, 2048), 8192, repeats=3, budget=0.3, mixes=2,
+    rounds=3,
+)  # fmt: skip
+CPU_QUICK = replace(
+    CPU, tokens=1024, documents=(128, 256, 512, 1024), shards=(64, 128), keys=2048, budget=0.05, rounds=2, mixes=1
+)
+
+
+def sizes_for(device: torch.device, quick: bool) -> Sizes:
+    """What to measure on a device."""
+    if device.type == "cuda":
+        return GPU_QUICK if quick else GPU
+    return CPU_QUICK if quick else CPU
+
+
+def calls(sizes: Sizes, groups: int, most_keys: int) -> Iterator[Call]:
+    """Calls to measure, for all head groups and for one; `most_keys` bounds KV rows × groups by memory."""
+    random = np.random.default_rng(0)
+    for share in dict.fromkeys((groups, 1)):
+        limit = max(1, min(sizes.keys, most_keys) // share)
+        tokens = min(sizes.tokens, limit)
+        for length in sizes.documents:
+            if length <= tokens:
+                yield _documents(f"documents of {length}", [length] * (tokens // length), share)
+        for rows in sizes.shards:
+            for prefix in sizes.prefixes:
+                begin = random.integers(0, prefix - rows + 1, max(1, sizes.tokens // rows)) // rows * rows
+                kept = max(1, int(np.searchsorted(np.cumsum(begin + rows), limit)))
+                begin = begin[:kept]
+                yield Call(f"shards of {rows}, prefixes to {prefix}", begin, begin + rows, share)
+        for number in range(sizes.mixes):
+            yield replace(
+                _documents(f"mixed lengths {number + 1}", _mix(tokens, sizes.documents[0], random), share), fitted=False
+            )
+
+
+def _documents(label: str, lengths: list[int], groups: int) -> Call:
+    return Call(label, np.zeros(len(lengths), np.int64), np.array(lengths, np.int64), groups)
+
+
+def _mix(tokens: int, typical: int, random: np.random.Generator) -> list[int]:
+    """Lengths as in long-document data: many short ones, few that fill most of the row."""
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, max(16, int(typical * random.lognormal(0.5, 1.5)))))
+    return lengths
+
+
+def most_keys(device: torch.device, shape: HeadShape) -> int:
+    """KV rows × head groups whose forward and backward fit into half of the free memory."""
+    if device.type != "cuda":
+        return 1 << 40
+    free = torch.cuda.mem_get_info(device)[0]
+    # K, V, dK and dV, fp32 sums of dK and dV, and dK and dV for each query head, which some kernels make.
+    elements = shape.bytes_per_element * (2 + shape.heads_per_group) + 4
+    return max(1, int(free / 2) // ((shape.head_dim + shape.value_dim) * elements))
+
+
+def measure_calls(kernel: Kernel, device: torch.device, shape: HeadShape, sizes: Sizes) -> list[Measured]:
+    """Time every call."""
+    listed = list(calls(sizes, shape.groups, most_keys(device, shape)))
+    rounds = [[_measure(kernel, device, shape, call, sizes) for call in listed] for _ in range(sizes.rounds)]
+    return [
+        Measured(call, min(one.forward for one in same), min(one.backward for one in same))
+        for call, same in zip(listed, zip(*rounds))
+    ]
+
+
+def fit_measured(measured: list[Measured]) -> Fit:
+    """The cost model of one head group; predictions and errors are of all calls, those that only check included."""
+    fitted = [one for one in measured if one.call.fitted]
+    weights = np.array([DOCUMENT_WEIGHT if one.call.is_documents else 1.0 for one in fitted])
+    counts = np.array([one.call.counts for one in fitted])
+    found = fit_cost(counts, np.array([one.seconds for one in fitted]), weights)
+    predicted = np.array([predict(one.call, found) for one in measured])
+    return replace(found, predicted=predicted, errors=predicted / np.array([one.seconds for one in measured]) - 1.0)
+
+
+def predict(call: Call, fit: Fit) -> float:
+    """Seconds of a call, forward and backward, by the cost model that the planner uses."""
+    cost = CostModel("", "seconds", fit.pair, fit.row, fit.key, fit.task)
+    return float(cost.of(call.begin, call.end).sum()) * call.groups
+
+
+def _measure(kernel: Kernel, device: torch.device, shape: HeadShape, call: Call, sizes: Sizes) -> Measured:
+    host_q = np.concatenate([[0], np.cumsum(call.end - call.begin)]).astype(np.int32)
+    host_k = np.concatenate([[0], np.cumsum(call.end)]).astype(np.int32)
+    cu_q, cu_k = (torch.from_numpy(edges).to(device) for edges in (host_q, host_k))
+    longest = int((call.end - call.begin).max())
+    sequences = Sequences(host_q, host_k, cu_q, cu_k, longest, int(call.end.max()))
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_element]
+    heads, rows, keys = shape.heads_per_group * call.groups, int(host_q[-1]), int(host_k[-1])
+    q_QHD = torch.randn(rows, heads, shape.head_dim, device=device, dtype=dtype)
+    do_QHV = torch.randn(rows, heads, shape.value_dim, device=device, dtype=dtype)
+    k_KGD = torch.randn(keys, call.groups, shape.head_dim, device=device, dtype=dtype)
+    v_KGV = torch.randn(keys, call.groups, shape.value_dim, device=device, dtype=dtype)
+    rule = MaskRule(shape.head_dim**-0.5)
+    o_QHV, lse_QH = kernel.forward(q_QHD, k_KGD, v_KGV, sequences, rule)
+    return Measured(
+        call,
+        _seconds(lambda: kernel.forward(q_QHD, k_KGD, v_KGV, sequences, rule), device, sizes),
+        _seconds(lambda: kernel.backward(do_QHV, q_QHD, k_KGD, v_KGV, o_QHV, lse_QH, sequences, rule), device, sizes),
+    )
+
+
+def _seconds(run: Callable[[], object], device: torch.device, sizes: Sizes) -> float:
+    """Median seconds of one call on a GPU; on a CPU the least, because other processes only ever slow it down."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        _once(run, device)  # compiles, allocates, warms up
+    first = _once(run, device)
+    repeats = int(min(sizes.repeats, max(2 * on_gpu, sizes.budget / max(first, 1e-9))))
+    times = sorted([first, *(_once(run, device) for _ in range(repeats))])
+    return times[len(times) // 2] if on_gpu else times[0]
+
+
+def _once(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        run()
+        return time.perf_counter() - begun
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / 1e3
