@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.attention import CallCounts, Modes
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.transport import Transport
@@ -33,6 +33,7 @@ from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch, PlanKey, whole_
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.cut import choose_cut
 from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
+from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.statistics import Statistics
 
 logger = logging.getLogger("deepspeed_cad")
@@ -147,8 +148,8 @@ class Session:
         """The plan of one tick for layers of one kind."""
         return make_plan(
             PlanInput(
-                tick, key.shape, self.cost, key.window, self.config.tolerance, self.config.granularity,
-                ranks_per_node=self._ranks_per_node(),
+                tick, key.shape, self.cost.cost_for(key.shape), key.window, self.config.tolerance,
+                self.config.granularity, ranks_per_node=self._ranks_per_node(),
             )
         )  # fmt: skip
 
@@ -190,10 +191,13 @@ class Session:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
         return local if 0 < local < self.ranks and self.ranks % local == 0 else None
 
-    def _choose_cost(self) -> CostModel:
-        from deepspeed_cad.profiles import choose_cost
+    def _choose_cost(self) -> Profile:
+        return choose_profile(self.config.cost, self.device, self.config.kernel)
 
-        return choose_cost(self.config.cost, self.device)
+    @property
+    def settings(self) -> str:
+        """What ranks compare before they train: the configuration and the costs, which "auto" finds on the machine."""
+        return f"{self.config.fingerprint()} {self.cost.figures}"
 
     # Kernels and modes
 
@@ -285,7 +289,7 @@ class Feed:
         raise error
 
     def _send_failure(self) -> None:
-        gatherer, config = self.session.gatherer, self.session.config.fingerprint()
+        gatherer, config = self.session.gatherer, self.session.settings
         try:
             self.session.on_worker(lambda: gatherer.segments(None, config, self.fingerprint))
         except CADError as error:
@@ -293,7 +297,7 @@ class Feed:
 
     def _gather(self, mine: Announcement) -> Future[MicroBatch]:
         session, keys = self.session, list(self.keys)
-        config = session.config.fingerprint()
+        config = session.settings
 
         def job() -> MicroBatch:
             return session.open_micro_batch(session.gatherer.segments(mine, config, self.fingerprint), keys)
