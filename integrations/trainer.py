@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: its micro-batches are announced a step ahead, and its log shows CAD's statistics.
+"""The Hugging Face Trainer: its steps are arranged and announced ahead, and its log shows CAD's statistics.
 
 In: the class `transformers.Trainer`, wrapped once per process at class level, so that TRL's and other trainers that
 derive from it are served too. A trainer whose model is not bound, and evaluation, go straight through.
@@ -6,6 +6,7 @@ derive from it are served too. A trainer whose model is not bound, and evaluatio
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,9 +14,12 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
 from deepspeed_cad.integrations.transformers import Binding, find_binding
 
-from deepspeed_cad.lookahead import announce
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.session import Feed
+from deepspeed_cad.step_ahead import Step, StepAhead, allow_exchange
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -45,31 +49,37 @@ def _wrap(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 class _AheadIterator:
-    """The batches of an epoch; one that was read ahead is given out next."""
+    """The batches of an epoch; a step that was read ahead is given out next."""
 
-    def __init__(self, source: Iterator[Any]) -> None:
+    def __init__(self, source: Iterator[Any], feed: Feed) -> None:
         self.source = source
-        self._buffer: deque[tuple[Any, bool]] = deque()
-        self.announced = 0
-        """Batches at the front of those just given out that were announced when they were read ahead."""
+        self.steps = StepAhead(feed)
+        self._buffer: deque[Any] = deque()
+        self._step: Step | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._buffer:
-            self.announced += 1
-            return self._buffer.popleft()[0]
-        return next(self.source)
+        return self._buffer.popleft() if self._buffer else next(self.source)
 
-    def read_ahead(self) -> tuple[bool, Any]:
-        """Read one batch that is given out later: whether there is one, and the batch."""
-        try:
-            batch = next(self.source)
-        except StopIteration:
-            return False, None
-        self._buffer.append((batch, True))
-        return True, batch
+    def read_ahead(self, count: int) -> None:
+        """Read the next step, up to `count` batches, and begin to arrange it."""
+        self._buffer.extend(itertools.islice(self.source, count))
+        if self._buffer:
+            self._step = self.steps.submit(list(self._buffer))
+
+    def arrange(self, samples: list[Any]) -> list[Any]:
+        """The batches of a step as they are trained. Raises CADUnsupportedError if a part of a step was asked for."""
+        step, self._step = self._step, None
+        if step is None:
+            step = self.steps.submit(samples)
+        elif len(step.batches) != len(samples):
+            raise CADUnsupportedError(
+                f"the Trainer took {len(samples)} micro-batches for a step where it took {len(step.batches)} for the "
+                'one before, and more were there; set "look_ahead": 0'
+            )
+        return self.steps.hand_out(step)
 
 
 def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,25 +87,27 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         binding = _binding_of(self)
         if binding is None:
             return original(self, epoch_iterator, *args, **kwargs)
+        config = binding.session.config
         ahead = self.__dict__.get(_AHEAD)
         new = ahead is None or ahead.source is not epoch_iterator
         if new:
             _refuse_trainer(self)
-        if not binding.session.config.look_ahead:
+        if not config.look_ahead:
             return original(self, epoch_iterator, *args, **kwargs)
         if new:
-            ahead = self.__dict__[_AHEAD] = _AheadIterator(epoch_iterator)
+            ahead = self.__dict__[_AHEAD] = _AheadIterator(epoch_iterator, binding.feed)
             binding.feed.forget()
-        ahead.announced = 0
         samples, count = original(self, ahead, *args, **kwargs)
-        for batch in samples[ahead.announced :]:
-            announce(binding.feed, batch)
         if not samples:
             self.__dict__.pop(_AHEAD)
-        elif _may_read_ahead(self):
-            found, batch = ahead.read_ahead()
-            if found:
-                announce(binding.feed, batch)
+            return samples, count
+        if config.documents == "exchange" and binding.session.ranks > 1:
+            refuse_loss(self, count)
+            allow_exchange(binding.feed, self.model)
+        # Targets are counted before documents change ranks; their number over all ranks stays the same.
+        samples = ahead.arrange(samples)
+        if _may_read_ahead(self):
+            ahead.read_ahead(len(samples))
         return samples, count
 
     return get_batch_samples
@@ -109,6 +121,28 @@ def _refuse_trainer(trainer: Any) -> None:
     refuse_loader(trainer.callback_handler.train_dataloader)
 
 
+def refuse_loss(trainer: Any, count: Any) -> None:
+    """Raise CADUnsupportedError unless the loss is normalised over the global batch. `count`: the targets of a step."""
+    owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    args, reason = trainer.args, None
+    if not getattr(args, "average_tokens_across_devices", False):
+        reason = "average_tokens_across_devices is off: each rank divides by its own tokens; set it to True"
+    elif count is None:
+        reason = (
+            "the Trainer does not count the targets of a step (num_items_in_batch): the model takes no loss arguments, "
+            "or batches have no labels"
+        )
+    elif getattr(args, "label_smoothing_factor", 0):
+        reason = "label_smoothing_factor is set: not every version of transformers divides that loss by all targets"
+    elif owner.__module__.partition(".")[0] != "transformers" and owner.__name__ != "SFTTrainer":
+        reason = (
+            f"{owner.__name__} computes a loss of its own, of which it is not known how it is normalised; train in a "
+            "loop of your own with current_session().look_ahead(loader, model, global_loss=True)"
+        )
+    if reason is not None:
+        raise CADUnsupportedError(f'"cad": key "documents" is "exchange", but {reason}. Or set it to "keep"')
+
+
 def _may_read_ahead(trainer: Any) -> bool:
     """Whether another step follows, and the loader's state that checkpoints hold does not count what it gave out."""
     config = getattr(trainer.accelerator, "dataloader_config", None)
@@ -120,14 +154,20 @@ def _may_read_ahead(trainer: Any) -> bool:
 
 def _wrap_log(original: Callable[..., Any]) -> Callable[..., Any]:
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        # Only what the Trainer logs while it trains: evaluation and the final summary have other keys.
-        if "loss" in logs:
-            binding = _binding_of(self)
-            if binding is not None and binding.session.config.monitor:
-                logs.update(binding.session.take_statistics("trainer").as_events())
+        # Evaluation has other keys.
+        binding = _binding_of(self) if "loss" in logs or "train_runtime" in logs else None
+        if binding is not None and "loss" in logs and binding.session.config.monitor:
+            logs.update(binding.session.take_statistics("trainer").as_events())
+        if binding is not None and "train_runtime" in logs and _has_callback(self):
+            savings = estimate_savings(binding)
+            logs.update({} if savings is None else savings.as_events())
         return original(self, logs, *args, **kwargs)
 
     return log
+
+
+def _has_callback(trainer: Any) -> bool:
+    return any(isinstance(one, CADCallback) for one in trainer.callback_handler.callbacks)
 
 
 def _binding_of(trainer: Any) -> Binding | None:

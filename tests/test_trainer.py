@@ -114,3 +114,96 @@ def test_trainer_with_ddp(fresh_workers: WorkerPool, tmp_path, world: int) -> No
     cases = DDP if world == 2 else DDP[:2]
     for found in fresh_workers.run(_compare, world, cases, str(tmp_path), timeout=140.0):
         _check(found)
+
+
+def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """The callback's figures; then what the Trainer's hook refuses, and batches that change on their way."""
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import IterableDataset
+    from transformers import Trainer, TrainingArguments
+
+    import deepspeed_cad
+    from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+    from deepspeed_cad.integrations.callback import CADCallback
+    from deepspeed_cad.session import close_session
+
+    def trainer(data: Any, kind: type = Trainer, block: dict[str, Any] = BLOCK, **settings: Any) -> Any:
+        AcceleratorState._reset_state(True)
+        close_session()
+        model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+        deepspeed_cad.apply(model, block)
+        arguments = TrainingArguments(
+            output_dir=folder, use_cpu=True, max_steps=4, per_device_train_batch_size=1, logging_steps=1,
+            save_strategy="no", report_to=[], disable_tqdm=True, **settings,
+        )  # fmt: skip
+        return kind(
+            model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[CADCallback()]
+        )  # fmt: skip
+
+    first = trainer(PackedRows(16))
+    first.train()
+    final = first.state.log_history[-1]
+    statistics = deepspeed_cad.current_session().statistics
+    assert statistics.mean * world == pytest.approx(float(statistics.load.sum()))
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from (PackedRows(16)[i] for i in range(16))
+
+    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
+        trainer(Stream()).train()
+    trainer(Stream(), accelerator_config={"dispatch_batches": False}).train()
+
+    class Shortens(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, {k: v[:, :150] for k, v in inputs.items()}, *args, **kwargs)
+
+    with pytest.raises(CADDataError, match='"look_ahead": 0'):
+        trainer(PackedRows(16), Shortens).train()
+    shortened = trainer(PackedRows(16), Shortens, {**BLOCK, "look_ahead": 0})
+    shortened.train()
+    assert len(losses_of(shortened.state.log_history)) == 4
+    return final
+
+
+@pytest.mark.slow
+def test_callback_and_refusals(fresh_workers: WorkerPool, tmp_path) -> None:
+    for final in fresh_workers.run(_refusals, 2, str(tmp_path), timeout=100.0):
+        assert 0 <= final["cad/still_waits_s"] < final["cad/would_have_waited_s"]
+        assert final["cad/saved_s"] == pytest.approx(final["cad/would_have_waited_s"] - final["cad/still_waits_s"])
+        # 4 steps of 400 tokens on two layers are milliseconds of attention, not seconds and not nothing.
+        assert 1e-5 < final["cad/saved_s"] < 5
+
+
+def _save_and_resume(rank: int, world: int, folder: str) -> None:
+    """Trainer checkpoints: 3 of 6 steps, and then the rest in a new Trainer, to the losses of a run in one go."""
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    import deepspeed_cad
+    from deepspeed_cad.session import close_session
+
+    def run(resume: str | None) -> list[float]:
+        AcceleratorState._reset_state(True)
+        close_session()
+        model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+        deepspeed_cad.apply(model, BLOCK)
+        arguments = TrainingArguments(
+            output_dir=folder, use_cpu=True, max_steps=6, per_device_train_batch_size=1, logging_steps=1, report_to=[],
+            save_steps=3, learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True, optim="adamw_torch",
+            gradient_accumulation_steps=2,
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=arguments, train_dataset=PackedRows(12), data_collator=collate)
+        trainer.train(resume_from_checkpoint=resume)
+        return losses_of(trainer.state.log_history)
+
+    whole = run(None)
+    assert len(whole) == 6
+    again = run(f"{folder}/checkpoint-3")
+    assert again == pytest.approx(whole, abs=1e-6)
+    assert '"cad"' not in open(f"{folder}/checkpoint-6/config.json").read()
+
+
+@pytest.mark.slow
+def test_save_and_resume(fresh_workers: WorkerPool, tmp_path) -> None:
+    fresh_workers.run(_save_and_resume, 2, str(tmp_path), timeout=100.0)
