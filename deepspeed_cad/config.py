@@ -69,8 +69,8 @@ class CADConfig:
     O and LSE from the forward pass. Saves memory, costs time."""
 
     backward: str = "auto"
-    """What a server does with received Q, K, V until backward. "keep": holds them; "resend": drops them, and they
-    travel again with dO; "auto" keeps them where memory allows."""
+    """What a server does with received Q, K, V until backward. "keep": holds them; "resend": drops them, and they travel
+    again with dO; "auto": keeps them unless activation checkpointing is on, which asks for memory rather than time."""
 
     cost: str = "auto"
     """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
@@ -78,7 +78,8 @@ class CADConfig:
 
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
-    token ids before the first forward, where that is cheaper ("exchange")."""
+    token ids before the first forward, where that is cheaper ("exchange"). Only where the loss is normalised over the
+    global batch: see docs/steps.md."""
 
     look_ahead: int = 1
     """How many steps ahead lengths are gathered and plans made, in a background thread. 0: plan at the forward pass."""
@@ -88,6 +89,13 @@ class CADConfig:
 
     monitor: bool = True
     """Whether CAD's statistics go to DeepSpeed's monitor and to the Trainer's log."""
+
+    trace: str = ""
+    """Where a timeline of a few micro-batches over all ranks is written, as a file for Perfetto; "": nowhere. The same as
+    `deepspeed-cad trace --output`, for runs on several machines."""
+
+    trace_steps: int = 3
+    """How many micro-batches the timeline has, after two that warm up."""
 
     check: str = "sampled"
     """"sampled": compare samples of the model's own mask function with the plan, and stop where they differ; "off":
@@ -106,6 +114,9 @@ class CADConfig:
         _check_number(self, "timeout_s", float, "a number of seconds above 0", lambda x: x > 0)
         object.__setattr__(self, "tolerance", float(self.tolerance))
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
+        _check_number(self, "trace_steps", int, "a whole number of micro-batches, 1 or more", lambda x: x >= 1)
+        if not isinstance(self.trace, str):
+            raise _bad("trace", self.trace, 'the path of a file to write, or "" for none')
         if not isinstance(self.kernel, str) or not _KERNEL_NAME.fullmatch(self.kernel):
             raise _bad("kernel", self.kernel, '"auto" or the name of a backend as "deepspeed-cad doctor" lists it')
         if not isinstance(self.cost, str) or not (self.cost in ("auto", "pairs") or self.cost.endswith(".json")):
@@ -156,8 +167,8 @@ def _refuse_later_features(config: CADConfig) -> None:
     """Values that are designed but not built yet: refused with that reason instead of ignored."""
     if config.servers != "all":
         raise _bad("servers", config.servers, '"all"', "Reserved attention servers come with a later release.")
-    if config.documents == "exchange":
-        raise _bad("documents", config.documents, '"keep"', "Exchanging whole documents comes with a later release.")
+    if config.documents == "exchange" and not config.look_ahead:
+        raise _bad("look_ahead", 0, "1", 'With "documents": "exchange" a step is arranged before its first forward.')
 
 
 def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: Any) -> None:

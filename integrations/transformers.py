@@ -113,6 +113,8 @@ class Binding:
         if self.session.config.overlap == "pingpong":
             for layer in decoder_layers(decoder) or ():
                 alternate(layer)
+        if self.session.tracer is not None:
+            self.session.tracer.watch_layers(decoder_layers(decoder) or ())
         self.session.bindings[model] = self
 
     def enter(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

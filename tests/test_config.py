@@ -31,6 +31,8 @@ def test_defaults() -> None:
         "look_ahead": 1,
         "timeout_s": 300.0,
         "monitor": True,
+        "trace": "",
+        "trace_steps": 3,
         "check": "sampled",
     }
 
@@ -110,7 +112,6 @@ REFUSED = [
     ("backward", "drop", '"keep" or "resend"'),
     ("cost", "pair", "ends in .json"),
     ("cost", 1.0, "ends in .json"),
-    ("documents", "exchange", "later release"),
     ("documents", "swap", '"keep" or "exchange"'),
     ("look_ahead", 2, "0 or 1"),
     ("look_ahead", True, "0 or 1"),
