@@ -41,6 +41,14 @@ logger = logging.getLogger("deepspeed_cad")
 _sessions: list[Session] = []
 
 
+NOT_GLOBAL = (
+    '"cad": key "documents" is "exchange", but nothing says that the loss is normalised over the global batch. Where each '
+    "rank or micro-batch divides by its own tokens, exchanged documents change the loss. Use the Hugging Face Trainer with "
+    "average_tokens_across_devices=True, or divide by the tokens of the whole step of all ranks and read the data through "
+    "deepspeed_cad.current_session().look_ahead(loader, model, global_loss=True), or set it to \"keep\"."
+)
+"""Why exchanging documents is refused in a training loop that CAD does not know."""
+
 class Session:
     """CAD in this process: one per process, for any number of models.
 
@@ -119,6 +127,33 @@ class Session:
     def count(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch that is about to be trained."""
         self._statistics.add(micro_batch)
+
+    def look_ahead(
+        self, loader: Any, model: torch.nn.Module, *, accumulation: int | None = None, global_loss: bool = False
+    ) -> Any:
+        """A loader for a training loop of one's own that arranges and announces each step while the one before trains.
+
+        `accumulation`: micro-batches per optimizer step, default what a DeepSpeed engine says, else 1. With
+        `"documents": "exchange"` documents change ranks; state with `global_loss=True` that your loss is a sum over
+        tokens divided by one number for the whole step of all ranks. Raises CADConfigError where that is not stated,
+        and CADUnsupportedError for a model whose loss is no sum over tokens.
+        """
+        from deepspeed_cad.integrations.transformers import find_binding
+        from deepspeed_cad.lookahead import LookAheadLoader
+        from deepspeed_cad.step_ahead import allow_exchange
+
+        binding = find_binding(model)
+        if binding is None:
+            raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
+        if self.config.documents == "exchange":
+            if not global_loss:
+                raise CADConfigError(NOT_GLOBAL)
+            allow_exchange(binding.feed, model)
+        engine_says = getattr(model, "gradient_accumulation_steps", None)
+        trained = (lambda: model.micro_steps) if hasattr(model, "micro_steps") else None
+        if accumulation is None:
+            accumulation = int(engine_says()) if callable(engine_says) else 1
+        return LookAheadLoader(loader, binding.feed, accumulation, trained)
 
     @property
     def statistics(self) -> Statistics:
@@ -239,12 +274,22 @@ class Feed:
 
     def forget(self) -> None:
         """Drop what was announced but not trained: the loader starts again."""
+        self.exchanges = False
+        """Whether documents are exchanged before steps: set where the loss is known to be normalised over all ranks."""
         self._ahead.clear()
 
     @property
     def next_announced(self) -> Announcement | None:
         """The announced micro-batch that the next forward must be, if the loader announced one."""
         return self._ahead[0][0] if self._ahead else None
+    def accept(self, mine: Announcement, planned: Future[MicroBatch]) -> None:
+        """Like `announce`, for a micro-batch that the look-ahead thread has planned already."""
+        self._ahead.append((mine, planned))
+
+    def gather(self, mine: Announcement) -> list[Announcement]:
+        """Every rank's announcement; on the look-ahead thread, in the same order on every rank."""
+        return self.session.gatherer.segments(mine, self.session.settings, self.fingerprint)
+
 
     def take(self, mine: Announcement | None, queued: bool = True) -> MicroBatch:
         """The planned micro-batch of this forward. `mine` is None where it is the announced one, unread.
@@ -259,6 +304,8 @@ class Feed:
                         f"rank {self.session.rank}: the micro-batch that reached the model "
                         f"({mine.local.tokens} tokens in {len(mine.local.begin)} documents) is not the one that the "
                         f"loader announced ({announced.local.tokens} in {len(announced.local.begin)}). "
+        if self.session.ranks > 1 and self.session.config.documents == "exchange" and queued and not self.exchanges:
+            self.fail(CADConfigError(NOT_GLOBAL), announced=bool(self._ahead))
                         'Set "look_ahead": 0 if batches are changed or skipped between loader and model'
                     ),
                     announced=True,

@@ -42,8 +42,11 @@ def initialize(
     engine, optimizer, loader, scheduler = original(*args, **kwargs)
     _refuse_engine(engine)
     binding = bind(engine.module, config)
-    if config.look_ahead and engine.training_dataloader is not None:
-        engine.training_dataloader = loader = LookAheadLoader(engine.training_dataloader, binding.feed)
+    # Where documents are exchanged, the script must wrap the loader itself and state how its loss is normalised.
+    if config.look_ahead and config.documents == "keep" and engine.training_dataloader is not None:
+        engine.training_dataloader = loader = LookAheadLoader(
+            engine.training_dataloader, binding.feed, engine.gradient_accumulation_steps(), lambda: engine.micro_steps
+        )
     if config.monitor:
         report_statistics(engine, binding.session)
     logger.info("CAD is on: %s", binding.session.describe())

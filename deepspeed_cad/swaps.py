@@ -1,0 +1,129 @@
+"""Swaps: a long document of one row against short documents of another, so that both rows keep their length.
+
+In: the documents of two rows. Out: a `Swap`, or None. Subset sums are bit sets held in Python's integers (bit s is set
+where some documents have s tokens together), so that a row of a hundred thousand tokens takes a millisecond.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from deepspeed_cad.layout import Ints
+
+Floats = npt.NDArray[np.float64]
+
+LONG_CANDIDATES = 4
+"""Long documents that are tried for one swap."""
+SHORT_DOCUMENTS, COMPANIONS = 512, 48
+"""Most documents of the light row, and of the heavy row beside the long one, among which a sum is looked for."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Documents that change places between two rows."""
+
+    given: list[int]
+    """Of the heavy row: the long one first."""
+    taken: list[int]
+    """Of the light row."""
+    work: float
+    """Attention that the heavy row loses and the light row gains."""
+    tokens: int
+    """Tokens that travel, both ways."""
+
+
+class _Sums:
+    """Token sums that subsets of some documents reach, shortest documents first."""
+
+    def __init__(self, documents: list[int], length: Ints) -> None:
+        self.documents = documents
+        self._length = [int(length[one]) for one in documents]
+        self._bits = [1]
+        for one in self._length:
+            self._bits.append(self._bits[-1] | self._bits[-1] << one)
+
+    @property
+    def bits(self) -> int:
+        """Bit s: whether a subset has s tokens."""
+        return self._bits[-1]
+
+    def subset(self, total: int) -> list[int]:
+        """Documents with `total` tokens together, short ones where there is a choice."""
+        chosen = []
+        for i in range(len(self.documents), 0, -1):
+            if not self._bits[i - 1] >> total & 1:
+                chosen.append(self.documents[i - 1])
+                total -= self._length[i - 1]
+        return chosen
+
+
+def find_swap(
+    heavy: list[int],
+    light: list[int],
+    length: Ints,
+    work: Floats,
+    wanted: float,
+    most: float,
+    room: tuple[int, int],
+) -> Swap | None:
+    """A swap that takes about `wanted` work, less than `most`, from the heavy row; None where there is none.
+
+    `heavy`, `light`: documents of both rows, indices into `length` (tokens) and `work`. `room`: tokens by which the
+    heavy and the light row may grow. Equal lengths are looked for first, then the smallest difference.
+    """
+    best: Swap | None = None
+    for long in _long_candidates(heavy, length, work, wanted):
+        tokens = int(length[long])
+        short = _shortest(light, length, tokens, SHORT_DOCUMENTS)
+        companions = _shortest([one for one in heavy if one != long], length, tokens, COMPANIONS)
+        found = _match(tokens, _Sums(companions, length), _Sums(short, length), room)
+        if found is None:
+            continue
+        given, taken = [long, *found[0]], found[1]
+        moved = float(work[given].sum() - work[taken].sum())
+        if not 0 < moved < most:
+            continue
+        swap = Swap(given, taken, moved, int(length[given].sum() + length[taken].sum()))
+        if best is None or abs(swap.work - wanted) < abs(best.work - wanted):
+            best = swap
+    return best
+
+
+def _long_candidates(heavy: list[int], length: Ints, work: Floats, wanted: float) -> list[int]:
+    """Documents of different lengths whose work is nearest to what is wanted."""
+    by_length: dict[int, int] = {}
+    for one in heavy:
+        by_length.setdefault(int(length[one]), one)
+    by_length.pop(0, None)
+    return sorted(by_length.values(), key=lambda one: (abs(float(work[one]) - wanted), one))[:LONG_CANDIDATES]
+
+
+def _shortest(documents: list[int], length: Ints, below: int, most: int) -> list[int]:
+    shorter = [one for one in documents if 0 < length[one] < below]
+    return sorted(shorter, key=lambda one: (int(length[one]), one))[:most]
+
+
+def _match(tokens: int, companions: _Sums, short: _Sums, room: tuple[int, int]) -> tuple[list[int], list[int]] | None:
+    """Companions of the long document and short documents, so that both sides have the same tokens, or nearly."""
+    both = companions.bits & short.bits >> tokens
+    if both:
+        extra = (both & -both).bit_length() - 1
+        return companions.subset(extra), short.subset(tokens + extra)
+    # The heavy row may grow by room[0]: taken − given; the light row by room[1].
+    low, high = max(tokens - room[1], 0), tokens + max(room[0], 0)
+    window = (short.bits & ((1 << high + 1) - 1)) >> low
+    if room[1] < 0 or not window:
+        return None
+    middle = tokens - low
+    below = window & ((1 << middle + 1) - 1)
+    above = window >> middle
+    candidates = []
+    if below:
+        candidates.append(low + below.bit_length() - 1)
+    if above:
+        candidates.append(tokens + (above & -above).bit_length() - 1)
+    total = min(candidates, key=lambda one: (abs(one - tokens), one))
+    return [], short.subset(total)
