@@ -16,7 +16,6 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.config import CADConfig
@@ -108,7 +107,7 @@ def arm(config: CADConfig, asked_by: str) -> ActivationCheck:
     return ActivationCheck(asked_by)
 
 
-def _arm_accelerate(module: ModuleType, config: CADConfig, asked_by: str) -> None:
+def _arm_accelerate(module: Any, config: CADConfig, asked_by: str) -> None:
     from deepspeed_cad.integrations.accelerate import CADPlugin, give_every_accelerator
 
     plugin = CADPlugin.of(config, asked_by)
@@ -116,12 +115,12 @@ def _arm_accelerate(module: ModuleType, config: CADConfig, asked_by: str) -> Non
     give_every_accelerator(plugin)
 
 
-def _arm_deepspeed(module: ModuleType, config: CADConfig, asked_by: str) -> None:
+def _arm_deepspeed(module: Any, config: CADConfig, asked_by: str) -> None:
     """A call of `deepspeed.initialize` without a "cad" block gets ours; one with another block is refused."""
     from deepspeed_cad.autoload import ABSENT, find_cad_block
     from deepspeed_cad.integrations.active import agree
 
-    original: Callable[..., Any] = module.initialize  # type: ignore[attr-defined]
+    original: Callable[..., Any] = module.initialize
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +132,7 @@ def _arm_deepspeed(module: ModuleType, config: CADConfig, asked_by: str) -> None
         agree(config, asked_by, CADConfig.from_dict(block), 'the "cad" block of the DeepSpeed JSON')
         return original(*args, **kwargs)
 
-    module.initialize = initialize  # type: ignore[attr-defined]
+    module.initialize = initialize
 
 
 if __name__ == "__main__":

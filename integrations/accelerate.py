@@ -17,11 +17,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType, KwargsHandler
+from deepspeed_cad.integrations.active import ActivationCheck, agree, short_block
 
 from deepspeed_cad.autoload import install
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
-from deepspeed_cad.integrations.active import ActivationCheck, agree
 from deepspeed_cad.session import apply
 
 _MARK = "__deepspeed_cad__"
@@ -83,10 +83,10 @@ def give_every_accelerator(plugin: CADPlugin) -> Callable[[], None]:
                     agree(plugin.config, plugin.asked_by, one.config, "the script's CADPlugin")
         original(*given.args, **given.kwargs)
 
-    Accelerator.__init__ = __init__  # type: ignore[method-assign]
+    Accelerator.__init__ = __init__
 
     def undo() -> None:
-        Accelerator.__init__ = original  # type: ignore[method-assign]
+        Accelerator.__init__ = original
 
     return undo
 
@@ -146,7 +146,7 @@ def refuse_dispatcher() -> NoReturn:
         "dispatch_batches is on: the main process reads the batches of all ranks and concatenates them, which breaks "
         "packed rows. It is Accelerate's default for an IterableDataset. Set dispatch_batches=False "
         '(TrainingArguments(accelerator_config={"dispatch_batches": False}), or '
-        "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))) and give each rank its own share"
+        "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))) and give each rank its share"
     )
 
 
@@ -168,9 +168,7 @@ def _give_deepspeed(json: dict[str, Any], plugin: CADPlugin) -> None:
     """Put the "cad" block into DeepSpeed's JSON, from which `deepspeed.initialize` turns CAD on."""
     if "cad" in json:
         agree(plugin.config, plugin.asked_by, CADConfig.from_dict(json["cad"]), 'the "cad" block of the DeepSpeed JSON')
-    # Without defaults: Accelerate rejects an "auto" that it does not know.
-    default = CADConfig().to_dict()
-    json["cad"] = {key: value for key, value in plugin.config.to_dict().items() if value != default[key]}
+    json["cad"] = short_block(plugin.config)
 
 
 def _wrap_prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,8 +69,8 @@ def _why(session: Session | None) -> str:
     if not dist.is_initialized() and torch.cuda.device_count() > 1:
         return "torch.distributed is not initialised; start the script with accelerate launch, torchrun or deepspeed"
     return (
-        "no transformers model with causal attention was passed to Accelerator.prepare or deepspeed.initialize, or ran a "
-        "training forward. Call deepspeed_cad.apply(model) in the script, or take CAD out"
+        "no transformers model with causal attention was passed to Accelerator.prepare or deepspeed.initialize, or ran "
+        "a training forward. Call deepspeed_cad.apply(model) in the script, or take CAD out"
     )
 
 
@@ -79,8 +79,8 @@ def _warn_unpacked(session: Session) -> None:
     if session.rank == 0 and statistics.imbalance_before < 1.02:
         logger.warning(
             "deepspeed_cad: CAD is on and has nothing to balance: in %d micro-batches the slowest rank had %.3f times "
-            "the mean attention. Rows are not packed (give position_ids that start again at each document; packing=True "
-            "in TRL), or all documents are equally long: CAD gains nothing here",
+            "the mean attention. Rows are not packed (give position_ids that start again at each document; "
+            "packing=True in TRL), or all documents are equally long: CAD gains nothing here",
             statistics.micro_batches, statistics.imbalance_before,
         )  # fmt: skip
 
@@ -94,6 +94,12 @@ def agree(first: CADConfig, first_source: str, second: CADConfig, second_source:
             f"CAD is configured twice, differently: {first_source} and {second_source} disagree in "
             f"{'; '.join(different)}. Configure it in one place"
         )
+
+
+def short_block(config: CADConfig) -> dict[str, Any]:
+    """The "cad" block without defaults: Accelerate and the HF Trainer reject an "auto" that they do not know."""
+    default = CADConfig().to_dict()
+    return {key: value for key, value in config.to_dict().items() if value != default[key]}
 
 
 def bind_at_first_forward(config: CADConfig) -> None:

@@ -8,7 +8,7 @@ final figures (`train_runtime` and so on, and with them in WandB and others) thr
     cad/still_waits_s       the same with CAD, from the plans
 
 They are planned loads times seconds: those of the machine's profile, or, where the planner counts pairs, of one
-attention call that is timed when training ends. Exchanges that were not hidden are not in them; `cad/waited_s` has them.
+attention call that is timed when training ends. Exchanges that were not hidden are not in them, see `cad/waited_s`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed_cad.integrations.transformers import Binding, decoder_layers, find_binding
 from transformers import TrainerCallback
 
-from deepspeed_cad.integrations.transformers import Binding, decoder_layers, find_binding
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
 from deepspeed_cad.microbatch import PlanKey
 
@@ -42,8 +42,8 @@ class CADCallback(TrainerCallback):
             return
         figures = binding.session.take_statistics("callback")
         logger.info(
-            "step %d: attention of the slowest rank over the mean %.3f, without CAD %.3f; %.1f MiB sent, %.1f ms to plan "
-            "a micro-batch, %.3f s waited for exchanges",
+            "step %d: attention of the slowest rank over the mean %.3f, without CAD %.3f; %.1f MiB sent, %.1f ms to "
+            "plan a micro-batch, %.3f s waited for exchanges",
             state.global_step, figures.imbalance, figures.imbalance_before, figures.bytes_sent / 2**20,
             figures.planning_s * 1e3 / max(figures.micro_batches, 1), figures.waited_s,
         )  # fmt: skip
@@ -53,8 +53,8 @@ class CADCallback(TrainerCallback):
         last = state.log_history[-1] if state.log_history else {}
         if state.is_world_process_zero and "cad/saved_s" in last:
             logger.info(
-                "CAD saved up to %.1f s: without it each rank would have waited %.1f s for the slowest one's attention, "
-                "with it %.1f s",
+                "CAD saved up to %.1f s: without it each rank would have waited %.1f s for the slowest one's "
+                "attention, with it %.1f s",
                 last["cad/saved_s"], last["cad/would_have_waited_s"], last["cad/still_waits_s"],
             )  # fmt: skip
 
@@ -107,7 +107,11 @@ def _seconds_per_unit(binding: Binding, key: PlanKey) -> float:
     rows = _ROWS.get(device.type, 512)
     q, k, v = (
         torch.randn(rows, many, size, device=device, dtype=dtype)
-        for many, size in ((shape.query_heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, shape.value_dim))
+        for many, size in (
+            (shape.query_heads, shape.head_dim),
+            (shape.groups, shape.head_dim),
+            (shape.groups, shape.value_dim),
+        )
     )
     cumulative = np.array([0, rows], np.int32)
     on_device = torch.from_numpy(cumulative).to(device)

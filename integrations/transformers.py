@@ -46,7 +46,7 @@ from deepspeed_cad.session import Feed, Session, current_session, open_session
 try:
     from torch._C._dynamo.eval_frame import set_eval_frame
 except ImportError:  # a torch without it: compiled layers run uncompiled where they are cut
-    set_eval_frame = None
+    set_eval_frame = None  # type: ignore[assignment]
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -448,7 +448,7 @@ def alternate(layer: torch.nn.Module) -> None:
     for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
         layer = getattr(layer, name, layer)
     if not isinstance(layer, _Alternating):
-        layer.__class__ = _alternating_class(type(layer))
+        layer.__class__ = _alternating_class(type(layer))  # type: ignore[arg-type]
 
 
 @functools.cache

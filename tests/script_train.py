@@ -1,6 +1,6 @@
 """A training script that knows nothing of CAD, in the four idioms; launchers start it in tests/test_run.py.
 
-    script_train.py {trainer,accelerate,ddp,fsdp2,deepspeed,eval} OUT.json [--steps N] [--json DS.json] [--dispatch] …
+script_train.py {trainer,accelerate,ddp,fsdp2,deepspeed,eval} OUT.json [--steps N] [--json DS.json] [--dispatch] …
 """
 
 import argparse

@@ -20,7 +20,6 @@ def _model(**changes: Any) -> torch.nn.Module:
 
 def _accelerator(cad: bool, **settings: Any) -> Any:
     from accelerate import Accelerator
-
     from deepspeed_cad.integrations.accelerate import CADPlugin
 
     handlers = [CADPlugin(granularity=16, tolerance=0.02)] if cad else []
@@ -194,9 +193,9 @@ def test_save_and_resume(fresh_workers: WorkerPool, tmp_path) -> None:
 def _refusals(rank: int, world: int) -> None:
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import AcceleratorState
+    from deepspeed_cad.integrations.accelerate import CADPlugin
 
     from deepspeed_cad.errors import CADConfigError, CADError, CADUnsupportedError
-    from deepspeed_cad.integrations.accelerate import CADPlugin
 
     AcceleratorState._reset_state(True)
     with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):

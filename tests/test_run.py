@@ -1,4 +1,4 @@
-"""`-m deepspeed_cad.run` and `accelerate-cad` under real launchers: a script that knows nothing of CAD, and bad input."""
+"""`-m deepspeed_cad.run` and `accelerate-cad` under real launchers: a script without CAD in it, and bad input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _port() -> str:
 
 
 def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
@@ -211,7 +211,8 @@ def test_what_accelerate_cad_gives_to_accelerate(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(launch, "launch_command", seen.append)
     config = tmp_path / "launch.yaml"
     config.write_text(YAML + "cad_config:\n  cad_tolerance: 0.1\n  overlap: none\n")
-    words = ["--config_file", str(config), "--cad_look_ahead", "0", "--cad_monitor", "False", "train.py", "--cad_x", "1"]
+    flags = ["--config_file", str(config), "--cad_look_ahead", "0", "--cad_monitor", "False"]
+    words = [*flags, "train.py", "--cad_x", "1"]
     assert accelerate_cad.main(["launch", *words]) == 0
     block = '{"tolerance": 0.1, "overlap": "none", "look_ahead": 0, "monitor": false}'
     assert seen[0].module and seen[0].training_script == "deepspeed_cad.run"

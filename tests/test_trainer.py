@@ -23,11 +23,11 @@ def _train(case: Case, cad: dict[str, Any] | None, folder: str) -> list[dict[str
     if case.deepspeed is None and cad is not None:
         deepspeed_cad.apply(model, cad)
     deepspeed = None if case.deepspeed is None else {**case.deepspeed, **({} if cad is None else {"cad": cad})}
-    settings: dict[str, Any] = dict(
-        output_dir=folder, use_cpu=True, deepspeed=deepspeed, max_steps=6, per_device_train_batch_size=1,
-        logging_steps=1, save_strategy="no", report_to=[], learning_rate=1e-2, lr_scheduler_type="constant",
-        disable_tqdm=True, optim="adamw_torch",
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "output_dir": folder, "use_cpu": True, "deepspeed": deepspeed, "max_steps": 6,
+        "per_device_train_batch_size": 1, "logging_steps": 1, "save_strategy": "no", "report_to": [],
+        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "disable_tqdm": True, "optim": "adamw_torch",
+    }  # fmt: skip
     trainer = Trainer(
         model=model, args=TrainingArguments(**{**settings, **case.arguments}), train_dataset=PackedRows(16),
         eval_dataset=PackedRows(2, seed=50), data_collator=collate,
@@ -119,12 +119,12 @@ def test_trainer_with_ddp(fresh_workers: WorkerPool, tmp_path, world: int) -> No
 def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
     """The callback's figures; then what the Trainer's hook refuses, and batches that change on their way."""
     from accelerate.state import AcceleratorState
+    from deepspeed_cad.integrations.callback import CADCallback
     from torch.utils.data import IterableDataset
     from transformers import Trainer, TrainingArguments
 
     import deepspeed_cad
     from deepspeed_cad.errors import CADDataError, CADUnsupportedError
-    from deepspeed_cad.integrations.callback import CADCallback
     from deepspeed_cad.session import close_session
 
     def trainer(data: Any, kind: type = Trainer, block: dict[str, Any] = BLOCK, **settings: Any) -> Any:

@@ -31,11 +31,12 @@ def _model() -> Any:
 
 
 def _settings(folder: str, **changes: Any) -> dict[str, Any]:
-    return dict(
-        output_dir=folder, use_cpu=True, bf16=False, max_steps=6, per_device_train_batch_size=1, logging_steps=1,
-        save_strategy="no", report_to=[], learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True,
-        gradient_checkpointing=False, optim="adamw_torch",
-    ) | changes  # fmt: skip
+    return {
+        "output_dir": folder, "use_cpu": True, "bf16": False, "max_steps": 6, "per_device_train_batch_size": 1,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [], "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant", "disable_tqdm": True, "gradient_checkpointing": False,
+        "optim": "adamw_torch",
+    } | changes  # fmt: skip
 
 
 def _sft(folder: str, cad: bool, lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
@@ -99,7 +100,9 @@ def _dpo(folder: str, cad: bool, lora: bool = False, **changes: Any) -> list[dic
 CASES: dict[str, Any] = {
     "packing": lambda folder, cad: _sft(folder, cad, packing=True, packing_strategy="bfd"),
     "packing, accumulation": lambda folder, cad: _sft(folder, cad, packing=True, gradient_accumulation_steps=2),
-    "padding-free": lambda folder, cad: _sft(folder, cad, padding_free=True, max_length=None, per_device_train_batch_size=4),
+    "padding-free": lambda folder, cad: _sft(
+        folder, cad, padding_free=True, max_length=None, per_device_train_batch_size=4
+    ),
     "padding": lambda folder, cad: _sft(folder, cad, per_device_train_batch_size=4),
     "packing, LoRA, checkpointing": lambda folder, cad: _sft(
         folder, cad, lora=True, packing=True, gradient_checkpointing=True

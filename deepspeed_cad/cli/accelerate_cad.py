@@ -45,8 +45,10 @@ def launch(words: list[str]) -> int:
     """`accelerate launch` of the script through `-m deepspeed_cad.run`."""
     from accelerate.commands import launch as accelerate_launch
 
+    from deepspeed_cad.integrations.active import short_block
+
     parser = accelerate_launch.launch_command_parser()
-    group = parser.add_argument_group("CAD Arguments", "Keys of the \"cad\" block.")
+    group = parser.add_argument_group("CAD Arguments", 'Keys of the "cad" block.')
     for field in dataclasses.fields(CADConfig):
         group.add_argument(f"--cad_{field.name}", help=f"default {json.dumps(field.default)}")
     _refuse_unknown_flags(parser, words)
@@ -57,8 +59,7 @@ def launch(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         section = _take_section(args, Path(folder))
         config = CADConfig.from_dict(_merge(section, flags, args.config_file))
-        default = CADConfig().to_dict()
-        block = {key: value for key, value in config.to_dict().items() if value != default[key]}
+        block = short_block(config)
         script = ["-m", args.training_script] if args.module else [args.training_script]
         args.training_script_args = ["--cad", json.dumps(block), *script, *args.training_script_args]
         args.training_script, args.module = "deepspeed_cad.run", True
@@ -129,7 +130,9 @@ def _take_section(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         text = json.dumps(content) if path.endswith(".json") else yaml.safe_dump(content)
         Path(args.config_file).write_text(text, encoding="utf-8")
     if not isinstance(section, dict):
-        raise CADConfigError(f'{path}: "{_SECTION}" is {section!r}; expected keys below it, such as cad_tolerance: 0.05')
+        raise CADConfigError(
+            f'{path}: "{_SECTION}" is {section!r}; expected keys below it, such as cad_tolerance: 0.05'
+        )
     return {str(key).removeprefix("cad_"): value for key, value in section.items()}
 
 

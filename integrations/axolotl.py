@@ -1,0 +1,74 @@
+"""axolotl: two lines of its YAML turn CAD on.
+
+    plugins: [deepspeed_cad.integrations.axolotl.CADPlugin]
+    cad: {tolerance: 0.05}      # optional: the keys of the "cad" block
+
+In: axolotl's configuration and the trainer that it made. Out: the trainer's model with CAD, before Accelerate or
+DeepSpeed wrap it. axolotl rejects attention names that it does not know, so `flash_attention` and its like stay as they
+are in the YAML, where they also decide how rows are packed. A reference model (DPO) is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from deepspeed_cad.integrations.accelerate import refuse_accelerator
+from deepspeed_cad.integrations.active import ActivationCheck, agree, short_block
+from deepspeed_cad.integrations.callback import CADCallback
+from pydantic import BaseModel
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.session import apply
+
+_PARALLEL = ("sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size")
+
+
+class CADArgs(BaseModel):
+    """What this plugin adds to axolotl's YAML."""
+
+    cad: dict[str, Any] | None = None
+    """The keys of the "cad" block; left out: CAD is on with defaults."""
+
+
+class CADPlugin(BasePlugin):
+    """Turns CAD on for the model that axolotl trains."""
+
+    def get_input_args(self) -> str:
+        """Where axolotl finds the keys of this plugin."""
+        return "deepspeed_cad.integrations.axolotl.CADArgs"
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Check the configuration before minutes are spent on loading. Raises CADConfigError, CADUnsupportedError."""
+        _read(cfg)
+        for key in _PARALLEL:
+            if (cfg.get(key) or 1) > 1:
+                raise CADUnsupportedError(
+                    f"{key} is {cfg.get(key)} beside CAD, which spreads attention over all data-parallel ranks by itself. "
+                    f"Take {key} out of the YAML, or the plugin"
+                )
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Turn CAD on: adapters are loaded, attention is settled, and nothing is wrapped yet."""
+        config = _read(cfg)
+        if not config.enabled:
+            return
+        refuse_accelerator(trainer.accelerator)
+        plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+        if plugin is None:
+            apply(trainer.model, config)
+        else:
+            json = plugin.deepspeed_config
+            if "cad" in json:
+                agree(config, "the YAML of axolotl", CADConfig.from_dict(json["cad"]), "the DeepSpeed JSON")
+            json["cad"] = short_block(config)
+        ActivationCheck("the plugin of axolotl")
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
+        """What CAD saved goes into the final figures."""
+        return [CADCallback()] if _read(cfg).enabled else []
+
+
+def _read(cfg: Any) -> CADConfig:
+    return CADConfig.from_dict(dict(cfg.get("cad") or {}))
