@@ -45,7 +45,7 @@ class CADPlugin(BasePlugin):
         for key in _PARALLEL:
             if (cfg.get(key) or 1) > 1:
                 raise CADUnsupportedError(
-                    f"{key} is {cfg.get(key)} beside CAD, which spreads attention over all data-parallel ranks by itself. "
+                    f"{key} is {cfg.get(key)} beside CAD, which spreads attention over the data-parallel ranks itself. "
                     f"Take {key} out of the YAML, or the plugin"
                 )
 
