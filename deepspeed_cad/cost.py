@@ -8,14 +8,10 @@ as much as about 250 pairs, and the four terms predict the measured kernels over
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from deepspeed_cad.errors import CADConfigError
 
 
 @dataclass(frozen=True)
@@ -45,22 +41,6 @@ class CostModel:
         keys = end - window_start(begin, window)
         cost = self.pair * count_pairs(begin, end, window) + self.row * rows + self.key * keys + self.task
         return np.where(rows > 0, cost, 0.0)
-
-    def save(self, path: str) -> None:
-        """Write the profile as JSON."""
-        with open(path, "w") as file:
-            json.dump(dataclasses.asdict(self), file, indent=1)
-
-    @staticmethod
-    def load(path: str) -> CostModel:
-        """Read a profile. Raises CADConfigError if it cannot be read or has other keys."""
-        try:
-            with open(path) as file:
-                return CostModel(**json.load(file))
-        except (OSError, ValueError, TypeError) as error:
-            raise CADConfigError(
-                f'"cost": the profile {path!r} cannot be read ({error}); write one with "deepspeed-cad profile"'
-            ) from error
 
 
 PAIRS = CostModel()

@@ -35,11 +35,11 @@ from deepspeed_cad.planner.cut import choose_cut
 from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.statistics import Statistics
+from deepspeed_cad.tracing import open_tracer
 
 logger = logging.getLogger("deepspeed_cad")
 
 _sessions: list[Session] = []
-
 
 NOT_GLOBAL = (
     '"cad": key "documents" is "exchange", but nothing says that the loss is normalised over the global batch. Where each '
@@ -48,6 +48,7 @@ NOT_GLOBAL = (
     "deepspeed_cad.current_session().look_ahead(loader, model, global_loss=True), or set it to \"keep\"."
 )
 """Why exchanging documents is refused in a training loop that CAD does not know."""
+
 
 class Session:
     """CAD in this process: one per process, for any number of models.
@@ -75,6 +76,9 @@ class Session:
         self.worker = Worker()
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
+        self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
+        if self.tracer is not None and self.transport is not None:
+            self.transport = self.tracer.watch_transport(self.transport)
         self.cost = self._choose_cost()
         self._kernels: dict[KernelNeed, Kernel] = {}
 
@@ -103,6 +107,8 @@ class Session:
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
         self.worker.close()
+        if self.tracer is not None:
+            self.tracer.finish()
         if self.transport is not None:
             self.transport.close()
         for group in (self._cpu_group, self._exchange_group):
@@ -121,12 +127,6 @@ class Session:
             if future.done():
                 raise
             raise CADPeerError(f"rank {self.rank} waited {self.config.timeout_s:.0f} s for {what}") from error
-
-    # Statistics
-
-    def count(self, micro_batch: MicroBatch) -> None:
-        """Count a micro-batch that is about to be trained."""
-        self._statistics.add(micro_batch)
 
     def look_ahead(
         self, loader: Any, model: torch.nn.Module, *, accumulation: int | None = None, global_loss: bool = False
@@ -154,6 +154,14 @@ class Session:
         if accumulation is None:
             accumulation = int(engine_says()) if callable(engine_says) else 1
         return LookAheadLoader(loader, binding.feed, accumulation, trained)
+
+    # Statistics
+
+    def count(self, micro_batch: MicroBatch) -> None:
+        """Count a micro-batch that is about to be trained."""
+        self._statistics.add(micro_batch)
+        if self.tracer is not None:
+            self.tracer.next_micro_batch()
 
     @property
     def statistics(self) -> Statistics:
@@ -223,11 +231,23 @@ class Session:
             self.gatherer.agree(value, what)
 
     def _ranks_per_node(self) -> int | None:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+        # torchrun and accelerate set the first, DeepSpeed's launcher the second.
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self.ranks)
         return local if 0 < local < self.ranks and self.ranks % local == 0 else None
 
     def _choose_cost(self) -> Profile:
-        return choose_profile(self.config.cost, self.device, self.config.kernel)
+        """The costs that rank 0 finds: profiles measured on two machines are never equal, plans must be."""
+        found: list[Profile | CADError | None] = [None]
+        if self.rank == 0:
+            try:
+                found = [choose_profile(self.config.cost, self.device, self.config.kernel)]
+            except CADError as error:
+                found = [error]
+        if self._cpu_group is not None:
+            dist.broadcast_object_list(found, src=dist.get_global_rank(self._cpu_group, 0), group=self._cpu_group)
+        if not isinstance(found[0], Profile):
+            raise found[0] or CADError("rank 0 sent no cost profile")
+        return found[0]
 
     @property
     def settings(self) -> str:
@@ -266,22 +286,14 @@ class Feed:
         self.session, self.fingerprint = session, fingerprint
         self.keys: list[PlanKey] = []
         """Kinds of layers seen so far: what the look-ahead plans for."""
+        self.exchanges = False
+        """Whether documents are exchanged before steps: set where the loss is known to be normalised over all ranks."""
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
 
     def announce(self, mine: Announcement) -> None:
         """This rank will train `mine` after everything it announced before; every rank announces as many."""
         self._ahead.append((mine, self._gather(mine)))
 
-    def forget(self) -> None:
-        """Drop what was announced but not trained: the loader starts again."""
-        self.exchanges = False
-        """Whether documents are exchanged before steps: set where the loss is known to be normalised over all ranks."""
-        self._ahead.clear()
-
-    @property
-    def next_announced(self) -> Announcement | None:
-        """The announced micro-batch that the next forward must be, if the loader announced one."""
-        return self._ahead[0][0] if self._ahead else None
     def accept(self, mine: Announcement, planned: Future[MicroBatch]) -> None:
         """Like `announce`, for a micro-batch that the look-ahead thread has planned already."""
         self._ahead.append((mine, planned))
@@ -290,12 +302,22 @@ class Feed:
         """Every rank's announcement; on the look-ahead thread, in the same order on every rank."""
         return self.session.gatherer.segments(mine, self.session.settings, self.fingerprint)
 
+    def forget(self) -> None:
+        """Drop what was announced but not trained: the loader starts again."""
+        self._ahead.clear()
+
+    @property
+    def next_announced(self) -> Announcement | None:
+        """The announced micro-batch that the next forward must be, if the loader announced one."""
+        return self._ahead[0][0] if self._ahead else None
 
     def take(self, mine: Announcement | None, queued: bool = True) -> MicroBatch:
         """The planned micro-batch of this forward. `mine` is None where it is the announced one, unread.
 
         `queued` is false for a forward that is none of the announced ones; it is the same on every rank.
         """
+        if self.session.ranks > 1 and self.session.config.documents == "exchange" and queued and not self.exchanges:
+            self.fail(CADConfigError(NOT_GLOBAL), announced=bool(self._ahead))
         if self._ahead and queued:
             announced, future = self._ahead.popleft()
             if mine is not None and not announced.local.same_as(mine.local):
@@ -304,8 +326,6 @@ class Feed:
                         f"rank {self.session.rank}: the micro-batch that reached the model "
                         f"({mine.local.tokens} tokens in {len(mine.local.begin)} documents) is not the one that the "
                         f"loader announced ({announced.local.tokens} in {len(announced.local.begin)}). "
-        if self.session.ranks > 1 and self.session.config.documents == "exchange" and queued and not self.exchanges:
-            self.fail(CADConfigError(NOT_GLOBAL), announced=bool(self._ahead))
                         'Set "look_ahead": 0 if batches are changed or skipped between loader and model'
                     ),
                     announced=True,

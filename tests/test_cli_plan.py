@@ -70,7 +70,9 @@ def test_ranks_as_lists_and_every_optional_key(tmp_path: Path) -> None:
 
 def test_a_profile_as_cost(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps({"name": "x", "unit": "seconds", "pair": 1e-9, "key": 2e-7}))
+    shape = {"query_heads": 32, "groups": 8, "head_dim": 128, "value_dim": 128, "bytes_per_element": 2}
+    entry = {"shape": shape, "pair": 1e-9, "row": 0.0, "key": 2e-7, "task": 0.0}
+    profile.write_text(json.dumps({"machine": "x", "kernel": "y", "entries": [entry]}))
     code, out = run(tmp_path, GOOD | {"cost": str(profile)})
     assert code == 0 and max(out["load"]) < 10
 

@@ -81,13 +81,14 @@ def _plan_one(path: Path, args: argparse.Namespace) -> int:
 
 def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.cli.lengths import read_lengths
+    from deepspeed_cad.planner.plan import HeadShape
     from deepspeed_cad.planner.question import read_cost
 
     for name in ("ranks", "context", "limit", "steps"):
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name} is {getattr(args, name)}; expected at least 1")
     model = _model_shape(args.model)
-    cost = read_cost(args.cost)
+    cost = read_cost(args.cost, HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2))
     lengths = read_lengths(args.input, args.tokenizer, args.field, args.limit)
     outlooks: list[StepOutlook] = []
     for layout in pack(lengths, args.ranks, args.context, args.spanning):

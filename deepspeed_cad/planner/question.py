@@ -81,7 +81,7 @@ def read_question(fields: Any) -> Question:
     problem = PlanInput(
         tick=layout.tick(),
         shape=shape,
-        cost=read_cost(fields.get("cost", "pairs")),
+        cost=read_cost(fields.get("cost", "pairs"), shape),
         window=window,
         tolerance=float(tolerance),
         granularity=_integer(fields, "granularity", 128),
@@ -131,12 +131,14 @@ def _servers(fields: dict[str, Any], layout: Layout) -> tuple[Layout, np.ndarray
     )
 
 
-def read_cost(cost: Any) -> CostModel:
-    """The cost model that a key or an option names. Raises CADConfigError where it names none."""
+def read_cost(cost: Any, shape: HeadShape) -> CostModel:
+    """The cost model that a key or an option names, for one head shape. Raises CADConfigError where it names none."""
     if cost == "pairs":
         return PAIRS
     if isinstance(cost, str) and Path(cost).is_file():
-        return CostModel.load(cost)
+        from deepspeed_cad.profiles import Profile  # brings torch, which plans do not need
+
+        return Profile.load(cost).cost_for(shape)
     raise CADConfigError(
         f'cost is {cost!r}; expected "pairs" or the path of a profile that `deepspeed-cad profile` wrote'
     )
