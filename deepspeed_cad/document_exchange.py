@@ -170,11 +170,11 @@ def _send(
     sent = torch.cat(parts) if parts else torch.empty(0, width, dtype=torch.uint8)
     counts_out = [int(length[to].sum()) * width for to in outgoing]
     counts_in = [int(length[of].sum()) * width for of in incoming]
-    received = torch.empty(sum(counts_in), dtype=torch.uint8)
-    with Liveness.watch(gatherer.liveness, "the other ranks' documents"):
-        dist.all_to_all_single(received, sent.reshape(-1), counts_in, counts_out, group=gatherer.group)
     documents = np.concatenate(incoming).tolist()
-    pieces = received.reshape(-1, width).split([int(length[one]) for one in documents])
+    received = torch.empty(int(length[documents].sum()), width, dtype=torch.uint8)
+    with Liveness.watch(gatherer.liveness, "the other ranks' documents"):
+        dist.all_to_all_single(received.reshape(-1), sent.reshape(-1), counts_in, counts_out, group=gatherer.group)
+    pieces = received.split([int(length[one]) for one in documents])
     return here | dict(zip(documents, pieces, strict=True))
 
 
