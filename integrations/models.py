@@ -210,13 +210,11 @@ def refuse_arguments(label: str, arguments: Mapping[str, Any]) -> None:
     """Raise CADUnsupportedError if an attention call has an argument that changes what attention computes.
 
     `arguments`: what the attention interface received besides query, key, value, mask, scaling, dropout, softcap and
-    sinks. Cheap enough for every call.
+    sinks. `is_causal` is not looked at: models set it to False wherever a mask is given. Cheap enough for every call.
     """
     for name in ("indices", "block_indices", "position_bias", "attention_bias", "head_mask"):
         if arguments.get(name) is not None:
             raise CADUnsupportedError(f"{label} passes {name} to its attention, which CAD cannot reproduce")
-    if arguments.get("is_causal") is False:
-        raise CADUnsupportedError(f"{label} asks for attention that is not causal (is_causal=False)")
 
 
 def refuse_checkpointing(decoder: nn.Module) -> None:
