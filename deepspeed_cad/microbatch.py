@@ -128,17 +128,24 @@ class MicroBatch:
         return torch.cat([k_first[base:], k_UKD]), torch.cat([v_first[base:], v_UKV])
 
 
-@dataclass(frozen=True, eq=False)
 class MaskDescriptor:
-    """Stands where a model's layers expect an attention mask: the micro-batch and the mask's window."""
+    """Stands where a model's layers expect an attention mask: the micro-batch and the mask's window.
 
-    micro_batch: MicroBatch
-    window: int | None
-    kernel: Callable[[HeadShape, MaskRule, torch.Tensor], Kernel]
-    """Chooses the kernel for a layer."""
-    modes: Modes
-    part: int | None = None
-    """The nano-batch that reads this descriptor; None where the micro-batch is not cut."""
+    Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
+    """
+
+    __slots__ = ("kernel", "micro_batch", "modes", "part", "window")
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        window: int | None,
+        kernel: Callable[[HeadShape, MaskRule, torch.Tensor], Kernel],
+        modes: Modes,
+        part: int | None = None,
+    ) -> None:
+        """`kernel` chooses the kernel of a layer; `part` is the nano-batch that reads this, None where not cut."""
+        self.micro_batch, self.window, self.kernel, self.modes, self.part = micro_batch, window, kernel, modes, part
 
     def cut(self) -> tuple[MaskDescriptor, MaskDescriptor]:
         """The descriptors of both nano-batches."""

@@ -159,3 +159,16 @@ def test_bad_inputs_are_named() -> None:
         read_documents({"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 5, 30])})
     with pytest.raises(CADDataError, match="positions start at 0"):
         read_documents({"input_ids": ids, "position_ids": torch.full((2, 6), -1)})
+
+
+def test_wrappers_pass_the_descriptor_on_as_it_is() -> None:
+    """FSDP's mixed precision and DDP rebuild containers of tensors among arguments; a descriptor is none."""
+    from torch.distributed.utils import _apply_to_tensors
+    from torch.utils._pytree import tree_map
+
+    from deepspeed_cad.attention import Modes
+    from deepspeed_cad.microbatch import MaskDescriptor
+
+    descriptor = MaskDescriptor(None, 7, None, Modes())
+    assert _apply_to_tensors(lambda x: x, {"attention_mask": descriptor})["attention_mask"] is descriptor
+    assert tree_map(lambda x: x, [descriptor])[0] is descriptor

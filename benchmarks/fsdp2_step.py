@@ -1,0 +1,174 @@
+"""A training step under FSDP2 with and without CAD: the same model, documents and kernel, interleaved in one run.
+
+    torchrun --nproc-per-node 4 benchmarks/fsdp2_step.py --workload FILE --layers 8
+
+Every decoder layer is a `fully_shard` unit and checkpointed. Prints tokens/s/GPU of both, their ratio, and how often
+parameters were gathered in a step of each. The optimizer is left out: it is the same in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from train_attention import local_attention, make_sequences  # noqa: E402
+from train_model import ChunkedLoss, make_model  # noqa: E402
+from train_workload import Workload  # noqa: E402
+from transformers import AttentionInterface, LlamaForCausalLM  # noqa: E402
+
+import deepspeed_cad  # noqa: E402
+from deepspeed_cad.integrations.transformers import find_binding  # noqa: E402
+from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
+from deepspeed_cad.kernels.registry import choose  # noqa: E402
+from deepspeed_cad.lookahead import announce  # noqa: E402
+
+
+class Gathers:
+    """Counts the all-gathers of parameters."""
+
+    def __init__(self) -> None:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+        self.count = 0
+        gather = groups.foreach_all_gather
+
+        def counted(*args: object, **kwargs: object) -> object:
+            self.count += 1
+            return gather(*args, **kwargs)
+
+        groups.foreach_all_gather = counted
+
+
+class WithLoss(torch.nn.Module):
+    """A Llama whose forward gives the loss, so that the head is used inside its FSDP2 unit."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, targets: torch.Tensor, scale: float, **inputs: object) -> torch.Tensor:
+        """`scale` × the sum of the cross entropy over targets other than −100."""
+        hidden = self.model.model(**inputs).last_hidden_state[0]
+        return ChunkedLoss.apply(hidden, self.model.lm_head.weight, targets, scale)
+
+
+def shard(model: LlamaForCausalLM, dtype: torch.dtype) -> WithLoss:
+    """Each layer, and the rest, as one FSDP2 unit; layers checkpointed."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    whole = WithLoss(model)
+    fully_shard(whole, mp_policy=policy)
+    return whole.train()
+
+
+def report(
+    options: argparse.Namespace,
+    workload: Workload,
+    seconds: dict[str, list[list[float]]],
+    losses: dict[str, list[float]],
+    counts: dict[str, int],
+) -> None:
+    """Print the figures, and write them where asked."""
+    total = {name: sum(median(one) for one in steps) for name, steps in seconds.items()}
+    tokens = workload.tokens_per_rank * len(workload.steps)
+    found = {
+        "workload": workload.name,
+        "tokens_per_s_per_gpu": {name: tokens / one for name, one in total.items()},
+        "cad_over_plain": total["plain"] / total["cad"],
+        "gathers_per_step": counts,
+        "losses": losses,
+    }
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    if options.output is not None:
+        options.output.write_text(json.dumps(found, indent=1))
+
+
+def main() -> None:
+    """Run both modes over the workload."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--workload", type=Path, required=True)
+    add("--layers", type=int, default=8)
+    add("--hidden", type=int, default=4096)
+    add("--heads", type=int, default=32)
+    add("--kv-heads", type=int, default=8)
+    add("--ffn", type=int, default=14336)
+    add("--vocab", type=int, default=32000)
+    add("--steps", type=int, default=4)
+    add("--tokens-per-rank", type=int)
+    add("--repeats", type=int, default=1)
+    add("--cad", type=json.loads, default={})
+    add("--output", type=Path)
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dtype = torch.bfloat16 if cuda else torch.float32
+    workload = Workload.load(options.workload).fit(ranks, options.tokens_per_rank, False, options.steps)
+    sizes = (options.layers, options.hidden, options.heads, options.kv_heads, options.ffn, options.vocab)
+    size = options.hidden // options.heads
+    kernel = choose("auto", KernelNeed(device, dtype, size, size, options.heads // options.kv_heads))
+    AttentionInterface.register("benchmark_local", local_attention(kernel))
+    plain, balanced = (make_model(*sizes, workload.row_tokens, device, dtype) for _ in range(2))
+    plain.set_attn_implementation("benchmark_local")
+    deepspeed_cad.apply(balanced, options.cad)
+    models = {"plain": shard(plain, dtype), "cad": shard(balanced, dtype)}
+    feed = find_binding(balanced).feed
+    gathers = Gathers()
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in workload.steps] for name in models}
+    losses: dict[str, list[float]] = {name: [] for name in models}
+    counts: dict[str, int] = {}
+    for repeat in range(options.repeats + 1):
+        for step in range(len(workload.steps)):
+            row = workload.make_rows(step, options.vocab)[rank]
+            inputs = {"input_ids": row.tokens[None].to(device), "position_ids": row.positions[None].to(device)}
+            targets = row.targets.to(device)
+            for name, model in models.items():
+                more = {}
+                if name == "cad":
+                    announce(feed, {"input_ids": row.tokens[None], "position_ids": row.positions[None]})
+                else:
+                    more["documents"] = make_sequences(row.lengths, row.lengths, device)
+                dist.barrier()
+                if cuda:
+                    torch.cuda.synchronize()
+                before, begun = gathers.count, time.perf_counter()
+                loss = model(**inputs, **more, use_cache=False, targets=targets, scale=1.0 / workload.targets(step))
+                loss.backward()
+                if cuda:
+                    torch.cuda.synchronize()
+                slowest = torch.tensor(time.perf_counter() - begun)
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                model.zero_grad(set_to_none=True)
+                total = loss.detach().clone()
+                dist.all_reduce(total)
+                if repeat:
+                    seconds[name][step].append(float(slowest))
+                else:
+                    losses[name].append(float(total))
+                counts[name] = gathers.count - before
+    if rank == 0:
+        report(options, workload, seconds, losses, counts)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
