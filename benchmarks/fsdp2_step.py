@@ -23,13 +23,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+from deepspeed_cad.integrations.transformers import find_binding  # noqa: E402
 from train_attention import local_attention, make_sequences  # noqa: E402
 from train_model import ChunkedLoss, make_model  # noqa: E402
 from train_workload import Workload  # noqa: E402
 from transformers import AttentionInterface, LlamaForCausalLM  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.integrations.transformers import find_binding  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.lookahead import announce  # noqa: E402
