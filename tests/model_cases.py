@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+NEW = int(transformers.__version__.split(".")[0]) >= 5
+"""Transformers 5 or newer."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -163,3 +167,19 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
             if parameter.ndim > 1 or name.endswith(("sinks", "bias")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model.to(dtype)
+
+
+def known_kind(kind: str) -> bool:
+    """Whether this version of transformers has the model type."""
+    try:
+        AutoConfig.for_model(kind)
+    except ValueError:
+        return False
+    return True
+
+
+def meta_model(kind: str, **changes: Any) -> PreTrainedModel:
+    """A tiny model without values."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(kind, **changes))
+    return model
