@@ -163,6 +163,16 @@ class CADConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+NOT_GLOBAL = (
+    '"cad": key "documents" is "exchange", but nothing says that the loss is normalised over the global batch. Where '
+    "each rank or micro-batch divides by its own tokens, exchanged documents change the loss. Use the Hugging Face "
+    "Trainer with average_tokens_across_devices=True, or divide by the tokens of the whole step of all ranks and read "
+    "the data through deepspeed_cad.current_session().look_ahead(loader, model, global_loss=True), or set it to "
+    '"keep".'
+)
+"""Why exchanging documents is refused in a training loop that CAD does not know."""
+
+
 def _refuse_later_features(config: CADConfig) -> None:
     """Values that are designed but not built yet: refused with that reason instead of ignored."""
     if config.servers != "all":

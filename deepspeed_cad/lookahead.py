@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from deepspeed_cad.session import Feed
-from deepspeed_cad.step_ahead import StepAhead, announce
+import torch
+
+from deepspeed_cad.config import NOT_GLOBAL
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.session import Feed, Session
+from deepspeed_cad.step_ahead import StepAhead, allow_exchange, announce
 
 
 class LookAheadLoader:
     """A loader that behaves like the one it wraps and announces each step while the one before it trains.
 
     `accumulation`: micro-batches per optimizer step; those of one step may be given out in another order, or with
-    documents of other ranks (see step_ahead), those of different steps never are. `trained`: says how many micro-batches
-    were trained before an epoch starts, where steps go on from one epoch into the next (DeepSpeed).
+    documents of other ranks (see step_ahead), those of different steps never are. `trained`: says how many
+    micro-batches were trained before an epoch starts, where steps go on from one epoch into the next (DeepSpeed).
     """
 
     def __init__(
@@ -50,6 +54,33 @@ class LookAheadLoader:
         return getattr(self.__dict__["_loader"], name)
 
 
+def look_ahead(
+    session: Session, loader: Any, model: torch.nn.Module, accumulation: int | None, global_loss: bool
+) -> LookAheadLoader:
+    """A loader for a training loop of one's own.
+
+    `accumulation`: micro-batches per optimizer step; None: what a DeepSpeed engine says, else 1. With
+    `"documents": "exchange"` documents change ranks; `global_loss` states that the loss is a sum over tokens divided by
+    one number for the whole step of all ranks. Raises CADConfigError where that is not stated, and CADUnsupportedError
+    for a model whose loss is no sum over tokens.
+    """
+    from deepspeed_cad.integrations.transformers import find_binding
+
+    binding = find_binding(model)
+    if binding is None:
+        raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
+    if session.config.documents == "exchange":
+        if not global_loss:
+            raise CADConfigError(NOT_GLOBAL)
+        allow_exchange(binding.feed, model)
+    engine: Any = model
+    if accumulation is None:
+        says = getattr(engine, "gradient_accumulation_steps", None)
+        accumulation = int(says()) if callable(says) else 1
+    trained = (lambda: int(engine.micro_steps)) if hasattr(engine, "micro_steps") else None
+    return LookAheadLoader(loader, binding.feed, accumulation, trained)
+
+
 class _Source:
     """An epoch of a loader. Accelerate's loaders say which batch is the last; that stays true of batches given out."""
 
@@ -82,4 +113,4 @@ class _Source:
             self._loader.end_of_dataloader = last
 
 
-__all__ = ["LookAheadLoader", "announce"]
+__all__ = ["LookAheadLoader", "announce", "look_ahead"]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.attention import CallCounts, Modes
-from deepspeed_cad.config import CADConfig
+from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
@@ -40,14 +40,6 @@ from deepspeed_cad.tracing import open_tracer
 logger = logging.getLogger("deepspeed_cad")
 
 _sessions: list[Session] = []
-
-NOT_GLOBAL = (
-    '"cad": key "documents" is "exchange", but nothing says that the loss is normalised over the global batch. Where each '
-    "rank or micro-batch divides by its own tokens, exchanged documents change the loss. Use the Hugging Face Trainer with "
-    "average_tokens_across_devices=True, or divide by the tokens of the whole step of all ranks and read the data through "
-    "deepspeed_cad.current_session().look_ahead(loader, model, global_loss=True), or set it to \"keep\"."
-)
-"""Why exchanging documents is refused in a training loop that CAD does not know."""
 
 
 class Session:
@@ -131,29 +123,11 @@ class Session:
     def look_ahead(
         self, loader: Any, model: torch.nn.Module, *, accumulation: int | None = None, global_loss: bool = False
     ) -> Any:
-        """A loader for a training loop of one's own that arranges and announces each step while the one before trains.
+        """A loader for a training loop of one's own that arranges and announces each step while the one before trains;
+        arguments and errors: `deepspeed_cad.lookahead.look_ahead`."""
+        from deepspeed_cad.lookahead import look_ahead
 
-        `accumulation`: micro-batches per optimizer step, default what a DeepSpeed engine says, else 1. With
-        `"documents": "exchange"` documents change ranks; state with `global_loss=True` that your loss is a sum over
-        tokens divided by one number for the whole step of all ranks. Raises CADConfigError where that is not stated,
-        and CADUnsupportedError for a model whose loss is no sum over tokens.
-        """
-        from deepspeed_cad.integrations.transformers import find_binding
-        from deepspeed_cad.lookahead import LookAheadLoader
-        from deepspeed_cad.step_ahead import allow_exchange
-
-        binding = find_binding(model)
-        if binding is None:
-            raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
-        if self.config.documents == "exchange":
-            if not global_loss:
-                raise CADConfigError(NOT_GLOBAL)
-            allow_exchange(binding.feed, model)
-        engine_says = getattr(model, "gradient_accumulation_steps", None)
-        trained = (lambda: model.micro_steps) if hasattr(model, "micro_steps") else None
-        if accumulation is None:
-            accumulation = int(engine_says()) if callable(engine_says) else 1
-        return LookAheadLoader(loader, binding.feed, accumulation, trained)
+        return look_ahead(self, loader, model, accumulation, global_loss)
 
     # Statistics
 
@@ -298,8 +272,8 @@ class Feed:
         """Like `announce`, for a micro-batch that the look-ahead thread has planned already."""
         self._ahead.append((mine, planned))
 
-    def gather(self, mine: Announcement) -> list[Announcement]:
-        """Every rank's announcement; on the look-ahead thread, in the same order on every rank."""
+    def gather(self, mine: Announcement | None) -> list[Announcement]:
+        """Every rank's announcement, None where this one failed. Runs on the look-ahead thread."""
         return self.session.gatherer.segments(mine, self.session.settings, self.fingerprint)
 
     def forget(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ class Step:
     batches: list[Any]
     arranged: Future[Arranged] | None
     """None: trained as it is, and announced when it was submitted."""
+    error: CADError | None = None
+    """A micro-batch cannot be read. The other ranks learn of it when they gather this step's lengths."""
 
 
 class StepAhead:
@@ -65,7 +67,13 @@ class StepAhead:
             for batch in batches:
                 announce(self.feed, batch)
             return Step(batches, None)
-        announcements = [self._read(batch) for batch in batches]
+        try:
+            announcements = [read_documents(batch) for batch in batches]
+        except CADError as error:
+            # Raised when the step is due: the one before is still to be trained, on every rank.
+            if session.liveness is not None:
+                session.liveness.report(str(error))
+            return Step(batches, session.worker.submit(self._fail), error)
         keys, ready = list(self.feed.keys), _copied(batches[0])
 
         def job() -> Arranged:
@@ -78,6 +86,9 @@ class StepAhead:
         """The micro-batches of a step in the order of training, announced. Waits until they are arranged."""
         if step.arranged is None:
             return step.batches
+        if step.error is not None:
+            wait([step.arranged], self.feed.session.config.timeout_s)
+            raise step.error
         arranged = self.feed.session.wait(step.arranged, "the documents of a step")
         planned: Future[MicroBatch] = Future()
         planned.set_result(arranged.first)
@@ -87,6 +98,10 @@ class StepAhead:
         return [one.on_device() for one in arranged.moved]
 
     # On the look-ahead thread
+
+    def _fail(self) -> Arranged:
+        self.feed.gather(None)
+        raise CADError("this rank could not read a micro-batch")
 
     def _arrange(
         self, batches: list[Any], announcements: list[Announcement], keys: list[PlanKey], exchange: bool
@@ -115,7 +130,9 @@ class StepAhead:
         announcements = [known[id(one.batch)] if id(one.batch) in known else read_documents(one.batch) for one in moved]
         return Arranged(moved, announcements, session.open_micro_batch(feed.gather(announcements[0]), keys))
 
-    def _fields(self, batches: Sequence[Any], announcements: Sequence[Announcement]) -> tuple[Fields | None, list[bool]]:
+    def _fields(
+        self, batches: Sequence[Any], announcements: Sequence[Announcement]
+    ) -> tuple[Fields | None, list[bool]]:
         """The fields that travel, and which micro-batches cannot take part."""
         common: Fields | None = None
         fixed = []
@@ -129,12 +146,6 @@ class StepAhead:
                 self._say(found)
             fixed.append(not isinstance(found, Fields))
         return common, fixed
-
-    def _read(self, batch: Any) -> Announcement:
-        try:
-            return read_documents(batch)
-        except CADError as error:
-            self.feed.fail(error)
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:

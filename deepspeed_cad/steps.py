@@ -158,8 +158,8 @@ class _Rows:
         # Rows that differ by less than the tolerance count as equal, and every rank then keeps one of its own.
         grain = max(float(self._load.mean()) * tolerance, 1.0)
         turn = np.argsort(np.argsort(-self._load, axis=1, kind="stable"), axis=1)
-        rank = np.repeat(np.arange(ranks), micro_batches)
-        heaviest = np.lexsort((rank, turn.reshape(-1), -np.rint(self._load / grain).reshape(-1)))
+        home = np.repeat(np.arange(ranks), micro_batches)
+        heaviest = np.lexsort((home, turn.reshape(-1), -np.rint(self._load / grain).reshape(-1)))
         origin: list[list[tuple[int, int]]] = []
         moved = 0
         for chunk in heaviest.reshape(micro_batches, ranks).tolist():

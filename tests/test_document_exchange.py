@@ -214,11 +214,12 @@ def _trainer(cad: dict[str, Any] | None, folder: str, **changes: Any) -> Any:
     model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
     if cad is not None:
         deepspeed_cad.apply(model, cad)
-    settings: dict[str, Any] = dict(
-        output_dir=folder, use_cpu=True, num_train_epochs=2, per_device_train_batch_size=1, logging_steps=1,
-        save_strategy="no", report_to=[], learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True,
-        optim="adamw_torch", gradient_accumulation_steps=2, average_tokens_across_devices=True,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "output_dir": folder, "use_cpu": True, "num_train_epochs": 2, "per_device_train_batch_size": 1,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [], "learning_rate": 1e-2, "disable_tqdm": True,
+        "lr_scheduler_type": "constant", "optim": "adamw_torch", "gradient_accumulation_steps": 2,
+        "average_tokens_across_devices": True,
+    }  # fmt: skip
     arguments = TrainingArguments(**{**settings, **changes})
     return Trainer(model=model, args=arguments, train_dataset=_Rows(), data_collator=collate)
 
@@ -259,6 +260,83 @@ def test_trainer(fresh_workers: WorkerPool, tmp_path) -> None:
         assert before["exchange"] < before["keep"] - 0.05 and sent["exchange"] < sent["keep"], (before, sent)
         assert "average_tokens_across_devices" in found["average"]
         assert "label_smoothing_factor" in found["smoothing"]
+
+
+# DeepSpeed
+
+ROWS = [[[160], [80, 80], SHORT], [SHORT, SHORT[::-1], [100, 60]]]
+"""[rank][micro-batch]."""
+
+
+def _engine(rank: int, world: int) -> dict[str, Any]:
+    """A raw loop over two epochs of three micro-batches, two per step: steps go on from one epoch into the next."""
+    import deepspeed
+
+    from deepspeed_cad.session import close_session
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_cad.install()
+    found: dict[str, Any] = {}
+    for name in ("keep", "own loader", "exchange"):
+        model = training.tiny_llama(torch.float32)
+        batches = _rank_batches(ROWS[rank], 10 * rank)
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "cad": {**BLOCK, "documents": "exchange" if name == "exchange" else "keep"},
+        }  # fmt: skip
+        given: dict[str, Any] = {}
+        if name == "own loader":
+            data = [one for other in ROWS for i, row in enumerate(other) for one in _rank_batches([row], i)]
+            given = {"training_data": [{name: value[0] for name, value in one.items()} for one in data]}
+        engine, _, loader, _ = deepspeed.initialize(model=model, config=config, **given)
+        if name != "own loader":
+            loader = deepspeed_cad.current_session().look_ahead(batches, engine, global_loss=True)
+        steps: list[list[float]] = [[]]
+        for _ in range(2):
+            for batch in loader:
+                loss = training.loss_sum(engine, batch) / 250
+                engine.backward(loss)
+                steps[-1].append(float(loss.detach()))
+                if engine.is_gradient_accumulation_boundary():
+                    steps.append([])
+                engine.step()
+        total = torch.tensor([sum(one) for one in steps if one])
+        dist.all_reduce(total)
+        found[name] = {
+            "losses": total.tolist(), "before": deepspeed_cad.current_session().statistics.imbalance_before,
+            "kind": type(loader).__name__,
+        }  # fmt: skip
+        engine.destroy()
+        close_session()
+    return found
+
+
+@pytest.mark.slow
+def test_engine(fresh_workers: WorkerPool) -> None:
+    for found in fresh_workers.run(_engine, 2, timeout=140.0):
+        assert len(found["keep"]["losses"]) == 3 and len(found["own loader"]["losses"]) == 3
+        assert found["exchange"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
+        assert found["exchange"]["before"] < found["keep"]["before"] - 0.1
+        assert found["own loader"]["kind"] == "LookAheadLoader"
+
+
+def _bad_batch(rank: int, world: int) -> None:
+    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": "exchange"})
+    model.train()
+    batches = _rank_batches(LENGTHS[rank], 0) * 2
+    if rank == 1:
+        batches[3] = {**batches[3], "position_ids": batches[3]["position_ids"] + 5}
+        batches[3]["position_ids"][0, 30] = -3
+    for batch in deepspeed_cad.current_session().look_ahead(batches, model, accumulation=2, global_loss=True):
+        training.loss_sum(model, batch).backward()
+
+
+def test_a_bad_batch_of_the_next_step_is_named_everywhere(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as error:
+        workers.run(_bad_batch, 2, timeout=30.0)
+    for name, message, _ in error.value.errors:
+        assert name == "CADDataError" and "position_ids[0, 30]" in message
 
 
 # Refusals

@@ -7,6 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.cut import LINEAR_PAIRS, choose_cut
 from deepspeed_cad.steps import Assignment, StepDocuments, assign_documents, order_rows
 from deepspeed_cad.swaps import find_swap
 
@@ -122,8 +125,6 @@ def test_long_documents_are_swapped_for_short_ones_of_the_same_length() -> None:
 
 def test_windows_and_costs_decide() -> None:
     """Where every layer has a short window, a long document costs as much as its tokens: nothing is worth moving."""
-    from deepspeed_cad.cost import PAIRS
-
     step = step_of([[[3000, 3000, 2000, 192]], [[64] * 128]])
     assert assign_documents(step, step.work([(PAIRS, 8)]), 0.1).tokens_moved == 0
 
@@ -149,3 +150,18 @@ def test_degenerate_steps(lengths: list[list[list[int]]]) -> None:
     step = step_of(lengths)
     got = assign_documents(step, step.work(), 0.05)
     assert tokens_of(step, got).sum() == step.tokens.sum()
+
+
+@pytest.mark.parametrize("row", [[65536], [61440] + [512] * 8, [512] * 8 + [61440], [512] * 128, [32768, 4096] * 2])
+def test_nano_batches_have_equal_work(row: list[int]) -> None:
+    """Attention and linear layers together; the middle where documents are short."""
+    layout = Layout.from_rank_lengths([row, row[::-1]])
+    at = choose_cut(layout, np.ones(2, np.int64))
+    assert at is not None and at[0] == at[1]
+    seg = layout.segments
+    rows = np.clip(at[seg.rank] - seg.offset, 0, seg.end)
+    first = PAIRS.of(seg.begin, rows).sum() + LINEAR_PAIRS * at.sum()
+    total = PAIRS.of(seg.begin, seg.end).sum() + LINEAR_PAIRS * layout.tokens.sum()
+    assert abs(first / total - 0.5) < 0.015
+    if max(row) == 512:
+        assert at[0] == sum(row) // 2

@@ -4,27 +4,57 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Ints, Layout
 
 SMALLEST_SHARE = 0.2
 """A part with less than this share of all tokens hides too little: the micro-batch is not cut."""
+LINEAR_PAIRS = 24_000
+"""What a token costs besides core attention, in query-key pairs of all heads: 2 FLOPs per parameter of a layer of 8B
+size (218 million) against 4 FLOPs per pair and unit of the hidden size (4096)."""
+SHARES = np.arange(16, 49) / 64
+"""Shares of its tokens that every rank may have in the first part. Later rows of a document have more keys, so it is
+mostly more than half."""
 
 
-def choose_cut(layout: Layout, unit: Ints) -> Ints | None:
+def choose_cut(layout: Layout, unit: Ints, cost: CostModel = PAIRS, linear: float = LINEAR_PAIRS) -> Ints | None:
     """Rows of each rank's first nano-batch ([ranks], multiples of `unit`), or None where no cut is worth it.
 
-    Every rank is cut in the middle, unless rows before the cut would read keys behind it: where documents span ranks,
-    the keys of the rank before are in its second part. Giving whole ranks to one part or the other would be allowed,
-    but each part then has the attention of some ranks only: it moves several times the bytes that it hides.
+    Every rank is cut at the same share of its tokens: the one at which both parts have as much work, attention by the
+    cost model plus `linear` per token, so that each is long enough to hide the other's transfers. Not where rows before
+    the cut would read keys behind it: where documents span ranks, the keys of the rank before are in its second part.
+    Giving whole ranks to one part or the other would be allowed, but each part then has the attention of some ranks
+    only: it moves several times the bytes that it hides.
     """
     tokens = layout.tokens
     if layout.ranks == 1 or not len(layout.segments):
         return None
     unit = np.maximum(unit, 1)
+    if not layout.can_cut(_at(0.5, tokens, unit)):
+        return None
+    total = _work(layout, tokens, cost, linear)
+    best, least = None, np.inf
+    for share in SHARES[np.argsort(np.abs(SHARES - 0.5), kind="stable")]:
+        at = _at(share, tokens, unit)
+        uneven = abs(total - 2 * _work(layout, at, cost, linear))
+        # The middle, and what is near it, stays unless another is clearly better.
+        if uneven < least - 1e-3 * total and _worth(at, tokens) and layout.can_cut(at):
+            best, least = at, uneven
+    return best
+
+
+def _at(share: float, tokens: Ints, unit: Ints) -> Ints:
+    """Each rank's rows before the cut, at round numbers."""
     step = np.where(unit > 1, unit, np.where(tokens >= 1024, 128, 1))
-    middle = (tokens // 2 + step // 2) // step * step
-    middle = np.minimum(middle, tokens // unit * unit)
-    return middle if layout.can_cut(middle) and _worth(middle, tokens) else None
+    rows = (np.floor(tokens * share).astype(np.int64) + step // 2) // step * step
+    return np.minimum(rows, tokens // unit * unit)
+
+
+def _work(layout: Layout, at: Ints, cost: CostModel, linear: float) -> float:
+    """Work of rows [0, at[r]) of every rank r."""
+    seg = layout.segments
+    rows = np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
+    return float(cost.of(seg.begin, seg.begin + rows).sum() + linear * at.sum())
 
 
 def _worth(at: Ints, tokens: Ints) -> bool:
