@@ -69,8 +69,8 @@ class CADConfig:
     O and LSE from the forward pass. Saves memory, costs time."""
 
     backward: str = "auto"
-    """What a server does with received Q, K, V until backward. "keep": holds them; "resend": drops them, and they travel
-    again with dO; "auto": keeps them unless activation checkpointing is on, which asks for memory rather than time."""
+    """What a server does with received Q, K, V until backward. "keep": holds them; "resend": drops them, and they
+    travel again with dO; "auto": keeps them unless activation checkpointing is on, which asks for memory, not speed."""
 
     cost: str = "auto"
     """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
@@ -91,8 +91,8 @@ class CADConfig:
     """Whether CAD's statistics go to DeepSpeed's monitor and to the Trainer's log."""
 
     trace: str = ""
-    """Where a timeline of a few micro-batches over all ranks is written, as a file for Perfetto; "": nowhere. The same as
-    `deepspeed-cad trace --output`, for runs on several machines."""
+    """Where a timeline of a few micro-batches over all ranks is written, as a file for Perfetto; "": nowhere. The same
+    as `deepspeed-cad trace --output`, for runs on several machines."""
 
     trace_steps: int = 3
     """How many micro-batches the timeline has, after two that warm up."""

@@ -7,7 +7,6 @@ run the model's own attention, or attention on this rank alone.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed_cad.integrations.alternating import alternate
 from deepspeed_cad.integrations.mask_check import check_mask
 from deepspeed_cad.integrations.models import (
     describe,
@@ -40,7 +40,6 @@ from deepspeed_cad.gather import Announcement
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch
-from deepspeed_cad.pingpong import run_alternating
 from deepspeed_cad.session import Feed, Session, current_session, open_session
 
 try:
@@ -328,8 +327,11 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
         return ALL_MASK_ATTENTION_FUNCTIONS[name if known else "sdpa"](*args, **kwargs)
     window = kwargs.get("local_size")
     session = scope.binding.session
-    if session.config.check == "sampled":
-        check_mask(scope.micro_batch.layout, scope.micro_batch.rank, window, kwargs, scope.binding.forwards)
+    if session.config.check == "sampled" and (scope.training or not scope.binding.forwards):
+        try:
+            check_mask(scope.micro_batch.layout, scope.micro_batch.rank, window, kwargs, scope.binding.forwards)
+        except CADError as error:
+            scope.binding.feed.fail(error, announced=True)
     return session.descriptor(scope.micro_batch, window, scope.checkpointed)
 
 
@@ -383,76 +385,3 @@ def _local_attention(module: torch.nn.Module, name: str) -> Callable[..., Any]:
         return eager
     run: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name if name in ALL_ATTENTION_FUNCTIONS else "sdpa"]
     return run
-
-
-# Ping-pong
-
-
-class _Alternating:
-    """Mixed into a decoder layer's class: its forward runs as two nano-batches where the micro-batch is cut."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        whole = super().forward  # type: ignore[misc]
-        found = [x for x in (*args, *kwargs.values()) if isinstance(x, MaskDescriptor)]
-        if not found or not found[0].is_cut:
-            return whole(*args, **kwargs)
-        return _run_cut(whole, found[0], args, kwargs)
-
-
-@functools.partial(torch.compiler.disable, recursive=set_eval_frame is None)
-def _run_cut(whole: Callable[..., Any], mask: MaskDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    hidden = args[0] if args else kwargs["hidden_states"]
-    cut = mask.row_cut(hidden.shape[0], hidden.shape[1])
-
-    def split(value: Any) -> tuple[Any, Any]:
-        return value.cut() if isinstance(value, MaskDescriptor) else cut.split(value)
-
-    # Where the layer is compiled, Dynamo looks at both runs of it and not at what alternates them.
-    with _DynamoOff() as dynamo:
-        first_args, second_args = ([split(value)[part] for value in args] for part in (0, 1))
-        pairs = {name: split(value) for name, value in kwargs.items()}
-        first_kwargs, second_kwargs = ({name: pair[part] for name, pair in pairs.items()} for part in (0, 1))
-        return cut.join(
-            *run_alternating(
-                lambda: dynamo.run(whole, first_args, first_kwargs),
-                lambda: dynamo.run(whole, second_args, second_kwargs),
-            )
-        )
-
-
-class _DynamoOff:
-    """Keeps torch.compile's frame hook off inside, except in `run`. It is off whenever nano-batches hand over."""
-
-    def __enter__(self) -> _DynamoOff:
-        self._hook = None if set_eval_frame is None else set_eval_frame(None)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._hook is not None:
-            set_eval_frame(self._hook)
-
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call with the hook as it was outside."""
-        if self._hook is None:
-            return function(*args, **kwargs)
-        set_eval_frame(self._hook)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            set_eval_frame(None)
-
-
-def alternate(layer: torch.nn.Module) -> None:
-    """Give a decoder layer a subclass of its own class that can run as two nano-batches."""
-    # The split lies inside checkpointing and FSDP: the layer is gathered once, and recomputed as a whole.
-    for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
-        layer = getattr(layer, name, layer)
-    if not isinstance(layer, _Alternating):
-        layer.__class__ = _alternating_class(type(layer))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _alternating_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """One class for all layers of a class: FSDP's wrapping policies look layers up by it."""
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return types.new_class(cls.__name__, (_Alternating, cls), exec_body=lambda names: names.update(body))

@@ -28,7 +28,8 @@ class _Counter:
         self.calls: list[str] = []
 
     def __enter__(self) -> list[str]:
-        self._saved = {name: getattr(dist, name) for name in ("all_gather", "all_to_all_single", "all_reduce", "broadcast")}
+        names = ("all_gather", "all_to_all_single", "all_reduce", "broadcast")
+        self._saved = {name: getattr(dist, name) for name in names}
         for name, function in self._saved.items():
             setattr(dist, name, lambda *a, _n=name, _f=function, **k: (self.calls.append(_n), _f(*a, **k))[1])
         return self.calls
