@@ -59,6 +59,10 @@ class Worker:
         self._jobs.put((future, job))
         return future
 
+    def is_current(self) -> bool:
+        """Whether the caller is a job of this worker."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
         """Stop after the jobs that are queued."""
         self._jobs.put(None)
@@ -106,11 +110,10 @@ class Gatherer:
         headers = np.stack(self._all(header, "the other ranks' document lengths"))
         self._compare(headers)
         failed = np.flatnonzero(headers[:, _SEGMENTS] == FAILED)
-        if len(failed):
+        if len(failed) or mine is None:
             raise CADDataError(f"no micro-batch was trained: {self._said(failed.tolist())}")
         widest = int(headers[:, _SEGMENTS].max())
         payload = np.zeros((max(widest, 1), 3), np.int64)
-        assert mine is not None
         payload[: len(mine.local.begin)] = mine.local.to_array()
         rows = self._all(payload.reshape(-1), "the other ranks' document lengths") if widest else [payload] * self.ranks
         return [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -199,10 +198,10 @@ class Session:
         )  # fmt: skip
 
     def _agree(self, value: int, what: str) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self.on_worker(lambda: self.gatherer.agree(value, what))
-        else:
+        if self.worker.is_current():
             self.gatherer.agree(value, what)
+        else:
+            self.on_worker(lambda: self.gatherer.agree(value, what))
 
     def _ranks_per_node(self) -> int | None:
         # torchrun and accelerate set the first, DeepSpeed's launcher the second.
