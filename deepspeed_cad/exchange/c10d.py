@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.transport import Outgoing, Returning
-from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, SERVER, Schedule
+from deepspeed_cad.schedule import HOME, KEY, QUERY, SERVER, Schedule
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class C10dTransport:
         self.exchanges = 0
         self.bytes_sent = 0
         self._indexes: WeakKeyDictionary[Schedule, tuple[_Kind, _Kind]] = WeakKeyDictionary()
+        self._additions: WeakKeyDictionary[Schedule, _Addition] = WeakKeyDictionary()
 
     def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> _Dispatched:
         """See Transport.dispatch; slots need no care here, every exchange has buffers of its own."""
@@ -99,10 +100,22 @@ class C10dTransport:
             self._indexes[schedule] = found
         return found
 
-    def _build(self, schedule: Schedule, kind: int) -> _Kind:
-        def upload(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+    def addition(self, schedule: Schedule) -> _Addition:
+        """How dK and dV that come back are added at home."""
+        found = self._additions.get(schedule)
+        if found is None:
+            scatter = schedule.key_scatter
+            row, group = scatter.target // schedule.groups, scatter.target % schedule.groups
+            levels = tuple((self._upload(position), self._upload(landed)) for position, landed in scatter.levels)
+            found = _Addition(self._upload(row), self._upload(group), levels)
+            self._additions[schedule] = found
+        return found
 
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+
+    def _build(self, schedule: Schedule, kind: int) -> _Kind:
+        upload = self._upload
         home = schedule.home_index(schedule.sends, kind)
         own = schedule.home_index(schedule.own, kind)
         return _Kind(
@@ -179,28 +192,26 @@ class _Returned:
             kind = self.kinds[field.kind]
             own = field.served[kind.own_served]
             if field.add:
-                add_landed(field.home, torch.cat([arrived, own]), self.schedule)
+                self.transport.addition(self.schedule).add(field.home, torch.cat([arrived, own]))
             else:
                 field.home[kind.home_row, kind.home_group] = arrived
                 field.home[kind.own_row, kind.own_group] = own
 
 
-def add_landed(home: torch.Tensor, landed: torch.Tensor, schedule: Schedule) -> None:
-    """Add landed dK or dV rows ([rows, width]) to `home` ([rows, groups, width]) in fp32, rounded once per row."""
-    scatter = schedule.key_scatter
-    if not len(scatter.target):
-        return
+@dataclass(frozen=True)
+class _Addition:
+    """Index tensors of a schedule's `key_scatter`, on the device."""
 
-    def upload(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(home.device, non_blocking=True)
+    row: torch.Tensor
+    group: torch.Tensor
+    levels: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
-    target = upload(scatter.target)
-    row, group = target // schedule.groups, target % schedule.groups
-    wide = torch.float64 if home.dtype == torch.float64 else torch.float32
-    total = home[row, group].to(wide)
-    for position, landed_row in scatter.levels:
-        total.index_add_(0, upload(position), landed[upload(landed_row)].to(wide))
-    home[row, group] = total.to(home.dtype)
-
-
-__all__ = ["KIND", "C10dTransport", "add_landed"]
+    def add(self, home: torch.Tensor, landed: torch.Tensor) -> None:
+        """Add landed dK or dV rows ([rows, width]) to `home` ([rows, groups, width]) in fp32, rounded once per row."""
+        if not len(self.row):
+            return
+        wide = torch.float64 if home.dtype == torch.float64 else torch.float32
+        total = home[self.row, self.group].to(wide)
+        for position, landed_row in self.levels:
+            total.index_add_(0, position, landed[landed_row].to(wide))
+        home[self.row, self.group] = total.to(home.dtype)
