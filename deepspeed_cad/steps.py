@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.swaps import Swap, find_swap
+from deepspeed_cad.swaps import RowSums, Swap, find_swap
 
 Floats = npt.NDArray[np.float64]
 
@@ -212,6 +212,8 @@ def worth(gain: float, longest_work: float, longest: int, tokens: int) -> bool:
     return gain / max(dearest_row, 1e-300) * ROW_IN_TOKENS >= tokens
 
 
+ROWS_KEPT = 32
+"""Rows whose token sums are kept while a micro-batch is balanced: some megabytes each."""
 CANDIDATES = 4
 """Light ranks that the heaviest rank of a micro-batch tries to swap with, the lightest first."""
 
@@ -222,6 +224,15 @@ def _level(rows: _Rows, micro_batch: int, tolerance: float, budget: int) -> None
     mean = float(load.mean())
     open_ranks = [rank for rank in range(len(load)) if not fixed[rank]]
     stuck: set[int] = set()
+    sums: dict[int, RowSums] = {}
+
+    def sums_of(rank: int) -> RowSums:
+        if rank not in sums:
+            if len(sums) >= ROWS_KEPT:
+                del sums[next(iter(sums))]
+            sums[rank] = RowSums(rows.documents[micro_batch][rank], rows.length)
+        return sums[rank]
+
     for _ in range(8 * len(load)):
         above = [rank for rank in open_ranks if rank not in stuck and load[rank] > mean * (1 + tolerance)]
         if not above:
@@ -231,7 +242,7 @@ def _level(rows: _Rows, micro_batch: int, tolerance: float, budget: int) -> None
         best: tuple[float, int, Swap] | None = None
         for light in below[:CANDIDATES]:
             swap = find_swap(
-                rows.documents[micro_batch][heavy], rows.documents[micro_batch][light], rows.length, rows.work,
+                sums_of(heavy), sums_of(light), rows.length, rows.work,
                 wanted=min(load[heavy] - mean, (load[heavy] - load[light]) / 2),
                 most=float(load[heavy] - load[light]),
                 room=(budget - int(rows.tokens[micro_batch, heavy]), budget - int(rows.tokens[micro_batch, light])),
@@ -250,6 +261,8 @@ def _level(rows: _Rows, micro_batch: int, tolerance: float, budget: int) -> None
             stuck.add(heavy)
         else:
             rows.apply(micro_batch, heavy, best[1], best[2])
+            sums.pop(heavy, None)
+            sums.pop(best[1], None)
 
 
 def _as_assignment(step: StepDocuments, work: Floats, rows: _Rows) -> Assignment:

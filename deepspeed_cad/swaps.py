@@ -6,6 +6,7 @@ where some documents have s tokens together), so that a row of a hundred thousan
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,34 +36,37 @@ class Swap:
     """Tokens that travel, both ways."""
 
 
-class _Sums:
-    """Token sums that subsets of some documents reach, shortest documents first."""
+class RowSums:
+    """Token sums that subsets of a row's documents reach; its first k documents are its k shortest."""
 
     def __init__(self, documents: list[int], length: Ints) -> None:
-        self.documents = documents
-        self._length = [int(length[one]) for one in documents]
+        self.documents = sorted((one for one in documents if length[one] > 0), key=lambda one: (length[one], one))
+        self.length = length[self.documents].tolist()
         self._bits = [1]
-        for one in self._length:
-            self._bits.append(self._bits[-1] | self._bits[-1] << one)
 
-    @property
-    def bits(self) -> int:
-        """Bit s: whether a subset has s tokens."""
-        return self._bits[-1]
+    def shorter(self, tokens: int, most: int) -> int:
+        """How many documents have fewer tokens, `most` at most."""
+        return min(bisect_left(self.length, tokens), most)
 
-    def subset(self, total: int) -> list[int]:
-        """Documents with `total` tokens together, short ones where there is a choice."""
+    def bits(self, first: int) -> int:
+        """Bit s: whether some of the first documents have s tokens together."""
+        for i in range(len(self._bits) - 1, first):
+            self._bits.append(self._bits[i] | self._bits[i] << self.length[i])
+        return self._bits[first]
+
+    def subset(self, first: int, total: int) -> list[int]:
+        """Of the first documents, some with `total` tokens together; short ones where there is a choice."""
         chosen = []
-        for i in range(len(self.documents), 0, -1):
+        for i in range(first, 0, -1):
             if not self._bits[i - 1] >> total & 1:
                 chosen.append(self.documents[i - 1])
-                total -= self._length[i - 1]
+                total -= self.length[i - 1]
         return chosen
 
 
 def find_swap(
-    heavy: list[int],
-    light: list[int],
+    heavy: RowSums,
+    light: RowSums,
     length: Ints,
     work: Floats,
     wanted: float,
@@ -71,15 +75,12 @@ def find_swap(
 ) -> Swap | None:
     """A swap that takes about `wanted` work, less than `most`, from the heavy row; None where there is none.
 
-    `heavy`, `light`: documents of both rows, indices into `length` (tokens) and `work`. `room`: tokens by which the
+    `heavy`, `light`: the documents of both rows, indices into `length` (tokens) and `work`. `room`: tokens by which the
     heavy and the light row may grow. Equal lengths are looked for first, then the smallest difference.
     """
     best: Swap | None = None
-    for long in _long_candidates(heavy, length, work, wanted):
-        tokens = int(length[long])
-        short = _shortest(light, length, tokens, SHORT_DOCUMENTS)
-        companions = _shortest([one for one in heavy if one != long], length, tokens, COMPANIONS)
-        found = _match(tokens, _Sums(companions, length), _Sums(short, length), room)
+    for long in _long_candidates(heavy, work, wanted):
+        found = _match(int(length[long]), heavy, light, room)
         if found is None:
             continue
         given, taken = [long, *found[0]], found[1]
@@ -92,29 +93,23 @@ def find_swap(
     return best
 
 
-def _long_candidates(heavy: list[int], length: Ints, work: Floats, wanted: float) -> list[int]:
+def _long_candidates(heavy: RowSums, work: Floats, wanted: float) -> list[int]:
     """Documents of different lengths whose work is nearest to what is wanted."""
-    by_length: dict[int, int] = {}
-    for one in heavy:
-        by_length.setdefault(int(length[one]), one)
-    by_length.pop(0, None)
+    by_length = dict(zip(reversed(heavy.length), reversed(heavy.documents)))
     return sorted(by_length.values(), key=lambda one: (abs(float(work[one]) - wanted), one))[:LONG_CANDIDATES]
 
 
-def _shortest(documents: list[int], length: Ints, below: int, most: int) -> list[int]:
-    shorter = [one for one in documents if 0 < length[one] < below]
-    return sorted(shorter, key=lambda one: (int(length[one]), one))[:most]
-
-
-def _match(tokens: int, companions: _Sums, short: _Sums, room: tuple[int, int]) -> tuple[list[int], list[int]] | None:
+def _match(tokens: int, heavy: RowSums, light: RowSums, room: tuple[int, int]) -> tuple[list[int], list[int]] | None:
     """Companions of the long document and short documents, so that both sides have the same tokens, or nearly."""
-    both = companions.bits & short.bits >> tokens
+    companions, short = heavy.shorter(tokens, COMPANIONS), light.shorter(tokens, SHORT_DOCUMENTS)
+    reached = light.bits(short)
+    both = heavy.bits(companions) & reached >> tokens
     if both:
         extra = (both & -both).bit_length() - 1
-        return companions.subset(extra), short.subset(tokens + extra)
+        return heavy.subset(companions, extra), light.subset(short, tokens + extra)
     # The heavy row may grow by room[0]: taken − given; the light row by room[1].
     low, high = max(tokens - room[1], 0), tokens + max(room[0], 0)
-    window = (short.bits & ((1 << high + 1) - 1)) >> low
+    window = (reached & ((1 << high + 1) - 1)) >> low
     if room[1] < 0 or not window:
         return None
     middle = tokens - low
@@ -126,4 +121,4 @@ def _match(tokens: int, companions: _Sums, short: _Sums, room: tuple[int, int]) 
     if above:
         candidates.append(tokens + (above & -above).bit_length() - 1)
     total = min(candidates, key=lambda one: (abs(one - tokens), one))
-    return [], short.subset(total)
+    return [], light.subset(short, total)

@@ -103,7 +103,8 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
             return samples, count
         if config.documents == "exchange" and binding.session.ranks > 1:
             refuse_loss(self, count)
-            allow_exchange(binding.feed, self.model)
+            if not binding.feed.exchanges:
+                allow_exchange(binding.feed, self.model)
         # Targets are counted before documents change ranks; their number over all ranks stays the same.
         samples = ahead.arrange(samples)
         if _may_read_ahead(self):

@@ -224,15 +224,32 @@ def _trainer(cad: dict[str, Any] | None, folder: str, **changes: Any) -> Any:
     return Trainer(model=model, args=arguments, train_dataset=_Rows(), data_collator=collate)
 
 
-def _trainers(rank: int, world: int, folder: str) -> dict[str, Any]:
+def _trainers(rank: int, world: int, folder: str, deepspeed_stage: int | None) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState
+
     from deepspeed_cad.session import close_session
 
     found: dict[str, Any] = {}
     for name, block in (("plain", None), ("keep", BLOCK), ("exchange", {**BLOCK, "documents": "exchange"})):
-        trainer = _trainer(block, folder)
+        AcceleratorState._reset_state(True)
+        if deepspeed_stage is None:
+            trainer = _trainer(block, folder)
+        else:
+            import deepspeed
+
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            deepspeed_cad.install()
+            config: dict[str, Any] = {
+                "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+                "gradient_clipping": "auto", "zero_optimization": {"stage": deepspeed_stage},
+                "zero_allow_untested_optimizer": True,
+            }  # fmt: skip
+            trainer = _trainer(None, folder, deepspeed=config if block is None else {**config, "cad": block})
         trainer.train()
         found[name] = trainer.state.log_history
         close_session()
+    if deepspeed_stage is not None:
+        return found
     for name, changes, cad in (
         ("average", {"average_tokens_across_devices": False}, {"documents": "exchange"}),
         ("smoothing", {"label_smoothing_factor": 0.1}, {"documents": "exchange"}),
@@ -245,9 +262,10 @@ def _trainers(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_trainer(fresh_workers: WorkerPool, tmp_path) -> None:
+@pytest.mark.parametrize("stage", [None, 2])
+def test_trainer(fresh_workers: WorkerPool, tmp_path, stage: int | None) -> None:
     """Losses of every step as without CAD; a rest of an epoch, too; refused where the loss is not global."""
-    for found in fresh_workers.run(_trainers, 2, str(tmp_path), timeout=140.0):
+    for found in fresh_workers.run(_trainers, 2, str(tmp_path), stage, timeout=140.0):
         plain = losses_of(found["plain"])
         assert len(plain) == 8
         for name in ("keep", "exchange"):
@@ -258,6 +276,8 @@ def test_trainer(fresh_workers: WorkerPool, tmp_path) -> None:
         }
         sent = {name: sum(e["cad/sent_MiB"] for e in found[name] if "loss" in e) for name in ("keep", "exchange")}
         assert before["exchange"] < before["keep"] - 0.05 and sent["exchange"] < sent["keep"], (before, sent)
+        if stage is not None:
+            continue
         assert "average_tokens_across_devices" in found["average"]
         assert "label_smoothing_factor" in found["smoothing"]
 
@@ -319,6 +339,54 @@ def test_engine(fresh_workers: WorkerPool) -> None:
         assert found["exchange"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
         assert found["exchange"]["before"] < found["keep"]["before"] - 0.1
         assert found["own loader"]["kind"] == "LookAheadLoader"
+
+
+# Accelerate
+
+
+def _accelerate(rank: int, world: int) -> dict[str, Any]:
+    """A loop with `accumulate`: five micro-batches per rank, two per step, so that the last step has one."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from deepspeed_cad.integrations.accelerate import CADPlugin
+
+    from deepspeed_cad.session import close_session
+
+    found: dict[str, Any] = {}
+    for documents in ("keep", "exchange"):
+        AcceleratorState._reset_state(True)
+        plugin = CADPlugin(**BLOCK, documents=documents)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[plugin])
+        model = training.tiny_llama(torch.float32)
+        data = torch.utils.data.DataLoader(torch.utils.data.Subset(_Rows(), range(10)), collate_fn=collate)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), data)
+        session = deepspeed_cad.current_session()
+        steps: list[list[float]] = [[]]
+        for batch in session.look_ahead(loader, model, accumulation=2, global_loss=True):
+            with accelerator.accumulate(model):
+                loss = training.loss_sum(model, batch) / 250
+                accelerator.backward(loss)
+                steps[-1].append(float(loss.detach()))
+                optimizer.step()
+                optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    steps.append([])
+        total = torch.tensor([sum(one) for one in steps if one])
+        dist.all_reduce(total)
+        found[documents] = {"losses": total.tolist(), "before": session.statistics.imbalance_before}
+        close_session()
+    return found
+
+
+@pytest.mark.slow
+def test_accelerate_loop(fresh_workers: WorkerPool) -> None:
+    for found in fresh_workers.run(_accelerate, 2, timeout=100.0):
+        assert len(found["keep"]["losses"]) == 3
+        assert found["exchange"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
+        assert found["exchange"]["before"] < found["keep"]["before"]
+
+
+# Errors
 
 
 def _bad_batch(rank: int, world: int) -> None:

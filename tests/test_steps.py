@@ -11,7 +11,7 @@ from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.cut import LINEAR_PAIRS, choose_cut
 from deepspeed_cad.steps import Assignment, StepDocuments, assign_documents, order_rows
-from deepspeed_cad.swaps import find_swap
+from deepspeed_cad.swaps import RowSums, find_swap
 
 
 def step_of(lengths: list[list[list[int]]], fixed: list[list[bool]] | None = None) -> StepDocuments:
@@ -133,7 +133,8 @@ def test_windows_and_costs_decide() -> None:
 def test_a_swap_has_equal_tokens_or_fits(room: tuple[int, int]) -> None:
     length = np.array([100, 7, 30, 33, 21, 40, 9])
     work = length.astype(float) ** 2
-    swap = find_swap([0, 1], [2, 3, 4, 5, 6], length, work, wanted=5000.0, most=12000.0, room=room)
+    heavy, light = RowSums([0, 1], length), RowSums([2, 3, 4, 5, 6], length)
+    swap = find_swap(heavy, light, length, work, wanted=5000.0, most=12000.0, room=room)
     assert swap is not None and swap.given[0] == 0
     difference = int(length[swap.given].sum() - length[swap.taken].sum())
     assert -room[0] <= difference <= room[1]
@@ -142,7 +143,8 @@ def test_a_swap_has_equal_tokens_or_fits(room: tuple[int, int]) -> None:
 
 def test_no_swap_where_no_sum_fits() -> None:
     length = np.array([100, 3, 33, 33])
-    assert find_swap([0], [1, 2, 3], length, length.astype(float) ** 2, 5000.0, 9000.0, (0, 0)) is None
+    heavy, light = RowSums([0], length), RowSums([1, 2, 3], length)
+    assert find_swap(heavy, light, length, length.astype(float) ** 2, 5000.0, 9000.0, (0, 0)) is None
 
 
 @pytest.mark.parametrize("lengths", [[[[]], [[]]], [[[5]]], [[[]], [[5, 6]]], [[[1] * 50], [[50]]]])
