@@ -1,0 +1,55 @@
+"""Supervised fine-tuning with TRL: SFTTrainer packs documents ("bfd") without padding. Nothing here knows of CAD:
+
+    accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 --fsdp_state_dict_type FULL_STATE_DICT \
+        --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \
+        -m deepspeed_cad.run examples/trl_sft.py --model PATH --data FILES --save OUT
+
+On a CPU: torchrun --nproc_per_node 2 -m deepspeed_cad.run examples/trl_sft.py --tiny
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+from common import ON_GPU, finish, get_documents, get_model, get_tokenizer, read_arguments, say_what_to_expect
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+
+def main() -> None:
+    """Train, and save a checkpoint that loads anywhere."""
+    args = read_arguments(__doc__.split(":")[0])
+    documents = get_documents(args)
+    model = get_model(args)
+    say_what_to_expect(documents, args.context, model)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(
+                output_dir=folder,
+                packing=True,
+                max_length=args.context,
+                max_steps=args.steps,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=args.accumulation,
+                gradient_checkpointing=True,
+                gradient_checkpointing_kwargs={"use_reentrant": False},
+                learning_rate=args.learning_rate,
+                bf16=ON_GPU,
+                use_cpu=not ON_GPU,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_dict({"input_ids": documents}),
+            processing_class=get_tokenizer(args),
+        )
+        trainer.train()
+    if args.save:
+        trainer.save_model(args.save)
+    finish()
+
+
+if __name__ == "__main__":
+    main()
