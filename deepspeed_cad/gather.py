@@ -7,6 +7,7 @@ model; a difference ends in an error that names the rank before anything is trai
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import queue
 import threading
@@ -27,6 +28,8 @@ from deepspeed_cad.version import __version__
 Result = TypeVar("Result")
 
 _VERSION, _CONFIG, _MODEL, _TURN, _TOKENS, _UNIT, _SEGMENTS = range(7)
+PATIENCE_S = 10.0
+"""How long an ending process waits for its look-ahead thread."""
 FAILED = -1
 """In place of a number of segments: this rank could not read its micro-batch."""
 
@@ -52,6 +55,8 @@ class Worker:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="deepspeed_cad look-ahead", daemon=True)
         self._thread.start()
+        # A thread that is still inside a collective when the interpreter goes down takes the process along (SIGABRT).
+        atexit.register(self.close)
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
         """Queue a job."""
@@ -64,8 +69,11 @@ class Worker:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Stop after the jobs that are queued."""
+        """Stop after the jobs that are queued, and wait for that, PATIENCE_S at most."""
+        atexit.unregister(self.close)
         self._jobs.put(None)
+        if not self.is_current():
+            self._thread.join(PATIENCE_S)
 
     def _loop(self) -> None:
         while (item := self._jobs.get()) is not None:
