@@ -54,6 +54,7 @@ class Session:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._statistics = Statistics()
         self._read: dict[str, Statistics] = {}
+        self._said: set[str] = set()
         self.counts = CallCounts()
         self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         """What integrations attached to which model."""
@@ -177,12 +178,28 @@ class Session:
             cut = choose_cut(layout, np.array([one.unit for one in announcements]))
             if cut is not None:
                 ticks = layout.cut(cut)
+            elif self.ranks > 1:
+                self._say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         micro_batch = MicroBatch(
             self.rank, layout, ticks, self.device, self.plan_tick, self._agree, self.transport, self.counts
         )
         if keys:
             micro_batch.plan_all(keys)
         return micro_batch
+
+    def _say_once(self, text: str) -> None:
+        """Log what a user may wonder about, the first time that it happens."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.info(text)
+
+    def plans_at_forward(self) -> None:
+        """A forward came that no loader had announced: say so, once, where look-ahead is asked for."""
+        if self.config.look_ahead and self.ranks > 1:
+            self._say_once(
+                "no loader announces micro-batches, so they are planned when their forward starts: read the data "
+                "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"
+            )
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
         """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""
@@ -306,6 +323,7 @@ class Feed:
         elif mine is None:
             raise CADError("no micro-batch was announced")
         else:
+            self.session.plans_at_forward()
             future = self._gather(mine)
         micro_batch: MicroBatch = self.session.wait(future, "document lengths and plan")
         self.session.count(micro_batch)
