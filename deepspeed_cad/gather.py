@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
+from deepspeed_cad.errors import CADDataError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.version import __version__
@@ -162,6 +162,3 @@ class Gatherer:
         with Liveness.watch(self.liveness, what):
             dist.all_gather(everyone, mine, group=self.group)
         return [tensor.numpy() for tensor in everyone]
-
-
-__all__ = ["Announcement", "CADError", "Gatherer", "Worker", "digest"]

@@ -34,8 +34,6 @@ class Prepared:
     """[R] head group of every served query row."""
     padding: torch.Tensor
     """Rows of the query buffer without a task."""
-    whole: bool
-    """One local batch covers every row and head of this rank and nothing comes or goes: it is run in one call."""
 
 
 def prepare(schedule: Schedule, device: torch.device) -> Prepared:
@@ -73,7 +71,6 @@ def prepare(schedule: Schedule, device: torch.device) -> Prepared:
         _keys_overlap(schedule.served) or _keys_missing(schedule),
         upload(group),
         upload(padding),
-        whole,
     )
 
 
@@ -121,7 +118,7 @@ def fold_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple
 
 
 def new_outputs(prepared: Prepared, q_THD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """O [T, H, V] and LSE [T, H] to be filled; padding is zero. Of `whole` schedules, run_local makes its own."""
+    """O [T, H, V] and LSE [T, H] to be filled; padding is zero."""
     rows, heads = q_THD.shape[:2]
     o_THV = q_THD.new_empty(rows, heads, v_TKV.shape[2])
     lse_TH = torch.empty(rows, heads, dtype=lse_dtype(q_THD.dtype), device=q_THD.device)

@@ -52,6 +52,9 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
     assert len(loader) == 4
     counted: list[str] = []
     for step, batch in enumerate(loader):
+        announced = find_binding(model).feed.next_announced
+        assert (announced is not None) == ahead
+        assert announced is None or announced.local.tokens == batch["input_ids"].numel()
         with _Counter() as calls:
             loss = training.loss_sum(model, batch)
             loss.backward()
