@@ -43,14 +43,28 @@ class Stopwatch:
             self._spans.append((name, begun, time.perf_counter()))
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """Seconds and number of spans by name since the last call; the device must have finished."""
-        found: dict[str, tuple[float, int]] = {}
+        """Seconds and number of spans by name since the last call; the device must have finished.
+
+        Spans of two streams that run at the same time count once.
+        """
+        spans: dict[str, list[tuple[float, float]]] = {}
         for name, begin, end in self._spans:
-            seconds = end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
-            before = found.get(name, (0.0, 0))
-            found[name] = before[0] + seconds, before[1] + 1
+            first = self._spans[0][1]
+            if isinstance(begin, float):
+                spans.setdefault(name, []).append((begin, end))
+            else:
+                spans.setdefault(name, []).append((first.elapsed_time(begin) / 1e3, first.elapsed_time(end) / 1e3))
         self._spans.clear()
-        return found
+        return {name: (_covered(own), len(own)) for name, own in spans.items()}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 class TimedKernel:

@@ -12,6 +12,7 @@ as in serve.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import KEY, QUERY
 from deepspeed_cad.serve import (
+    Batches,
     Prepared,
     new_gradients,
     new_outputs,
@@ -73,6 +75,8 @@ class AttentionCall:
     slot: int = 0
     label: str = "attention"
     sinks: torch.Tensor | None = None
+    aside: torch.cuda.Stream | None = None
+    """On which served batches run beside local ones; None: all run on the current stream, one after the other."""
     done: bool = False
     released: bool = False
     _inputs: tuple[torch.Tensor, ...] = ()
@@ -83,6 +87,8 @@ class AttentionCall:
     _sinks: torch.Tensor | None = None
     """A copy of the sinks that the forward used: the parameter itself may be sharded again by backward."""
     _gradients: Any = ()
+    _ends: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None
+    """Where two streams ran: when own batches ended, when what is served arrived, when that ended."""
     _landing: tuple[torch.Tensor, ...] = ()
     """dK and dV that take what other ranks send: those of `_gradients`, or copies where local batches added in fp32."""
     _backward_inputs: tuple[torch.Tensor, ...] = field(default=())
@@ -106,10 +112,10 @@ class AttentionCall:
         """O [T, H, V]."""
         return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, self.sinks)
 
-    def traced(self, what: str, backward: bool = False) -> AbstractContextManager[None]:
+    def traced(self, what: str, backward: bool = False, aside: bool = False) -> AbstractContextManager[None]:
         """A span of the timeline, where one is recorded."""
         tracer = self.counts.tracer
-        return NOT_TRACED if tracer is None else tracer.span(what, self.slot, self.label, backward)
+        return NOT_TRACED if tracer is None else tracer.span(what, self.slot, self.label, backward, aside)
 
     @property
     def replaying(self) -> bool:
@@ -133,40 +139,33 @@ class AttentionCall:
     def forward_serve(self) -> None:
         """Run local and served batches, start sending O back."""
         q, k, v = self._inputs
-        sinks = self._sinks
+        sinks, aside = self._sinks, self.aside is not None
         o, lse = new_outputs(self.prepared, q, v)
-        local = (self.kernel, self.rule, q, k, v, o, lse, sinks)
-        if self.transport is None:
-            with self.traced("local"):
-                run_local(self.prepared.early + self.prepared.late, *local)
-            self._outputs = (o, lse)
-            return
-        received = None if self.modes.local_first else self._wait_out()
-        with self.traced("local"):
-            run_local(self.prepared.early, *local)
-        q_RW, k_SD, v_SV = received or self._wait_out()
-        groups = k.shape[1]
-        q_RGD, k_S1D, v_S1V = q_RW.unflatten(1, (-1, q.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1)
-        with self.traced("served"):
-            served_o, served_lse = run_served(self.prepared, self.kernel, self.rule, q_RGD, k_S1D, v_S1V, sinks)
-        fields = [Returning(QUERY, served_o.flatten(1), o.unflatten(1, (groups, -1)).flatten(2))]
-        if sinks is not None:
-            fields.append(Returning(QUERY, served_lse, lse.unflatten(1, (groups, -1))))
-        kept = tuple(x.clone() for x in (q_RGD, k_S1D, v_S1V)) if self.modes.keep_received else ()
-        with self.traced("return"):
-            self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
-        with self.traced("local"):
-            run_local(self.prepared.late, *local)
-        self._outputs = (o, lse, served_o, served_lse, *kept)
+
+        def run(batches: Batches) -> None:
+            run_local(batches, self.kernel, self.rule, q, k, v, o, lse, sinks)
+
+        def serve(received: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            q_RW, k_SD, v_SV = received
+            groups = k.shape[1]
+            q_RGD, k_S1D, v_S1V = q_RW.unflatten(1, (-1, q.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1)
+            with self.traced("served", aside=aside):
+                served_o, served_lse = run_served(self.prepared, self.kernel, self.rule, q_RGD, k_S1D, v_S1V, sinks)
+            fields = [Returning(QUERY, served_o.flatten(1), o.unflatten(1, (groups, -1)).flatten(2))]
+            if sinks is not None:
+                fields.append(Returning(QUERY, served_lse, lse.unflatten(1, (groups, -1))))
+            kept = tuple(x.clone() for x in (q_RGD, k_S1D, v_S1V)) if self.modes.keep_received else ()
+            self._give_back(fields)
+            return served_o, served_lse, *kept
+
+        self._outputs = (o, lse, *self._run(run, serve))
 
     def forward_collect(self) -> torch.Tensor:
         """Wait until O is complete at home."""
-        if self._back is not None:
-            with self.traced("wait"), self.counts.waits.timed(self.prepared.padding.device):
-                self._back.wait()
+        self._wait_back()
         if self.counts.tracer is not None:
             self.counts.tracer.mark("attention ends", self.slot)
-        self._back = self._out = None
+        self._out = None
         self._inputs = ()
         self.done = True
         self.counts.forwards += 1
@@ -197,36 +196,35 @@ class AttentionCall:
         """Run the backward of local and served batches, start sending dQ, dK, dV back."""
         do, q, k, v, o, lse, *served = self._backward_inputs
         dq, dk, dv = self._gradients = new_gradients(self.prepared, q, k, v)
-        local = (self.kernel, self.rule, do, q, k, v, o, lse, self._gradients, self.prepared.local_keys_overlap)
-        if self.transport is None:
-            with self.traced("local", backward=True):
-                run_local_backward(self.prepared.early + self.prepared.late, *local)
-            return
-        received = None if self.modes.local_first else self._wait_out(backward=True)
-        with self.traced("local", backward=True):
-            run_local_backward(self.prepared.early, *local)
-        do_RW, *resent = received or self._wait_out(backward=True)
-        served_o, served_lse, *kept = served
-        if kept:
-            q_RGD, k_S1D, v_S1V = kept
-        else:
-            q_RGD = resent[0].unflatten(1, (-1, q.shape[2]))
-            k_S1D, v_S1V = resent[1].unsqueeze(1), resent[2].unsqueeze(1)
-        with self.traced("served", backward=True):
-            dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-                self.prepared, self.kernel, self.rule,
-                do_RW.unflatten(1, (-1, v.shape[2])), q_RGD, k_S1D, v_S1V, served_o, served_lse,
-            )  # fmt: skip
         self._landing = (dk, dv) if dk.dtype == k.dtype else (torch.empty_like(k), torch.empty_like(v))
-        fields = [
-            Returning(QUERY, dq_RGD.flatten(1), _by_group(dq, dk)),
-            Returning(KEY, dk_S1D.flatten(1), self._landing[0], add=True),
-            Returning(KEY, dv_S1V.flatten(1), self._landing[1], add=True),
-        ]
-        with self.traced("return", backward=True):
-            self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
-        with self.traced("local", backward=True):
-            run_local_backward(self.prepared.late, *local)
+
+        def run(batches: Batches) -> None:
+            run_local_backward(
+                batches, self.kernel, self.rule, do, q, k, v, o, lse, self._gradients, self.prepared.local_keys_overlap
+            )
+
+        def serve(received: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            do_RW, *resent = received
+            served_o, served_lse, *kept = served
+            if kept:
+                q_RGD, k_S1D, v_S1V = kept
+            else:
+                q_RGD = resent[0].unflatten(1, (-1, q.shape[2]))
+                k_S1D, v_S1V = resent[1].unsqueeze(1), resent[2].unsqueeze(1)
+            with self.traced("served", backward=True, aside=self.aside is not None):
+                dq_RGD, dk_S1D, dv_S1V = run_served_backward(
+                    self.prepared, self.kernel, self.rule,
+                    do_RW.unflatten(1, (-1, v.shape[2])), q_RGD, k_S1D, v_S1V, served_o, served_lse,
+                )  # fmt: skip
+            fields = [
+                Returning(QUERY, dq_RGD.flatten(1), _by_group(dq, dk)),
+                Returning(KEY, dk_S1D.flatten(1), self._landing[0], add=True),
+                Returning(KEY, dv_S1V.flatten(1), self._landing[1], add=True),
+            ]
+            self._give_back(fields, backward=True)
+            return ()
+
+        self._run(run, serve, backward=True)
 
     def backward_collect(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dQ, dK, dV, complete; everything this call held is freed."""
@@ -236,12 +234,11 @@ class AttentionCall:
                 if landing is not wide:
                     landing.copy_(wide)
             dk, dv = self._landing
-            with self.traced("wait", backward=True), self.counts.waits.timed(self.prepared.padding.device):
-                self._back.wait()
+            self._wait_back(backward=True)
         if self.counts.tracer is not None:
             self.counts.tracer.mark("attention ends", self.slot, backward=True)
         _, _, k, v, *_ = self._backward_inputs
-        self._back = self._out = None
+        self._out = None
         self._gradients = self._landing = self._backward_inputs = self._outputs = ()
         self.released = True
         self.counts.backwards += 1
@@ -255,11 +252,89 @@ class AttentionCall:
         """Forget the results: autograd holds them."""
         self._outputs = ()
 
+    def _run(
+        self,
+        run: Callable[[Batches], None],
+        serve: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]],
+        backward: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run local batches and, between them or beside them, serve; gives what `serve` gives."""
+        early, late = self.prepared.early, self.prepared.late
+        if self.transport is None:
+            with self.traced("local", backward):
+                run(early + late)
+            return ()
+        if self.aside is not None:
+            return self._run_beside(self.aside, run, serve, backward)
+        received = None if self.modes.local_first else self._wait_out(backward)
+        with self.traced("local", backward):
+            run(early)
+        served = serve(received or self._wait_out(backward))
+        with self.traced("local", backward):
+            run(late)
+        return served
+
+    def _run_beside(
+        self,
+        aside: torch.cuda.Stream,
+        run: Callable[[Batches], None],
+        serve: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]],
+        backward: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """As `_run`, on two streams: kernels of one fill the processors that the last blocks of the other leave idle.
+
+        Memory: what the current stream made is freed only after `_wait_back` has made it wait for `aside`; what
+        `aside` made is used by `aside` again, which waits for the current stream whenever it begins.
+        """
+        current = torch.cuda.current_stream(self.prepared.padding.device)
+        own_end, arrived, served_end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        aside.wait_event(current.record_event())
+        with self.traced("local", backward):
+            run(self.prepared.early)
+        own_end.record(current)
+        with torch.cuda.stream(aside):
+            with self.traced("wait", backward, aside=True):
+                received = self._require_out().wait()
+            arrived.record(aside)
+            served = serve(received)
+            with self.traced("local", backward, aside=True):
+                run(self.prepared.late)
+            served_end.record(aside)
+        self._ends = (own_end, arrived, served_end)
+        return served
+
+    def _give_back(self, fields: list[Returning], backward: bool = False) -> None:
+        assert self.transport is not None
+        with self.traced("return", backward, aside=self.aside is not None):
+            self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
+
     def _wait_out(self, backward: bool = False) -> list[torch.Tensor]:
+        with self.traced("wait", backward), self.counts.waits.timed(self.prepared.padding.device):
+            return self._require_out().wait()
+
+    def _wait_back(self, backward: bool = False) -> None:
+        """Wait for what comes back, and for the other stream where there is one."""
+        if self._back is None:
+            return
+        device = self.prepared.padding.device
+        if self._ends is not None:
+            current = torch.cuda.current_stream(device)
+            returned = torch.cuda.Event(enable_timing=True)
+            with self.traced("wait", backward):
+                current.wait_event(self._ends[-1])
+                self._back.wait()
+            returned.record(current)
+            self.counts.waits.beside(*self._ends, returned)
+            self._ends = None
+        else:
+            with self.traced("wait", backward), self.counts.waits.timed(device, ends_tick=True):
+                self._back.wait()
+        self._back = None
+
+    def _require_out(self) -> Dispatched:
         if self._out is None:
             raise CADError(f"{self.label}: no exchange is under way")
-        with self.traced("wait", backward), self.counts.waits.timed(self.prepared.padding.device):
-            return self._out.wait()
+        return self._out
 
 
 def _by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 from deepspeed_cad.errors import CADConfigError
 
 _CHOICES: dict[str, tuple] = {
-    "overlap": ("local_first", "pingpong", "none"),
+    "overlap": ("local_first", "two_streams", "pingpong", "none"),
     "transport": ("auto", "c10d", "nccl", "nvlink"),
     "backward": ("auto", "keep", "resend"),
     "documents": ("keep", "exchange"),
@@ -45,6 +45,12 @@ class CADConfig:
 
     tolerance: float = 0.05
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
+
+    straggler_relief: float = 0.03
+    """How much less attention than the mean a rank gets at most because the others wait for it, as a share of the mean,
+    and how much more those that wait. Which ranks are slower is measured while training, so that plans then depend on
+    measured times; 0: never. Acts where costs are in seconds (see "cost"), not under
+    `torch.use_deterministic_algorithms`."""
 
     granularity: int = 128
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
@@ -112,7 +118,10 @@ class CADConfig:
         _check_number(self, "tolerance", float, "a number between 0 and 1, both excluded", lambda x: 0 < x < 1)
         _check_number(self, "granularity", int, "a whole number of query rows, 1 or more", lambda x: x >= 1)
         _check_number(self, "timeout_s", float, "a number of seconds above 0", lambda x: x > 0)
+        relief = "a number from 0 up to 1, 1 excluded"
+        _check_number(self, "straggler_relief", float, relief, lambda x: 0 <= x < 1)
         object.__setattr__(self, "tolerance", float(self.tolerance))
+        object.__setattr__(self, "straggler_relief", float(self.straggler_relief))
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         _check_number(self, "trace_steps", int, "a whole number of micro-batches, 1 or more", lambda x: x >= 1)
         if not isinstance(self.trace, str):

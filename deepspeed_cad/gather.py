@@ -23,11 +23,12 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADDataError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.pace import Pace
 from deepspeed_cad.version import __version__
 
 Result = TypeVar("Result")
 
-_VERSION, _CONFIG, _MODEL, _TURN, _TOKENS, _UNIT, _SEGMENTS = range(7)
+_VERSION, _CONFIG, _MODEL, _TURN, _TOKENS, _UNIT, _SEGMENTS, _WAITED, _TICKS = range(9)
 PATIENCE_S = 10.0
 """How long an ending process waits for its look-ahead thread."""
 FAILED = -1
@@ -87,8 +88,16 @@ class Worker:
 class Gatherer:
     """The collectives of the session's CPU group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, ranks: int, liveness: Liveness | None) -> None:
-        self.group, self.rank, self.ranks, self.liveness = group, rank, ranks, liveness
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        ranks: int,
+        liveness: Liveness | None,
+        pace: Pace | None = None,
+    ) -> None:
+        """`pace` learns from what ranks measured, which travels with the lengths of their documents."""
+        self.group, self.rank, self.ranks, self.liveness, self.pace = group, rank, ranks, liveness, pace
         self._turn = 0
 
     def numbers(self, value: int, what: str) -> list[int]:
@@ -108,18 +117,22 @@ class Gatherer:
 
     def segments(self, mine: Announcement | None, config: str, model: str) -> list[Announcement]:
         """Every rank's announcement; None where this rank could not read its micro-batch."""
-        header = np.zeros(7, np.int64)
+        header = np.zeros(9, np.int64)
         header[_VERSION], header[_CONFIG], header[_MODEL] = digest(__version__), digest(config), digest(model)
         header[_TURN] = self._turn
         header[_SEGMENTS] = FAILED
         if mine is not None:
             header[_TOKENS], header[_UNIT], header[_SEGMENTS] = mine.local.tokens, mine.unit, len(mine.local.begin)
+        if self.pace is not None:
+            header[_WAITED], header[_TICKS] = self.pace.report()
         self._turn += 1
         headers = np.stack(self._all(header, "the other ranks' document lengths"))
         self._compare(headers)
         failed = np.flatnonzero(headers[:, _SEGMENTS] == FAILED)
         if len(failed) or mine is None:
             raise CADDataError(f"no micro-batch was trained: {self._said(failed.tolist())}")
+        if self.pace is not None:
+            self.pace.hear(headers[:, _WAITED], headers[:, _TICKS])
         widest = int(headers[:, _SEGMENTS].max())
         payload = np.zeros((max(widest, 1), 3), np.int64)
         payload[: len(mine.local.begin)] = mine.local.to_array()

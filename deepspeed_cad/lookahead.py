@@ -9,7 +9,8 @@ import torch
 
 from deepspeed_cad.config import NOT_GLOBAL
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.session import Feed, Session
+from deepspeed_cad.feed import Feed
+from deepspeed_cad.session import Session
 from deepspeed_cad.step_ahead import StepAhead, allow_exchange, announce
 
 

@@ -58,6 +58,8 @@ class MicroBatch:
     """Compare a number with the other ranks; raises where it differs."""
     transport: Transport | None
     counts: CallCounts
+    aside: torch.cuda.Stream | None = None
+    """On which served tasks run beside local ones, where they do."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     _planned: dict[tuple[PlanKey, int], Planned] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class MicroBatch:
         if found is None:
             if (key, part) not in self._planned:
                 self.plan_all([key])
-            found = prepare(self._planned[key, part].schedule, self.device)
+            found = prepare(self._planned[key, part].schedule, self.device, two_streams=self.aside is not None)
             self._prepared[key, part] = found
         return found
 
@@ -201,7 +203,7 @@ class MaskDescriptor:
             prepared = micro_batch.prepared(PlanKey(self.window, shape), part)
             return AttentionCall(
                 prepared, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
-                micro_batch.counts, slot=part, label=label,
+                micro_batch.counts, slot=part, label=label, aside=micro_batch.aside,
             )  # fmt: skip
 
         call = micro_batch.call(layer, part, build, label)

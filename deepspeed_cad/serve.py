@@ -16,17 +16,20 @@ import torch
 from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 from deepspeed_cad.schedule import GROUP, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule
 
+Batches = tuple[tuple[Batch, Sequences], ...]
+"""Batches with their cumulative lengths on the device."""
+
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A schedule with what kernels need of it on the device."""
 
     schedule: Schedule
-    early: tuple[tuple[Batch, Sequences], ...]
+    early: Batches
     """Local batches to run while Q, K, V are on their way out: about half of the local work."""
-    late: tuple[tuple[Batch, Sequences], ...]
-    """Local batches to run while results are on their way back."""
-    served: tuple[tuple[Batch, Sequences], ...]
+    late: Batches
+    """Local batches to run after the served ones, while results are on their way back."""
+    served: Batches
     local_keys_overlap: bool
     """Whether two local batches read the same key rows of the same group: their dK/dV add up."""
     served_keys_overlap: bool
@@ -36,8 +39,8 @@ class Prepared:
     """Rows of the query buffer without a task."""
 
 
-def prepare(schedule: Schedule, device: torch.device) -> Prepared:
-    """Upload the cumulative lengths of a schedule's batches."""
+def prepare(schedule: Schedule, device: torch.device, two_streams: bool = False) -> Prepared:
+    """Upload the cumulative lengths of a schedule's batches. On two streams no batch has to be cut for overlap."""
 
     def upload(values: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
@@ -62,6 +65,10 @@ def prepare(schedule: Schedule, device: torch.device) -> Prepared:
         and schedule.local[0].k_rows == schedule.key_tokens
     )
     early, late = (schedule.local, ()) if whole else halve(schedule.local)
+    if two_streams:
+        # Batches that add to the same rows of dK and dV run one after the other.
+        together = _keys_overlap(schedule.local)
+        early, late = (schedule.local, ()) if together else (schedule.local[::2], schedule.local[1::2])
     return Prepared(
         schedule,
         tuple(sequences(batch) for batch in early),
@@ -129,7 +136,7 @@ def new_outputs(prepared: Prepared, q_THD: torch.Tensor, v_TKV: torch.Tensor) ->
 
 
 def run_local(
-    batches: tuple[tuple[Batch, Sequences], ...],
+    batches: Batches,
     kernel: Kernel,
     rule: MaskRule,
     q_THD: torch.Tensor,
@@ -192,7 +199,7 @@ def new_gradients(
 
 
 def run_local_backward(
-    batches: tuple[tuple[Batch, Sequences], ...],
+    batches: Batches,
     kernel: Kernel,
     rule: MaskRule,
     do_THV: torch.Tensor,

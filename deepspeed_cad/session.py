@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.attention import CallCounts, Modes
-from deepspeed_cad.config import NOT_GLOBAL, CADConfig
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
@@ -29,6 +29,7 @@ from deepspeed_cad.gather import Announcement, Gatherer, Worker
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.pace import Pace
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.cut import choose_cut
 from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
@@ -64,7 +65,8 @@ class Session:
         self._exchange_group: dist.ProcessGroup | None = None
         if self.ranks > 1:
             self._open_groups(group)
-        self.gatherer = Gatherer(self._cpu_group, self.rank, self.ranks, self.liveness)
+        self.pace = Pace(self.ranks, self.counts.waits.take, 0.0)
+        self.gatherer = Gatherer(self._cpu_group, self.rank, self.ranks, self.liveness, self.pace)
         self.worker = Worker()
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
@@ -72,6 +74,11 @@ class Session:
         if self.tracer is not None and self.transport is not None:
             self.transport = self.tracer.watch_transport(self.transport)
         self.cost = self._choose_cost()
+        if self.cost.unit == "seconds":
+            self.pace.most = config.straggler_relief
+        self.aside: torch.cuda.Stream | None = None
+        if device.type == "cuda" and self.transport is not None and config.overlap == "two_streams":
+            self.aside = torch.cuda.Stream(device, priority=-1)
         self._kernels: dict[KernelNeed, Kernel] = {}
 
     # Opening and closing
@@ -161,14 +168,20 @@ class Session:
 
     # Planning
 
-    def plan_tick(self, tick: Tick, key: PlanKey) -> Plan:
-        """The plan of one tick for layers of one kind."""
+    def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray) -> Plan:
+        """The plan of one tick for layers of one kind; `late` is the pace when the micro-batch was gathered."""
+        cost = self.cost.cost_for(key.shape)
         return make_plan(
             PlanInput(
-                tick, key.shape, self.cost.cost_for(key.shape), key.window, self.config.tolerance,
-                self.config.granularity, ranks_per_node=self._ranks_per_node(),
+                tick, key.shape, cost, key.window, self.config.tolerance, self.config.granularity,
+                base_load=self.pace.base_load(late, self._mean_attention(tick, key)),
+                ranks_per_node=self._ranks_per_node(),
             )
         )  # fmt: skip
+
+    def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
+        each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)
+        return float(each.sum()) * key.shape.groups / self.ranks
 
     def open_micro_batch(self, announcements: list[Announcement], keys: list[PlanKey]) -> MicroBatch:
         """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread."""
@@ -180,12 +193,20 @@ class Session:
                 ticks = layout.cut(cut)
             elif self.ranks > 1:
                 self._say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
+        # Nothing else may change what is learned of paces: plans are made on this thread and at the forward, on every
+        # rank in another order.
+        for key in keys:
+            self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
         micro_batch = MicroBatch(
-            self.rank, layout, ticks, self.device, self.plan_tick, self._agree, self.transport, self.counts
-        )
+            self.rank, layout, ticks, self.device, partial(self.plan_tick, late=self._late()), self._agree,
+            self.transport, self.counts, aside=self.aside,
+        )  # fmt: skip
         if keys:
             micro_batch.plan_all(keys)
         return micro_batch
+
+    def _late(self) -> np.ndarray:
+        return self.pace.late * (not torch.are_deterministic_algorithms_enabled())
 
     def _say_once(self, text: str) -> None:
         """Log what a user may wonder about, the first time that it happens."""
@@ -267,100 +288,6 @@ class Session:
                 rule.window is not None, rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
             )
         )  # fmt: skip
-
-
-class Feed:
-    """The micro-batches of one model, in the order in which it trains them."""
-
-    def __init__(self, session: Session, fingerprint: str) -> None:
-        self.session, self.fingerprint = session, fingerprint
-        self.keys: list[PlanKey] = []
-        """Kinds of layers seen so far: what the look-ahead plans for."""
-        self.exchanges = False
-        """Whether documents are exchanged before steps: set where the loss is known to be normalised over all ranks."""
-        self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
-
-    def announce(self, mine: Announcement) -> None:
-        """This rank will train `mine` after everything it announced before; every rank announces as many."""
-        self._ahead.append((mine, self._gather(mine)))
-
-    def accept(self, mine: Announcement, planned: Future[MicroBatch]) -> None:
-        """Like `announce`, for a micro-batch that the look-ahead thread has planned already."""
-        self._ahead.append((mine, planned))
-
-    def gather(self, mine: Announcement | None) -> list[Announcement]:
-        """Every rank's announcement, None where this one failed. Runs on the look-ahead thread."""
-        return self.session.gatherer.segments(mine, self.session.settings, self.fingerprint)
-
-    def forget(self) -> None:
-        """Drop what was announced but not trained: the loader starts again."""
-        self._ahead.clear()
-
-    @property
-    def next_announced(self) -> Announcement | None:
-        """The announced micro-batch that the next forward must be, if the loader announced one."""
-        return self._ahead[0][0] if self._ahead else None
-
-    def take(self, mine: Announcement | None, queued: bool = True) -> MicroBatch:
-        """The planned micro-batch of this forward. `mine` is None where it is the announced one, unread.
-
-        `queued` is false for a forward that is none of the announced ones; it is the same on every rank.
-        """
-        if self.session.ranks > 1 and self.session.config.documents == "exchange" and queued and not self.exchanges:
-            self.fail(CADConfigError(NOT_GLOBAL), announced=bool(self._ahead))
-        if self._ahead and queued:
-            announced, future = self._ahead.popleft()
-            if mine is not None and not announced.local.same_as(mine.local):
-                self.fail(
-                    CADDataError(
-                        f"rank {self.session.rank}: the micro-batch that reached the model "
-                        f"({mine.local.tokens} tokens in {len(mine.local.begin)} documents) is not the one that the "
-                        f"loader announced ({announced.local.tokens} in {len(announced.local.begin)}). "
-                        'Set "look_ahead": 0 if batches are changed or skipped between loader and model'
-                    ),
-                    announced=True,
-                )
-        elif mine is None:
-            raise CADError("no micro-batch was announced")
-        else:
-            self.session.plans_at_forward()
-            future = self._gather(mine)
-        micro_batch: MicroBatch = self.session.wait(future, "document lengths and plan")
-        self.session.count(micro_batch)
-        return micro_batch
-
-    def learn(self, key: PlanKey) -> None:
-        """Remember a kind of layer, so that the look-ahead plans for it."""
-        if key not in self.keys:
-            self.keys.append(key)
-
-    def fail(self, error: CADError, announced: bool = False) -> NoReturn:
-        """Tell the other ranks why this one cannot go on, then raise.
-
-        Where the others wait for this rank's lengths they learn of it at once; where it had announced them already,
-        they do when they next wait for this rank.
-        """
-        if self.session.liveness is not None:
-            self.session.liveness.report(str(error))
-        if not announced:
-            self._send_failure()
-        raise error
-
-    def _send_failure(self) -> None:
-        gatherer, config = self.session.gatherer, self.session.settings
-        try:
-            self.session.on_worker(lambda: gatherer.segments(None, config, self.fingerprint))
-        except CADError as error:
-            logger.debug("told the other ranks: %s", error)
-
-    def _gather(self, mine: Announcement) -> Future[MicroBatch]:
-        session, keys = self.session, list(self.keys)
-        config = session.settings
-
-        def job() -> MicroBatch:
-            return session.open_micro_batch(session.gatherer.segments(mine, config, self.fingerprint), keys)
-
-        return session.worker.submit(job)
 
 
 def _plan_alone(layout: Layout, key: PlanKey) -> Plan:

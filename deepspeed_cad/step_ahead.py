@@ -20,10 +20,10 @@ from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.document_exchange import Fields, Moved, exchange_documents, read_fields
 from deepspeed_cad.documents import read_documents
 from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.feed import Feed
 from deepspeed_cad.gather import Announcement, digest
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.microbatch import MicroBatch, PlanKey
-from deepspeed_cad.session import Feed
 from deepspeed_cad.steps import Assignment, StepDocuments, assign_documents, order_rows
 
 logger = logging.getLogger("deepspeed_cad")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-COMPUTE, STEP = "training stream", "micro-batch"
+COMPUTE, ASIDE, STEP = "training stream", "serving stream", "micro-batch"
 NANO_BATCHES = "AB"
 NAMELESS = 50e-6
 """Seconds: what lies between two spans and has no name is left out where it is shorter."""
@@ -33,7 +33,8 @@ class Span:
 
 def to_events(rank: int, spans: list[Span]) -> list[dict[str, Any]]:
     """Trace events of one rank: its spans, and names for what the training stream did between them."""
-    lanes = [STEP, COMPUTE, *(f"exchange {name}" for name in NANO_BATCHES)]
+    aside = [ASIDE] if any(span.lane == ASIDE for span in spans) else []
+    lanes = [STEP, COMPUTE, *aside, *(f"exchange {name}" for name in NANO_BATCHES)]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}},
         {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}},
@@ -46,7 +47,7 @@ def to_events(rank: int, spans: list[Span]) -> list[dict[str, Any]]:
     others = [span for span in spans if span.lane != COMPUTE]
     for span in [*others, *(span for span in compute if span.end > span.begin), *name_gaps(compute)]:
         direction = "backward" if span.backward else "forward"
-        part = "" if span.slot is None or span.lane != COMPUTE else f" {NANO_BATCHES[span.slot]}"
+        part = "" if span.slot is None or span.lane not in (COMPUTE, ASIDE) else f" {NANO_BATCHES[span.slot]}"
         events.append(
             {
                 "ph": "X",

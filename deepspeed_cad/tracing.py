@@ -2,8 +2,9 @@
 
 In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: a part file
 per rank and, once all parts are there, one file (timeline.py) with a process row per rank: a lane for what the training
-stream does (the model before and after attention, local and served attention, waits) and one per nano-batch for
-exchanges. Times are CUDA events on a GPU, wall time on a CPU. Without a tracer nothing here runs.
+stream does (the model before and after attention, local and served attention, waits), one for the stream beside it
+where served attention has its own, and one per nano-batch for exchanges. Times are CUDA events on a GPU, wall time on a
+CPU. Without a tracer nothing here runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ import torch
 
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.timeline import COMPUTE, NANO_BATCHES, STEP, Span, merge_parts, part_path, to_events, write_json
+from deepspeed_cad.timeline import (
+    ASIDE,
+    COMPUTE,
+    NANO_BATCHES,
+    STEP,
+    Span,
+    merge_parts,
+    part_path,
+    to_events,
+    write_json,
+)
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -52,11 +63,14 @@ class Tracer:
 
     # What the other rooms call
 
-    def span(self, what: str, slot: int, label: str, backward: bool) -> AbstractContextManager[None]:
-        """A span of the training stream: "dispatch", "local", "served", "return" or "wait"."""
+    def span(
+        self, what: str, slot: int, label: str, backward: bool, aside: bool = False
+    ) -> AbstractContextManager[None]:
+        """A span of the training stream, or of the one beside it: "dispatch", "local", "served", "return", "wait"."""
         if not self.recording:
             return NOT_TRACED
-        return self._timed(Span(COMPUTE, what, slot, backward, None, details={"layer": label}))
+        lane = ASIDE if aside else COMPUTE
+        return self._timed(Span(lane, what, slot, backward, None, details={"layer": label}))
 
     def mark(self, what: str, slot: int | None = None, backward: bool = False, layer: int | None = None) -> None:
         """A moment of the training stream: "layer begins", "layer ends", "attention ends"."""

@@ -36,11 +36,12 @@ from deepspeed_cad.autoload import when_imported
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.documents import batch_shape, read_documents
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
+from deepspeed_cad.feed import Feed
 from deepspeed_cad.gather import Announcement
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch
-from deepspeed_cad.session import Feed, Session, current_session, open_session
+from deepspeed_cad.session import Session, current_session, open_session
 
 try:
     from torch._C._dynamo.eval_frame import set_eval_frame

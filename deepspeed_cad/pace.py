@@ -1,0 +1,74 @@
+"""Pace: which ranks the others wait for, learned from measured waits, so that plans can relieve them of attention.
+
+In: seconds that every rank waited for exchanges in the ticks that ended lately. Out: a base load for the planner: the
+seconds by which each rank is late in a tick for reasons that no plan knows, such as a GPU that runs at a lower clock.
+Ranks exchange what they measured together with the lengths of a micro-batch, so all of them learn the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+GAIN = 0.4
+"""Share of a measured difference that is made up for at once: waits also tell of errors that pass with their step."""
+ENOUGH = 4
+"""Ticks of every rank between two corrections."""
+TICKS_PER_LOAD = 2
+"""The planner's seconds are those of forward and backward, a tick is one of them."""
+
+
+class Pace:
+    """The lateness of every rank of a group."""
+
+    def __init__(self, ranks: int, measured: Callable[[], tuple[float, int]], most: float) -> None:
+        """`measured` gives seconds waited and ticks that ended since its last call, on this rank; `most` is the share
+        of the mean attention by which any rank may be relieved or burdened, 0 for never."""
+        self.most = most
+        self._measured = measured
+        self._waited, self._ticks = np.zeros(ranks), np.zeros(ranks)
+        self._late: Floats = np.zeros(ranks)
+        """Seconds per load by which each rank is later than the mean."""
+        self._attention = 0.0
+        """Largest mean attention of a tick so far, in seconds."""
+
+    def report(self) -> tuple[int, int]:
+        """What this rank measured since it last reported: nanoseconds waited, ticks."""
+        if not self.most:
+            return 0, 0
+        seconds, ticks = self._measured()
+        return round(seconds * 1e9), ticks
+
+    def hear(self, nanoseconds: npt.ArrayLike, ticks: npt.ArrayLike) -> None:
+        """Learn from what every rank reported ([ranks] each), equal on every rank."""
+        self._waited += np.asarray(nanoseconds) * 1e-9
+        self._ticks += np.asarray(ticks)
+        if self._ticks.min() < ENOUGH:
+            return
+        wait = self._waited / self._ticks
+        # Who waits less than the others is the one they wait for.
+        late = self._late + GAIN * TICKS_PER_LOAD * (wait.mean() - wait)
+        limit = self.most * self._attention
+        self._late = np.clip(late - late.mean(), -limit, limit)
+        self._waited[:], self._ticks[:] = 0, 0
+
+    def expect(self, attention: float) -> None:
+        """A tick with this mean attention, in seconds, will be planned: it bounds what is learned."""
+        self._attention = max(self._attention, attention)
+
+    @property
+    def late(self) -> Floats:
+        """[ranks] seconds per load by which each rank is later than the mean, as known now."""
+        return self._late.copy()
+
+    def base_load(self, late: Floats, attention: float) -> Floats | None:
+        """What the planner takes lateness for: [ranks] seconds, in a tick with this mean attention; None for none."""
+        if not late.any():
+            return None
+        limit = self.most * attention
+        bounded = np.clip(late, -limit, limit)
+        return bounded - bounded.min()
