@@ -20,7 +20,7 @@ from deepspeed_cad.errors import CADConfigError
 
 _CHOICES: dict[str, tuple] = {
     "overlap": ("local_first", "two_streams", "pingpong", "none"),
-    "transport": ("auto", "c10d", "nccl", "nvlink"),
+    "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
     "backward": ("auto", "keep", "resend"),
     "documents": ("keep", "exchange"),
     "look_ahead": (0, 1),
@@ -63,8 +63,9 @@ class CADConfig:
     node it costs more than it hides); "none": dispatch, serve and return one after the other."""
 
     transport: str = "auto"
-    """What carries an exchange. "auto" takes the fastest that works: "nvlink" (peer copies inside a node), "nccl"
-    (grouped send and receive), "c10d" (torch.distributed; works everywhere, CPU included)."""
+    """What carries an exchange. "auto" takes the fastest that works: "nvlink" (peer copies inside a node), "mixed"
+    (several nodes: peer copies inside each, grouped send and receive between them), "nccl" (grouped send and receive),
+    "c10d" (torch.distributed; works everywhere, CPU included)."""
 
     kernel: str = "auto"
     """The varlen attention kernel: "auto" takes the first that supports the model; or the name of a backend as

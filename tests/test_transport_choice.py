@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADPeerError, CADUnsupportedError
 from deepspeed_cad.exchange import probe as probing
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
+from deepspeed_cad.exchange.peers import PeerGroup, host_group
 from deepspeed_cad.exchange.probe import choose_transport, probe
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -35,7 +37,7 @@ def test_a_transport_asked_for_by_name_is_refused_with_its_reason(name: str) -> 
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(CADUnsupportedError, match='no transport "ib"; there are: auto, nvlink, nccl, c10d'):
+    with pytest.raises(CADUnsupportedError, match='no transport "ib"; there are: auto, nvlink, mixed, nccl, c10d'):
         choose_transport("ib", None, CPU, alone)  # type: ignore[arg-type]
 
 
@@ -44,8 +46,8 @@ class Made:
 
     closed: list[str] = []
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *given: object) -> None:
+        self.name, self.given = name, given
 
     def close(self) -> None:
         self.closed.append(self.name)
@@ -59,8 +61,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(probing, "peer_reach", lambda device: [0, 1])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
-    for name, kind in (("nvlink", "NvlinkTransport"), ("nccl", "NcclTransport"), ("c10d", "C10dTransport")):
-        monkeypatch.setattr(probing, kind, lambda *_, n=name: Made(n))
+    kinds = (
+        ("nvlink", "NvlinkTransport"),
+        ("mixed", "MixedTransport"),
+        ("nccl", "NcclTransport"),
+        ("c10d", "C10dTransport"),
+    )
+    for name, kind in kinds:
+        monkeypatch.setattr(probing, kind, lambda *given, n=name: Made(n, *given))
     return monkeypatch
 
 
@@ -68,22 +76,104 @@ def test_one_node_with_peer_access_uses_nvlink(gpus: pytest.MonkeyPatch) -> None
     assert choose_transport("auto", None, GPU, lambda value: [value, value]).name == "nvlink"  # type: ignore[arg-type]
 
 
-def test_two_hosts_use_nccl_with_one_warning(gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def agree(value: int) -> list[int]:
-        return [value, value + 1] if value > 1 else [value, value]
+class Job:
+    """The answers of all ranks to the questions of `choose_transport`, in their order; this rank is 0.
 
-    with caplog.at_level(logging.WARNING):
-        assert choose_transport("auto", None, GPU, agree).name == "nccl"  # type: ignore[arg-type]
-    assert [r.getMessage() for r in caplog.records] == [
-        "core attention is exchanged by nccl, because nvlink: the ranks are on 2 hosts"
+    Questions of "auto" on GPUs: host; then for each candidate: does it fit here; and for nvlink and mixed: GPU, are all
+    ranks of the host reached; then: was it made.
+    """
+
+    def __init__(self, hosts: list[int], **answers: list[int]) -> None:
+        self.hosts, self.answers, self.asked = hosts, answers, 0
+
+    def __call__(self, value: int) -> list[int]:
+        self.asked += 1
+        if self.asked == 1:
+            assert value == self.hosts[0]
+            return self.hosts
+        return self.answers.get(f"answer_{self.asked}", [value] * len(self.hosts))
+
+
+def choose(name: str, job: Job) -> Made:
+    return choose_transport(name, None, GPU, job, host=job.hosts[0])  # type: ignore[arg-type, return-value]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "near"),
+    [([7, 7, 9, 9], [0, 0, 2, 2]), ([7, 9, 7, 9], [0, 1, 0, 1]), ([7, 7, 7, 9], [0, 0, 0, 3]), ([7, 9, 9], [0, 1, 1])],
+)
+def test_several_hosts_mix_without_a_warning(
+    hosts: list[int], near: list[int], gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        made = choose("auto", Job(hosts))
+    assert made.name == "mixed" and made.given[2] == near
+    assert not warnings_of(caplog)
+    assert choose("mixed", Job(hosts)).given[2] == near
+
+
+def test_one_rank_per_host_uses_nccl_without_a_warning(
+    gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose("auto", Job([1, 2, 3])).name == "nccl"
+    assert not warnings_of(caplog)
+    made = choose("mixed", Job([1, 2, 3]))
+    assert made.name == "mixed" and made.given[2] == [0, 1, 2], "asked for by name it does the same as nccl"
+
+
+def test_a_host_without_peer_access_uses_nccl_inside(
+    gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        made = choose("auto", Job([1, 1, 2, 2], answer_4=[1, 1, 1, 0]))
+    assert made.name == "mixed" and made.given[2] == [0, 0, 2, 3]
+    assert warnings_of(caplog) == [
+        "the GPUs of ranks 2, 3 do not reach each other's memory inside their host: nccl carries what they exchange"
     ]
+
+
+def test_no_host_with_peer_access_uses_nccl(gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose("auto", Job([1, 1, 2, 2], answer_4=[1, 0, 0, 1])).name == "nccl"
+    assert warnings_of(caplog) == [
+        "core attention is exchanged by nccl, because mixed: the GPU of rank 1 cannot reach the memory of all others"
+    ]
+
+
+def test_only_gpus_of_the_own_host_are_asked_for(gpus: pytest.MonkeyPatch) -> None:
+    """Rank 0 has GPU 0 and reaches 0 and 1; on the other host there are GPUs 2 and 3."""
+    made = choose("auto", Job([1, 1, 2, 2], answer_3=[0, 1, 2, 3]))
+    assert made.name == "mixed" and made.given[2] == [0, 0, 2, 2]
+
+
+def test_mixed_that_cannot_start_somewhere_gives_way_to_nccl(
+    gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose("auto", Job([1, 1, 2, 2], answer_5=[1, 1, 0, 1])).name == "nccl"
+    assert Made.closed == ["mixed"]
+    assert warnings_of(caplog) == [
+        "core attention is exchanged by nccl, because mixed: another rank could not start it"
+    ]
+
+
+def test_names_that_do_not_fit_the_hosts_are_refused(gpus: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CADUnsupportedError, match="mixed: the ranks are on one host"):
+        choose("mixed", Job([1, 1]))
+    with pytest.raises(CADUnsupportedError, match="nvlink: the ranks are on 2 hosts"):
+        choose("nvlink", Job([1, 2]))
 
 
 def test_a_gpu_out_of_reach_is_named(gpus: pytest.MonkeyPatch) -> None:
     gpus.setattr(probing, "peer_reach", lambda device: [0])
 
     def agree(value: int) -> list[int]:
-        return [0, 1] if value == 0 else [value, value]
+        return [0, 1] if value == 0 else [value, value]  # the answer to: which GPU is yours, and to: are all reached
 
     with pytest.raises(CADUnsupportedError, match="GPU 0 cannot reach the memory of GPU 1"):
         choose_transport("nvlink", None, GPU, agree)  # type: ignore[arg-type]
@@ -120,9 +210,35 @@ def test_growing_waits_for_every_rank_and_not_for_ever() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))
     one = NvlinkTransport.__new__(NvlinkTransport)
-    one.rank, one.ranks, one.timeout_s, one.liveness = 0, 2, 0.2, None
-    one._store, one._meetings, one._stuck = store, 0, ""
+    one.rank, one.place, one.ranks, one.timeout_s, one.liveness = 0, 0, 2, 0.2, None
+    one.peers = PeerGroup(np.arange(2), 0, "two ranks", store)
+    one._meetings, one._stuck = 0, ""
     store.set("1/1", "here")
     one._meet("the growth of area 0")
     with pytest.raises(CADPeerError, match="rank 0 waited for the growth of area 0: not every rank came within 0.2 s"):
         one._meet("the growth of area 0")
+
+
+def test_a_host_group_is_known_to_torch_until_it_is_forgotten() -> None:
+    """Symmetric memory finds it by name: rank, size and store. Nothing is exchanged to make it."""
+    c10d = dist.distributed_c10d
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole = c10d._get_default_group()
+        alone = host_group(whole, [3])
+        assert alone.handle is None and alone.store is None and alone.members.tolist() == [0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_rank", lambda group=None: 2)
+            patch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+            one, other = (host_group(whole, [5, 8, 5, 5, 8]) for _ in range(2))
+        assert one.members.tolist() == [0, 2, 3] and one.place == 1 and one.handle != other.handle
+        found = c10d._resolve_process_group(one.handle)
+        assert (found.rank(), found.size()) == (1, 3)
+        one.store.set("key", "one")
+        assert not other.store.check(["key"]), "two transports do not meet each other"
+        for group in (one, one, other, alone):
+            group.forget()
+        with pytest.raises(RuntimeError):
+            c10d._resolve_process_group(one.handle)
+    finally:
+        dist.destroy_process_group()

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
+from deepspeed_cad.exchange.peers import PeerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -24,26 +24,24 @@ GRAIN = 8 << 20
 """Bytes: capacities are multiples."""
 
 
-def open_store(group: dist.ProcessGroup, purpose: str) -> dist.Store:
-    """A part of the job's store for one transport object: all ranks of the group open it in the same order."""
-    rank = dist.get_rank(group)
-    shared = dist.PrefixStore(f"deepspeed_cad/{purpose}/{group.group_name}", dist.distributed_c10d._get_default_store())
-    return dist.PrefixStore(f"{shared.add(f'opened by {rank}', 1)}", shared)
-
-
 class SymmetricBuffer:
     """Memory of equal size on every rank, mapped by all. Making one is collective."""
 
-    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, size: int, peers: PeerGroup, device: torch.device) -> None:
+        if peers.handle is None:
+            self.tensor: torch.Tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)
+            self.addresses: Table = np.array([self.tensor.data_ptr()], np.int64)
+            return
         memory: Any = symmetric_memory()
         with torch.cuda.device(device):
-            self.tensor: torch.Tensor = memory.empty(size, dtype=torch.uint8, device=device).fill_(0)
+            self.tensor = memory.empty(size, dtype=torch.uint8, device=device).fill_(0)
             torch.cuda.synchronize(device)
-            self._handle = memory.rendezvous(self.tensor, group)
+            self._handle = memory.rendezvous(self.tensor, peers.handle)
         shift = int(getattr(self._handle, "offset", 0) or 0)
-        self.addresses: Table = np.array([int(p) + shift for p in self._handle.buffer_ptrs], np.int64)
-        """[ranks]: where each rank's memory begins, in this process."""
-        rank = dist.get_rank(group)
+        self.addresses = np.array([int(p) + shift for p in self._handle.buffer_ptrs], np.int64)
+        """[members]: where each rank's memory begins, in this process."""
+        rank = peers.place
         if int(self.addresses[rank]) != self.tensor.data_ptr():
             raise CADError(
                 f"symmetric memory gave address {int(self.addresses[rank]):#x} for this rank's own buffer at "
@@ -54,9 +52,9 @@ class SymmetricBuffer:
 class LandingArea:
     """One landing area that grows in lockstep."""
 
-    def __init__(self, label: str, group: dist.ProcessGroup, device: torch.device, meet: Callable[[str], None]) -> None:
+    def __init__(self, label: str, peers: PeerGroup, device: torch.device, meet: Callable[[str], None]) -> None:
         """`meet` returns once all ranks have called it with the same words, or raises in time."""
-        self.label, self.group, self.device, self.meet = label, group, device, meet
+        self.label, self.peers, self.device, self.meet = label, peers, device, meet
         self.capacity = 0
         self.generation = 0
         """How often it was made anew."""
@@ -66,7 +64,7 @@ class LandingArea:
 
     @property
     def addresses(self) -> Table:
-        """[ranks]: where the area begins at each rank."""
+        """[members]: where the area begins at each rank."""
         return self._require().addresses
 
     @property
@@ -75,7 +73,7 @@ class LandingArea:
         return self._require().tensor
 
     def ensure(self, needed: Table) -> bool:
-        """Have room for `needed` bytes ([ranks]); every rank passes the same numbers and grows at the same exchange.
+        """Have room for `needed` bytes ([members]); every rank passes the same numbers and grows at the same exchange.
 
         Gives whether the memory is another than before.
         """
@@ -87,12 +85,12 @@ class LandingArea:
             # afterwards nobody can still write into the old one.
             torch.cuda.synchronize(self.device)
             self.meet(f"the growth of landing area {self.label}")
-            grown = SymmetricBuffer(capacity, self.group, self.device)
+            grown = SymmetricBuffer(capacity, self.peers, self.device)
             self._buffer, self.capacity = grown, capacity
             self.last_operation = 0
             self.generation += 1
         if most > self.capacity:
-            rank = int(needed.argmax())
+            rank = int(self.peers.members[needed.argmax()])
             raise CADError(
                 f"landing area {self.label} holds {self.capacity} bytes, the plan brings {most} to rank {rank}"
             )

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.copies import placements
-from deepspeed_cad.exchange.landing import open_store
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls, Table, new_unique_id, open_nccl
+from deepspeed_cad.exchange.peers import open_store
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device, upload
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
@@ -41,6 +41,19 @@ class _Kind:
     placement: Placement
 
 
+def join_ranks(group: dist.ProcessGroup, device: torch.device) -> NcclCalls:
+    """A communicator of the ranks of a group, apart from torch's. Collective."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    library, _ = open_nccl()
+    # Through the job's store: a broadcast would make a communicator of torch's own first.
+    store = open_store(group, "nccl")
+    if rank == 0:
+        store.set("unique id", new_unique_id(library).hex())
+    unique_id = bytes.fromhex(store.get("unique id").decode())
+    with torch.cuda.device(device):
+        return NcclCalls(library, unique_id, ranks, rank)
+
+
 class NcclTransport:
     """Exchange through an NCCL communicator of its own."""
 
@@ -58,15 +71,8 @@ class NcclTransport:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.exchanges = 0
         self.bytes_sent = 0
-        library, self.version = open_nccl()
-        # Through the job's store: a broadcast would make a communicator of torch's own first.
-        store = open_store(group, "nccl")
-        if self.rank == 0:
-            store.set("unique id", new_unique_id(library).hex())
-        unique_id = bytes.fromhex(store.get("unique id").decode())
-        with torch.cuda.device(device):
-            self.calls = NcclCalls(library, unique_id, self.ranks, self.rank)
-            self.stream = torch.cuda.Stream(device)
+        self.calls = join_ranks(group, device)
+        self.stream = torch.cuda.Stream(device)
         self._kinds: WeakKeyDictionary[Schedule, tuple[_Kind, _Kind]] = WeakKeyDictionary()
         self._stuck = ""
         self._watchdog = Watchdog(timeout_s, self._give_up)

@@ -33,10 +33,12 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.landing import LandingArea, SymmetricBuffer, open_store
+from deepspeed_cad.exchange.landing import LandingArea, SymmetricBuffer
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
+from deepspeed_cad.exchange.peers import PeerGroup, whole_group
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
+from deepspeed_cad.exchange.split import near_part
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
@@ -69,6 +71,9 @@ class _Tables:
 
     dispatch: PushTable
     give_back: PushTable
+    served_rows: Table
+    """[members, 2]"""
+    landed_rows: Table
     placements: tuple[Placement, Placement]
     prepared: dict[tuple[str, tuple[_Shape, ...]], _Prepared]
 
@@ -97,24 +102,32 @@ class NvlinkTransport:
         device: torch.device,
         liveness: Liveness | None = None,
         timeout_s: float = 300.0,
+        peers: PeerGroup | None = None,
     ) -> None:
-        """Collective: every rank of the group makes one at the same time."""
+        """Collective: every rank of the group makes one at the same time.
+
+        Slices of schedules move between `peers`, by default all ranks of the group; the rows that other ranks send
+        have their places in what lands, and somebody else brings them.
+        """
         self.group, self.device, self.liveness, self.timeout_s = group, device, liveness, timeout_s
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.peers = peers = peers or whole_group(group)
+        self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
         self.exchanges = 0
         self.bytes_sent = 0
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()
             self.calls: CudaCalls = cuda_calls()
-            self.stream = torch.cuda.Stream(device)
+            self._copies = torch.cuda.Stream(device)
             self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
-        self._flags = SymmetricBuffer(max(FLAG_BYTES * self.ranks, 4096), group, device)
-        self._flag_of_rank: Table = self._flags.addresses + FLAG_BYTES * self.rank
+        self.stream: torch.cuda.Stream | None = self._copies
+        """Where the transfers of an exchange end, if that is one stream: for timelines."""
+        self._flags = SymmetricBuffer(max(FLAG_BYTES * self.ranks, 4096), peers, device)
+        self._flag_of_rank: Table = self._flags.addresses + FLAG_BYTES * self.place
         """Where this rank's number is written at each rank."""
-        self._own_flags: Table = self._flags.addresses[self.rank] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
+        self._own_flags: Table = self._flags.addresses[self.place] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
         self._slots: dict[int, _Slot] = {}
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
-        self._store, self._meetings = open_store(group, "nvlink"), 0
+        self._meetings = 0
         self._stuck = ""
         self._watchdog = Watchdog(timeout_s, self._give_up)
 
@@ -123,7 +136,7 @@ class NvlinkTransport:
         tables, state = self._begin(schedule, slot)
         area = state.dispatch[state.dispatches % 2]
         shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
-        prepared = self._prepare(tables, area, schedule.served_rows, shapes)
+        prepared = self._prepare(tables, area, tables.served_rows, shapes)
         for row, f in zip(prepared.addresses, fields):
             _check_home(f.home, schedule, int(tables.dispatch.source_rows[f.kind]))
             size = f.home.element_size()
@@ -140,9 +153,9 @@ class NvlinkTransport:
             raise CADError(f"rank {self.rank}: two returns on slot {slot} without a dispatch between them")
         area = state.give_back
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
-        prepared = self._prepare(tables, area, schedule.landed_rows, shapes)
+        prepared = self._prepare(tables, area, tables.landed_rows, shapes)
         for row, f in zip(prepared.addresses, fields):
-            _check_served(f.served, int(schedule.served_rows[self.rank, f.kind]))
+            _check_served(f.served, int(tables.served_rows[self.place, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         done = self._push(tables.give_back, prepared, area, guard=state.last_dispatch)
         state.last = self.exchanges
@@ -167,9 +180,10 @@ class NvlinkTransport:
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record(current)
         self.calls.wait(current.cuda_stream, self._own_flags, under_way.number)
-        current.wait_event(under_way.done)
-        if current != under_way.producer:
-            under_way.producer.wait_event(under_way.done)
+        for done in under_way.done:
+            current.wait_event(done)
+            if current != under_way.producer:
+                under_way.producer.wait_event(done)
         after.record(current)
         under_way.sources.clear()
         self._watchdog.track(before, after, f"core-attention exchange {under_way.number}")
@@ -179,7 +193,7 @@ class NvlinkTransport:
         state = self._slots.get(slot)
         if state is None:
             even, odd, back = (
-                LandingArea(f"{what} {slot}", self.group, self.device, self._meet)
+                LandingArea(f"{what} {slot}", self.peers, self.device, self._meet)
                 for what in ("out", "out (odd)", "back")
             )
             state = self._slots[slot] = _Slot((even, odd), back)
@@ -191,9 +205,12 @@ class NvlinkTransport:
         state.unfinished = None
         tables = self._tables.get(schedule)
         if tables is None:
+            near = near_part(schedule, self.peers.members)
             tables = self._tables[schedule] = _Tables(
-                dispatch_pushes(schedule),
-                return_pushes(schedule),
+                dispatch_pushes(near),
+                return_pushes(near),
+                near.served_rows,
+                near.landed_rows,
                 (
                     put_on_device(placements(schedule, QUERY), self.device),
                     put_on_device(placements(schedule, KEY), self.device),
@@ -203,7 +220,7 @@ class NvlinkTransport:
         return tables, state
 
     def _prepare(self, tables: _Tables, area: LandingArea, rows: Table, shapes: tuple[_Shape, ...]) -> _Prepared:
-        """`rows` ([ranks, 2]) land at every rank; the same numbers everywhere, so all ranks grow the area together."""
+        """`rows` ([members, 2]) land at every rank; the same numbers everywhere, so all grow the area together."""
         found = tables.prepared.get((area.label, shapes))
         if found is not None and found.generation == area.generation:
             return found
@@ -214,8 +231,8 @@ class NvlinkTransport:
                 other.prepared.clear()  # they hold views of the memory that was replaced
         sources = [(kind, 0, 0, 0, width) for kind, width in zip(kinds, widths)]
         landed = [
-            area.field(int(begin), int(rows[self.rank, kind]), width, dtype)
-            for begin, (kind, width, dtype) in zip(plan.offset[:, self.rank], shapes)
+            area.field(int(begin), int(rows[self.place, kind]), width, dtype)
+            for begin, (kind, width, dtype) in zip(plan.offset[:, self.place], shapes)
         ]
         made = _Prepared(area.generation, address_fields(sources, area.addresses, plan), landed)
         tables.prepared[area.label, shapes] = made
@@ -223,7 +240,7 @@ class NvlinkTransport:
 
     def _push(self, table: PushTable, prepared: _Prepared, area: LandingArea, guard: int) -> torch.cuda.Event:
         self.exchanges += 1
-        stream = self.stream
+        stream = self._copies
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if area.last_operation:
             self.calls.wait(stream.cuda_stream, self._own_flags, guard)
@@ -236,7 +253,7 @@ class NvlinkTransport:
         return stream.record_event()
 
     def _under_way(self, done: torch.cuda.Event, sources: list[torch.Tensor]) -> _UnderWay:
-        return _UnderWay(self.exchanges, done, sources, torch.cuda.current_stream(self.device))
+        return _UnderWay(self.exchanges, [done], sources, torch.cuda.current_stream(self.device))
 
     def _give_up(self, waited_for: str) -> None:
         """Called by the watchdog: end the waits of this rank; what landed becomes NaN, the next call raises."""
@@ -258,12 +275,15 @@ class NvlinkTransport:
 
     def _meet(self, what: str) -> None:
         """Return once every rank is here; torch's rendezvous would wait for a dead one for half an hour."""
+        store = self.peers.store
+        if store is None:
+            return
         self._meetings += 1
         keys = [f"{self._meetings}/{rank}" for rank in range(self.ranks)]
         deadline = time.monotonic() + self.timeout_s
         try:
-            self._store.set(keys[self.rank], "here")
-            while not self._store.check(keys):
+            store.set(keys[self.place], "here")
+            while not store.check(keys):
                 self._raise_if_stuck()
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"not every rank came within {self.timeout_s:g} s")
@@ -277,7 +297,7 @@ class NvlinkTransport:
         if self._stuck:
             raise self._explain(self._stuck, RuntimeError(f"no sign of it within {self.timeout_s:g} s"))
 
-    def _explain(self, waited_for: str, error: RuntimeError) -> CADPeerError:
+    def _explain(self, waited_for: str, error: BaseException) -> CADPeerError:
         if self.liveness is None:
             return CADPeerError(f"rank {self.rank} waited for {waited_for}: {error}")
         return self.liveness.explain(waited_for, error)
@@ -286,8 +306,8 @@ class NvlinkTransport:
 @dataclass(eq=False)
 class _UnderWay:
     number: int
-    done: torch.cuda.Event
-    """On the copy stream, behind this rank's own pushes."""
+    done: list[torch.cuda.Event]
+    """On the copy stream, behind this rank's own pushes; and on streams of other parts of the exchange."""
     sources: list[torch.Tensor]
     """Held until the copies that read them are ordered before whatever reuses their memory."""
     producer: torch.cuda.Stream

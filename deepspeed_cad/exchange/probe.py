@@ -1,7 +1,9 @@
 """Which transport a group uses, and what `doctor` says about each on this machine.
 
 In: a name from the configuration ("auto" or one), the group, its device. Out: a Transport, the same kind on every rank.
-A fallback is warned about once, with its reason; a transport asked for by name that cannot work is refused.
+"auto" tries, in this order, what the places of the ranks call for: all on one host `nvlink`, several hosts and some
+with several ranks `mixed`; then `nccl`, then `c10d`. A fallback is warned about once, with its reason; a transport
+asked for by name that cannot work is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.mixed import MixedTransport
 from deepspeed_cad.exchange.native_calls import cuda_calls, open_nccl, peer_reach, symmetric_memory
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
@@ -25,8 +28,8 @@ from deepspeed_cad.exchange.transport import Transport
 
 logger = logging.getLogger("deepspeed_cad")
 
-NAMES = ("nvlink", "nccl", "c10d")
-"""In the order in which "auto" tries them."""
+NAMES = ("nvlink", "mixed", "nccl", "c10d")
+"""Fastest first."""
 
 Agree = Callable[[int], "list[int]"]
 """Gathers one whole number from every rank of the group, in rank order."""
@@ -39,22 +42,30 @@ def choose_transport(
     agree: Agree | None = None,
     liveness: Liveness | None = None,
     timeout_s: float = 300.0,
+    host: int | None = None,
 ) -> Transport:
     """The transport of a group. Collective: all ranks call it with the same name and get the same kind.
 
+    `host`: the number of this rank's host, where it is not to be found out (tests put one host's ranks on several).
     Raises CADUnsupportedError, on every rank, where `name` is a transport that does not work here.
     """
     if name not in ("auto", *NAMES):
         raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
     gather = agree or _gather_over(group)
-    wanted = NAMES if name == "auto" else (name,)
+    host = _host_number() if host is None else host
+    hosts = gather(host) if name in ("auto", "nvlink", "mixed") else []
     refusals: list[str] = []
-    for candidate in wanted:
-        reason = _refusal(candidate, device, gather)
+    for candidate in _candidates(hosts) if name == "auto" else (name,):
+        near: list[int] = []
+        reason = _refusal(candidate, device, gather, len(set(hosts)))
+        if reason is None and candidate in ("nvlink", "mixed"):
+            near, unreached = _neighbourhoods(device, host, hosts, gather)
+            if candidate == "nvlink" or (name == "auto" and len(set(near)) == len(near)):
+                reason = unreached
         if reason is None:
-            found, reason = _make(candidate, group, device, gather, liveness, timeout_s)
+            found, reason = _make(candidate, group, device, gather, liveness, timeout_s, near)
             if found is not None:
-                _say(found.name, refusals, device.type == "cuda" and dist.get_rank(group) == 0)
+                _say(found.name, refusals, hosts, near, device.type == "cuda" and dist.get_rank(group) == 0)
                 return found
         refusals.append(f"{candidate}: {reason}")
     raise CADUnsupportedError(
@@ -90,6 +101,7 @@ def _make(
     gather: Agree,
     liveness: Liveness | None,
     timeout_s: float,
+    near: list[int],
 ) -> tuple[Transport | None, str]:
     """The transport, if every rank could make it; else none and the reason."""
     made: Transport | None = None
@@ -97,11 +109,13 @@ def _make(
     try:
         if name == "nvlink":
             made = NvlinkTransport(group, device, liveness, timeout_s)
+        elif name == "mixed":
+            made = MixedTransport(group, device, near, liveness, timeout_s)
         elif name == "nccl":
             made = NcclTransport(group, device, liveness, timeout_s)
         else:
             made = C10dTransport(group, device, liveness)
-    except (RuntimeError, OSError, AttributeError, TypeError) as error:
+    except (RuntimeError, OSError, AttributeError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
     if min(gather(int(made is not None))):
         return made, ""
@@ -110,7 +124,16 @@ def _make(
     return None, reason
 
 
-def _refusal(name: str, device: torch.device, gather: Agree) -> str | None:
+def _candidates(hosts: list[int]) -> tuple[str, ...]:
+    """What "auto" tries: the host of every rank decides."""
+    if len(set(hosts)) == 1:
+        return ("nvlink", "nccl", "c10d")
+    if len(set(hosts)) == len(hosts):
+        return ("nccl", "c10d")
+    return ("mixed", "nccl", "c10d")
+
+
+def _refusal(name: str, device: torch.device, gather: Agree, hosts: int) -> str | None:
     """Why some rank cannot use a transport, or None; the same answer on every rank but for its wording."""
     if name == "c10d":
         return None
@@ -120,21 +143,31 @@ def _refusal(name: str, device: torch.device, gather: Agree) -> str | None:
         return reason
     if not min(fits):
         return f"rank {fits.index(0)} cannot use it"
-    if name == "nccl":
-        return None
-    hosts = gather(_host_number())
-    if len(set(hosts)) > 1:
-        return f"the ranks are on {len(set(hosts))} hosts"
+    if name == "nvlink" and hosts > 1:
+        return f"the ranks are on {hosts} hosts"
+    if name == "mixed" and hosts == 1:
+        return "the ranks are on one host"
+    return None
+
+
+def _neighbourhoods(device: torch.device, host: int, hosts: list[int], gather: Agree) -> tuple[list[int], str | None]:
+    """For every rank the first of those whose memory it shares, itself where that is none; the same on every rank.
+
+    All ranks of a host share their memory, or none does. And why some host's ranks do not, or None.
+    """
     # A process that sees only its own GPU cannot ask about the others: making the buffers will tell.
     indexes = gather(device.index if torch.cuda.device_count() > 1 else -1)
+    here = [index for index, at in zip(indexes, hosts) if at == host and index >= 0]
     reached = peer_reach(device)
-    missing = [i for i in indexes if i >= 0 and i not in reached] if torch.cuda.device_count() > 1 else []
+    missing = [i for i in here if i not in reached] if torch.cuda.device_count() > 1 else []
     reach = gather(int(not missing))
+    cut_off = {at for at, fits in zip(hosts, reach) if not fits}
+    near = [rank if at in cut_off else hosts.index(at) for rank, at in enumerate(hosts)]
     if missing:
-        return f"GPU {device.index} cannot reach the memory of GPU {missing[0]}"
+        return near, f"GPU {device.index} cannot reach the memory of GPU {missing[0]}"
     if not min(reach):
-        return f"the GPU of rank {reach.index(0)} cannot reach the memory of all others"
-    return None
+        return near, f"the GPU of rank {reach.index(0)} cannot reach the memory of all others"
+    return near, None
 
 
 def _local_refusal(name: str, device: torch.device) -> str | None:
@@ -144,9 +177,9 @@ def _local_refusal(name: str, device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "it needs NVIDIA GPUs, this torch is built for AMD"
     try:
-        if name == "nccl":
+        if name in ("nccl", "mixed"):
             open_nccl()
-        else:
+        if name in ("nvlink", "mixed"):
             with torch.cuda.device(device):
                 torch.cuda.current_stream(device).synchronize()
                 cuda_calls()
@@ -156,11 +189,19 @@ def _local_refusal(name: str, device: torch.device) -> str | None:
     return None
 
 
-def _say(name: str, refusals: list[str], loud: bool) -> None:
+def _say(name: str, refusals: list[str], hosts: list[int], near: list[int], loud: bool) -> None:
     if refusals and loud:
         logger.warning("core attention is exchanged by %s, because %s", name, "; ".join(refusals))
     else:
         logger.info("core attention is exchanged by %s", name)
+    if name == "mixed" and loud:
+        logger.info("hosts: %s; inside a host core attention is exchanged by peer copies", len(set(hosts)))
+        apart = [rank for rank, at in enumerate(hosts) if hosts.count(at) > 1 and near.count(near[rank]) == 1]
+        if apart:
+            logger.warning(
+                "the GPUs of ranks %s do not reach each other's memory inside their host: nccl carries what they "
+                "exchange", ", ".join(map(str, apart)),
+            )  # fmt: skip
 
 
 def _gather_over(group: dist.ProcessGroup) -> Agree:

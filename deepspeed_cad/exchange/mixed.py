@@ -1,0 +1,143 @@
+"""The `mixed` transport: peer copies between ranks of one host, NCCL messages between hosts, in one exchange.
+
+It is the `nvlink` transport of this rank's host, and beside it a communicator of all ranks on a stream of its own. What
+travels between hosts is received straight into the landing areas, between the rows that neighbours copy there; so
+what arrived is one buffer, and what came back is placed by one launch, in the same order as by any other transport.
+A rank whose host has no other rank, or whose GPUs do not reach each other, has no neighbours and uses messages alone.
+
+Why messages are never received too early. Every exchange makes the message stream wait for what was queued on the
+current stream before, whether it has messages or not. The areas take turns as nvlink.py says, so what landed in an
+area before has been used by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.native_calls import NativeCallError, Table
+from deepspeed_cad.exchange.nccl import join_ranks
+from deepspeed_cad.exchange.nvlink import NvlinkTransport, _Dispatched, _Returned, _UnderWay
+from deepspeed_cad.exchange.peers import host_group
+from deepspeed_cad.exchange.placement import upload
+from deepspeed_cad.exchange.split import FarPart, far_part, list_messages
+from deepspeed_cad.exchange.transport import Outgoing, Returning
+from deepspeed_cad.schedule import KEY, QUERY, Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class _Far:
+    """A FarPart and, on the device, what packs its rows."""
+
+    part: FarPart
+    home_row: torch.Tensor
+    home_group: torch.Tensor
+
+
+class MixedTransport(NvlinkTransport):
+    """Exchange by peer copies where there is access to the peer's memory, by NCCL elsewhere."""
+
+    name = "mixed"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        near: list[int],
+        liveness: Liveness | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Collective: every rank of the group makes one at the same time.
+
+        Args:
+            near: one number for every rank; ranks with the same number exchange by peer copies.
+        """
+        if len(near) != dist.get_world_size(group):
+            raise CADError(f"{len(near)} numbers of neighbourhoods for a group of {dist.get_world_size(group)} ranks")
+        # First what all ranks take part in: making landing areas can fail on one host alone.
+        self.messages = join_ranks(group, device)
+        try:
+            super().__init__(group, device, liveness, timeout_s, host_group(group, near))
+        except BaseException:
+            self.messages.leave(abort=True)
+            raise
+        self.message_stream = torch.cuda.Stream(device)
+        self.stream = None
+        self._far: WeakKeyDictionary[Schedule, tuple[_Far, _Far]] = WeakKeyDictionary()
+
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> _Dispatched:
+        """See NvlinkTransport.dispatch."""
+        out = super().dispatch(schedule, fields, slot)
+        far = self._look_up(schedule)
+        packed = [f.home[far[f.kind].home_row, far[f.kind].home_group] for f in fields]
+        table = []
+        for f, rows, landed in zip(fields, packed, out.landed):
+            width = landed.shape[1] * landed.element_size()
+            table.append(list_messages(True, far[f.kind].part.packed, rows.data_ptr(), width))
+            table.append(list_messages(False, far[f.kind].part.served, landed.data_ptr(), width))
+        self._exchange(out.under_way, table, packed)
+        return out
+
+    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> _Returned:
+        """See NvlinkTransport.give_back."""
+        back = super().give_back(schedule, fields, slot)
+        far = self._look_up(schedule)
+        table = []
+        for f, landed in zip(fields, back.landed):
+            width = landed.shape[1] * landed.element_size()
+            table.append(list_messages(True, far[f.kind].part.served, f.served.data_ptr(), width))
+            table.append(list_messages(False, far[f.kind].part.landed, landed.data_ptr(), width))
+        self._exchange(back.under_way, table, [])
+        return back
+
+    def close(self) -> None:
+        """Release the landing areas and leave the communicator."""
+        super().close()
+        # Nothing is under way any more; leaving in good order would wait for ranks that may be gone.
+        self.messages.leave(abort=True)
+        self.peers.forget()
+
+    def _exchange(self, under_way: _UnderWay, table: list[Table], packed: list[torch.Tensor]) -> None:
+        """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both."""
+        messages = np.ascontiguousarray(np.concatenate([np.zeros((0, 4), np.int64), *table]))
+        stream = self.message_stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if not len(messages):
+            return
+        label = f"core-attention exchange {under_way.number}"
+        before = stream.record_event()
+        try:
+            with torch.cuda.device(self.device):
+                self.messages.exchange(stream.cuda_stream, messages)
+        except NativeCallError as error:
+            raise self._explain(label, error) from error
+        done = stream.record_event()
+        under_way.done.append(done)
+        under_way.sources.extend(packed)
+        self.bytes_sent += int(messages[messages[:, 0] == 1, 3].sum())
+        # Apart from the wait of whoever uses what arrives: growing a landing area waits for the whole device before.
+        self._watchdog.track(before, done, label)
+
+    def _look_up(self, schedule: Schedule) -> tuple[_Far, _Far]:
+        found = self._far.get(schedule)
+        if found is None:
+            found = self._far[schedule] = (self._build(schedule, QUERY), self._build(schedule, KEY))
+        return found
+
+    def _build(self, schedule: Schedule, kind: int) -> _Far:
+        part = far_part(schedule, self.peers.members, kind)
+        row, group = np.divmod(part.home_index, schedule.groups)
+        return _Far(part, upload(row, self.device), upload(group, self.device))
+
+    def _give_up(self, waited_for: str) -> None:
+        """See NvlinkTransport: first the waits for neighbours end, so that messages behind them can be stopped."""
+        try:
+            super()._give_up(waited_for)
+        finally:
+            self.messages.leave(abort=True)

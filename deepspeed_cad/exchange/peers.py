@@ -1,0 +1,83 @@
+"""Ranks that map each other's memory: a whole CAD group, the ranks of one host in it, or one rank alone.
+
+In: the group, and which of its ranks belong together. Out: a `PeerGroup`, which landing areas are made over. Making
+one starts no collective and no communicator; the ranks meet when they make memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from deepspeed_cad.exchange.native_calls import Table
+
+
+@dataclass(frozen=True, eq=False)
+class PeerGroup:
+    """See the top of this file."""
+
+    members: Table
+    """Ranks of the CAD group, ascending."""
+    place: int
+    """Where this rank is among them."""
+    handle: dist.ProcessGroup | str | None
+    """What torch's symmetric memory calls them; None: a rank alone, whose memory nobody else maps."""
+    store: dist.Store | None
+    """Where they meet; None: a rank alone."""
+    registered: dist.ProcessGroup | None = None
+    """Kept alive as long as torch is to find it by the name `handle`."""
+
+    def forget(self) -> None:
+        """Take the name back from torch."""
+        if self.registered is not None:
+            torch_groups: Any = dist.distributed_c10d
+            if torch_groups._world.pg_map.pop(self.registered, None) is not None:
+                torch_groups._world.pg_group_ranks.pop(self.registered, None)
+                torch_groups._unregister_process_group(self.handle)
+
+
+def whole_group(group: dist.ProcessGroup) -> PeerGroup:
+    """All ranks of a group."""
+    members = np.arange(dist.get_world_size(group))
+    return PeerGroup(members, dist.get_rank(group), group, open_store(group, "nvlink"))
+
+
+def host_group(group: dist.ProcessGroup, near: list[int]) -> PeerGroup:
+    """The ranks r of a group with the same `near[r]` as this one. Every rank of the group calls it at the same time.
+
+    Symmetric memory wants no more of a process group than rank, size and a store, so one is registered that has
+    nothing else. `dist.new_group` would have all ranks of the job make the groups of all hosts, one after the other,
+    and where a device is bound to the default group, ranks outside of a gloo group split its NCCL communicator.
+    """
+    rank = dist.get_rank(group)
+    members = np.flatnonzero(np.asarray(near) == near[rank]).astype(np.int64)
+    place = int(np.searchsorted(members, rank))
+    shared, number = _open(group, "host")
+    if len(members) == 1:
+        return PeerGroup(members, 0, None, None)
+    name = f"deepspeed_cad host of rank {members[0]} in {group.group_name}, {number}"
+    store = dist.PrefixStore(name, shared)
+    registered = dist.ProcessGroup(store, place, len(members))
+    torch_groups: Any = dist.distributed_c10d
+    torch_groups._world.pg_map[registered] = ("none", store)  # older symmetric memory looks here for store and ranks
+    torch_groups._world.pg_group_ranks[registered] = {
+        dist.get_global_rank(group, int(member)): index for index, member in enumerate(members)
+    }
+    torch_groups._register_process_group(name, registered)
+    return PeerGroup(members, place, name, dist.PrefixStore("meetings", store), registered)
+
+
+def open_store(group: dist.ProcessGroup, purpose: str) -> dist.Store:
+    """A part of the job's store for one transport object: all ranks of the group open it in the same order."""
+    shared, number = _open(group, purpose)
+    return dist.PrefixStore(f"{number}", shared)
+
+
+def _open(group: dist.ProcessGroup, purpose: str) -> tuple[dist.Store, int]:
+    """What all openings for a purpose share, and how many this rank has made."""
+    rank = dist.get_rank(group)
+    shared = dist.PrefixStore(f"deepspeed_cad/{purpose}/{group.group_name}", dist.distributed_c10d._get_default_store())
+    return shared, shared.add(f"opened by {rank}", 1)

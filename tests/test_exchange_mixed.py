@@ -1,0 +1,292 @@
+"""The mixed transport on the CPU: which slice goes which way, and whole exchanges of all ranks in one process.
+
+Peer copies run in C++ over the stand-in driver; messages are delivered as NCCL pairs them, the n-th send from one rank
+to another with the n-th receive there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_check import Round, make_schedules
+from test_exchange_tables import calls  # noqa: F401
+
+from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.exchange import landing, mixed, nvlink
+from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
+from deepspeed_cad.exchange.mixed import MixedTransport
+from deepspeed_cad.exchange.native_calls import CudaCalls, Table
+from deepspeed_cad.exchange.nvlink import NvlinkTransport
+from deepspeed_cad.exchange.peers import PeerGroup
+from deepspeed_cad.exchange.split import far_part, list_messages, near_part
+from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER
+
+CPU = torch.device("cpu")
+HOSTS = (
+    [0, 0, 2, 2],
+    [0, 1, 0, 1],
+    [0, 0, 0, 3],
+    [0, 1, 1, 3, 3],
+    [0, 1],
+    [0, 1, 2],
+    [0, 0],
+    [0, 1, 1, 0, 1, 5],
+)
+"""What `near` may be: equal numbers are ranks that reach each other's memory."""
+
+
+def neighbours(near: list[int], rank: int) -> Table:
+    return np.flatnonzero(np.array(near) == near[rank])
+
+
+@pytest.mark.parametrize("near", HOSTS, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_row_goes_one_way_there_and_back(near: list[int], seed: int) -> None:
+    schedules = make_schedules(len(near), seed, (20, 200, 900)[seed % 3])
+    for kind in (QUERY, KEY):
+        served = [np.zeros(int(schedules[0].served_rows[rank, kind]), int) for rank in range(len(near))]
+        landed = [np.zeros(int(schedules[0].landed_rows[rank, kind]), int) for rank in range(len(near))]
+        sent: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
+        taken: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
+        for rank, schedule in enumerate(schedules):
+            members = neighbours(near, rank)
+            part = near_part(schedule, members)
+            for table, at in ((dispatch_pushes(part), served), (return_pushes(part), landed)):
+                for step, peer in enumerate(table.peers):
+                    for of, _, _, row, rows in table.slices[table.begin[step] : table.begin[step + 1]]:
+                        if of == kind:
+                            at[members[peer]][row : row + rows] += 1
+            far = far_part(schedule, members, kind)
+            assert far.packed[:, 2].sum() == len(far.home_index)
+            for (peer, first, rows), (_, back, _) in zip(far.packed, far.landed, strict=True):
+                sent[rank, peer].append((rows, *far.home_index[first : first + rows]))
+                landed[rank][back : back + rows] += 1
+            for peer, first, rows in far.served:
+                taken[peer, rank].append((rows, first))
+                served[rank][first : first + rows] += 1
+            assert not set(far.packed[:, 0]) & set(members) and not set(far.served[:, 0]) & set(members)
+        assert all((rows == 1).all() for rows in (*served, *landed)), "a row that nobody or that two bring"
+        assert sent.keys() == taken.keys()
+        for pair, messages in sent.items():
+            assert [m[0] for m in messages] == [m[0] for m in taken[pair]], "both ends cut the same messages"
+            home = schedules[pair[0]]
+            table = home.sends[home.sends[:, SERVER] == pair[1]]
+            expected = dict(zip(home.server_index(table, kind), home.home_index(table, kind), strict=True))
+            for (rows, *index), (_, first) in zip(messages, taken[pair], strict=True):
+                assert [expected[row] for row in range(first, first + rows)] == index
+
+
+def test_whole_hosts_need_no_messages_and_lone_ranks_no_copies() -> None:
+    schedule = make_schedules(3, 1, 300)[1]
+    assert near_part(schedule, np.arange(3)) is schedule
+    assert not len(far_part(schedule, np.arange(3), KEY).packed)
+    alone = near_part(schedule, np.array([1]))
+    assert (alone.rank, alone.ranks, len(alone.sends), len(alone.receives)) == (0, 1, 0, 0)
+    assert np.array_equal(alone.served_rows, schedule.served_rows[1:2])
+    far = far_part(schedule, np.array([1]), QUERY)
+    assert far.packed[:, 2].sum() == schedule.sends[schedule.sends[:, KIND] == QUERY, ROWS].sum()
+
+
+def test_messages_have_addresses_in_bytes() -> None:
+    runs = np.array([[2, 10, 3], [0, 0, 1]])
+    assert list_messages(True, runs, 1000, 8).tolist() == [[1, 2, 1080, 24], [1, 0, 1000, 8]]
+    assert list_messages(False, runs, 1000, 0).shape == (0, 4)
+
+
+class Stream:
+    """Everything is over at once."""
+
+    cuda_stream = 0
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None:
+        assert event.query()
+
+    def record_event(self) -> Event:
+        return Event()
+
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    def record(self, stream: Stream) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Network:
+    """Messages under way between all ranks, and the memory that neighbours share."""
+
+    def __init__(self) -> None:
+        self.sends: dict[tuple[int, int], list[Table]] = defaultdict(list)
+        self.receives: dict[tuple[int, int], list[Table]] = defaultdict(list)
+        self.memory: dict[tuple[object, int], list[torch.Tensor]] = {}
+        self.made: dict[tuple[object, int], int] = defaultdict(int)
+        self.delivered = 0
+
+    def deliver(self) -> None:
+        assert self.sends.keys() == self.receives.keys()
+        for pair, sends in self.sends.items():
+            for (_, _, source, size), (_, _, target, room) in zip(sends, self.receives[pair], strict=True):
+                assert size == room
+                ctypes.memmove(int(target), int(source), int(size))
+                self.delivered += int(size)
+        self.sends.clear()
+        self.receives.clear()
+
+
+@dataclass
+class Messages:
+    """Stands in for NcclCalls."""
+
+    network: Network
+    rank: int
+    left: bool = False
+
+    def exchange(self, stream: int, table: Table) -> None:
+        assert table.dtype == np.int64 and table.flags.c_contiguous and not self.left
+        for message in table:
+            peer = int(message[1])
+            if message[0]:
+                self.network.sends[self.rank, peer].append(message)
+            else:
+                self.network.receives[peer, self.rank].append(message)
+
+    def leave(self, abort: bool = False) -> None:
+        self.left = True
+
+
+@pytest.fixture()
+def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # noqa: F811
+    """No CUDA: streams that are never behind, memory shared inside the process."""
+    network, current = Network(), Stream()
+
+    class Shared:
+        """Stands in for SymmetricBuffer: the first member that makes it makes it for all."""
+
+        def __init__(self, size: int, peers: PeerGroup, device: torch.device) -> None:
+            whose = tuple(peers.members)
+            count = network.made[whose, peers.place]
+            network.made[whose, peers.place] += 1
+            if (whose, count) not in network.memory:
+                network.memory[whose, count] = [torch.zeros(size, dtype=torch.uint8) for _ in whose]
+            parts = network.memory[whose, count]
+            assert len(parts[0]) == size, "members make memory of different sizes"
+            self.tensor, self.addresses = parts[peers.place], np.array([part.data_ptr() for part in parts], np.int64)
+
+    def group_of(group: SimpleNamespace, near: list[int]) -> PeerGroup:
+        members = neighbours(near, group.rank)
+        return PeerGroup(members, int(np.searchsorted(members, group.rank)), "host", None)
+
+    for name, value in (
+        ("Stream", lambda *_, **__: Stream()),
+        ("Event", Event),
+        ("current_stream", lambda *_: current),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
+    monkeypatch.setattr(landing, "SymmetricBuffer", Shared)
+    monkeypatch.setattr(nvlink, "SymmetricBuffer", Shared)
+    monkeypatch.setattr(nvlink, "cuda_calls", lambda: calls)
+    monkeypatch.setattr(nvlink, "whole_group", lambda group: group_of(group, [0] * group.size))
+    monkeypatch.setattr(mixed, "host_group", group_of)
+    monkeypatch.setattr(mixed, "join_ranks", lambda group, device: Messages(network, group.rank))
+    return network
+
+
+def group(rank: int, size: int) -> dist.ProcessGroup:
+    return SimpleNamespace(rank=rank, size=size)  # type: ignore[return-value]
+
+
+def run_rounds(transports: list[Transport], network: Network, rounds: int) -> list[int]:
+    """Rounds as gpu_check.check_transport has them; bytes sent by each rank."""
+    ranks = len(transports)
+    for step in range(rounds):
+        plans = make_schedules(ranks, step, (100, 400, 200)[step % 3])
+        both = [[Round(plans, rank, step + 100 * slot, slot, CPU) for slot in (0, 1)] for rank in range(ranks)]
+        for phase in ("start", "serve", "collect"):
+            for rank, transport in enumerate(transports):
+                for one in both[rank]:
+                    getattr(one, phase)(*([] if phase == "collect" else [transport]))
+            network.deliver()
+        assert not sum(int(wrong) for pair in both for one in pair for wrong in one.wrong)
+    return [transport.bytes_sent for transport in transports]
+
+
+@pytest.mark.parametrize("near", HOSTS, ids=str)
+def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None:
+    ranks = len(near)
+    transports = [MixedTransport(group(rank, ranks), CPU, near) for rank in range(ranks)]
+    sent = run_rounds(transports, network, 4)
+    assert all(transport.exchanges == 16 for transport in transports)
+    assert bool(network.delivered) == (len(set(near)) > 1)
+    for transport in transports:
+        transport.close()
+        assert transport.messages.left
+    plain = [NvlinkTransport(group(rank, ranks), CPU) for rank in range(ranks)]
+    assert run_rounds(plain, network, 4) == sent, "the same bytes, whatever carries them"
+
+
+def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that the first plan moves goes to the first host: only there landing areas are made larger."""
+    near = [0, 0, 2, 2]
+    transports = [MixedTransport(group(rank, 4), CPU, near) for rank in range(4)]
+    plans = make_schedules(4, 5, 900)  # seed 5 serves all on rank 1
+    assert plans[0].served_rows[2:].sum() == 0 < plans[0].served_rows[1, QUERY]
+    both = [Round(plans, rank, 0, 0, CPU) for rank in range(4)]
+    monkeypatch.setattr(landing, "GRAIN", 4096)
+    for one, transport in zip(both, transports):
+        one.start(transport)
+    network.deliver()
+    first, second = (transports[rank]._slots[0].dispatch[0].capacity for rank in (0, 2))
+    assert first > 10 * second
+    for one, transport in zip(both, transports):
+        one.serve(transport)
+    network.deliver()
+    for one in both:
+        one.collect()
+        assert not sum(int(wrong) for wrong in one.wrong)
+
+
+def test_giving_up_ends_copies_and_messages(network: Network) -> None:
+    transports = [MixedTransport(group(rank, 3), CPU, [0, 0, 2], timeout_s=0.1) for rank in range(3)]
+    plans = make_schedules(3, 1, 300)
+    for rank, transport in enumerate(transports):
+        Round(plans, rank, 0, 0, CPU).start(transport)
+    transports[1]._give_up("exchange 1")
+    assert transports[1].messages.left
+    with pytest.raises(CADPeerError, match="rank 1 waited for exchange 1: no sign of it within 0.1 s"):
+        Round(plans, 1, 0, 0, CPU).start(transports[1])
+
+
+def test_what_cannot_start_leaves_the_communicator(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Messages] = []
+
+    def join(group: SimpleNamespace, device: torch.device) -> Messages:
+        made.append(Messages(network, group.rank))
+        return made[-1]
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no symmetric memory")
+
+    monkeypatch.setattr(mixed, "join_ranks", join)
+    monkeypatch.setattr(nvlink, "SymmetricBuffer", broken)
+    with pytest.raises(RuntimeError, match="no symmetric memory"):
+        MixedTransport(group(0, 2), CPU, [0, 0])
+    assert made[0].left
+    with pytest.raises(CADError, match="3 numbers of neighbourhoods for a group of 2 ranks"):
+        MixedTransport(group(0, 2), CPU, [0, 0, 1])
