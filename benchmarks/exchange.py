@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 benchmarks/exchange.py --output results.json
 
 Every rank sends its Q, K and V of equal shares of the head groups to every other rank, as strided slices. Times are
-medians over repeats, of the slowest rank; bytes are those that leave one rank. Prints a table; needs GPUs.
+medians over repeats, of the slowest rank; bytes are those that leave one rank. Prints a table; needs GPUs. On one host
+the mixed transport needs `--hosts 0,0,1,1`: for it the ranks pretend to be on these hosts.
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ def machine(commit: str | None) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transports", default=",".join(NAMES), help="comma-separated")
+    parser.add_argument("--hosts", help="the host of every rank for the mixed transport, comma-separated")
     parser.add_argument("--tokens", default="64,2048,16384,32768", help="rows of one rank, comma-separated")
     parser.add_argument("--slices", type=int, default=4, help="slices per head group")
     parser.add_argument("--repeats", type=int, default=15)
@@ -175,10 +177,12 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    hosts = [int(one) for one in options.hosts.split(",")] if options.hosts else None
     rows = []
     for name in options.transports.split(","):
         try:
-            transport = choose_transport(name, dist.group.WORLD, device)
+            host = hosts[rank] if hosts is not None and name == "mixed" else None
+            transport = choose_transport(name, dist.group.WORLD, device, host=host)
         except CADUnsupportedError as error:
             rows.append({"transport": name, "refused": str(error)})
             continue

@@ -4,12 +4,14 @@ A Llama of two layers in bf16: its outputs and parameter gradients with CAD, for
 for the first kernel also × checkpointing × what a server keeps. An error passes where it is at most twice what
 the same kernel has on whole documents without CAD. Documents stay on their rank ("rows") or span ranks ("stream").
 Prints a table; the exit code is 1 where a line fails. Without GPUs it runs in fp32 on gloo: a dry run.
+The mixed transport is checked with `--hosts 0,0,1,1`: the ranks pretend to be on these hosts, and only it is run.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import os
 import sys
 import warnings
@@ -32,6 +34,7 @@ from train_model import make_model  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.errors import CADUnsupportedError  # noqa: E402
+from deepspeed_cad.exchange import probe  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import KERNELS, choose  # noqa: E402
 from deepspeed_cad.session import close_session  # noqa: E402
@@ -175,7 +178,9 @@ def check(
 
 def cases(options: argparse.Namespace, cuda: bool, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """All of one kernel, transport and overlap; the rest for the first kernel, or for all with --all."""
-    transports = options.transports.split(",") if options.transports else (["nvlink", "nccl"] * cuda + ["c10d"])
+    transports = ["mixed"] if options.hosts else ["nvlink", "nccl"] * cuda + ["c10d"]
+    if options.transports:
+        transports = options.transports.split(",")
     size = options.hidden // options.heads
     need = KernelNeed(device, dtype, size, size, options.heads // options.kv_heads)
     kernels = [kernel.name for kernel in KERNELS if kernel.refuse(need) is None]
@@ -195,7 +200,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--kernels", help="comma-separated; default all that work here")
-    add("--transports", help="comma-separated; default all")
+    add("--transports", help="comma-separated; default all, with --hosts mixed")
+    add("--hosts", help='pretend that the ranks are on these hosts, "0,0,1,1"')
     add("--all", action="store_true", help="checkpointing and backward modes for every kernel")
     add("--tokens", type=int, default=2048 if cuda else 256, help="per rank")
     add("--hidden", type=int, default=1024 if cuda else 64)
@@ -216,6 +222,9 @@ def main() -> int:
     else:
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if options.hosts:
+        host = [int(one) for one in options.hosts.split(",")][rank]
+        probe.choose_transport = functools.partial(probe.choose_transport, host=host)
     dtype = torch.bfloat16 if cuda else torch.float32
     size = (2, options.hidden, options.heads, options.kv_heads, options.hidden // 2, 512)
     model = make_model(*size, ranks * options.tokens, device, dtype)

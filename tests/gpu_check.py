@@ -1,7 +1,8 @@
 """Kernels and transports on GPUs, in one go: `torchrun --nproc-per-node 2 tests/gpu_check.py [--output FILE]`.
 
 Every kernel that works here against plain torch in fp64, and every transport against rows moved by index, over random
-plans on two interleaved slots with growing buffers. Prints one table; the exit code is 0 where every line is right.
+plans on two interleaved slots with growing buffers. For the `mixed` transport the ranks pretend to be on two hosts,
+or on those of `--hosts 0,0,1,1`. Prints one table; the exit code is 0 where every line is right.
 """
 
 from __future__ import annotations
@@ -220,13 +221,13 @@ def check_transport(transport: Transport, rank: int, ranks: int, device: torch.d
 
 
 def check_timeout(
-    name: str, warm: bool, group: dist.ProcessGroup, rank: int, device: torch.device, agree: Callable
+    name: str, warm: bool, group: dist.ProcessGroup, rank: int, device: torch.device, agree: Callable, host: int | None
 ) -> tuple[bool, str]:
     """The last rank leaves one exchange out: the others get an error in time, and their GPU goes on.
 
     `warm`: all buffers are there already; else the exchange left out is one that makes a buffer.
     """
-    transport = choose_transport(name, group, device, agree, timeout_s=2.0)
+    transport = choose_transport(name, group, device, agree, timeout_s=2.0, host=host)
     ranks = dist.get_world_size(group)
     plans = make_schedules(ranks, 1, 300)
     for seed in range(3 if warm else 1):
@@ -253,7 +254,7 @@ def check_timeout(
     return verdict
 
 
-def transport_lines(rank: int, ranks: int, device: torch.device) -> Iterator[Line]:
+def transport_lines(rank: int, ranks: int, device: torch.device, hosts: list[int], only: str | None) -> Iterator[Line]:
     group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
     talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
 
@@ -262,22 +263,44 @@ def transport_lines(rank: int, ranks: int, device: torch.device) -> Iterator[Lin
         dist.all_gather_object(found, value, group=talk)
         return found
 
-    yield report("transport auto", "choice", lambda: (True, choose_and_close(group, device, agree)))
-    usable = NAMES if device.type == "cuda" else NAMES[-1:]
-    for name in usable:
-        transport = choose_transport(name, group, device, agree)
-        yield report(f"transport {name}", "exchanges", lambda t=transport: check_transport(t, rank, ranks, device))
+    def exchanges(name: str, host: int | None = None) -> tuple[bool, str]:
+        transport = choose_transport(name, group, device, agree, host=host)
+        found = check_transport(transport, rank, ranks, device)
         agree(0)
         transport.close()
-    for name, warm in (("nvlink", True), ("nvlink", False), ("nccl", True)):
-        if name in usable:
-            case = "timeout" if warm else "timeout while growing"
-            run = partial(check_timeout, name, warm, group, rank, device, agree)
-            yield report(f"transport {name}", case, run)
+        return found
+
+    on_one = [name for name in NAMES if name != "mixed"] if device.type == "cuda" else ["c10d"]
+    if only != "mixed":
+        yield report("transport auto", "choice", lambda: (True, choose_and_close(group, device, agree)))
+        for name in on_one:
+            yield report(f"transport {name}", "exchanges", partial(exchanges, name))
+        for name, warm in (("nvlink", True), ("nvlink", False), ("nccl", True)):
+            if name in on_one:
+                run = partial(check_timeout, name, warm, group, rank, device, agree, None)
+                yield report(f"transport {name}", "timeout" if warm else "timeout while growing", run)
+    # Last: hosts make symmetric memory at different times, and torch numbers its meetings over all groups of a
+    # process, so afterwards ranks of different hosts can make none together.
+    if device.type == "cuda":
+        host, label = hosts[rank], ",".join(map(str, hosts))
+        yield report(f"transport auto, hosts {label}", "choice", lambda: choose_for_hosts(group, device, agree, hosts))
+        yield report("transport mixed", f"hosts {label}", partial(exchanges, "mixed", host))
+        for warm in (True, False):
+            run = partial(check_timeout, "mixed", warm, group, rank, device, agree, host)
+            yield report("transport mixed", "timeout" if warm else "timeout while growing", run)
 
 
-def choose_and_close(group: dist.ProcessGroup, device: torch.device, agree: Callable) -> str:
-    transport = choose_transport("auto", group, device, agree)
+def choose_for_hosts(
+    group: dist.ProcessGroup, device: torch.device, agree: Callable, hosts: list[int]
+) -> tuple[bool, str]:
+    """What "auto" takes on several hosts; true where that is what docs/architecture.md says."""
+    found = choose_and_close(group, device, agree, hosts[dist.get_rank(group)])
+    apart = len(set(hosts))
+    return found == ("nvlink" if apart == 1 else "nccl" if apart == len(hosts) else "mixed"), found
+
+
+def choose_and_close(group: dist.ProcessGroup, device: torch.device, agree: Callable, host: int | None = None) -> str:
+    transport = choose_transport("auto", group, device, agree, host=host)
     transport.close()
     return transport.name
 
@@ -303,7 +326,8 @@ def report(what: str, case: str, run: Callable[[], tuple[bool, str]]) -> Line:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("kernels", "transports"), help="default: both")
+    parser.add_argument("--only", choices=("kernels", "transports", "mixed"), help="default: kernels and transports")
+    parser.add_argument("--hosts", help='the host of every rank for the mixed transport, "0,0,1,1"; default: two hosts')
     parser.add_argument("--output", type=Path, help="write all lines of all ranks as JSON")
     parser.add_argument("--stall", type=float, default=300.0, help="seconds until every thread's stack is printed")
     options = parser.parse_args()
@@ -317,9 +341,12 @@ def main() -> int:
     else:
         dist.init_process_group("gloo")  # a rehearsal of this script: c10d alone can work
     lines: list[Line] = []
+    hosts = [int(one) for one in options.hosts.split(",")] if options.hosts else [2 * r // ranks for r in range(ranks)]
+    if len(hosts) != ranks:
+        parser.error(f"--hosts has {len(hosts)} numbers for {ranks} ranks")
     if options.only != "kernels" and ranks > 1:
-        lines += transport_lines(rank, ranks, device)
-    if options.only != "transports":
+        lines += transport_lines(rank, ranks, device, hosts, options.only)
+    if options.only not in ("transports", "mixed"):
         lines += kernel_lines(rank, ranks, device)
     everything: list[list[Line]] = [[] for _ in range(ranks)]
     dist.all_gather_object(everything, lines)
