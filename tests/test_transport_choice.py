@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError, CADUnsupportedError
+from deepspeed_cad.exchange import peers
 from deepspeed_cad.exchange import probe as probing
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.peers import PeerGroup, host_group
@@ -219,9 +221,19 @@ def test_growing_waits_for_every_rank_and_not_for_ever() -> None:
         one._meet("the growth of area 0")
 
 
-def test_a_host_group_is_known_to_torch_until_it_is_forgotten() -> None:
+@pytest.mark.parametrize("old_torch", [False, True])
+def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symmetric memory finds it by name: rank, size and store. Nothing is exchanged to make it."""
     c10d = dist.distributed_c10d
+    enabled: list[tuple[str, list[int]]] = []
+
+    def enable(name: str) -> None:
+        made = c10d._resolve_process_group(name)
+        assert c10d._get_process_group_store(made) is not None
+        enabled.append((name, sorted(c10d._world.pg_group_ranks[made])))
+
+    if old_torch:
+        monkeypatch.setattr(peers, "symmetric_memory", lambda: SimpleNamespace(enable_symm_mem_for_group=enable))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         whole = c10d._get_default_group()
@@ -232,11 +244,14 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten() -> None:
             patch.setattr(dist, "get_global_rank", lambda group, rank: rank)
             one, other = (host_group(whole, [5, 8, 5, 5, 8]) for _ in range(2))
         assert one.members.tolist() == [0, 2, 3] and one.place == 1 and one.handle != other.handle
+        assert enabled == ([(group.handle, [0, 2, 3]) for group in (one, other)] if old_torch else [])
         found = c10d._resolve_process_group(one.handle)
         assert (found.rank(), found.size()) == (1, 3)
+        assert one.store is not None and other.store is not None
         one.store.set("key", "one")
         assert not other.store.check(["key"]), "two transports do not meet each other"
-        for group in (one, one, other, alone):
+        assert len(c10d._world.pg_config_info) == 1, "torch's profiler reads this"
+        for group in (one, other, alone):
             group.forget()
         with pytest.raises(RuntimeError):
             c10d._resolve_process_group(one.handle)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from deepspeed_cad.exchange.native_calls import Table
+from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +34,7 @@ class PeerGroup:
         """Take the name back from torch."""
         if self.registered is not None:
             torch_groups: Any = dist.distributed_c10d
-            if torch_groups._world.pg_map.pop(self.registered, None) is not None:
-                torch_groups._world.pg_group_ranks.pop(self.registered, None)
-                torch_groups._unregister_process_group(self.handle)
+            torch_groups._unregister_process_group(self.handle)
 
 
 def whole_group(group: dist.ProcessGroup) -> PeerGroup:
@@ -62,11 +60,20 @@ def host_group(group: dist.ProcessGroup, near: list[int]) -> PeerGroup:
     store = dist.PrefixStore(name, shared)
     registered = dist.ProcessGroup(store, place, len(members))
     torch_groups: Any = dist.distributed_c10d
-    torch_groups._world.pg_map[registered] = ("none", store)  # older symmetric memory looks here for store and ranks
-    torch_groups._world.pg_group_ranks[registered] = {
-        dist.get_global_rank(group, int(member)): index for index, member in enumerate(members)
-    }
     torch_groups._register_process_group(name, registered)
+    enable = getattr(symmetric_memory(), "enable_symm_mem_for_group", None)
+    if enable is not None and not hasattr(enable, "__deprecated__"):
+        # This torch looks store and ranks up among its own groups. They are there for this moment only: the profiler,
+        # for one, takes whatever is there for a whole process group.
+        world = torch_groups._world
+        world.pg_map[registered] = ("none", store)
+        world.pg_group_ranks[registered] = {
+            dist.get_global_rank(group, int(member)): index for index, member in enumerate(members)
+        }
+        try:
+            enable(name)
+        finally:
+            del world.pg_map[registered], world.pg_group_ranks[registered]
     return PeerGroup(members, place, name, dist.PrefixStore("meetings", store), registered)
 
 
