@@ -70,8 +70,8 @@ def is_wrapped(function: Callable) -> bool:
     return False
 
 
-def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
-    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`.
+def find_config(original: Callable, args: tuple, kwargs: dict) -> Mapping:
+    """The config that this call of `deepspeed.initialize` would use; empty where it cannot be read.
 
     DeepSpeed takes its config as `config`, `config_params` or `args.deepspeed_config`, each a dict, a path, or JSON in
     URL-safe base64. What cannot be read is left for DeepSpeed to complain about.
@@ -79,7 +79,7 @@ def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
     try:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     except TypeError:
-        return ABSENT
+        return {}
     for config in (
         given.get("config"),
         given.get("config_params"),
@@ -87,9 +87,13 @@ def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
         getattr(given.get("args"), "deepscale_config", None),
     ):
         if config is not None:
-            read = _read_config(config)
-            return read.get("cad", ABSENT)
-    return ABSENT
+            return _read_config(config)
+    return {}
+
+
+def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
+    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`."""
+    return find_config(original, args, kwargs).get("cad", ABSENT)
 
 
 def _read_config(config: Any) -> Mapping:

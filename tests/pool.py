@@ -12,6 +12,16 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
+_PRELOAD = ["torch", "torch.distributed", "transformers", "numpy"]
+_HOSTS = [
+    "transformers.trainer", "accelerate", "deepspeed", "peft", "datasets", "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer", "networkx",
+]  # fmt: skip
+"""Frameworks, and what torch.compile imports late. Imported once, in the process that workers are forked from, they
+cost each worker nothing; what is not installed is passed over."""
+
 
 class WorkerError(AssertionError):
     """Some ranks raised; `errors[rank]` holds (type name, message, traceback) or None."""
@@ -24,7 +34,6 @@ class WorkerError(AssertionError):
 
 def _serve(rank: int, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -63,7 +72,8 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "transformers", "numpy"])
+        # With a GPU, DeepSpeed's import asks CUDA for devices, and a process that did so cannot be forked.
+        self._context.set_forkserver_preload(_PRELOAD if torch.cuda.is_available() else _PRELOAD + _HOSTS)
         self._workers: list[tuple[Any, Connection]] = []
 
     def _start(self, rank: int) -> tuple[Any, Connection]:

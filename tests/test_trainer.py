@@ -8,9 +8,9 @@ import pytest
 import torch
 import training
 from pool import WorkerPool
-from trainers import Case, PackedRows, assert_same, collate, losses_of
+from trainers import BLOCK, STEPS, Case, PackedRows, assert_same_and_balanced, collate, losses_of, zero
 
-BLOCK = {"granularity": 16, "tolerance": 0.02}
+WORLD = 4
 
 
 def _train(case: Case, cad: dict[str, Any] | None, folder: str) -> list[dict[str, Any]]:
@@ -19,21 +19,42 @@ def _train(case: Case, cad: dict[str, Any] | None, folder: str) -> list[dict[str
 
     import deepspeed_cad
 
+    counted: list[tuple[int | None, int]] = []
+
+    class Counting(Trainer):
+        """Notes num_items_in_batch and the targets of each micro-batch that is trained."""
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if model.training:
+                items = kwargs.get("num_items_in_batch")
+                counted.append((None if items is None else int(items), int((inputs["labels"] != -100).sum())))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
     model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
     if case.deepspeed is None and cad is not None:
         deepspeed_cad.apply(model, cad)
     deepspeed = None if case.deepspeed is None else {**case.deepspeed, **({} if cad is None else {"cad": cad})}
     settings: dict[str, Any] = {
-        "output_dir": folder, "use_cpu": True, "deepspeed": deepspeed, "max_steps": 6,
+        "output_dir": folder, "use_cpu": True, "deepspeed": deepspeed, "max_steps": STEPS,
         "per_device_train_batch_size": 1, "logging_steps": 1, "save_strategy": "no", "report_to": [],
         "learning_rate": 1e-2, "lr_scheduler_type": "constant", "disable_tqdm": True, "optim": "adamw_torch",
     }  # fmt: skip
-    trainer = Trainer(
+    trainer = Counting(
         model=model, args=TrainingArguments(**{**settings, **case.arguments}), train_dataset=PackedRows(16),
-        eval_dataset=PackedRows(2, seed=50), data_collator=collate,
+        eval_dataset=PackedRows(8, seed=50), data_collator=collate,
     )  # fmt: skip
     trainer.train()
+    if case.arguments.get("average_tokens_across_devices"):
+        _check_counts(counted, accumulates="gradient_accumulation_steps" in case.arguments)
     return trainer.state.log_history
+
+
+def _check_counts(counted: list[tuple[int | None, int]], accumulates: bool) -> None:
+    """num_items_in_batch was the targets of all ranks, and of all micro-batches of a step."""
+    targets = torch.tensor([own for _, own in counted])
+    torch.distributed.all_reduce(targets)
+    assert all(items is not None and items >= targets[i] for i, (items, _) in enumerate(counted))
+    assert any(items > targets[i] for i, (items, _) in enumerate(counted)) == accumulates
 
 
 def _compare(rank: int, world: int, cases: list[Case], folder: str) -> dict[str, Any]:
@@ -59,60 +80,41 @@ def _compare(rank: int, world: int, cases: list[Case], folder: str) -> dict[str,
 
 def _check(found: dict[str, Any]) -> None:
     for name, logged in found.items():
-        assert_same(losses_of(logged["cad"]), losses_of(logged["plain"]))
-        evaluations = [[e["eval_loss"] for e in one if "eval_loss" in e] for one in logged.values()]
-        assert len(evaluations[0]) == len(evaluations[1])
-        for a, b in zip(*evaluations):
-            assert abs(a - b) < 1e-5, name
-        for entry in logged["cad"]:
-            if "loss" in entry:
-                assert entry["cad/attention_max_over_mean"] < 1.05, (name, entry)
-                assert entry["cad/attention_max_over_mean_before"] > 1.02, (name, entry)
-            else:
-                assert not any(key.startswith("cad/") for key in entry)
-
-
-def _zero(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-    }
+        assert_same_and_balanced(name, logged["plain"], logged["cad"])
+        assert any("eval_loss" in entry for entry in logged["cad"]) == ("evaluation" in name)
 
 
 DEEPSPEED = [
-    Case("ZeRO-1, accumulation", _zero(1), {"gradient_accumulation_steps": 2}),
-    Case("ZeRO-2, evaluation", _zero(2), {"eval_strategy": "steps", "eval_steps": 2}),
-    Case("ZeRO-3", _zero(3)),
+    Case("ZeRO-1, accumulation", zero(1), {"gradient_accumulation_steps": 2, "average_tokens_across_devices": True}),
+    Case("ZeRO-2, evaluation", zero(2), {"eval_strategy": "steps", "eval_steps": 2}),
+    Case("ZeRO-3", zero(3)),
 ]
 
 
 @pytest.mark.slow
 def test_cad_block_in_the_deepspeed_json(fresh_workers: WorkerPool, tmp_path) -> None:
     """Same losses for every ZeRO stage, statistics in the log, attention balanced."""
-    for found in fresh_workers.run(_compare, 2, DEEPSPEED, str(tmp_path), timeout=140.0):
+    for found in fresh_workers.run(_compare, WORLD, DEEPSPEED, str(tmp_path), timeout=140.0):
         _check(found)
 
 
 DDP = [
     Case("DDP"),
-    Case("DDP, accumulation with a rest, several epochs", arguments={"gradient_accumulation_steps": 3}),
+    Case("DDP, accumulation with a rest, several epochs", arguments={
+        "gradient_accumulation_steps": 3, "average_tokens_across_devices": True,
+    }),
     Case("DDP, evaluation", arguments={"eval_strategy": "steps", "eval_steps": 2}),
     Case("DDP, checkpointing, clipping", arguments={
         "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False},
     }),
-    Case("DDP, two rows", arguments={"per_device_train_batch_size": 2, "max_steps": 5}),
-    Case("DDP, average over devices", arguments={"average_tokens_across_devices": True}),
+    Case("DDP, two rows", arguments={"per_device_train_batch_size": 2}),
+    Case("DDP, average of each device", arguments={"average_tokens_across_devices": False}),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_trainer_with_ddp(fresh_workers: WorkerPool, tmp_path, world: int) -> None:
-    cases = DDP if world == 2 else DDP[:2]
-    for found in fresh_workers.run(_compare, world, cases, str(tmp_path), timeout=140.0):
+def test_trainer_with_ddp(fresh_workers: WorkerPool, tmp_path) -> None:
+    for found in fresh_workers.run(_compare, WORLD, DDP, str(tmp_path), timeout=140.0):
         _check(found)
 
 
@@ -183,6 +185,12 @@ def _save_and_resume(rank: int, world: int, folder: str) -> None:
     import deepspeed_cad
     from deepspeed_cad.session import close_session
 
+    # transformers before 5.18 load optimizer states to args.device, which on a CPU with several processes is "cpu:0" or
+    # "cpu:1"; torch.load knows only "cpu".
+    torch.serialization.register_package(
+        9, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
+    )
+
     def run(resume: str | None) -> list[float]:
         AcceleratorState._reset_state(True)
         close_session()
@@ -193,17 +201,19 @@ def _save_and_resume(rank: int, world: int, folder: str) -> None:
             save_steps=3, learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True, optim="adamw_torch",
             gradient_accumulation_steps=2,
         )  # fmt: skip
-        trainer = Trainer(model=model, args=arguments, train_dataset=PackedRows(12), data_collator=collate)
+        trainer = Trainer(model=model, args=arguments, train_dataset=PackedRows(24), data_collator=collate)
         trainer.train(resume_from_checkpoint=resume)
         return losses_of(trainer.state.log_history)
 
     whole = run(None)
     assert len(whole) == 6
     again = run(f"{folder}/checkpoint-3")
+    figures = deepspeed_cad.current_session().statistics
+    assert figures.imbalance <= 1.05 < 1.2 < figures.imbalance_before
     assert again == pytest.approx(whole, abs=1e-6)
     assert '"cad"' not in open(f"{folder}/checkpoint-6/config.json").read()
 
 
 @pytest.mark.slow
 def test_save_and_resume(fresh_workers: WorkerPool, tmp_path) -> None:
-    fresh_workers.run(_save_and_resume, 2, str(tmp_path), timeout=100.0)
+    fresh_workers.run(_save_and_resume, WORLD, str(tmp_path), timeout=100.0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_cad.autoload import find_config
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.engine.monitor import report_statistics
 from deepspeed_cad.errors import CADUnsupportedError
@@ -37,10 +38,14 @@ def initialize(
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     _refuse_call(given)
     model = given.get("model")
-    if isinstance(model, torch.nn.Module):
+    trains = given.get("optimizer") is not None or "optimizer" in find_config(original, args, kwargs)
+    if trains and isinstance(model, torch.nn.Module):
         refuse_model(find_model(model))
     engine, optimizer, loader, scheduler = original(*args, **kwargs)
     _refuse_engine(engine)
+    if not trains:
+        _bind_when_trained(engine, config)
+        return engine, optimizer, loader, scheduler
     binding = bind(engine.module, config)
     # Where documents are exchanged, the script must wrap the loader itself and state how its loss is normalised.
     if config.look_ahead and config.documents == "keep" and engine.training_dataloader is not None:
@@ -51,6 +56,20 @@ def initialize(
         report_statistics(engine, binding.session)
     logger.info("CAD is on: %s", binding.session.describe())
     return engine, optimizer, loader, scheduler
+
+
+def _bind_when_trained(engine: Any, config: CADConfig) -> None:
+    """For an engine without an optimizer, such as the reference model that TRL gives the JSON of the policy: it keeps
+    its attention, unless it runs a training forward all the same."""
+    from deepspeed_cad.integrations.transformers import bind
+
+    def before_forward(module: torch.nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            handle.remove()
+            binding = bind(module, config)
+            logger.info("CAD is on for an engine without an optimizer: %s", binding.session.describe())
+
+    handle = engine.module.register_forward_pre_hook(before_forward)
 
 
 def _refuse_call(given: dict[str, Any]) -> None:
