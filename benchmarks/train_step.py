@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
 from train_model import ChunkedLoss, ShardedAdamW, make_model, matrix_parameters  # noqa: E402
-from train_modes import Mode, make_modes  # noqa: E402
+from train_modes import CADMode, Mode, make_modes  # noqa: E402
 from train_report import Measured, summarise, write_results  # noqa: E402
 from train_split import Setting  # noqa: E402
 from train_workload import Workload  # noqa: E402
@@ -197,6 +197,9 @@ def main() -> None:
     if rank == 0:
         sys.stdout.write(write_results(results, options.output))
     for mode in modes:
+        if isinstance(mode, CADMode):
+            late = " ".join(f"{1e3 * seconds:+.3f}" for seconds in mode.session.pace.late)
+            say(f"{mode.name}: found ranks late by {late} ms in attention forward and backward")
         mode.close()
     dist.barrier()
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ from typing import Any
 from deepspeed_cad.errors import CADConfigError
 
 _CHOICES: dict[str, tuple] = {
-    "overlap": ("local_first", "two_streams", "pingpong", "none"),
+    "overlap": ("local_first", "pingpong", "none"),
     "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
     "backward": ("auto", "keep", "resend"),
     "documents": ("keep", "exchange"),
@@ -57,10 +57,10 @@ class CADConfig:
     better; below 128 the backward of most kernels loses speed."""
 
     overlap: str = "local_first"
-    """What hides the exchange. "local_first": one half of a rank's own tasks runs while Q, K and V are on their way,
-    the other half while results return; "pingpong": besides, two nano-batches alternate inside each decoder layer,
-    which also hides exchanges behind linear layers (for slow links, or ranks with little work of their own; inside a
-    node it costs more than it hides); "none": dispatch, serve and return one after the other."""
+    """What hides the exchange. "local_first": a rank's own tasks run while Q, K and V are on their way and while
+    results return, on GPUs beside the tasks it serves; "pingpong": besides, two nano-batches alternate inside each
+    decoder layer, which also hides exchanges behind linear layers (for slow links, or ranks with little work of their
+    own; inside a node it costs more than it hides); "none": dispatch, serve and return one after the other."""
 
     transport: str = "auto"
     """What carries an exchange. "auto" takes the fastest that works: "nvlink" (peer copies inside a node), "mixed"

@@ -77,7 +77,7 @@ class Session:
         if self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
         self.aside: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self.transport is not None and config.overlap == "two_streams":
+        if device.type == "cuda" and self.transport is not None and config.overlap == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
         self._kernels: dict[KernelNeed, Kernel] = {}
 

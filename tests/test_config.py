@@ -100,7 +100,7 @@ REFUSED = [
     ("granularity", 128.0, "whole number"),
     ("granularity", True, "whole number"),
     ("granularity", "auto", 'no "auto"'),
-    ("overlap", "ping-pong", '"local_first" or "two_streams" or "pingpong" or "none"'),
+    ("overlap", "ping-pong", '"local_first" or "pingpong" or "none"'),
     ("overlap", None, '"pingpong"'),
     ("overlap", "auto", 'no "auto"'),
     ("transport", "gloo", '"c10d"'),
