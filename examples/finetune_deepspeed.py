@@ -3,9 +3,10 @@
     deepspeed --num_gpus 8 examples/finetune_deepspeed.py --deepspeed_config examples/ds_zero3_cad.json \
         --model PATH --data FILES --context 65536 --save OUT
 
-An ordinary DeepSpeed loop, meant to be copied. `--no-cad` takes the block out and changes nothing else: what is
-printed last, `losses: [...]`, is what to compare. Without a checkpoint or data: `--tiny`, or random weights of a size
-(`--layers 8 --hidden 4096`), and `--synthetic MEDIAN` for documents of random tokens and heavy-tailed lengths.
+An ordinary DeepSpeed loop, meant to be copied. It begins with the lengths of the documents and the gain to expect, and
+ends with a checkpoint that loads anywhere. `--no-cad` takes the block out and changes nothing else: what is printed
+last, `losses: [...]`, is what to compare. Without a checkpoint or data: `--tiny`, or random weights of a size (`--layers 8
+--hidden 4096`), and `--synthetic MEDIAN` for documents of random tokens and heavy-tailed lengths.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ import deepspeed
 import here  # noqa: F401 - for a checkout that is not installed; not needed in a script of your own
 import torch
 import torch.distributed as dist
+from chunked_loss import ChunkedLoss
+from common import say_what_to_expect
 from packing import Rows, only_row, pack, synthetic, tokenized
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 import deepspeed_cad
@@ -39,8 +43,12 @@ def main() -> None:
     torch.manual_seed(args.seed)
     # Kept alive: with ZeRO-3 it makes transformers create the model in shards.
     sharded = HfDeepSpeedConfig(config)
-    model = make_model(args, config)
-    documents = make_documents(args, model.config.vocab_size)
+    size = make_config(args)
+    documents = make_documents(args, size.get_text_config().vocab_size)
+    sample = list(islice(documents, args.sample))
+    say_what_to_expect([ids[: args.context] for ids in sample], args.context, size)
+    documents = chain(sample, documents)
+    model = make_model(args, config, size)
     rows_needed = args.steps * config["gradient_accumulation_steps"]
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -100,8 +108,21 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
-def make_model(args: argparse.Namespace, config: dict[str, Any]) -> PreTrainedModel:
-    """The checkpoint, or random weights of the size asked for."""
+def make_config(args: argparse.Namespace) -> Any:
+    """The checkpoint's, or that of a Llama of the size asked for."""
+    if args.model:
+        return AutoConfig.from_pretrained(args.model)
+    heads = args.heads or max(args.hidden // 128, 1)
+    return LlamaConfig(
+        vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=args.hidden * 7 // 2,
+        num_hidden_layers=args.layers, num_attention_heads=heads,
+        num_key_value_heads=args.kv_heads or max(heads // 4, 1), max_position_embeddings=args.context * 64,
+        rope_theta=500000.0, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def make_model(args: argparse.Namespace, config: dict[str, Any], size: Any) -> PreTrainedModel:
+    """The checkpoint, or random weights."""
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     options: dict[str, Any] = {"dtype": dtype}
     if args.attention:
@@ -109,14 +130,8 @@ def make_model(args: argparse.Namespace, config: dict[str, Any]) -> PreTrainedMo
     if args.model:
         model = AutoModelForCausalLM.from_pretrained(args.model, **options)
     else:
-        heads = args.heads or max(args.hidden // 128, 1)
-        size = LlamaConfig(
-            vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=args.hidden * 7 // 2,
-            num_hidden_layers=args.layers, num_attention_heads=heads,
-            num_key_value_heads=args.kv_heads or max(heads // 4, 1), max_position_embeddings=args.context * 64,
-            rope_theta=500000.0, tie_word_embeddings=False,
-        )  # fmt: skip
         model = AutoModelForCausalLM.from_config(size, **options)
+    ChunkedLoss(model)
     if not args.no_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -205,6 +220,7 @@ def read_arguments() -> argparse.Namespace:
     data.add_argument("--data", nargs="+", help='text files, .jsonl files with a "text" field, or folders of them')
     data.add_argument("--tokenizer", help="its tokenizer (default: the model's)")
     data.add_argument("--synthetic", type=int, metavar="MEDIAN", help="random documents of this median length")
+    data.add_argument("--sample", type=int, default=500, help="documents whose lengths are shown first (default 500)")
     data.add_argument("--sigma", type=float, default=1.5, help="how heavy the tail of --synthetic is (default 1.5)")
     args = parser.parse_args()
     if args.tiny:

@@ -12,7 +12,8 @@ from itertools import chain, repeat
 
 import torch
 import torch.distributed as dist
-from common import DTYPE, ON_GPU, finish, get_documents, get_model, read_arguments, say_what_to_expect
+from chunked_loss import ChunkedLoss
+from common import DTYPE, ON_GPU, finish, get_config, get_documents, get_model, read_arguments, say_what_to_expect
 from packing import pack
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -30,8 +31,9 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
 
     documents = get_documents(args)
+    say_what_to_expect(documents, args.context, get_config(args))
     model = get_model(args).float()
-    say_what_to_expect(documents, args.context, model)
+    ChunkedLoss(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     deepspeed_cad.apply(model, {"tolerance": 0.05})  # this line
     policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32)

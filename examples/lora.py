@@ -11,7 +11,8 @@ from itertools import chain, repeat
 
 import torch
 from accelerate import Accelerator
-from common import ON_GPU, WORLD, finish, get_documents, get_model, read_arguments, say_what_to_expect
+from chunked_loss import ChunkedLoss
+from common import ON_GPU, WORLD, finish, get_config, get_documents, get_model, read_arguments, say_what_to_expect
 from deepspeed_cad.integrations.accelerate import CADPlugin
 from packing import Rows, only_row, pack
 from peft import LoraConfig, get_peft_model
@@ -28,8 +29,9 @@ def main() -> None:
         kwargs_handlers=[CADPlugin(tolerance=0.05)],
     )
     documents = get_documents(args)
+    say_what_to_expect(documents, args.context, get_config(args))
     model = get_model(args)
-    say_what_to_expect(documents, args.context, model)
+    ChunkedLoss(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate)

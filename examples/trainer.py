@@ -5,6 +5,7 @@
         -m deepspeed_cad.run examples/trainer.py --model PATH --data FILES --save OUT
 
 On a CPU: torchrun --nproc_per_node 2 -m deepspeed_cad.run examples/trainer.py --tiny
+Without a checkpoint or data: `--layers 4 --synthetic 8192`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,19 @@ from __future__ import annotations
 import tempfile
 from itertools import chain, repeat
 
-from common import ON_GPU, WORLD, finish, get_documents, get_model, read_arguments, say_what_to_expect
+from chunked_loss import ChunkedLoss
+from common import (
+    ON_GPU,
+    WORLD,
+    StepTimes,
+    finish,
+    get_config,
+    get_documents,
+    get_model,
+    read_arguments,
+    save,
+    say_what_to_expect,
+)
 from packing import Rows, only_row, pack
 from transformers import Trainer, TrainingArguments
 
@@ -21,34 +34,38 @@ def main() -> None:
     """Train, and save a checkpoint that loads anywhere."""
     args = read_arguments(__doc__.split(".")[0])
     documents = get_documents(args)
-    model = get_model(args)
-    say_what_to_expect(documents, args.context, model)
+    say_what_to_expect(documents, args.context, get_config(args))
     rows = pack(chain.from_iterable(repeat(documents)), args.context, args.steps * args.accumulation * WORLD)
     with tempfile.TemporaryDirectory() as folder:
+        # Before the model: with FSDP only rank 0 then loads the weights.
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=args.steps,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=args.accumulation,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            learning_rate=args.learning_rate,
+            lr_scheduler_type="constant",
+            bf16=ON_GPU,
+            use_cpu=not ON_GPU,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        model = get_model(args)
+        loss = ChunkedLoss(model)
         trainer = Trainer(
             model=model,
-            args=TrainingArguments(
-                output_dir=folder,
-                max_steps=args.steps,
-                per_device_train_batch_size=1,
-                gradient_accumulation_steps=args.accumulation,
-                gradient_checkpointing=True,
-                gradient_checkpointing_kwargs={"use_reentrant": False},
-                learning_rate=args.learning_rate,
-                lr_scheduler_type="constant",
-                bf16=ON_GPU,
-                use_cpu=not ON_GPU,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-            ),
+            args=arguments,
             train_dataset=Rows(rows),
             data_collator=only_row,
+            callbacks=[StepTimes(loss, args.context * args.accumulation)],
         )
         trainer.train()
     if args.save:
-        trainer.save_model(args.save)
+        save(trainer.accelerator, trainer.model_wrapped, args)
     finish()
 
 

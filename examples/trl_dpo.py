@@ -10,7 +10,16 @@ from __future__ import annotations
 
 import tempfile
 
-from common import ON_GPU, finish, get_documents, get_model, get_tokenizer, read_arguments, say_what_to_expect
+from common import (
+    ON_GPU,
+    finish,
+    get_config,
+    get_documents,
+    get_model,
+    get_tokenizer,
+    read_arguments,
+    say_what_to_expect,
+)
 from datasets import Dataset, load_dataset
 from trl import DPOConfig, DPOTrainer
 
@@ -18,11 +27,12 @@ from trl import DPOConfig, DPOTrainer
 def main() -> None:
     """Train, and save a checkpoint that loads anywhere."""
     args = read_arguments(__doc__.split(":")[0])
-    model, tokenizer = get_model(args), get_tokenizer(args)
+    tokenizer = get_tokenizer(args)
     pairs = made_up(get_documents(args)) if args.tiny else load_dataset("json", data_files=args.data, split="train")
     sample = pairs.select(range(min(len(pairs), 500)))
     texts = [f"{row['prompt']} {row[answer]}" for row in sample for answer in ("chosen", "rejected")]
-    say_what_to_expect([tokenizer(text)["input_ids"] for text in texts], args.context, model)
+    say_what_to_expect([tokenizer(text)["input_ids"][: args.context] for text in texts], args.context, get_config(args))
+    model = get_model(args)
     with tempfile.TemporaryDirectory() as folder:
         trainer = DPOTrainer(
             model=model,

@@ -11,7 +11,16 @@ from __future__ import annotations
 
 import tempfile
 
-from common import ON_GPU, finish, get_documents, get_model, get_tokenizer, read_arguments, say_what_to_expect
+from common import (
+    ON_GPU,
+    finish,
+    get_config,
+    get_documents,
+    get_model,
+    get_tokenizer,
+    read_arguments,
+    say_what_to_expect,
+)
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -20,8 +29,8 @@ def main() -> None:
     """Train, and save a checkpoint that loads anywhere."""
     args = read_arguments(__doc__.split(":")[0])
     documents = get_documents(args)
+    say_what_to_expect(documents, args.context, get_config(args))
     model = get_model(args)
-    say_what_to_expect(documents, args.context, model)
     with tempfile.TemporaryDirectory() as folder:
         trainer = SFTTrainer(
             model=model,
