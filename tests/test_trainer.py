@@ -185,8 +185,8 @@ def _save_and_resume(rank: int, world: int, folder: str) -> None:
     import deepspeed_cad
     from deepspeed_cad.session import close_session
 
-    # transformers before 5.18 load optimizer states to args.device, which on a CPU with several processes is "cpu:0" or
-    # "cpu:1"; torch.load knows only "cpu".
+    # Without CAD too, transformers 5.17 and older load optimizer states to args.device, which on a CPU with several
+    # processes is "cpu:0"; torch.load knows no CPU with a number.
     torch.serialization.register_package(
         9, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
     )
