@@ -5,8 +5,8 @@
 
 An ordinary DeepSpeed loop, meant to be copied. It begins with the lengths of the documents and the gain to expect, and
 ends with a checkpoint that loads anywhere. `--no-cad` takes the block out and changes nothing else: what is printed
-last, `losses: [...]`, is what to compare. Without a checkpoint or data: `--tiny`, or random weights of a size (`--layers 8
---hidden 4096`), and `--synthetic MEDIAN` for documents of random tokens and heavy-tailed lengths.
+last, `losses: [...]`, is what to compare. Without a checkpoint or data: `--tiny`, or random weights of a size
+(`--layers 8 --hidden 4096`), and `--synthetic MEDIAN` for documents of random tokens and heavy-tailed lengths.
 """
 
 from __future__ import annotations
