@@ -3,14 +3,14 @@
     torchrun --nproc-per-node 4 benchmarks/exchange.py --output results.json
 
 Every rank sends its Q, K and V of equal shares of the head groups to every other rank, as strided slices. Times are
-medians over repeats, of the slowest rank; bytes are those that leave one rank. Prints a table; needs GPUs. On one host
-the mixed transport needs `--hosts 0,0,1,1`: for it the ranks pretend to be on these hosts.
+medians over repeats, of the slowest rank; bytes are those that leave one rank. Prints a table, and writes JSON, table
+and picture; needs GPUs. On one host the mixed transport needs `--hosts 0,0,1,1`: for it the ranks pretend to be on
+these hosts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
@@ -24,13 +24,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.exchange.probe import NAMES, choose_transport
-from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returning, Transport
-from deepspeed_cad.layout import Layout
-from deepspeed_cad.schedule import KEY, QUERY, Schedule, build_slices, schedule_rank
+from rows import table, write  # noqa: E402
+
+from deepspeed_cad.errors import CADUnsupportedError  # noqa: E402
+from deepspeed_cad.exchange.probe import NAMES, choose_transport  # noqa: E402
+from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returning, Transport  # noqa: E402
+from deepspeed_cad.layout import Layout  # noqa: E402
+from deepspeed_cad.schedule import KEY, QUERY, Schedule, build_slices, schedule_rank  # noqa: E402
 
 HEADS_PER_GROUP, HEAD_DIM, GROUPS = 4, 128, 8
 CYCLES_PER_US = 2000
@@ -193,16 +195,9 @@ def main() -> None:
         dist.barrier()
         transport.close()
     if rank == 0:
-        columns = "transport tokens slices MiB host_us dispatch_ms dispatch_GBps return_ms slower_percent".split()
-        lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-        for row in rows:
-            cells = (f"{row[c]:.3g}" if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns)
-            lines.append("| " + " | ".join(cells) + " |")
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write(table(rows))
         if options.output:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"machine": {**machine(options.commit), "ranks": ranks}, "rows": rows}, indent=1)
-            options.output.write_text(text + "\n")
+            write({"machine": {**machine(options.commit), "ranks": ranks}, "rows": rows}, options.output)
     dist.barrier()
     dist.destroy_process_group()
 

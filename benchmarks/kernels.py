@@ -4,13 +4,13 @@
 
 A batch holds shards of equal many query rows with random prefixes up to 32K keys, as a plan cuts them; shapes: all
 heads (32 query heads, 8 head groups), one received group (4/1, group-major), and one group as a strided view of all.
-Counted: 4 · pairs · heads · size forward, 2.5 times that backward. Prints a table; needs a GPU.
+Counted: 4 · pairs · heads · size forward, 2.5 times that backward. Prints a table, and writes JSON, table and picture;
+needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from exchange import machine  # noqa: E402
+from rows import write  # noqa: E402
 
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences  # noqa: E402
 from deepspeed_cad.kernels.registry import KERNELS, names  # noqa: E402
@@ -111,8 +112,7 @@ def main() -> None:
                 )
                 sys.stdout.flush()
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"machine": machine(options.commit), "rows": found}, indent=1) + "\n")
+        write({"machine": machine(options.commit), "rows": found}, options.output)
 
 
 if __name__ == "__main__":

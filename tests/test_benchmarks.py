@@ -109,3 +109,15 @@ def test_exactness_table_without_gpus(tmp_path: Path) -> None:
     run = torchrun(2, "benchmarks/gpu_exactness.py", "--tokens", "128", "--output", str(output))
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     assert "36 cases, 0 wrong" in output.read_text()
+
+
+def test_rows_become_table_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("kernels-h200.json", "h200x4/exchange.json"):
+        copy = tmp_path / Path(name).name
+        copy.write_text((ROOT / "benchmarks/results" / name).read_text())
+        subprocess.run([sys.executable, ROOT / "benchmarks/rows.py", copy], check=True, timeout=120)
+        rows = json.loads(copy.read_text())["rows"]
+        lines = copy.with_suffix(".md").read_text().splitlines()
+        assert len([line for line in lines if line.startswith("|")]) == len(rows) + 2
+        assert copy.with_suffix(".png").stat().st_size > 5000
