@@ -283,8 +283,9 @@ class AttentionCall:
     ) -> tuple[torch.Tensor, ...]:
         """As `_run`, on two streams: kernels of one fill the processors that the last blocks of the other leave idle.
 
-        Memory: what the current stream made is freed only after `_wait_back` has made it wait for `aside`; what
-        `aside` made is used by `aside` again, which waits for the current stream whenever it begins.
+        Memory belongs to the stream that made it, and both read what the other made. What the current stream made is
+        freed only after `_wait_back`, or an error here, has made it wait for `aside`. What `aside` made is read by the
+        current stream only where results are placed at home; `_wait_back` makes `aside` wait for that.
         """
         current = torch.cuda.current_stream(self.prepared.padding.device)
         own_end, arrived, served_end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -292,14 +293,18 @@ class AttentionCall:
         with self.traced("local", backward):
             run(self.prepared.early)
         own_end.record(current)
-        with torch.cuda.stream(aside):
-            with self.traced("wait", backward, aside=True):
-                received = self._require_out().wait()
-            arrived.record(aside)
-            served = serve(received)
-            with self.traced("local", backward, aside=True):
-                run(self.prepared.late)
-            served_end.record(aside)
+        try:
+            with torch.cuda.stream(aside):
+                with self.traced("wait", backward, aside=True):
+                    received = self._require_out().wait()
+                arrived.record(aside)
+                served = serve(received)
+                with self.traced("local", backward, aside=True):
+                    run(self.prepared.late)
+                served_end.record(aside)
+        except BaseException:
+            current.wait_stream(aside)
+            raise
         self._ends = (own_end, arrived, served_end)
         return served
 
@@ -317,13 +322,14 @@ class AttentionCall:
         if self._back is None:
             return
         device = self.prepared.padding.device
-        if self._ends is not None:
+        if self._ends is not None and self.aside is not None:
             current = torch.cuda.current_stream(device)
             returned = torch.cuda.Event(enable_timing=True)
             with self.traced("wait", backward):
                 current.wait_event(self._ends[-1])
                 self._back.wait()
             returned.record(current)
+            self.aside.wait_event(returned)
             self.counts.waits.beside(*self._ends, returned)
             self._ends = None
         else:

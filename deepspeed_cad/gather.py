@@ -52,7 +52,9 @@ class Announcement:
 class Worker:
     """Runs jobs one after the other on a daemon thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: that of the events which jobs ask about."""
+        self._device = device
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="deepspeed_cad look-ahead", daemon=True)
         self._thread.start()
@@ -77,12 +79,23 @@ class Worker:
             self._thread.join(PATIENCE_S)
 
     def _loop(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            future, job = item
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
+        if self._device is not None and self._device.type == "cuda":
+            # A new thread is on GPU 0: to ask about an event there would make a context on it, for every rank.
+            torch.cuda.set_device(self._device)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        # A call of its own: until the next job comes, this thread holds nothing of a micro-batch.
+        item = self._jobs.get()
+        if item is None:
+            return False
+        future, job = item
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+        return True
 
 
 class Gatherer:

@@ -62,7 +62,8 @@ class MicroBatch:
     """On which served tasks run beside local ones, where they do."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
-    _planned: dict[tuple[PlanKey, int], Planned] = field(default_factory=dict)
+    planned: dict[tuple[PlanKey, int], Planned] = field(default_factory=dict)
+    """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _prepared: dict[tuple[PlanKey, int], Prepared] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -74,9 +75,9 @@ class MicroBatch:
         """
         found = self._prepared.get((key, part))
         if found is None:
-            if (key, part) not in self._planned:
+            if (key, part) not in self.planned:
                 self.plan_all([key])
-            found = prepare(self._planned[key, part].schedule, self.device, two_streams=self.aside is not None)
+            found = prepare(self.planned[key, part].schedule, self.device, two_streams=self.aside is not None)
             self._prepared[key, part] = found
         return found
 
@@ -90,18 +91,14 @@ class MicroBatch:
                 build = schedule_native.build_slices if schedule_native.is_available() else build_slices
                 slices = build(tick, plan.tasks, key.window)
                 schedule = schedule_rank(tick, slices, self.rank, key.shape.groups, key.window)
-                self._planned[key, part] = Planned(plan, schedule, time.perf_counter() - begin)
+                self.planned[key, part] = Planned(plan, schedule, time.perf_counter() - begin)
                 digest = (digest * 1000003 + plan.fingerprint()) & ((1 << 62) - 1)
         self.agree(digest, "plan")
 
     @property
     def keys(self) -> list[PlanKey]:
         """The kinds of layers that were planned for."""
-        return list(dict.fromkeys(key for key, _ in self._planned))
-
-    def planned_for(self, key: PlanKey) -> list[Planned]:
-        """The plans of all ticks for one kind of layer."""
-        return [self._planned[key, part] for part in range(len(self.ticks)) if (key, part) in self._planned]
+        return list(dict.fromkeys(key for key, _ in self.planned))
 
     def call(self, layer: int, part: int, build: Callable[[], AttentionCall], label: str) -> AttentionCall:
         """The call of a layer: a new one in the forward, the same one when the layer is recomputed."""

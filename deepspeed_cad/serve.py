@@ -28,7 +28,7 @@ class Prepared:
     early: Batches
     """Local batches to run while Q, K, V are on their way out: about half of the local work."""
     late: Batches
-    """Local batches to run after the served ones, while results are on their way back."""
+    """Local batches to run after the served ones, on their stream, while results are on their way back."""
     served: Batches
     local_keys_overlap: bool
     """Whether two local batches read the same key rows of the same group: their dK/dV add up."""
@@ -40,7 +40,10 @@ class Prepared:
 
 
 def prepare(schedule: Schedule, device: torch.device, two_streams: bool = False) -> Prepared:
-    """Upload the cumulative lengths of a schedule's batches. On two streams no batch has to be cut for overlap."""
+    """Upload the cumulative lengths of a schedule's batches.
+
+    On two streams no batch has to be cut for overlap, but those that add to the same rows of dK and dV stay on one.
+    """
 
     def upload(values: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
@@ -64,17 +67,21 @@ def prepare(schedule: Schedule, device: torch.device, two_streams: bool = False)
         and schedule.local[0].q_rows == schedule.query_tokens
         and schedule.local[0].k_rows == schedule.key_tokens
     )
-    early, late = (schedule.local, ()) if whole else halve(schedule.local)
-    if two_streams:
-        # Batches that add to the same rows of dK and dV run one after the other.
-        together = _keys_overlap(schedule.local)
-        early, late = (schedule.local, ()) if together else (schedule.local[::2], schedule.local[1::2])
+    overlap = _keys_overlap(schedule.local)
+    early: tuple[Batch, ...]
+    late: tuple[Batch, ...]
+    if whole or (two_streams and overlap):
+        early, late = schedule.local, ()
+    elif two_streams:
+        early, late = schedule.local[::2], schedule.local[1::2]
+    else:
+        early, late = halve(schedule.local)
     return Prepared(
         schedule,
         tuple(sequences(batch) for batch in early),
         tuple(sequences(batch) for batch in late),
         tuple(sequences(batch) for batch in schedule.served),
-        _keys_overlap(early + late),
+        overlap,
         _keys_overlap(schedule.served) or _keys_missing(schedule),
         upload(group),
         upload(padding),

@@ -67,7 +67,7 @@ class Session:
             self._open_groups(group)
         self.pace = Pace(self.ranks, self.counts.waits.take, 0.0)
         self.gatherer = Gatherer(self._cpu_group, self.rank, self.ranks, self.liveness, self.pace)
-        self.worker = Worker()
+        self.worker = Worker(device)
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
@@ -277,8 +277,10 @@ class Session:
 
     def descriptor(self, micro_batch: MicroBatch, window: int | None, checkpointed: bool) -> MaskDescriptor:
         """What a model's layers receive as their mask."""
+        # Without gradients no backward comes: nothing is kept for one.
+        backward = torch.is_grad_enabled()
         keep = self.config.backward == "keep" or (self.config.backward == "auto" and not checkpointed)
-        modes = Modes(self.config.overlap != "none", self.config.recompute_attention, keep)
+        modes = Modes(self.config.overlap != "none", self.config.recompute_attention or not backward, keep and backward)
         return MaskDescriptor(micro_batch, window, self._kernel_for, modes)
 
     def _kernel_for(self, shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> Kernel:

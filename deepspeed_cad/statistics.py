@@ -8,22 +8,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from deepspeed_cad.microbatch import MicroBatch
+    from deepspeed_cad.microbatch import MicroBatch, PlanKey, Planned
     from deepspeed_cad.planner.plan import Floats
 
 
 @dataclass(eq=False)
 class Statistics:
-    """Sums over micro-batches and kinds of layers."""
+    """Sums over micro-batches and kinds of layers.
+
+    Attention is that of plans, in the unit of their cost model. Where a rank is relieved because the others wait for it
+    (pace.py), the seconds by which it is late count as attention of that rank, before and after.
+    """
 
     micro_batches: int = 0
     planning_s: float = 0.0
     waited_s: float = 0.0
-    """Seconds in which this rank's training thread, or its GPU, waited for an exchange."""
+    """Seconds in which this rank's training thread, or its GPU, did nothing but wait for an exchange."""
     bytes_sent: int = 0
     """Bytes that this rank sent, forward and backward."""
     slowest_before: float = 0.0
-    """Attention of the slowest rank if every rank ran its own tokens, in the unit of the cost model."""
+    """Attention of the slowest rank if every rank ran its own tokens."""
     slowest: float = 0.0
     """Attention of the slowest rank as planned, summed over ticks."""
     mean: float = 0.0
@@ -32,20 +36,21 @@ class Statistics:
     """Attention of each rank if every rank ran its own tokens; one zero before the first micro-batch."""
     load: Floats = field(default_factory=lambda: np.zeros(1))
     """Attention of each rank as planned."""
-    _pending: list[MicroBatch] = field(default_factory=list)
+    _pending: list[dict[tuple[PlanKey, int], Planned]] = field(default_factory=list)
+    """Plans not counted yet, some of which are made while the forward runs. Not micro-batches: those hold tensors."""
 
     def add(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch; its plans are read when all of them are made."""
         self.micro_batches += 1
         if len(self._pending) > 16:
             self.collect()
-        self._pending.append(micro_batch)
+        self._pending.append(micro_batch.planned)
 
     def collect(self) -> None:
         """Add the plans of the micro-batches that were counted."""
-        for micro_batch in self._pending:
-            for key in micro_batch.keys:
-                planned = micro_batch.planned_for(key)
+        for plans in self._pending:
+            for key in dict.fromkeys(key for key, _ in plans):
+                planned = [one for (kind, _), one in plans.items() if kind == key]
                 self.planning_s += sum(one.seconds for one in planned)
                 self.slowest_before += float(np.max(sum(one.plan.load_before for one in planned), initial=0.0))
                 self.slowest += sum(float(np.max(one.plan.load, initial=0.0)) for one in planned)

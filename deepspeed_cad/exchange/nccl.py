@@ -75,7 +75,7 @@ class NcclTransport:
         self.stream = torch.cuda.Stream(device)
         self._kinds: WeakKeyDictionary[Schedule, tuple[_Kind, _Kind]] = WeakKeyDictionary()
         self._stuck = ""
-        self._watchdog = Watchdog(timeout_s, self._give_up)
+        self._watchdog = Watchdog(timeout_s, self._give_up, device)
 
     def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> _Dispatched:
         """See Transport.dispatch; slots need no care here, every exchange has buffers of its own."""
@@ -111,6 +111,13 @@ class NcclTransport:
             under_way.producer.wait_event(under_way.done)
         under_way.packed.clear()
         self._watchdog.track(before, after, f"core-attention exchange {under_way.number}")
+
+    def release(self, under_way: _UnderWay) -> None:
+        """What arrived has been read by work queued on the current stream; its memory goes back to its producer's."""
+        current = torch.cuda.current_stream(self.device)
+        if current != under_way.producer:
+            under_way.producer.wait_event(current.record_event())
+        under_way.arrived = []
 
     def _start(self, packed: list[torch.Tensor], counts: list[tuple[Table, Table]]) -> _UnderWay:
         self._raise_if_stuck()
@@ -200,7 +207,8 @@ class _Dispatched:
             buffer[kind.received_row] = arrived
             buffer[kind.own_served] = f.home[kind.own_row, kind.own_group]
             buffers.append(buffer)
-        self.fields, self.under_way.arrived = [], []
+        self.transport.release(self.under_way)
+        self.fields = []
         return buffers
 
 
@@ -216,4 +224,5 @@ class _Returned:
         self.transport.finish(self.under_way)
         for f, arrived in zip(self.fields, self.under_way.arrived):
             place(self.kinds[f.kind].placement, arrived, f.served, f.home, f.add)
-        self.fields, self.under_way.arrived = [], []
+        self.transport.release(self.under_way)
+        self.fields = []

@@ -5,8 +5,10 @@ behind each peer's copies a write of the exchange's number to that peer's flag. 
 their own stream. No kernel, no packing, no host synchronisation.
 
 Why memory is never overwritten too early. All ranks start the same exchanges in the same order, numbered 1, 2, …; flag
-p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued on its current
-stream before. So "flag p ≥ n" means that p is done with all it did before exchange n.
+p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
+stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
+"flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
+served tasks run beside local ones: the training stream waits for that before it places what came back (attention.py).
   Dispatch: two areas per slot take turns. What landed is valid until the next dispatch on the slot, so the area of the
   dispatch before last is free at a peer whose flag has reached the last dispatch.
   Return: one area per slot. A return must be waited for before the next exchange on its slot (checked), so the area is
@@ -129,7 +131,7 @@ class NvlinkTransport:
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
         self._meetings = 0
         self._stuck = ""
-        self._watchdog = Watchdog(timeout_s, self._give_up)
+        self._watchdog = Watchdog(timeout_s, self._give_up, device)
 
     def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> _Dispatched:
         """See Transport.dispatch. What arrives is valid until the next dispatch on the same slot."""

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,8 +27,9 @@ class Event(Protocol):
 class Watchdog:
     """Watches the waits of one transport, oldest first."""
 
-    def __init__(self, timeout_s: float, on_stuck: Callable[[str], None]) -> None:
-        self.timeout_s, self.on_stuck = timeout_s, on_stuck
+    def __init__(self, timeout_s: float, on_stuck: Callable[[str], None], device: torch.device | None = None) -> None:
+        """`device`: that of the events."""
+        self.timeout_s, self.on_stuck, self.device = timeout_s, on_stuck, device
         self._waits: deque[tuple[Event, Event, str]] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -48,6 +51,9 @@ class Watchdog:
         pause = min(max(self.timeout_s / 20, 0.02), 1.0)
         reached: tuple[Event, float] | None = None
         try:
+            if self.device is not None and self.device.type == "cuda":
+                # A new thread is on GPU 0: to ask about an event there would make a context on it, for every rank.
+                torch.cuda.set_device(self.device)
             while not self._stop.wait(pause):
                 while self._waits and self._waits[0][1].query():
                     self._waits.popleft()
