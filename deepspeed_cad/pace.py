@@ -20,16 +20,26 @@ ENOUGH = 4
 """Ticks of every rank between two corrections."""
 TICKS_PER_LOAD = 2
 """The planner's seconds are those of forward and backward, a tick is one of them."""
+PAUSED = -1
+"""In place of a number of ticks."""
 
 
 class Pace:
     """The lateness of every rank of a group."""
 
-    def __init__(self, ranks: int, measured: Callable[[], tuple[float, int]], most: float) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        measured: Callable[[], tuple[float, int]],
+        most: float,
+        pauses: Callable[[], bool] = lambda: False,
+    ) -> None:
         """`measured` gives seconds waited and ticks that ended since its last call, on this rank; `most` is the share
-        of the mean attention by which any rank may be relieved or burdened, 0 for never."""
+        of the mean attention by which any rank may be relieved or burdened, 0 for never. While `pauses()` holds on any
+        rank, nothing is learned and nobody is relieved."""
         self.most = most
-        self._measured = measured
+        self._measured, self._pauses = measured, pauses
+        self._paused = False
         self._waited, self._ticks = np.zeros(ranks), np.zeros(ranks)
         self._late: Floats = np.zeros(ranks)
         """Seconds per load by which each rank is later than the mean."""
@@ -37,14 +47,17 @@ class Pace:
         """Largest mean attention of a tick so far, in seconds."""
 
     def report(self) -> tuple[int, int]:
-        """What this rank measured since it last reported: nanoseconds waited, ticks."""
+        """What this rank measured since it last reported: nanoseconds waited, ticks; PAUSED ticks where it pauses."""
         if not self.most:
             return 0, 0
         seconds, ticks = self._measured()
-        return round(seconds * 1e9), ticks
+        return round(seconds * 1e9), PAUSED if self._pauses() else ticks
 
     def hear(self, nanoseconds: npt.ArrayLike, ticks: npt.ArrayLike) -> None:
         """Learn from what every rank reported ([ranks] each), equal on every rank."""
+        self._paused = bool((np.asarray(ticks) == PAUSED).any())
+        if self._paused:
+            return
         self._waited += np.asarray(nanoseconds) * 1e-9
         self._ticks += np.asarray(ticks)
         if self._ticks.min() < ENOUGH:
@@ -62,8 +75,8 @@ class Pace:
 
     @property
     def late(self) -> Floats:
-        """[ranks] seconds per load by which each rank is later than the mean, as known now."""
-        return self._late.copy()
+        """[ranks] seconds per load by which each rank is later than the mean, as known now; zeros while paused."""
+        return np.zeros_like(self._late) if self._paused else self._late.copy()
 
     def base_load(self, late: Floats, attention: float) -> Floats | None:
         """What the planner takes lateness for: [ranks] seconds, in a tick with this mean attention; None for none."""

@@ -65,7 +65,7 @@ class Session:
         self._exchange_group: dist.ProcessGroup | None = None
         if self.ranks > 1:
             self._open_groups(group)
-        self.pace = Pace(self.ranks, self.counts.waits.take, 0.0)
+        self.pace = Pace(self.ranks, self.counts.waits.take, 0.0, torch.are_deterministic_algorithms_enabled)
         self.gatherer = Gatherer(self._cpu_group, self.rank, self.ranks, self.liveness, self.pace)
         self.worker = Worker(device)
         if self._exchange_group is not None:
@@ -198,15 +198,12 @@ class Session:
         for key in keys:
             self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
         micro_batch = MicroBatch(
-            self.rank, layout, ticks, self.device, partial(self.plan_tick, late=self._late()), self._agree,
+            self.rank, layout, ticks, self.device, partial(self.plan_tick, late=self.pace.late), self._agree,
             self.transport, self.counts, aside=self.aside,
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(keys)
         return micro_batch
-
-    def _late(self) -> np.ndarray:
-        return self.pace.late * (not torch.are_deterministic_algorithms_enabled())
 
     def _say_once(self, text: str) -> None:
         """Log what a user may wonder about, the first time that it happens."""

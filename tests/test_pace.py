@@ -70,3 +70,24 @@ def test_nothing_learned_where_it_is_off_or_too_little_was_measured() -> None:
 def test_noise_does_not_build_up() -> None:
     after, attention = run([0.0, 0.0, 0.0, 0.0], most=0.05, noise=0.01)
     assert np.abs(attention / attention.mean() - 1).max() < 0.03
+
+
+def test_one_deterministic_rank_pauses_all() -> None:
+    """Ranks read the flag at different moments of their look-ahead threads; what they told each other decides."""
+    deterministic = True
+    paces = [Pace(2, lambda: (0.5, ENOUGH), 0.1, lambda rank=rank: deterministic and rank == 1) for rank in range(2)]
+
+    def gather() -> None:
+        reports = np.array([pace.report() for pace in paces])
+        for pace in paces:
+            pace.hear(*reports.T)
+
+    for pace in paces:
+        pace.expect(1.0)
+        pace.hear([int(5e8), 0], [ENOUGH, ENOUGH])
+        assert pace.late.any()
+    gather()
+    assert not any(pace.late.any() for pace in paces)
+    deterministic = False
+    gather()
+    assert all(pace.late.any() for pace in paces)
