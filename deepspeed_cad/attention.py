@@ -27,6 +27,7 @@ from deepspeed_cad.schedule import KEY, QUERY
 from deepspeed_cad.serve import (
     Batches,
     Prepared,
+    by_group,
     new_gradients,
     new_outputs,
     run_local,
@@ -80,8 +81,8 @@ class AttentionCall:
     done: bool = False
     released: bool = False
     _inputs: tuple[torch.Tensor, ...] = ()
-    _outputs: tuple[torch.Tensor, ...] = ()
-    """O, LSE at home; O, LSE of served tasks; then Q, K, V received where they are kept."""
+    outputs: tuple[torch.Tensor, ...] = ()
+    """Kept until backward: O, LSE at home; O, LSE of served tasks; then Q, K, V received where they are kept."""
     _out: Dispatched | None = None
     _back: Returned | None = None
     _sinks: torch.Tensor | None = None
@@ -132,7 +133,7 @@ class AttentionCall:
         self._inputs = (q, k, v)
         self._sinks = None if self.sinks is None else self.sinks.detach().clone()
         if self.transport is not None:
-            fields = [Outgoing(QUERY, _by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
+            fields = [Outgoing(QUERY, by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
             with self.traced("dispatch"):
                 self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
 
@@ -158,7 +159,7 @@ class AttentionCall:
             self._give_back(fields)
             return served_o, served_lse, *kept
 
-        self._outputs = (o, lse, *self._run(run, serve))
+        self.outputs = (o, lse, *self._run(run, serve))
 
     def forward_collect(self) -> torch.Tensor:
         """Wait until O is complete at home."""
@@ -169,7 +170,7 @@ class AttentionCall:
         self._inputs = ()
         self.done = True
         self.counts.forwards += 1
-        return self._outputs[0]
+        return self.outputs[0]
 
     def backward_dispatch(
         self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...]
@@ -179,9 +180,9 @@ class AttentionCall:
             raise CADError(f"{self.label}: its outputs were already freed; backward can run once per forward")
         self._backward_inputs = (do, q, k, v, *outputs)
         if self.transport is not None:
-            fields = [Outgoing(QUERY, _by_group(do, k))]
+            fields = [Outgoing(QUERY, by_group(do, k))]
             if len(outputs) == 4:
-                fields += [Outgoing(QUERY, _by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
+                fields += [Outgoing(QUERY, by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
             with self.traced("dispatch", backward=True):
                 self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
         if self._sinks is None:
@@ -217,7 +218,7 @@ class AttentionCall:
                     do_RW.unflatten(1, (-1, v.shape[2])), q_RGD, k_S1D, v_S1V, served_o, served_lse,
                 )  # fmt: skip
             fields = [
-                Returning(QUERY, dq_RGD.flatten(1), _by_group(dq, dk)),
+                Returning(QUERY, dq_RGD.flatten(1), by_group(dq, dk)),
                 Returning(KEY, dk_S1D.flatten(1), self._landing[0], add=True),
                 Returning(KEY, dv_S1V.flatten(1), self._landing[1], add=True),
             ]
@@ -239,18 +240,10 @@ class AttentionCall:
             self.counts.tracer.mark("attention ends", self.slot, backward=True)
         _, _, k, v, *_ = self._backward_inputs
         self._out = None
-        self._gradients = self._landing = self._backward_inputs = self._outputs = ()
+        self._gradients = self._landing = self._backward_inputs = self.outputs = ()
         self.released = True
         self.counts.backwards += 1
         return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-    def take_outputs(self) -> tuple[torch.Tensor, ...]:
-        """The results to keep until backward."""
-        return self._outputs
-
-    def drop_outputs(self) -> None:
-        """Forget the results: autograd holds them."""
-        self._outputs = ()
 
     def _run(
         self,
@@ -343,12 +336,6 @@ class AttentionCall:
         return self._out
 
 
-def _by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:
-    """[T, K, G·D]: the heads of a group side by side, a view."""
-    x = x_THD if x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2] else x_THD.contiguous()
-    return x.unflatten(1, (k_UKD.shape[1], -1)).flatten(2)
-
-
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -392,13 +379,13 @@ class _Collect(torch.autograd.Function):
         ctx.call = call
         if call.replaying:
             call.counts.replays += 1
-            o = call.take_outputs()[0]
+            o = call.outputs[0]
         else:
             o = call.forward_collect()
         if call.modes.recompute:
             # Autograd holds everything, so that checkpointing frees and recomputes it.
-            ctx.save_for_backward(q, k, v, *call.take_outputs()[1:], o)
-            call.drop_outputs()
+            ctx.save_for_backward(q, k, v, *call.outputs[1:], o)
+            call.outputs = ()
             return o
         ctx.save_for_backward(q, k, v)
         return o.detach()
@@ -407,7 +394,7 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: AttentionCall = ctx.call
         q, k, v, *rest = ctx.saved_tensors
-        outputs = (rest[-1], *rest[:-1]) if call.modes.recompute else call.take_outputs()
+        outputs = (rest[-1], *rest[:-1]) if call.modes.recompute else call.outputs
         do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
         dsinks = call.backward_dispatch(do, q.detach(), k.detach(), v.detach(), tuple(x.detach() for x in outputs))
         return None, do.new_zeros(1), None, None, None, dsinks if ctx.needs_input_grad[5] else None

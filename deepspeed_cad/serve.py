@@ -269,6 +269,12 @@ def run_served_backward(
     return dq, dk.to(k_S1D.dtype), dv.to(v_S1V.dtype)
 
 
+def by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:
+    """[T, K, G·D]: the heads of a group side by side, a view; a copy where the heads of a row are not contiguous."""
+    x = x_THD if x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2] else x_THD.contiguous()
+    return x.unflatten(1, (k_UKD.shape[1], -1)).flatten(2)
+
+
 def _ranges(batch: Batch, share: int) -> tuple[slice, slice, slice, slice]:
     """Query rows, key rows, groups and query heads of a batch."""
     return (

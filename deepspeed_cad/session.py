@@ -10,6 +10,7 @@ import logging
 import os
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -170,14 +171,17 @@ class Session:
 
     def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray) -> Plan:
         """The plan of one tick for layers of one kind; `late` is the pace when the micro-batch was gathered."""
-        cost = self.cost.cost_for(key.shape)
-        return make_plan(
+        base = self.pace.base_load(late, self._mean_attention(tick, key))
+        plan = make_plan(
             PlanInput(
-                tick, key.shape, cost, key.window, self.config.tolerance, self.config.granularity,
-                base_load=self.pace.base_load(late, self._mean_attention(tick, key)),
-                ranks_per_node=self._ranks_per_node(),
+                tick, key.shape, self.cost.cost_for(key.shape), key.window, self.config.tolerance,
+                self.config.granularity, base_load=base, ranks_per_node=self._ranks_per_node(),
             )
         )  # fmt: skip
+        if base is None:
+            return plan
+        # Statistics speak of attention, not of when ranks finish.
+        return replace(plan, load=plan.load - base, load_before=plan.load_before - base)
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
         each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)

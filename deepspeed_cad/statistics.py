@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Statistics:
-    """Sums over micro-batches and kinds of layers.
-
-    Attention is that of plans, in the unit of their cost model. Where a rank is relieved because the others wait for it
-    (pace.py), the seconds by which it is late count as attention of that rank, before and after.
-    """
+    """Sums over micro-batches and kinds of layers. Attention is that of plans, in the unit of their cost model."""
 
     micro_batches: int = 0
     planning_s: float = 0.0

@@ -93,9 +93,9 @@ class NcclTransport:
 
     def close(self) -> None:
         """Leave the communicator."""
-        self._watchdog.close()
         if not self._stuck:
-            torch.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)  # the watchdog ends what a dead peer never will
+        self._watchdog.close()
         # Nothing is under way any more; leaving in good order would wait for ranks that may be gone.
         self.calls.leave(abort=True)
 

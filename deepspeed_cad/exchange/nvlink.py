@@ -167,8 +167,8 @@ class NvlinkTransport:
 
     def close(self) -> None:
         """Release the landing areas; the next transport on this group makes its own."""
+        torch.cuda.synchronize(self.device)  # the watchdog ends what a dead peer never will
         self._watchdog.close()
-        torch.cuda.synchronize(self.device)
         for slot in self._slots.values():
             for area in (*slot.dispatch, slot.give_back):
                 area.release()
