@@ -148,6 +148,8 @@ class Session:
     @property
     def statistics(self) -> Statistics:
         """Sums since the session opened, on this rank."""
+        late = self.pace.late
+        self._statistics.late_s, self._statistics.late_rank = max(0.0, float(late.max())), int(late.argmax())
         self._statistics.waited_s = self.counts.waits.seconds()
         self._statistics.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
         return self._statistics.copy()

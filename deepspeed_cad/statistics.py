@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from deepspeed_cad.microbatch import MicroBatch, PlanKey, Planned
     from deepspeed_cad.planner.plan import Floats
 
+_NOT_SUMS = {"late_s", "late_rank"}
+
 
 @dataclass(eq=False)
 class Statistics:
@@ -20,6 +22,11 @@ class Statistics:
     planning_s: float = 0.0
     waited_s: float = 0.0
     """Seconds in which this rank's training thread, or its GPU, did nothing but wait for an exchange."""
+    late_s: float = 0.0
+    """Not a sum: how late the latest rank is now in one layer's attention, forward and backward, for reasons that no
+    plan knows (pace.py); 0 where nothing is known of that."""
+    late_rank: int = 0
+    """Which rank that is; 0 where none is late."""
     bytes_sent: int = 0
     """Bytes that this rank sent, forward and backward."""
     slowest_before: float = 0.0
@@ -62,8 +69,9 @@ class Statistics:
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was added after `earlier`."""
-        names = [one.name for one in fields(self) if not one.name.startswith("_")]
-        return Statistics(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+        names = {one.name for one in fields(self) if not one.name.startswith("_")} - _NOT_SUMS
+        now = {name: getattr(self, name) for name in _NOT_SUMS}
+        return Statistics(**{name: getattr(self, name) - getattr(earlier, name) for name in names}, **now)
 
     @property
     def imbalance_before(self) -> float:
@@ -83,4 +91,6 @@ class Statistics:
             "cad/sent_MiB": self.bytes_sent / 2**20,
             "cad/planning_ms": self.planning_s * 1e3 / max(self.micro_batches, 1),
             "cad/waited_s": self.waited_s,
+            "cad/late_ms": self.late_s * 1e3,
+            "cad/late_rank": float(self.late_rank),
         }

@@ -8,6 +8,7 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.pace import ENOUGH, Pace
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import HeadShape, PlanInput
+from deepspeed_cad.statistics import Statistics
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 COST = CostModel("test", "seconds", pair=1e-11)
@@ -91,3 +92,11 @@ def test_one_deterministic_rank_pauses_all() -> None:
     deterministic = False
     gather()
     assert all(pace.late.any() for pace in paces)
+
+
+def test_statistics_name_the_latest_rank() -> None:
+    first = Statistics(waited_s=1.0, late_s=1e-3, late_rank=2)
+    now = Statistics(waited_s=3.0, late_s=2e-3, late_rank=3)
+    events = now.since(first).as_events()
+    assert events["cad/waited_s"] == 2.0
+    assert events["cad/late_ms"] == pytest.approx(2.0) and events["cad/late_rank"] == 3.0
