@@ -89,11 +89,9 @@ def host_us(run: Callable[[], None], repeats: int) -> float:
     return sorted(times)[len(times) // 2] * 1e6
 
 
-def product_once(a: torch.Tensor, b: torch.Tensor) -> None:
-    torch.mm(a, b)
-
-
-def measure(transport: Transport, schedule: Schedule, tokens: int, repeats: int) -> dict[str, float]:
+def measure(
+    transport: Transport, schedule: Schedule, tokens: int, repeats: int, zeros: bool = False
+) -> dict[str, float]:
     """One transport at one size."""
     device = torch.device("cuda", torch.cuda.current_device())
     q = torch.randn(tokens, GROUPS, HEADS_PER_GROUP * HEAD_DIM, device=device).bfloat16()
@@ -128,7 +126,9 @@ def measure(transport: Transport, schedule: Schedule, tokens: int, repeats: int)
     # Matrix products of a linear layer (8,192 tokens), alone and beside exchanges that follow each other as long as
     # they run.
     a, b = torch.randn(8192, 4096, device=device).bfloat16(), torch.randn(4096, 14336, device=device).bfloat16()
-    one_ms = median_ms(lambda: product_once(a, b), repeats)
+    if zeros:
+        a, b = torch.zeros_like(a), torch.zeros_like(b)
+    one_ms = median_ms(lambda: torch.mm(a, b), repeats)
     chain = max(3, int(4 * one_ms / found["dispatch_ms"]))
     count = max(2, int(found["dispatch_ms"] * chain * 0.95 / one_ms))
     queue_us = (chain + 1) * found["host_us"] + 20 * count
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--hosts", help="the host of every rank for the mixed transport, comma-separated")
     parser.add_argument("--tokens", default="64,2048,16384,32768", help="rows of one rank, comma-separated")
     parser.add_argument("--slices", type=int, default=4, help="slices per head group")
+    parser.add_argument("--zeros", action="store_true", help="multiply zeros, which takes less power")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--commit", help="what to write beside the numbers, where there is no git checkout")
     parser.add_argument("--output", type=Path)
@@ -190,7 +191,7 @@ def main() -> None:
             continue
         for tokens in map(int, options.tokens.split(",")):
             schedule = share_groups(ranks, rank, tokens, options.slices)
-            found = measure(transport, schedule, tokens, options.repeats)
+            found = measure(transport, schedule, tokens, options.repeats, options.zeros)
             rows.append({"transport": name, "tokens": tokens, "slices": len(schedule.sends), **found})
         dist.barrier()
         transport.close()

@@ -18,7 +18,7 @@ import re
 import sys
 import time
 import warnings
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +159,9 @@ def split_names(text: str) -> list[str]:
 
 
 def say(text: str) -> None:
-    """A line on rank 0's stderr."""
+    """A line on rank 0's stderr, with the time."""
     if dist.get_rank() == 0:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(f"{datetime.now():%H:%M:%S.%f} {text}\n")
 
 
 def main() -> None:
