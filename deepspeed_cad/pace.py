@@ -69,6 +69,11 @@ class Pace:
         self._late = np.clip(late - late.mean(), -limit, limit)
         self._waited[:], self._ticks[:] = 0, 0
 
+    @property
+    def paused(self) -> bool:
+        """Whether some rank paused when the last micro-batch was gathered."""
+        return self._paused
+
     def expect(self, attention: float) -> None:
         """A tick with this mean attention, in seconds, will be planned: it bounds what is learned."""
         self._attention = max(self._attention, attention)

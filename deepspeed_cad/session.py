@@ -77,6 +77,12 @@ class Session:
         self.cost = self._choose_cost()
         if self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
+        elif config.straggler_relief not in (0.0, CADConfig.straggler_relief) and self.rank == 0:
+            logger.warning(
+                '"straggler_relief" is %s and does nothing: lateness is measured in seconds, and costs are %s. Set '
+                '"cost" to a profile that `deepspeed-cad profile` wrote',
+                config.straggler_relief, self.cost.name,
+            )  # fmt: skip
         self.aside: torch.cuda.Stream | None = None
         if device.type == "cuda" and self.transport is not None and config.overlap == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
@@ -166,7 +172,8 @@ class Session:
         transport = "nothing to exchange" if self.transport is None else self.transport.name
         return (
             f"rank {self.rank} of {self.ranks} attention servers, transport {transport}, "
-            f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}"
+            f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
+            f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
         )
 
     # Planning
@@ -201,6 +208,8 @@ class Session:
                 self._say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         # Nothing else may change what is learned of paces: plans are made on this thread and at the forward, on every
         # rank in another order.
+        if self.pace.paused:
+            self._say_once("slower ranks are not relieved: torch's deterministic algorithms are on, on some rank")
         for key in keys:
             self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
         micro_batch = MicroBatch(

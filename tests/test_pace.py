@@ -2,12 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.pace import ENOUGH, Pace
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import HeadShape, PlanInput
+from deepspeed_cad.profiles.choice import SHIPPED
+from deepspeed_cad.session import Session
 from deepspeed_cad.statistics import Statistics
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
@@ -100,3 +104,20 @@ def test_statistics_name_the_latest_rank() -> None:
     events = now.since(first).as_events()
     assert events["cad/waited_s"] == 2.0
     assert events["cad/late_ms"] == pytest.approx(2.0) and events["cad/late_rank"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("block", "warns"),
+    [
+        ({"straggler_relief": 0.1}, True),
+        ({}, False),
+        ({"straggler_relief": 0.1, "cost": str(SHIPPED / "h200_flash_attn_4.json")}, False),
+    ],
+)
+def test_relief_that_cannot_act_is_said(block: dict, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    session = Session(CADConfig.from_dict(block), torch.device("cpu"))
+    try:
+        assert ("straggler_relief" in caplog.text) == warns
+        assert ("no straggler relief" in session.describe()) == (session.cost.unit != "seconds")
+    finally:
+        session.close()
