@@ -148,7 +148,7 @@ def _wrap_report(original: Callable) -> Callable:
         result = original(*args, **kwargs)
         from deepspeed_cad.cli.doctor import summary_line
 
-        print(summary_line())
+        sys.stdout.write(f"{summary_line()}\n")
         return result
 
     return main

@@ -24,6 +24,7 @@ from deepspeed_cad.errors import CADDataError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.pace import Pace
+from deepspeed_cad.threads import start_daemon
 from deepspeed_cad.version import __version__
 
 Result = TypeVar("Result")
@@ -54,10 +55,8 @@ class Worker:
 
     def __init__(self, device: torch.device | None = None) -> None:
         """`device`: that of the events which jobs ask about."""
-        self._device = device
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name="deepspeed_cad look-ahead", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon("look-ahead", self._loop, device)
         # A thread that is still inside a collective when the interpreter goes down takes the process along (SIGABRT).
         atexit.register(self.close)
 
@@ -79,9 +78,6 @@ class Worker:
             self._thread.join(PATIENCE_S)
 
     def _loop(self) -> None:
-        if self._device is not None and self._device.type == "cuda":
-            # A new thread is on GPU 0: to ask about an event there would make a context on it, for every rank.
-            torch.cuda.set_device(self._device)
         while self._run_next():
             pass
 

@@ -50,14 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.module and not os.path.isfile(args.script):
             raise CADConfigError(f"the training script {args.script!r} is not there")
     except CADError as error:
-        print(f"deepspeed_cad.run: {error}", file=sys.stderr)
+        sys.stderr.write(f"deepspeed_cad.run: {error}\n")
         return 2
     words = args.args if args.local_rank is None else [f"--local_rank={args.local_rank}", *args.args]
     try:
         run_script(args.script, words, args.module, config, asked_by)
     except CADError as error:
         logger.debug("where it happened", exc_info=True)
-        print(f"deepspeed_cad: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"deepspeed_cad: rank {os.environ.get('RANK', '0')}: {error}\n")
+        sys.stderr.flush()
         return 2
     return 0
 

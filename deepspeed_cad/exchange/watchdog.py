@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from deepspeed_cad.threads import start_daemon
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,8 +40,7 @@ class Watchdog:
         """Watch one wait; the thread starts with the first."""
         self._waits.append((before, after, label))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="deepspeed_cad watchdog", daemon=True)
-            self._thread.start()
+            self._thread = start_daemon("watchdog", self._run, self.device)
 
     def close(self) -> None:
         """Stop watching."""
@@ -51,9 +52,6 @@ class Watchdog:
         pause = min(max(self.timeout_s / 20, 0.02), 1.0)
         reached: tuple[Event, float] | None = None
         try:
-            if self.device is not None and self.device.type == "cuda":
-                # A new thread is on GPU 0: to ask about an event there would make a context on it, for every rank.
-                torch.cuda.set_device(self.device)
             while not self._stop.wait(pause):
                 while self._waits and self._waits[0][1].query():
                     self._waits.popleft()
