@@ -72,6 +72,25 @@ def read_arguments(description: str) -> argparse.Namespace:
     return args
 
 
+def trainer_settings(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """What the examples give to TrainingArguments and to TRL's, which extend them: full activation checkpointing, bf16
+    on GPUs, and no files but the checkpoint at the end."""
+    return {
+        "output_dir": folder,
+        "max_steps": args.steps,
+        "gradient_accumulation_steps": args.accumulation,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "learning_rate": args.learning_rate,
+        "bf16": ON_GPU,
+        "use_cpu": not ON_GPU,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
 def get_config(args: argparse.Namespace) -> Any:
     """The checkpoint's, or that of a Llama."""
     if args.model:

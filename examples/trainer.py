@@ -15,7 +15,6 @@ from itertools import chain, repeat
 
 from chunked_loss import ChunkedLoss
 from common import (
-    ON_GPU,
     WORLD,
     StepTimes,
     finish,
@@ -25,6 +24,7 @@ from common import (
     read_arguments,
     save,
     say_what_to_expect,
+    trainer_settings,
 )
 from packing import Rows, only_row, pack
 from transformers import Trainer, TrainingArguments
@@ -39,20 +39,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Before the model: with FSDP only rank 0 then loads the weights.
         arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=args.steps,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=args.accumulation,
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-            learning_rate=args.learning_rate,
-            lr_scheduler_type="constant",
-            bf16=ON_GPU,
-            use_cpu=not ON_GPU,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            **trainer_settings(args, folder), per_device_train_batch_size=1, lr_scheduler_type="constant"
         )
         model = get_model(args)
         loss = ChunkedLoss(model)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import tempfile
 
 from common import (
-    ON_GPU,
     finish,
     get_config,
     get_documents,
@@ -19,6 +18,7 @@ from common import (
     get_tokenizer,
     read_arguments,
     say_what_to_expect,
+    trainer_settings,
 )
 from datasets import Dataset, load_dataset
 from trl import DPOConfig, DPOTrainer
@@ -37,22 +37,7 @@ def main() -> None:
         trainer = DPOTrainer(
             model=model,
             ref_model=get_model(args),
-            args=DPOConfig(
-                output_dir=folder,
-                max_length=args.context,
-                max_steps=args.steps,
-                per_device_train_batch_size=2,
-                gradient_accumulation_steps=args.accumulation,
-                gradient_checkpointing=True,
-                gradient_checkpointing_kwargs={"use_reentrant": False},
-                learning_rate=args.learning_rate,
-                bf16=ON_GPU,
-                use_cpu=not ON_GPU,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-            ),
+            args=DPOConfig(**trainer_settings(args, folder), per_device_train_batch_size=2, max_length=args.context),
             train_dataset=pairs,
             processing_class=tokenizer,
         )

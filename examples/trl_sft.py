@@ -12,7 +12,6 @@ from __future__ import annotations
 import tempfile
 
 from common import (
-    ON_GPU,
     finish,
     get_config,
     get_documents,
@@ -20,6 +19,7 @@ from common import (
     get_tokenizer,
     read_arguments,
     say_what_to_expect,
+    trainer_settings,
 )
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
@@ -35,21 +35,7 @@ def main() -> None:
         trainer = SFTTrainer(
             model=model,
             args=SFTConfig(
-                output_dir=folder,
-                packing=True,
-                max_length=args.context,
-                max_steps=args.steps,
-                per_device_train_batch_size=1,
-                gradient_accumulation_steps=args.accumulation,
-                gradient_checkpointing=True,
-                gradient_checkpointing_kwargs={"use_reentrant": False},
-                learning_rate=args.learning_rate,
-                bf16=ON_GPU,
-                use_cpu=not ON_GPU,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
+                **trainer_settings(args, folder), per_device_train_batch_size=1, packing=True, max_length=args.context
             ),
             train_dataset=Dataset.from_dict({"input_ids": documents}),
             processing_class=get_tokenizer(args),
