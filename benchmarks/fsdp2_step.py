@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from deepspeed_cad.integrations.transformers import find_binding  # noqa: E402
 from train_attention import local_attention, make_sequences  # noqa: E402
-from train_model import ChunkedLoss, make_model  # noqa: E402
+from train_model import ChunkedLoss, add_sizes, make_model  # noqa: E402
 from train_workload import Workload  # noqa: E402
 from transformers import AttentionInterface, LlamaForCausalLM  # noqa: E402
 
@@ -102,12 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--workload", type=Path, required=True)
-    add("--layers", type=int, default=8)
-    add("--hidden", type=int, default=4096)
-    add("--heads", type=int, default=32)
-    add("--kv-heads", type=int, default=8)
-    add("--ffn", type=int, default=14336)
-    add("--vocab", type=int, default=32000)
+    add_sizes(parser)
     add("--steps", type=int, default=4)
     add("--tokens-per-rank", type=int)
     add("--repeats", type=int, default=1)

@@ -6,6 +6,7 @@ optimizer state exists once and every mode trains the same weights.
 
 from __future__ import annotations
 
+import argparse
 import copy
 from typing import Any
 
@@ -15,6 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 LOSS_ROWS = 4096
 """Rows whose logits exist at a time."""
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Options for the sizes of `make_model`; the defaults are 8 layers of an 8B Llama."""
+    for name, size in (
+        ("layers", 8), ("hidden", 4096), ("heads", 32), ("kv-heads", 8), ("ffn", 14336), ("vocab", 32000),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=size)
 
 
 def make_model(

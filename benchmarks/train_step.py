@@ -28,7 +28,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
-from train_model import ChunkedLoss, ShardedAdamW, make_model, matrix_parameters  # noqa: E402
+from train_model import ChunkedLoss, ShardedAdamW, add_sizes, make_model, matrix_parameters  # noqa: E402
 from train_modes import CADMode, Mode, make_modes  # noqa: E402
 from train_report import Measured, summarise, write_results  # noqa: E402
 from train_split import Setting  # noqa: E402
@@ -130,12 +130,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workload", type=Path, required=True, help="JSON with document lengths per step and rank")
     add("--mode", default="dp,cad,bound", help='comma-separated; also cad:recompute, cad@{"overlap": "none"}')
-    add("--layers", type=int, default=8)
-    add("--hidden", type=int, default=4096)
-    add("--heads", type=int, default=32)
-    add("--kv-heads", type=int, default=8)
-    add("--ffn", type=int, default=14336)
-    add("--vocab", type=int, default=32000)
+    add_sizes(parser)
     add("--dtype", choices=("bfloat16", "float32", "float64"), help="bfloat16 on GPUs, else float32")
     add("--kernel", default="auto", help="attention kernel of every mode")
     add("--cad", type=json.loads, default={}, help='the "cad" block that the modes cad… start from')
