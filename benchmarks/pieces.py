@@ -21,16 +21,16 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
 
+from deepspeed_cad.attention.microbatch import whole_rank_tasks  # noqa: E402
+from deepspeed_cad.attention.serve import Batches, prepare  # noqa: E402
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
-from deepspeed_cad.microbatch import whole_rank_tasks  # noqa: E402
 from deepspeed_cad.planner import make_plan  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape, PlanInput  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
 from deepspeed_cad.profiles.choice import SHIPPED  # noqa: E402
 from deepspeed_cad.schedule import Batch, build_slices, schedule_rank  # noqa: E402
-from deepspeed_cad.serve import Batches, prepare  # noqa: E402
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 

@@ -30,11 +30,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from deepspeed_cad import schedule, schedule_native
+from deepspeed_cad import schedule
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan, native
 from deepspeed_cad.planner.checks import check_coverage, check_cuts
+from deepspeed_cad.schedule import native as schedule_native
 
 LLAMA_8B = HeadShape(32, 8, 128, 128, 2)
 PUBLISHED_TOLERANCE = "0.05"

@@ -14,10 +14,10 @@ import time
 
 import numpy as np
 
+from deepspeed_cad.ahead.assign import StepDocuments, assign_documents, order_rows
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
-from deepspeed_cad.steps import StepDocuments, assign_documents, order_rows
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 TOLERANCE = 0.05

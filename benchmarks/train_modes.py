@@ -33,7 +33,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 import deepspeed_cad
 from deepspeed_cad import session as sessions
-from deepspeed_cad.lookahead import announce
+from deepspeed_cad.ahead.loader import announce
 
 KINDS = ("dp", "ulysses", "ulysses_joined", "allgather_cp", "allgather_cp_joined", "cad", "bound", "bound_qkv")
 

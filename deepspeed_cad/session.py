@@ -20,23 +20,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.attention import CallCounts, Modes
+from deepspeed_cad.ahead.gather import Announcement, Gatherer, Worker
+from deepspeed_cad.ahead.pace import Pace
+from deepspeed_cad.attention.call import CallCounts, Modes
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, whole_rank_tasks
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.gather import Announcement, Gatherer, Worker
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
-from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch, PlanKey, whole_rank_tasks
-from deepspeed_cad.pace import Pace
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.cut import choose_cut
 from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.statistics import Statistics
-from deepspeed_cad.tracing import open_tracer
+from deepspeed_cad.trace.record import open_tracer
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -138,8 +138,8 @@ class Session:
         self, loader: Any, model: torch.nn.Module, *, accumulation: int | None = None, global_loss: bool = False
     ) -> Any:
         """A loader for a training loop of one's own that arranges and announces each step while the one before trains;
-        arguments and errors: `deepspeed_cad.lookahead.look_ahead`."""
-        from deepspeed_cad.lookahead import look_ahead
+        arguments and errors: `deepspeed_cad.ahead.loader.look_ahead`."""
+        from deepspeed_cad.ahead.loader import look_ahead
 
         return look_ahead(self, loader, model, accumulation, global_loss)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from deepspeed_cad.microbatch import MicroBatch, PlanKey, Planned
+    from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, Planned
     from deepspeed_cad.planner.plan import Floats
 
 _NOT_SUMS = {"late_s", "late_rank"}

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.microbatch import MaskDescriptor
-from deepspeed_cad.pingpong import run_alternating
+from deepspeed_cad.attention.microbatch import MaskDescriptor
+from deepspeed_cad.attention.pingpong import run_alternating
 
 try:
     from torch._C._dynamo.eval_frame import set_eval_frame

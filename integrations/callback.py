@@ -23,8 +23,8 @@ import torch
 from deepspeed_cad.integrations.transformers import Binding, decoder_layers, find_binding
 from transformers import TrainerCallback
 
+from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
-from deepspeed_cad.microbatch import PlanKey
 
 logger = logging.getLogger("deepspeed_cad")
 

@@ -17,9 +17,9 @@ from typing import Any
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
 from deepspeed_cad.integrations.transformers import Binding, find_binding
 
+from deepspeed_cad.ahead.feed import Feed
+from deepspeed_cad.ahead.step import Step, StepAhead, allow_exchange
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.feed import Feed
-from deepspeed_cad.step_ahead import Step, StepAhead, allow_exchange
 
 logger = logging.getLogger("deepspeed_cad")
 

@@ -32,15 +32,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Attent
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deepspeed_cad.ahead.documents import batch_shape, read_documents
+from deepspeed_cad.ahead.feed import Feed
+from deepspeed_cad.ahead.gather import Announcement
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.autoload import when_imported
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.documents import batch_shape, read_documents
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
-from deepspeed_cad.feed import Feed
-from deepspeed_cad.gather import Announcement
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
-from deepspeed_cad.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.session import Session, current_session, open_session
 
 try:

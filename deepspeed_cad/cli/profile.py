@@ -22,9 +22,9 @@ from deepspeed_cad.version import __version__
 if TYPE_CHECKING:
     import torch
 
-    from deepspeed_cad.measure import Measured
     from deepspeed_cad.planner.plan import HeadShape
     from deepspeed_cad.profiles import Fit, Profile
+    from deepspeed_cad.profiles.measure import Measured
 
 NOISY = 0.15
 """Mean relative error of the fit that only noise explains; kernels alone leave 3 to 6 %."""
@@ -97,9 +97,9 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
 
     from deepspeed_cad.kernels.interface import KernelNeed
     from deepspeed_cad.kernels.registry import choose
-    from deepspeed_cad.measure import fit_measured, measure_calls, sizes_for
     from deepspeed_cad.profiles import Profile, ShapeCost
     from deepspeed_cad.profiles.choice import machine_name
+    from deepspeed_cad.profiles.measure import fit_measured, measure_calls, sizes_for
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     need = KernelNeed(device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group)
@@ -137,7 +137,7 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
     import torch.distributed as dist
 
     from deepspeed_cad.exchange.probe import choose_transport
-    from deepspeed_cad.measure_links import measure_links
+    from deepspeed_cad.profiles.links import measure_links
 
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command with tracing on; gives its exit code. Raises CADError where it left no timeline."""
-    from deepspeed_cad.tracing import PATH_VARIABLE, STEPS_VARIABLE, WARM_UP
+    from deepspeed_cad.trace.record import PATH_VARIABLE, STEPS_VARIABLE, WARM_UP
 
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:

@@ -1,0 +1,225 @@
+"""One micro-batch on its way through a model: its layout, its plans, and the attention calls it has made.
+
+The `MaskDescriptor` is what a model's layers receive in place of an attention mask. It carries its micro-batch, so that
+any number of micro-batches can be in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deepspeed_cad.attention.call import AttentionCall, CallCounts, Modes
+from deepspeed_cad.attention.pingpong import RowCut, hand_over
+from deepspeed_cad.attention.serve import Prepared, prepare
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.layout import Layout, Tick
+from deepspeed_cad.planner.plan import HeadShape, Plan
+from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
+from deepspeed_cad.schedule import native as schedule_native
+
+
+class PlanKey(NamedTuple):
+    """What plans of one micro-batch differ in: one plan serves every layer with the same key."""
+
+    window: int | None
+    shape: HeadShape
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan with this rank's schedule."""
+
+    plan: Plan
+    schedule: Schedule
+    seconds: float
+    """Time for plan and schedule."""
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """Everything one forward and its backward share on this rank."""
+
+    rank: int
+    layout: Layout
+    ticks: tuple[Tick, ...]
+    """One, or two where ping-pong cuts the micro-batch."""
+    device: torch.device
+    make_plan: Callable[[Tick, PlanKey], Plan]
+    """Pure: gives the same plan on every rank."""
+    agree: Callable[[int, str], None]
+    """Compare a number with the other ranks; raises where it differs."""
+    transport: Transport | None
+    counts: CallCounts
+    aside: torch.cuda.Stream | None = None
+    """On which served tasks run beside local ones, where they do."""
+    in_forward: bool = True
+    """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
+    planned: dict[tuple[PlanKey, int], Planned] = field(default_factory=dict)
+    """By kind of layer and tick; grows while the forward meets kinds that were not known."""
+    _prepared: dict[tuple[PlanKey, int], Prepared] = field(default_factory=dict)
+    _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
+    _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def prepared(self, key: PlanKey, part: int) -> Prepared:
+        """The schedule of one tick for one kind of layer, planned now if the look-ahead did not know of it.
+
+        Uploads happen here, on the training thread and its stream, not where plans are made.
+        """
+        found = self._prepared.get((key, part))
+        if found is None:
+            if (key, part) not in self.planned:
+                self.plan_all([key])
+            found = prepare(self.planned[key, part].schedule, self.device, two_streams=self.aside is not None)
+            self._prepared[key, part] = found
+        return found
+
+    def plan_all(self, keys: list[PlanKey]) -> None:
+        """Plan every tick for the given kinds of layers and compare the plans with the other ranks."""
+        digest = 0
+        for key in keys:
+            for part, tick in enumerate(self.ticks):
+                begin = time.perf_counter()
+                plan = self.make_plan(tick, key)
+                build = schedule_native.build_slices if schedule_native.is_available() else build_slices
+                slices = build(tick, plan.tasks, key.window)
+                schedule = schedule_rank(tick, slices, self.rank, key.shape.groups, key.window)
+                self.planned[key, part] = Planned(plan, schedule, time.perf_counter() - begin)
+                digest = (digest * 1000003 + plan.fingerprint()) & ((1 << 62) - 1)
+        self.agree(digest, "plan")
+
+    @property
+    def keys(self) -> list[PlanKey]:
+        """The kinds of layers that were planned for."""
+        return list(dict.fromkeys(key for key, _ in self.planned))
+
+    def call(self, layer: int, part: int, build: Callable[[], AttentionCall], label: str) -> AttentionCall:
+        """The call of a layer: a new one in the forward, the same one when the layer is recomputed."""
+        call = self._calls.get((layer, part))
+        if call is None:
+            call = self._calls[layer, part] = build()
+        elif self.in_forward:
+            raise CADError(
+                f"{label} was called twice in one forward. Layers that share an attention module are not supported"
+            )
+        return call
+
+    def with_first_keys(
+        self, layer: int, part: int, k_UKD: torch.Tensor, v_UKV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V that a part reads: the second part also reads rows of documents that began in the first."""
+        if len(self.ticks) == 1:
+            return k_UKD, v_UKV
+        if part == 0:
+            self._first_keys[layer] = (k_UKD, v_UKV)
+            return k_UKD, v_UKV
+        k_first, v_first = self._first_keys.pop(layer)
+        base = int(self.ticks[1].key_base[self.rank])
+        if base == k_first.shape[0]:
+            return k_UKD, v_UKV
+        return torch.cat([k_first[base:], k_UKD]), torch.cat([v_first[base:], v_UKV])
+
+
+class MaskDescriptor:
+    """Stands where a model's layers expect an attention mask: the micro-batch and the mask's window.
+
+    Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
+    """
+
+    __slots__ = ("kernel", "micro_batch", "modes", "part", "window")
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        window: int | None,
+        kernel: Callable[[HeadShape, MaskRule, torch.Tensor], Kernel],
+        modes: Modes,
+        part: int | None = None,
+    ) -> None:
+        """`kernel` chooses the kernel of a layer; `part` is the nano-batch that reads this, None where not cut."""
+        self.micro_batch, self.window, self.kernel, self.modes, self.part = micro_batch, window, kernel, modes, part
+
+    def cut(self) -> tuple[MaskDescriptor, MaskDescriptor]:
+        """The descriptors of both nano-batches."""
+        common = (self.micro_batch, self.window, self.kernel, self.modes)
+        return MaskDescriptor(*common, part=0), MaskDescriptor(*common, part=1)
+
+    def row_cut(self, batch: int, width: int) -> RowCut:
+        """How a layer's arguments are cut on this rank."""
+        return RowCut(batch, width, int(self.micro_batch.ticks[0].query_tokens[self.micro_batch.rank]))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether layers should alternate two nano-batches."""
+        return self.part is None and len(self.micro_batch.ticks) == 2
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q_BHSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSV: torch.Tensor,
+        rule: MaskRule,
+        sinks: torch.Tensor | None,
+        label: str,
+    ) -> torch.Tensor:
+        """O [B, S, H, V] of one layer."""
+        batch, heads, width, _ = q_BHSD.shape
+        if self.is_cut:
+            raise CADError(
+                f'{label} is not inside a decoder layer that was cut into nano-batches; set "overlap": "local_first" '
+                "for this model"
+            )
+        if k_BKSD.shape[2] != width:
+            raise CADError(
+                f"{label} got {k_BKSD.shape[2]} keys for {width} queries: a KV cache is in use during training; "
+                "pass use_cache=False"
+            )
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        part = self.part or 0
+        rows = int(self.micro_batch.ticks[part].query_tokens[self.micro_batch.rank])
+        stand_in = rows == 0
+        if stand_in:
+            # The other nano-batch has all rows of this rank; the model ran on a stand-in whose output is dropped.
+            q, k, v = q[:0], k[:0], v[:0]
+        elif rows != batch * width:
+            raise CADError(f"{label} got {batch * width} tokens where its micro-batch has {rows}")
+        shape = HeadShape(heads, k.shape[1], q.shape[2], v.shape[2], q.element_size())
+        micro_batch = self.micro_batch
+        layer = id(module)
+
+        def build() -> AttentionCall:
+            prepared = micro_batch.prepared(PlanKey(self.window, shape), part)
+            return AttentionCall(
+                prepared, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
+                micro_batch.counts, slot=part, label=label, aside=micro_batch.aside,
+            )  # fmt: skip
+
+        call = micro_batch.call(layer, part, build, label)
+        call.sinks = sinks
+        k, v = micro_batch.with_first_keys(layer, part, k, v)
+        token = call.dispatch(q, k, v)
+        if self.part is not None:
+            hand_over()
+        token = call.serve(token)
+        if self.part is not None:
+            hand_over()
+        o_THV = call.collect(token, q, k, v)
+        if stand_in:
+            o_THV = torch.cat([o_THV, o_THV.new_zeros(batch * width, *o_THV.shape[1:])])
+        return o_THV.unflatten(0, (batch, width))
+
+
+def whole_rank_tasks(layout: Layout, groups: int) -> np.ndarray:
+    """Tasks of a layout in which every rank runs its own segments: what training without CAD does."""
+    seg = layout.segments
+    columns = [seg.document, seg.begin, seg.end, np.zeros_like(seg.rank), np.full_like(seg.rank, groups), seg.rank]
+    return np.stack(columns, axis=1)

@@ -1,0 +1,42 @@
+"""Schedules: a plan and a rank in; slices to send, slices to receive and fused varlen batches out. Pure.
+
+`reference` says what is right in numpy; `native` gives the same tables from the compiled library, faster.
+"""
+
+from deepspeed_cad.schedule.reference import (
+    GROUP,
+    HOME,
+    HOME_ROW,
+    KEY,
+    KIND,
+    QUERY,
+    ROWS,
+    SERVER,
+    SERVER_ROW,
+    STAGE_ROW,
+    Batch,
+    Scatter,
+    Schedule,
+    Slices,
+    build_slices,
+    schedule_rank,
+)
+
+__all__ = [
+    "GROUP",
+    "HOME",
+    "HOME_ROW",
+    "KEY",
+    "KIND",
+    "QUERY",
+    "ROWS",
+    "SERVER",
+    "SERVER_ROW",
+    "STAGE_ROW",
+    "Batch",
+    "Scatter",
+    "Schedule",
+    "Slices",
+    "build_slices",
+    "schedule_rank",
+]

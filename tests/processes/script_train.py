@@ -1,0 +1,120 @@
+"""A training script that knows nothing of CAD, in the four idioms; launchers start it in tests/processes/test_run.py.
+
+script_train.py {trainer,accelerate,ddp,fsdp2,deepspeed,eval} OUT.json [--steps N] [--json DS.json] [--dispatch] …
+"""
+
+import argparse
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import torch
+import torch.distributed as dist
+import training
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from trainers import PackedRows, collate
+
+
+class Stream(IterableDataset):
+    """The same rows without a length."""
+
+    def __iter__(self):
+        yield from (PackedRows(16)[i] for i in range(16))
+
+
+def run_trainer(args, model):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=args.out + ".d", use_cpu=True, max_steps=args.steps, per_device_train_batch_size=1, logging_steps=1,
+        save_strategy="no", report_to=[], learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True,
+        optim="adamw_torch", deepspeed=args.json,
+    )  # fmt: skip
+    data = Stream() if args.dispatch else PackedRows(16)
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate)
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run_accelerate(args, model):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(PackedRows(16), batch_size=1, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    return loop(args, model, optimizer, loader, accelerator.backward)
+
+
+def run_torch(args, model):
+    dist.init_process_group("gloo")
+    if args.loop == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    sampler = DistributedSampler(PackedRows(16), shuffle=False)
+    loader = DataLoader(PackedRows(16), batch_size=1, collate_fn=collate, sampler=sampler)
+    return loop(args, model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader, torch.Tensor.backward)
+
+
+def run_deepspeed(args, model):
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = json.load(open(args.json))
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    sampler = DistributedSampler(PackedRows(16), shuffle=False)
+    loader = DataLoader(PackedRows(16), batch_size=1, collate_fn=collate, sampler=sampler)
+    return loop(args, engine, engine, loader, engine.backward)
+
+
+def loop(args, model, optimizer, loader, backward):
+    found = []
+    if args.loop != "eval":
+        model.train()
+    for _, batch in zip(range(args.steps), loader):
+        loss = model(**batch, use_cache=False).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({"loss": float(loss.detach())})
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("loop", choices=["trainer", "accelerate", "ddp", "fsdp2", "deepspeed", "eval"])
+    parser.add_argument("out")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json")
+    parser.add_argument("--dispatch", action="store_true")
+    parser.add_argument("--heads-dropout", type=float, default=0.0)
+    parser.add_argument("--local_rank")
+    args = parser.parse_args()
+    model = training.tiny_llama(
+        torch.float32, attn_implementation="sdpa", use_cache=False, attention_dropout=args.heads_dropout
+    )
+    if args.loop == "eval":
+        model.eval()
+    run = {"trainer": run_trainer, "accelerate": run_accelerate, "deepspeed": run_deepspeed, "eval": run_accelerate}
+    logged = run.get(args.loop, run_torch)(args, model)
+    cad = sys.modules.get("deepspeed_cad.session")
+    session = cad.current_session() if cad else None
+    if int(os.environ.get("RANK", "0")) == 0:
+        figures = None if session is None else [session.statistics.imbalance_before, session.statistics.imbalance]
+        json.dump({"log": logged, "balance": figures, "argv": sys.argv}, open(args.out, "w"))
+    if dist.is_initialized():
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

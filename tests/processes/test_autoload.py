@@ -1,0 +1,350 @@
+"""The hook that waits for `import deepspeed`: when it acts, when it does not, and what it leaves alone.
+
+Most tests run in a Python of their own with a stand-in for deepspeed; `arm()` does there what the installed .pth file
+does at the start of every Python.
+"""
+
+import base64
+import json
+import os
+import py_compile
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DEEPSPEED = '''
+"""A stand-in that says how it was called."""
+LOADED = True
+
+def initialize(args=None, model=None, config=None, config_params=None):
+    """The docstring of deepspeed.initialize."""
+    return ("deepspeed", config, config_params)
+'''
+REPORT = "def main(hide_operator_status=False):\n    print('the report')\n    return 7\n"
+ENGINE = """
+import sys
+import types
+engine = types.ModuleType("deepspeed_cad.engine.initialize")
+engine.initialize = lambda original, block, args, kwargs: ("cad", dict(block), args, sorted(kwargs))
+sys.modules["deepspeed_cad.engine.initialize"] = engine
+"""
+ARM = "import _deepspeed_cad_autoload as hook; hook.arm()\n"
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Runs code in a new Python that finds the stand-in and this checkout; gives what it printed."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text(DEEPSPEED)
+    (tmp_path / "deepspeed" / "env_report.py").write_text(REPORT)
+
+    def run(code: str, path: Path = tmp_path, **environment: str) -> str:
+        env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", **environment}
+        # -S: no .pth file of an installed package arms the hook before the test does
+        command = [sys.executable, "-S", "-c", code]
+        done = subprocess.run(command, env=env, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        return done.stdout.strip()
+
+    return run
+
+
+def test_wraps_at_the_import(python) -> None:
+    code = ARM + "import deepspeed; f = deepspeed.initialize; print(f.__wrapped__ is not f, f.__name__, f.__doc__)"
+    assert python(code) == "True initialize The docstring of deepspeed.initialize."
+
+
+def test_find_spec_neither_triggers_nor_disarms(python) -> None:
+    code = ARM + (
+        "import sys, importlib.util as u\n"
+        "specs = [u.find_spec('deepspeed') for _ in range(3)]\n"
+        "print('deepspeed' in sys.modules, 'deepspeed_cad' in sys.modules, specs[0].origin.endswith('.py'))\n"
+        "print(u.find_spec('deepspeed_not_there'))\n"
+        "import deepspeed; print(hasattr(deepspeed.initialize, '__wrapped__'))"
+    )
+    assert python(code).split("\n") == ["False False True", "None", "True"]
+
+
+def test_disarms_and_leaves_the_module_as_it_was(python) -> None:
+    code = ARM + (
+        "import sys, pickle, inspect, deepspeed\n"
+        "print(type(deepspeed.__loader__).__name__, deepspeed.__spec__.loader is deepspeed.__loader__)\n"
+        "f = deepspeed.initialize\n"
+        "print(inspect.getsource(deepspeed).count('LOADED'), pickle.loads(pickle.dumps(f)) is f)\n"
+        "print(hook.waiter().waiting)\n"
+        "import deepspeed.env_report; print(hook.waiter())"
+    )
+    assert python(code).split("\n") == ["SourceFileLoader True", "1 True", "{'deepspeed.env_report'}", "None"]
+
+
+def test_turned_off_by_the_environment(python) -> None:
+    code = ARM + "import deepspeed; print(hook.waiter(), hasattr(deepspeed.initialize, '__wrapped__'))"
+    assert python(code, DEEPSPEED_CAD_AUTOLOAD="0") == "None False"
+
+
+def test_arming_imports_nothing(python) -> None:
+    code = "import sys, os; before = set(sys.modules); " + ARM + "print(sorted(set(sys.modules) - before))"
+    assert python(code) == "['_deepspeed_cad_autoload']"
+
+
+def test_arming_takes_less_than_a_millisecond(python, tmp_path) -> None:
+    source = ROOT / "_deepspeed_cad_autoload.py"
+    py_compile.compile(str(source), str(tmp_path / "_deepspeed_cad_autoload.pyc"))  # as pip does
+    code = (
+        "import os, time; t = time.perf_counter(); import _deepspeed_cad_autoload as hook; hook.arm()\n"
+        "print(time.perf_counter() - t, hook.__file__)"
+    )
+    taken = [python(code).split() for _ in range(5)]
+    assert all(file.endswith(".pyc") for _, file in taken)
+    assert min(float(seconds) for seconds, _ in taken) < 1e-3
+
+
+def test_a_failing_import_is_reported_and_the_next_one_is_hooked(python, tmp_path) -> None:
+    (tmp_path / "deepspeed" / "__init__.py").write_text(
+        "import os\nif os.environ.pop('BROKEN', ''): raise OSError(1)\n" + DEEPSPEED
+    )
+    code = ARM + (
+        "try:\n import deepspeed\nexcept OSError:\n print('failed')\n"
+        "import deepspeed; print(hasattr(deepspeed.initialize, '__wrapped__'))"
+    )
+    assert python(code, BROKEN="1") == "failed\nTrue"
+
+
+def test_other_hooks_before_and_after(python) -> None:
+    other = (
+        "import sys, importlib.util\n"
+        "class Other:\n"
+        "  busy = False\n"
+        "  def find_spec(self, name, path=None, target=None):\n"
+        "    if name != 'deepspeed' or self.busy: return None\n"
+        "    self.busy = True\n"
+        "    spec = importlib.util.find_spec(name)\n"
+        "    self.busy = False\n"
+        "    inner = spec.loader\n"
+        "    class Loader:\n"
+        "      __slots__ = ()\n"
+        "      def create_module(self, spec): return inner.create_module(spec)\n"
+        "      def exec_module(self, module): inner.exec_module(module); module.seen = True\n"
+        "    spec.loader = Loader()\n"
+        "    return spec\n"
+    )
+    show = "import deepspeed; print(deepspeed.seen, hasattr(deepspeed.initialize, '__wrapped__'))"
+    assert python(ARM + other + "sys.meta_path.insert(0, Other())\n" + show) == "True True"
+    assert python(other + "sys.meta_path.insert(0, Other())\n" + ARM + show) == "True True"
+
+
+def test_from_a_zip_file(python, tmp_path) -> None:
+    with zipfile.ZipFile(tmp_path / "packages.zip", "w") as file:
+        file.writestr("another.py", "NAME = __name__\n")
+        file.writestr("deepspeed/__init__.py", DEEPSPEED)
+    code = ARM + (
+        "import importlib.util as u; u.find_spec('deepspeed'); import another; print(another.NAME)\n"
+        "import deepspeed; print(deepspeed.__file__.count('.zip'), hasattr(deepspeed.initialize, '__wrapped__'))"
+    )
+    assert python(code, path=tmp_path / "packages.zip") == "another\n1 True"
+
+
+def test_subprocesses_are_hooked_like_any_python(python) -> None:
+    code = ARM + (
+        "import multiprocessing as m\n"
+        "def work(q):\n import deepspeed; q.put(hasattr(deepspeed.initialize, '__wrapped__'))\n"
+        "q = m.get_context('fork').SimpleQueue(); p = m.get_context('fork').Process(target=work, args=(q,))\n"
+        "p.start(); p.join(); print(q.get())"
+    )
+    assert python(code) == "True"
+
+
+def test_a_broken_package_warns_and_deepspeed_still_imports(python) -> None:
+    code = ARM + (
+        "import sys, warnings; sys.modules['deepspeed_cad.autoload'] = None\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        " warnings.simplefilter('always'); import deepspeed\n"
+        "print(deepspeed.LOADED, 'could not attach' in str(caught[0].message))"
+    )
+    assert python(code) == "True True"
+
+
+CALLS = {
+    "nothing": ("", "deepspeed"),
+    "no block": ("config={'a': 1}", "deepspeed"),
+    "disabled": ("config={'cad': {'enabled': False}}", "deepspeed"),
+    "config": ("config={'cad': {'tolerance': 0.1}}", "cad"),
+    "config_params": ("config_params={'cad': {}}", "cad"),
+    "config before config_params": ("config={}, config_params={'cad': {}}", "deepspeed"),
+    "args": ("types.SimpleNamespace(deepspeed_config='ds.json')", "cad"),
+    "args without": ("types.SimpleNamespace(deepspeed_config=None), None, {}", "deepspeed"),
+    "path": ("config='ds.json'", "cad"),
+    "path object": ("config=pathlib.Path('ds.json')", "cad"),
+    "path without": ("config='plain.json'", "deepspeed"),
+    "positional": ("None, None, 'ds.json'", "cad"),
+    "base64": ("config=" + repr(base64.urlsafe_b64encode(b'{"cad": {}}').decode()), "cad"),
+    "unreadable": ("config='no such file'", "deepspeed"),
+    "a list": ("config=[1]", "deepspeed"),
+}
+
+
+def test_where_the_config_comes_from(python, tmp_path) -> None:
+    (tmp_path / "elsewhere" / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "cad": {"tolerance": 0.1}})
+    )
+    (tmp_path / "elsewhere" / "plain.json").write_text("{}")
+    lines = [f"print(deepspeed.initialize({call})[0])" for call, _ in CALLS.values()]
+    code = ARM + ENGINE + "import types, pathlib, deepspeed\n" + "\n".join(lines)
+    assert dict(zip(CALLS, python(code).split("\n"))) == {name: expected for name, (_, expected) in CALLS.items()}
+
+
+def test_the_engine_gets_the_block_and_the_call_as_it_was(python) -> None:
+    code = (
+        ARM + ENGINE + "import deepspeed; print(deepspeed.initialize(1, model=2, config={'cad': {'granularity': 64}}))"
+    )
+    assert python(code) == "('cad', {'granularity': 64}, (1,), ['config', 'model'])"
+
+
+@pytest.mark.parametrize(
+    "block", ["'auto'", "None", "{'tolerence': 1}", "{'enabled': 'yes'}", "{'enabled': False, 'x': 1}"]
+)
+def test_a_bad_block_ends_in_an_error_of_its_own(python, block) -> None:
+    code = ARM + (
+        f"import deepspeed\ntry:\n deepspeed.initialize(config={{'cad': {block}}})\n"
+        "except ValueError as error:\n print(type(error).__name__)"
+    )
+    assert python(code) == "CADConfigError"
+
+
+def test_wrong_calls_fail_as_deepspeed_fails(python) -> None:
+    code = ARM + (
+        "import deepspeed\ntry:\n deepspeed.initialize(no_such=1, config={'cad': {}})\n"
+        "except TypeError as error:\n print(error)"
+    )
+    assert "unexpected keyword argument 'no_such'" in python(code)
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["import deepspeed; install()", "install(); import deepspeed", "install(); install(); import deepspeed; install()"],
+)
+@pytest.mark.parametrize("armed", ["", ARM])
+def test_install_is_idempotent_and_works_before_and_after(python, order, armed) -> None:
+    code = armed + (
+        f"from deepspeed_cad import install; {order}; f = deepspeed.initialize\n"
+        "print(hasattr(f, '__wrapped__'), hasattr(f.__wrapped__, '__wrapped__'))"
+    )
+    assert python(code) == "True False"
+
+
+def test_install_works_where_the_environment_turned_autoload_off(python) -> None:
+    code = (
+        "import deepspeed_cad; deepspeed_cad.install(); import deepspeed\n"
+        "print(hasattr(deepspeed.initialize, '__wrapped__'))"
+    )
+    assert python(code, DEEPSPEED_CAD_AUTOLOAD="0") == "True"
+
+
+def test_somebody_else_may_wrap_too(python) -> None:
+    code = ARM + (
+        "import functools, deepspeed, deepspeed_cad\n"
+        "ours = deepspeed.initialize\n"
+        "deepspeed.initialize = functools.wraps(ours)(lambda *a, **k: ours(*a, **k))\n"
+        "outer = deepspeed.initialize; deepspeed_cad.install(); print(deepspeed.initialize is outer)"
+    )
+    assert python(code) == "True"
+
+
+def test_ds_report_ends_with_our_line(python) -> None:
+    code = ARM + (
+        "import types, sys; doctor = types.ModuleType('d'); doctor.summary_line = lambda: 'our line'\n"
+        "sys.modules['deepspeed_cad.cli.doctor'] = doctor\n"
+        "import deepspeed.env_report as report; print(report.main(hide_operator_status=True))"
+    )
+    assert python(code).split("\n") == ["the report", "our line", "7"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_the_real_deepspeed() -> None:
+    code = ARM + (
+        "import importlib.util, transformers.utils, accelerate\n"
+        "importlib.util.find_spec('deepspeed')\n"
+        "import deepspeed, inspect\n"
+        "names = inspect.signature(deepspeed.initialize).parameters\n"
+        "print(hasattr(deepspeed.initialize, '__wrapped__'), 'config' in names, 'config_params' in names)\n"
+        "import deepspeed.env_report as report; print(hasattr(report.main, '__wrapped__'), hook.waiter())"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().split("\n")[-2:] == ["True True True", "True None"]
+
+
+@pytest.mark.slow
+def test_what_a_wheel_and_an_editable_install_put_into_site_packages(tmp_path) -> None:
+    """Both, from a copy of the sources, into environments of their own, without a network."""
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+    shutil.copytree(ROOT, source, ignore=ignore)
+    compiles = bool(list(source.glob("csrc/*.cpp"))) and shutil.which("g++") is not None
+    wheels = tmp_path / "wheels"
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check")
+    pip = (sys.executable, "-m", "pip")
+    subprocess.run([*pip, "wheel", *offline, "-w", wheels, source], check=True, timeout=280)
+    (wheel,) = wheels.glob("*.whl")
+    assert wheel.name.endswith("py3-none-linux_x86_64.whl" if compiles else "py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"deepspeed_cad_autoload.pth", "_deepspeed_cad_autoload.py", "deepspeed_cad/config.py"} <= set(names)
+    assert ("deepspeed_cad/_native.so" in names) == compiles
+    assert any(name.startswith("deepspeed_cad/integrations/") for name in names) == (ROOT / "integrations").is_dir()
+    assert not any(name.startswith(("tests/", "csrc/", "benchmarks/", "deepspeed_cad/tests")) for name in names)
+
+    stand_in = tmp_path / "stand_in"
+    (stand_in / "deepspeed").mkdir(parents=True)
+    (stand_in / "deepspeed" / "__init__.py").write_text(DEEPSPEED)
+    show = (
+        "import sys; heavy = {'torch', 'numpy', 'deepspeed_cad'} & set(sys.modules)\n"
+        "import deepspeed; print(heavy, hasattr(deepspeed.initialize, '__wrapped__'))\n"
+        "from deepspeed_cad import native; print(native.LIBRARY.exists())"
+    )
+    for name, what in (("wheel", [wheel]), ("editable", ["--editable", source])):
+        folder = tmp_path / name
+        venv.create(folder, symlinks=True, with_pip=False)
+        site = next(folder.glob("lib/python*/site-packages"))
+        python = folder / "bin" / "python"
+        # setuptools comes from this environment; the hook of this environment must not come along
+        home = Path(find_spec("setuptools").origin).parent.parent
+        for tool in ("setuptools", "setuptools-*.dist-info", "_distutils_hack", "wheel", "wheel-*.dist-info"):
+            for found in home.glob(tool):
+                (site / found.name).symlink_to(found)
+        subprocess.run([*pip, "--python", str(python), "install", *offline, *what], check=True, timeout=280)
+        env = {**os.environ, "PYTHONPATH": str(stand_in)}
+        done = subprocess.run([python, "-c", show], env=env, cwd=stand_in, capture_output=True, text=True, timeout=120)
+        assert (done.stdout.split("\n")[:2], done.stderr) == (["set() True", str(compiles)], "")
+        command = subprocess.run([folder / "bin" / "deepspeed-cad", "--version"], capture_output=True, text=True)
+        assert command.stdout.startswith("deepspeed_cad ")
+        subprocess.run([*pip, "--python", str(python), "uninstall", "-y", "--quiet", "deepspeed_cad"], check=True)
+        assert not list(site.glob("*deepspeed_cad*"))
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_install_goes_on_with_one_line(tmp_path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "*.so"))
+    (source / "csrc").mkdir(exist_ok=True)
+    (source / "csrc" / "extra.cpp").write_text("int one() { return 1; }\n")
+    command = [sys.executable, "setup.py", "-q", "build_native", "--inplace"]
+    done = subprocess.run(
+        command, cwd=source, env={**os.environ, "CXX": "no-such-compiler"}, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0 and "goes on without its native library" in done.stderr
+    assert not (source / "deepspeed_cad" / "_native.so").exists()
+    (source / "csrc" / "extra.cpp").write_text("this is not C++\n")
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "goes on without its native library" in done.stderr

@@ -1,0 +1,155 @@
+"""The plugin of axolotl: in axolotl itself where it is installed, and against a stand-in that makes the same calls."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from pool import WorkerPool
+from trainers import PackedRows, assert_same, collate, losses_of
+
+pytest.importorskip("pydantic")
+
+INSTALLED = importlib.util.find_spec("axolotl") is not None
+YAML = {
+    "datasets": [{"path": "data.jsonl", "ds_type": "json", "type": "completion"}],
+    "base_model": "model", "sample_packing": True, "pad_to_sequence_len": True, "sequence_len": 256,
+    "micro_batch_size": 1, "max_steps": 6, "num_epochs": 1, "learning_rate": 0.01, "lr_scheduler": "constant",
+    "optimizer": "adamw_torch", "logging_steps": 1, "save_strategy": "no", "val_set_size": 0, "bf16": False,
+    "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "attn_implementation": "sdpa", "dataset_prepared_path": "prepared", "output_dir": "out", "use_tensorboard": False,
+}  # fmt: skip
+PLUGIN = {
+    "plugins": ["deepspeed_cad.integrations.axolotl.CADPlugin"],
+    "cad": {"granularity": 16, "tolerance": 0.02},
+}
+
+
+class _BasePlugin:
+    """What plugins derive from."""
+
+
+def _plugin() -> Any:
+    """Our plugin, imported as axolotl imports it."""
+    if not INSTALLED:
+        for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+            sys.modules.setdefault(name, types.ModuleType(name))
+        sys.modules["axolotl.integrations.base"].BasePlugin = _BasePlugin
+    from importlib import import_module
+
+    return import_module("deepspeed_cad.integrations.axolotl").CADPlugin()
+
+
+def test_keys_of_the_yaml() -> None:
+    from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+
+    plugin = _plugin()
+    home, name = plugin.get_input_args().rsplit(".", 1)
+    assert getattr(sys.modules[home], name)(cad={"tolerance": 0.1}).cad == {"tolerance": 0.1}
+    plugin.pre_model_load({"cad": None, "sequence_parallel_degree": 1})
+    with pytest.raises(CADConfigError, match="did you mean"):
+        plugin.pre_model_load({"cad": {"tolerence": 0.1}})
+    with pytest.raises(CADUnsupportedError, match="context_parallel_size is 2"):
+        plugin.pre_model_load({"context_parallel_size": 2})
+
+
+def _train(folder: str, cad: bool) -> list[dict[str, Any]]:
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    AcceleratorState._reset_state(True)
+    cfg = {"cad": {"granularity": 16, "tolerance": 0.02}, "sample_packing": True}
+    plugin = _plugin()
+    plugin.pre_model_load(cfg)
+    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    arguments = TrainingArguments(
+        output_dir=folder, use_cpu=True, max_steps=4, per_device_train_batch_size=1, logging_steps=1,
+        save_strategy="no", report_to=[], disable_tqdm=True, learning_rate=1e-2, lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=PackedRows(16), data_collator=collate)
+    if cad:
+        plugin.post_trainer_create(cfg, trainer)
+        for callback in plugin.add_callbacks_post_trainer(cfg, trainer):
+            trainer.add_callback(callback)
+    trainer.train()
+    return trainer.state.log_history
+
+
+def _compare(rank: int, world: int, folder: str) -> list[list[dict[str, Any]]]:
+    return [_train(folder, False), _train(folder, True)]
+
+
+@pytest.mark.slow
+def test_same_losses(fresh_workers: WorkerPool, tmp_path) -> None:
+    for plain, cad in fresh_workers.run(_compare, 2, str(tmp_path), timeout=60.0):
+        assert_same(losses_of(cad), losses_of(plain))
+        assert max(entry["cad/attention_max_over_mean"] for entry in cad if "loss" in entry) < 1.05
+        assert cad[-1]["cad/saved_s"] > 0
+
+
+def _write_inputs(folder: Path) -> None:
+    """A tiny checkpoint with a tokenizer, and texts of very different lengths."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(61)} | {"<pad>": 61, "</s>": 62, "<unk>": 63}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="</s>", bos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    training.tiny_llama(torch.float32, pad_token_id=61, eos_token_id=62, bos_token_id=62).save_pretrained(
+        folder / "model"
+    )
+    pick = random.Random(0)
+    lengths = [min(200, max(4, round(20 * pick.lognormvariate(0.0, 1.3)))) for _ in range(200)]
+    texts = [" ".join(f"w{pick.randrange(61)}" for _ in range(length)) for length in lengths]
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def _run_axolotl(folder: Path, config: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """The Trainer's log and what was said."""
+    (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    here = Path(__file__).resolve().parent
+    env = os.environ | {"PYTHONPATH": str(here.parents[1]), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(here / "axolotl_on_cpu.py")]
+    done = subprocess.run(
+        [sys.executable, *words, str(folder / "config.yaml")],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    log = folder / "log.json"
+    return (json.loads(log.read_text()) if log.exists() else []), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="axolotl is not installed")
+def test_axolotl_itself(tmp_path) -> None:
+    _write_inputs(tmp_path)
+    plain, said = _run_axolotl(tmp_path, YAML)
+    assert len(losses_of(plain)) == 6, said[-4000:]
+    (tmp_path / "log.json").unlink()
+    cad, said = _run_axolotl(tmp_path, YAML | PLUGIN)
+    assert_same(losses_of(cad), losses_of(plain))
+    steps = [entry for entry in cad if "loss" in entry]
+    assert max(entry["cad/attention_max_over_mean_before"] for entry in steps) > 1.2
+    assert max(entry["cad/attention_max_over_mean"] for entry in steps) < 1.05
+    assert cad[-1]["cad/saved_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="axolotl is not installed")
+def test_a_key_that_does_not_exist_stops_axolotl(tmp_path) -> None:
+    _write_inputs(tmp_path)
+    log, said = _run_axolotl(tmp_path, YAML | PLUGIN | {"cad": {"tolerence": 0.1}})
+    assert not log and "did you mean" in said

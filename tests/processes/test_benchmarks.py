@@ -1,0 +1,142 @@
+"""The benchmarks: what their inputs become, and one small run of each on CPU processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from train_split import cut_pieces  # noqa: E402
+from train_workload import Workload  # noqa: E402
+
+WORKLOADS = sorted((ROOT / "benchmarks" / "workloads").glob("*.json"))
+
+
+def torchrun(processes: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark; its output is shown where it fails."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: path.stem)
+def test_workloads_can_be_cut_and_scaled(path: Path) -> None:
+    workload = Workload.load(path)
+    assert workload.fit(workload.ranks, None, False, None) == workload
+    for scale in (False, True):
+        small = workload.fit(2, 500, scale, 2)
+        assert len(small.steps) == 2
+        for step in range(2):
+            rows = small.make_rows(step, 64)
+            assert [len(row.tokens) for row in rows] == [small.row_tokens] * small.rows
+            assert sum(int((row.targets >= 0).sum()) for row in rows) == small.targets(step)
+            assert sum(small.local(step, rank).tokens for rank in range(2)) == 1000
+    with pytest.raises(ValueError, match="start fewer processes"):
+        workload.fit(workload.ranks + 1, None, False, None)
+
+
+def test_a_workload_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({"ranks": 2, "tokens_per_rank": 10, "steps": [[[10], [4, 5]]]}))
+    with pytest.raises(ValueError, match="step 0, row 1 has 9 tokens, not 10"):
+        Workload.load(path)
+
+
+@pytest.mark.parametrize("lengths", [(64,), (1, 2, 3, 50, 7), (9, 9), (1,)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_pieces_cover_documents_and_read_their_keys(lengths: tuple[int, ...], ranks: int) -> None:
+    cut = [cut_pieces(lengths, rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    rows = [source.numpy() for source, _ in cut]
+    assert len({len(own) for own in rows}) == 1
+    everyone = np.concatenate(rows)
+    assert sorted(everyone[everyone >= 0]) == list(range(sum(lengths)))
+    starts = np.cumsum([0, *lengths])
+    for own, (_, gathered) in zip(rows, cut):
+        read = everyone[torch.cat(gathered.keys).numpy()]
+        q, k = gathered.sequences.host_q, gathered.sequences.host_k
+        assert q[-1] == len(own)
+        assert k[-1] == len(read)
+        for i in range(len(q) - 1):
+            queries, keys = own[q[i] : q[i + 1]], read[k[i] : k[i + 1]]
+            if queries[0] < 0:
+                assert (keys < 0).all()
+                continue
+            document = int(np.searchsorted(starts, queries[0], side="right")) - 1
+            assert keys.tolist() == list(range(starts[document], queries[-1] + 1))
+            assert queries.tolist() == list(range(queries[0], queries[-1] + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["heavy_64k_4r", "stream_64k_4r"])
+def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
+    pytest.importorskip("deepspeed")
+    size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens-per-rank 256 --scale".split()
+    run = torchrun(
+        2, "benchmarks/train_step.py", "--workload", f"benchmarks/workloads/{workload}.json", *size,
+        "--mode", 'dp,ulysses,ulysses_joined,allgather_cp,cad,cad:recompute,cad@{"overlap":"pingpong"},bound,bound_qkv',
+        "--steps", "2", "--warmup", "1", "--repeats", "1", "--cad", '{"granularity": 16}', "--output", str(tmp_path),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    (path,) = tmp_path.glob("*.json")
+    assert {file.suffix for file in tmp_path.iterdir()} >= {".json", ".md"}
+    results = json.loads(path.read_text())
+    exact = {name: mode for name, mode in results["modes"].items() if mode["exact"]}
+    assert len(exact) == (7 if workload.startswith("heavy") else 6)
+    first = next(iter(exact.values()))
+    for name, mode in exact.items():
+        assert mode["gradient_difference"] < 1e-5, name
+        assert mode["loss"] == pytest.approx(first["loss"], rel=1e-5), name
+        assert mode["gradient_norm"] == pytest.approx(first["gradient_norm"], rel=1e-4), name
+        assert mode["attention_s_mean_without_recompute"] > 0
+        assert mode["tokens_per_s_per_gpu"]["median"] > 0
+    assert results["modes"]["cad"]["exposed_exchange_share"]["mean"] > 0
+    assert set(results["bounds"]) == {"bound", "bound_qkv"}
+    assert "| cad |" in run.stdout
+
+
+@pytest.mark.slow
+def test_exactness_table_without_gpus(tmp_path: Path) -> None:
+    output = tmp_path / "exactness.md"
+    run = torchrun(2, "benchmarks/gpu_exactness.py", "--tokens", "128", "--output", str(output))
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    assert "36 cases, 0 wrong" in output.read_text()
+
+
+def test_rows_become_table_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("kernels-h200.json", "h200x4/exchange.json"):
+        copy = tmp_path / Path(name).name
+        copy.write_text((ROOT / "benchmarks/results" / name).read_text())
+        subprocess.run([sys.executable, ROOT / "benchmarks/rows.py", copy], check=True, timeout=120)
+        rows = json.loads(copy.read_text())["rows"]
+        lines = copy.with_suffix(".md").read_text().splitlines()
+        assert len([line for line in lines if line.startswith("|")]) == len(rows) + 2
+        assert copy.with_suffix(".png").stat().st_size > 5000
+
+
+def test_power_of_every_mode(tmp_path: Path) -> None:
+    pairs = [(i, gpu) for i in range(6) for gpu in (0, 1)]
+    samples = [f"2026/01/01 10:00:0{i}.500, {gpu}, {1500 + 100 * gpu + 2 * i} MHz, {600 + i} W" for i, gpu in pairs]
+    (tmp_path / "clocks.csv").write_text("\n".join(samples))
+    steps = ["10:00:03.000000 pass 0, step 0, dp: 3.0 s", "10:00:06.000000 pass 0, step 0, cad: 2.0 s"]
+    (tmp_path / "train.log").write_text("\n".join(["other text", *steps]))
+    command = [sys.executable, ROOT / "benchmarks/power.py", tmp_path / "clocks.csv", tmp_path / "train.log"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "| dp | 1502, 1602 | 601, 601 |" in run.stdout  # samples 0 to 2
+    assert "| cad | 1509, 1609 | 604, 604 |" in run.stdout  # samples 4 and 5
+
+
+def test_pieces_of_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps({"steps": [[[64, 64], [192]]]}))
+    command = [sys.executable, ROOT / "benchmarks/pieces.py", "--workload", tmp_path / "tiny.json", "--repeats", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200, cwd=ROOT)
+    assert "step 0, rank 1, pieces" in run.stdout and "pieces over whole documents: forward" in run.stdout

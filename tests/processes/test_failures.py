@@ -1,0 +1,173 @@
+"""Bad input ends in one clear error on every rank, before anything wrong is trained."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import training
+from pool import WorkerPool
+
+import deepspeed_cad
+
+BLOCK = {"granularity": 16, "timeout_s": 8.0}
+
+
+def _step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
+    loss = training.loss_sum(model, batch)
+    loss.backward()
+    return float(loss.detach())
+
+
+def _batch(rank: int) -> dict[str, torch.Tensor]:
+    return training.pack(training.documents([60, 20] if rank == 0 else [33], seed=rank))
+
+
+def _other_config(rank: int, world: int) -> None:
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, {**BLOCK, "tolerance": 0.05 if rank else 0.1})
+    _step(model, _batch(rank))
+
+
+def _other_model(rank: int, world: int) -> None:
+    model = training.tiny_llama(num_hidden_layers=2 + (rank == 1))
+    deepspeed_cad.apply(model, BLOCK)
+    _step(model, _batch(rank))
+
+
+def _other_version(rank: int, world: int) -> None:
+    from deepspeed_cad.ahead import gather
+
+    before, gather.__version__ = gather.__version__, "0.0.1" if rank == 1 else gather.__version__
+    try:
+        model = training.tiny_llama()
+        deepspeed_cad.apply(model, BLOCK)
+        _step(model, _batch(rank))
+    finally:
+        gather.__version__ = before
+
+
+def _other_plan(rank: int, world: int) -> None:
+    from deepspeed_cad import session
+
+    plan = session.make_plan
+
+    def swapped(problem: Any) -> Any:
+        made = plan(problem)
+        if rank == 1:
+            object.__setattr__(made, "tasks", made.tasks[::-1].copy())
+        return made
+
+    session.make_plan = swapped
+    try:
+        model = training.tiny_llama()
+        deepspeed_cad.apply(model, BLOCK)
+        _step(model, _batch(rank))
+    finally:
+        session.make_plan = plan
+
+
+def _nan_positions(rank: int, world: int) -> None:
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, BLOCK)
+    batch = _batch(rank)
+    if rank == 1:
+        batch["position_ids"] = batch["position_ids"].double()
+        batch["position_ids"][0, 3] = float("nan")
+    _step(model, batch)
+
+
+def _jumping_positions(rank: int, world: int) -> None:
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, BLOCK)
+    batch = _batch(rank)
+    if rank == 1:
+        batch["position_ids"][0, 5:] += 2
+    _step(model, batch)
+
+
+def _contradicting_neighbours(rank: int, world: int) -> None:
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, BLOCK)
+    batch = _batch(rank)
+    if rank == 1:
+        batch["position_ids"] = batch["position_ids"] + 7
+    _step(model, batch)
+
+
+def _announced_another(rank: int, world: int) -> None:
+    from deepspeed_cad.integrations.transformers import find_binding
+
+    from deepspeed_cad.ahead.loader import announce
+
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, BLOCK)
+    announce(find_binding(model).feed, _batch(rank))
+    _step(model, _batch(rank if rank == 0 else 0))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "words"),
+    [
+        (_other_config, "CADPeerError", ['another "cad" block', "give every rank the same"]),
+        (_other_model, "CADPeerError", ["another model", "load the same model"]),
+        (_other_version, "CADPeerError", ["another version of deepspeed_cad", "install the same version"]),
+        (_other_plan, "CADPeerError", ["another plan"]),
+        (_nan_positions, "CADDataError", ["position_ids[0, 3] is nan"]),
+        (_jumping_positions, "CADDataError", ["position_ids[0, 5] is 7 after 4"]),
+        (_contradicting_neighbours, "CADDataError", ["rank 1", "starts at position 7", "ended at 20"]),
+        (_announced_another, "CADDataError", ["is not the one that the loader announced", "look_ahead"]),
+    ],
+)
+def test_every_rank_says_why(workers: WorkerPool, function: Any, kind: str, words: list[str]) -> None:
+    errors, _ = workers.try_run(function, 2)
+    for rank, error in enumerate(errors):
+        assert error is not None, rank
+        assert error[0] in (kind, "CADPeerError"), error
+        for word in words:
+            assert word in error[1], (rank, error[1])
+
+
+def _dies(rank: int, world: int, when: str) -> None:
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, BLOCK)
+    for step in range(3):
+        if rank == 1 and step == 1 and when == "before the lengths":
+            os._exit(7)
+        if rank == 1 and step == 1 and when == "in the exchange":
+            transport = deepspeed_cad.current_session().transport
+            transport.dispatch = lambda *_: os._exit(7)
+        if rank == 1 and step == 1 and when == "hangs":
+            time.sleep(25)
+        _step(model, _batch((rank + step) % 2))
+
+
+@pytest.mark.parametrize("when", ["before the lengths", "in the exchange", "hangs"])
+def test_a_peer_that_dies_is_named(workers: WorkerPool, when: str) -> None:
+    begin = time.monotonic()
+    errors, _ = workers.try_run(_dies, 3, when, grace=25.0)
+    assert time.monotonic() - begin < 60
+    for rank in (0, 2):
+        assert errors[rank] is not None and errors[rank][0] == "CADPeerError", errors[rank]
+        assert "rank 1 died or hangs" in errors[rank][1], errors[rank][1]
+        wanted = "exchange" if when == "in the exchange" else "document lengths"
+        assert wanted in errors[rank][1], errors[rank][1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"is_causal": False}, "causal"),
+    ],
+)
+def test_refused_at_start(changes: dict[str, Any], words: str) -> None:
+    from deepspeed_cad.session import close_session
+
+    model = training.tiny_llama(**changes)
+    with pytest.raises(deepspeed_cad.CADUnsupportedError, match=words):
+        deepspeed_cad.apply(model, BLOCK)
+    close_session()

@@ -1,0 +1,174 @@
+"""Micro-batches in every form that transformers users pass: positions, cumulative lengths, padded batches, spans."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from pool import WorkerPool
+from torch.nn.parallel import DistributedDataParallel
+
+import deepspeed_cad
+from deepspeed_cad.ahead.documents import read_documents
+from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+
+BLOCK = {"granularity": 16, "tolerance": 0.02}
+LENGTHS = [[200, 31], [40, 9, 1, 70]]
+
+
+def _padded(docs: list[torch.Tensor], left: bool) -> dict[str, torch.Tensor]:
+    """One document per batch row with a 2-D mask."""
+    width = max(len(doc) for doc in docs)
+    ids, mask, labels = (torch.zeros(len(docs), width, dtype=torch.long) for _ in range(3))
+    labels.fill_(-100)
+    for row, doc in enumerate(docs):
+        here = slice(width - len(doc), width) if left else slice(0, len(doc))
+        ids[row, here], mask[row, here] = doc, 1
+        labels[row, here] = torch.cat([torch.tensor([-100]), doc[1:]])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _batch(form: str, docs: list[torch.Tensor]) -> dict[str, Any]:
+    packed = training.pack(docs)
+    if form == "positions":
+        return packed
+    if form == "cumulative":
+        ends = torch.tensor([0, *np.cumsum([len(d) for d in docs])], dtype=torch.int32)
+        longest = max(len(d) for d in docs)
+        return {
+            **packed,
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+    if form == "right padding":
+        return _padded(docs, left=False)
+    padded = _padded(docs, left=True)
+    mask = padded["attention_mask"]
+    return {**padded, "position_ids": (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)}
+
+
+def _train(rank: int, world: int, form: str, overlap: str) -> dict[str, Any]:
+    reference, model = training.tiny_llama(), training.tiny_llama()
+    deepspeed_cad.apply(model, {**BLOCK, "overlap": overlap})
+    docs = training.documents(LENGTHS[rank], seed=rank)
+    loss = training.loss_sum(model, _batch(form, docs))
+    loss.backward()
+    expected, gradients = training.alone(reference, docs)
+    assert abs(float(loss.detach()) - expected) < 1e-8
+    for name, p in model.named_parameters():
+        assert (p.grad - gradients[name]).abs().max() < 1e-9, name
+    session = deepspeed_cad.current_session()
+    return {"sent": session.transport.bytes_sent, "after": session.statistics.imbalance}
+
+
+@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+@pytest.mark.parametrize("form", ["positions", "cumulative", "right padding", "left padding"])
+def test_every_form_is_exact(workers: WorkerPool, form: str, overlap: str) -> None:
+    results = workers.run(_train, 2, form, overlap)
+    assert sum(r["sent"] for r in results) > 0
+    assert results[0]["after"] < 1.05
+
+
+def _spanning(rank: int, world: int, overlap: str, lengths: list[int]) -> None:
+    reference, model = training.tiny_llama(), training.tiny_llama()
+    deepspeed_cad.apply(model, {**BLOCK, "overlap": overlap})
+    docs = training.documents(lengths, seed=7)
+    part = deepspeed_cad.shard_stream(training.pack(docs), rank, world)
+    logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"]).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), part["shift_labels"].flatten(), reduction="sum", ignore_index=-100
+    )
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    expected, gradients = training.alone(reference, docs)
+    assert abs(float(total) - expected) < 1e-8
+    for name, p in model.named_parameters():
+        dist.all_reduce(p.grad)
+        assert (p.grad - gradients[name]).abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize("lengths", [[400], [130, 90, 1, 79], [10, 350, 3], [5] * 60])
+@pytest.mark.parametrize("overlap", ["none", "pingpong"])
+def test_documents_that_span_ranks(workers: WorkerPool, overlap: str, lengths: list[int]) -> None:
+    workers.run(_spanning, 4, overlap, lengths)
+
+
+def _other_models(rank: int, world: int) -> None:
+    policy = training.tiny_llama()
+    before = copy.deepcopy(policy)
+    deepspeed_cad.apply(policy, BLOCK)
+    after = copy.deepcopy(policy)
+    session = deepspeed_cad.current_session()
+    batch = training.pack(training.documents([30], seed=rank))
+    if rank == 0:  # the others take no part, so nothing may be exchanged
+        for other in (before, after):
+            other.train()
+            expected, _ = training.alone(training.tiny_llama(), training.documents([30], seed=0))
+            assert abs(float(training.loss_sum(other, batch)) - expected) < 1e-8
+    assert session.transport.exchanges == 0
+    training.loss_sum(policy, batch).backward()
+    assert session.transport.exchanges > 0
+
+
+def test_other_models_are_untouched(workers: WorkerPool) -> None:
+    workers.run(_other_models, 2)
+
+
+def _ddp(rank: int, world: int, overlap: str) -> None:
+    reference = training.tiny_llama()
+    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "overlap": overlap})
+    wrapped = DistributedDataParallel(model)
+    docs = training.documents(LENGTHS[rank], seed=rank)
+    session = deepspeed_cad.current_session()
+    for _ in range(2):
+        with wrapped.no_sync():
+            training.loss_sum(wrapped, training.pack(docs)).backward()
+    training.loss_sum(wrapped, training.pack(docs)).backward()
+    gradients: dict[str, torch.Tensor] = {}
+    for other in range(world):
+        _, one = training.alone(reference, training.documents(LENGTHS[other], seed=other))
+        gradients = {name: gradients.get(name, 0) + 3 * g / world for name, g in one.items()}
+    for name, p in model.named_parameters():
+        assert (p.grad - gradients[name]).abs().max() < 1e-9, name
+    layers, parts = 2, 2 if overlap == "pingpong" else 1
+    assert session.transport.exchanges == 3 * layers * parts * 4
+
+
+@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+def test_data_parallel_wrapper_and_accumulation(workers: WorkerPool, overlap: str) -> None:
+    workers.run(_ddp, 2, overlap)
+
+
+def test_bad_inputs_are_named() -> None:
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    with pytest.raises(CADUnsupportedError, match="ready-made attention mask"):
+        read_documents({"input_ids": ids, "attention_mask": torch.zeros(2, 1, 6, 6)})
+    with pytest.raises(CADDataError, match="shape"):
+        read_documents({"input_ids": ids, "position_ids": torch.zeros(2, 5, dtype=torch.long)})
+    with pytest.raises(CADDataError, match="several axes"):
+        read_documents({"input_ids": ids, "position_ids": torch.zeros(3, 2, 6, dtype=torch.long)})
+    with pytest.raises(CADDataError, match="must start at 0"):
+        read_documents({"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 5, 30])})
+    with pytest.raises(CADDataError, match="positions start at 0"):
+        read_documents({"input_ids": ids, "position_ids": torch.full((2, 6), -1)})
+
+
+def test_wrappers_pass_the_descriptor_on_as_it_is() -> None:
+    """FSDP's mixed precision and DDP rebuild containers of tensors among arguments; a descriptor is none."""
+    from torch.distributed.utils import _apply_to_tensors
+    from torch.utils._pytree import tree_map
+
+    from deepspeed_cad.attention.call import Modes
+    from deepspeed_cad.attention.microbatch import MaskDescriptor
+
+    descriptor = MaskDescriptor(None, 7, None, Modes())
+    assert _apply_to_tensors(lambda x: x, {"attention_mask": descriptor})["attention_mask"] is descriptor
+    assert tree_map(lambda x: x, [descriptor])[0] is descriptor

@@ -1,0 +1,118 @@
+"""Look-ahead: loaders are read one micro-batch ahead, and what a step communicates is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from pool import WorkerPool
+
+import deepspeed_cad
+from deepspeed_cad.ahead.loader import LookAheadLoader
+
+BLOCK = {"granularity": 16, "tolerance": 0.02}
+
+
+def _batches(rank: int, steps: int) -> list[dict[str, torch.Tensor]]:
+    lengths = [[120], [20, 30, 7]]
+    return [training.pack(training.documents(lengths[(rank + s) % 2], seed=10 * s + rank)) for s in range(steps)]
+
+
+class _Counter:
+    """Counts the collectives of this process while it is open, by name and group size."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __enter__(self) -> list[str]:
+        names = ("all_gather", "all_to_all_single", "all_reduce", "broadcast")
+        self._saved = {name: getattr(dist, name) for name in names}
+        for name, function in self._saved.items():
+            setattr(dist, name, lambda *a, _n=name, _f=function, **k: (self.calls.append(_n), _f(*a, **k))[1])
+        return self.calls
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._saved.items():
+            setattr(dist, name, function)
+
+
+def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -> dict[str, int]:
+    from deepspeed_cad.integrations.transformers import find_binding
+
+    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "overlap": overlap})
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    reference = training.tiny_llama()
+    batches: Any = _batches(rank, 4)
+    loader = LookAheadLoader(batches, find_binding(model).feed) if ahead else batches
+    assert len(loader) == 4
+    counted: list[str] = []
+    for step, batch in enumerate(loader):
+        announced = find_binding(model).feed.next_announced
+        assert (announced is not None) == ahead
+        assert announced is None or announced.local.tokens == batch["input_ids"].numel()
+        with _Counter() as calls:
+            loss = training.loss_sum(model, batch)
+            loss.backward()
+        if step == 2:
+            session = deepspeed_cad.current_session()
+            session.on_worker(lambda: None)
+            counted = list(calls)
+        lengths = [[120], [20, 30, 7]]
+        expected, _ = training.alone(reference, training.documents(lengths[(rank + step) % 2], seed=10 * step + rank))
+        assert abs(float(loss.detach()) - expected) < 1e-8
+    return {name: counted.count(name) for name in sorted(set(counted))}
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize(("overlap", "parts"), [("none", 1), ("pingpong", 2)])
+def test_collectives_of_a_step(workers: WorkerPool, overlap: str, parts: int, checkpoint: bool) -> None:
+    """Three small gathers (header, lengths, plan) and four exchanges per layer and nano-batch; nothing else."""
+    for counted in workers.run(_count, 2, overlap, checkpoint, False):
+        assert counted == {"all_gather": 3, "all_to_all_single": 2 * parts * 4}
+
+
+def test_a_loader_is_read_ahead(workers: WorkerPool) -> None:
+    """With look-ahead the forward finds its plan made: at most the next micro-batch's gathers fall into a step."""
+    for counted in workers.run(_count, 2, "pingpong", False, True):
+        assert counted["all_to_all_single"] == 2 * 2 * 4
+        assert counted.get("all_gather", 0) <= 3
+
+
+def _engine(rank: int, world: int) -> None:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_cad.install()
+    model = training.tiny_llama(torch.float32)
+    data = [{"input_ids": torch.randint(0, 64, (96 if i % 2 else 30,))} for i in range(8)]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "csv_monitor": {"enabled": True, "output_path": f"{dist.get_rank()}", "job_name": "cad"},
+        "cad": BLOCK,
+    }
+    import os
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        config["csv_monitor"]["output_path"] = folder
+        engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=data)
+        assert isinstance(loader, LookAheadLoader) and len(loader) == 4
+        for batch in loader:
+            out = engine(**batch, labels=batch["input_ids"])
+            engine.backward(out.loss)
+            engine.step()
+        names = sorted(os.listdir(os.path.join(folder, "cad"))) if rank == 0 else []
+        if rank == 0:
+            for figure in ("attention_max_over_mean", "sent_MiB", "planning_ms", "waited_s"):
+                assert any(figure in name for name in names), names
+    engine.destroy()
+
+
+def test_engine_loader_and_monitor(fresh_workers: WorkerPool) -> None:
+    fresh_workers.run(_engine, 2, timeout=120.0)

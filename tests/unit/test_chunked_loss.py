@@ -1,0 +1,43 @@
+"""The loss in chunks of the examples against the model's own: value, gradients, and what it keeps."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import chunked_loss
+
+
+@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 50}, {"shift_labels": "given"}], ids=str)
+def test_same_loss_and_gradients(monkeypatch, more: dict[str, Any]) -> None:
+    monkeypatch.setattr(chunked_loss, "CHUNK", 32)
+    batch = training.pack(training.documents([40, 3, 57], seed=0))
+    if "shift_labels" in more:
+        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[..., 1:]
+        batch, more = batch | {"labels": shifted, "shift_labels": shifted}, {}
+    own, ours = training.tiny_llama(), training.tiny_llama()
+    chunked = chunked_loss.ChunkedLoss(ours)
+    expected, found = (model(**batch, **more, use_cache=False).loss for model in (own, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+    expected.backward()
+    found.backward()
+    for one, other in zip(own.parameters(), ours.parameters()):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-8)
+    total, count = chunked.take().tolist()
+    assert count == 97
+    assert total / (more.get("num_items_in_batch") or count) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert chunked.take().tolist() == [0.0, 0.0]
+
+
+def test_without_labels_there_are_logits() -> None:
+    model = training.tiny_llama()
+    chunked_loss.ChunkedLoss(model)
+    batch = training.pack(training.documents([20], seed=0))
+    assert model(input_ids=batch["input_ids"]).logits.shape == (1, 20, 64)

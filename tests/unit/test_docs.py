@@ -1,0 +1,94 @@
+"""The documentation against the code: every key, command, target, file and link that it names exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import deepspeed_cad
+from deepspeed_cad.cli import available
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.statistics import Statistics
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+README = (ROOT / "README.md").read_text()
+
+
+def _code(text: str) -> str:
+    """What stands in code blocks and between backquotes."""
+    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
+
+
+def _table_below(heading: str) -> dict[str, str]:
+    """First column, without backquotes, to second column."""
+    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row[1] for row in rows}
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    documented = _table_below('The "cad" block')
+    fields = {field.name: json.dumps(field.default) for field in dataclasses.fields(CADConfig)}
+    assert {key: value.strip("`") for key, value in documented.items()} == fields
+
+
+def test_public_names_are_documented() -> None:
+    section = README.split("## Python\n")[1].split("\n## ")[0]
+    for name in set(deepspeed_cad.__all__) - {"__version__"}:
+        assert re.search(rf"\b{name}\b", section), name
+    for name in re.findall(r"deepspeed_cad\.(\w+)\(", README):
+        assert hasattr(deepspeed_cad, name), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page: Path) -> None:
+    text = _code(page.read_text())
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"\bmake ([a-z-]+)", text):
+        assert target in targets, f"make {target}"
+    for name in re.findall(r"\bdeepspeed-cad ([a-z]+)", text):
+        assert name in available(), f"deepspeed-cad {name}"
+    for module in re.findall(r"-m (deepspeed_cad[\w.]*)", text):
+        assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file(), module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in link:
+            assert (page.parent / link).exists(), link
+    for path in re.findall(r"\b((?:examples|tests|benchmarks|docs|csrc)/[\w/.-]*\w\.\w+)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_options_of_the_example_exist() -> None:
+    source = (ROOT / "examples" / "finetune_deepspeed.py").read_text()
+    for page in PAGES:
+        for command in re.findall(r"finetune_deepspeed\.py((?:[^\n`]|\\\n)*)", page.read_text()):
+            for option in re.findall(r"--[a-z_-]+", command):
+                sizes = ("--layers", "--hidden")
+                assert f'"{option}"' in source or option in sizes, f"{page.name}: {option}"
+
+
+def test_every_statistic_is_documented() -> None:
+    text = (ROOT / "docs" / "statistics.md").read_text()
+    for name in Statistics().as_events():
+        assert f"`{name}`" in text, name
+    for field in dataclasses.fields(Statistics):
+        if not field.name.startswith("_"):
+            assert f"`{field.name}`" in text, field.name
+
+
+def test_json_in_the_documentation_is_valid() -> None:
+    for page in PAGES:
+        for block in re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL):
+            config = json.loads(block)
+            CADConfig.from_dict(config.get("cad", {}))
+    for path in (ROOT / "examples").glob("*.json"):
+        CADConfig.from_dict(json.loads(path.read_text())["cad"])

@@ -1,0 +1,266 @@
+"""Whole exchanges on the CPU: copy tables, the C++ that executes them (over a stand-in driver), placement of rows.
+
+The reference moves row by row with numpy, straight from the slice tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import layouts, random_tasks
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange import native_calls
+from deepspeed_cad.exchange.copies import (
+    PlacementTable,
+    address_fields,
+    dispatch_pushes,
+    placements,
+    plan_landing,
+    return_pushes,
+)
+from deepspeed_cad.exchange.native_calls import CudaCalls, NativeCallError, cuda_calls
+from deepspeed_cad.exchange.placement import place, put_on_device
+from deepspeed_cad.exchange.watchdog import Watchdog
+from deepspeed_cad.schedule import (
+    GROUP,
+    HOME,
+    HOME_ROW,
+    KEY,
+    KIND,
+    QUERY,
+    ROWS,
+    SERVER,
+    SERVER_ROW,
+    STAGE_ROW,
+    Schedule,
+    Slices,
+    build_slices,
+    schedule_rank,
+)
+
+ROOT = Path(__file__).parents[2]
+GROUPS = 3
+FIELDS = ((QUERY, 16, torch.bfloat16), (KEY, 8, torch.bfloat16), (KEY, 8, torch.bfloat16), (QUERY, 2, torch.float32))
+"""Kind, width and type of the fields of one dispatch: widths and types differ, as Q, K, V and LSE do."""
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> CudaCalls:
+    """The C++ transport over the stand-in driver."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    folder = tmp_path_factory.mktemp("native")
+    library, driver = folder / "transport.so", folder / "driver.so"
+    flags = "-std=c++17 -O1 -Wall -Wextra -Werror -fPIC -shared -fvisibility=hidden".split()
+    sources = sorted(str(f) for f in (ROOT / "csrc").glob("*.cpp"))
+    names = ("last_error.cpp", "cuda_driver.cpp", "nvlink.cpp", "nccl_api.cpp", "nccl.cpp")
+    sources = [f for f in sources if Path(f).name in names]
+    subprocess.run(["g++", *flags, *sources, "-o", str(library), "-ldl", "-lpthread"], check=True)
+    fake = str(Path(__file__).with_name("fake_driver.cpp"))
+    subprocess.run(["g++", "-std=c++17", "-O1", "-fPIC", "-shared", fake, "-o", str(driver)], check=True)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(native_calls.native, "load", lambda: ctypes.CDLL(str(library)))
+    made = cuda_calls(str(driver))
+    patch.undo()
+    return made
+
+
+class Cluster:
+    """All ranks of one exchange in this process: schedules, tensors at home, landing areas, flags."""
+
+    def __init__(self, name: str, seed: int, calls: CudaCalls, window: int | None = None) -> None:
+        rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        layout = layouts()[name]
+        tick = layout.tick()
+        self.ranks, self.calls = tick.ranks, calls
+        tasks = random_tasks(tick, GROUPS, rng)
+        self.slices: Slices = build_slices(tick, tasks, window)
+        self.schedules = [schedule_rank(tick, self.slices, rank, GROUPS, window) for rank in range(self.ranks)]
+        self.flags = np.zeros((self.ranks, self.ranks), np.uint32)
+
+    def home(self, rank: int, kind: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """A strided view: every second row, groups with a gap between them."""
+        schedule = self.schedules[rank]
+        rows = schedule.query_tokens if kind == QUERY else schedule.key_tokens
+        return torch.randn(rows, 2, GROUPS, width + 3).to(dtype)[:, 1, :, :width]
+
+    def push(self, tables: list, sources: list[list[tuple]], rows: np.ndarray, fields: list, number: int) -> list:
+        """One exchange of all ranks: landed tensors [rank][field]."""
+        plan = plan_landing(rows, [kind for kind, _, _ in fields], [w * d.itemsize for _, w, d in fields])
+        areas = [np.full(int(total) + 64, 0xEE, np.uint8) for total in plan.total]
+        at = np.array([area.ctypes.data for area in areas], np.int64)
+        for rank in range(self.ranks):
+            table = tables[rank]
+            own = np.array([self.flags[p, rank : rank + 1].ctypes.data for p in range(self.ranks)], np.int64)
+            addressed = address_fields(sources[rank], at, plan)
+            self.calls.push(0, table.peers, table.begin, table.slices, addressed, own, number)
+        assert (self.flags == number).all()
+        for area, total in zip(areas, plan.total, strict=True):
+            assert (area[int(total) :] == 0xEE).all(), "written behind the end of a landing area"
+        landed = []
+        for rank in range(self.ranks):
+            row = []
+            for f, (kind, width, dtype) in enumerate(fields):
+                begin, count = int(plan.offset[f, rank]), int(rows[rank, kind])
+                part = torch.from_numpy(areas[rank])[begin : begin + count * width * dtype.itemsize].clone()
+                row.append(part.view(dtype).view(count, width))
+            landed.append(row)
+        return landed
+
+
+def address(kind: int, home: torch.Tensor) -> tuple[int, int, int, int, int]:
+    size = home.element_size()
+    return kind, home.data_ptr(), home.stride(0) * size, home.stride(1) * size, home.shape[2] * size
+
+
+@pytest.mark.parametrize("name", layouts())
+@pytest.mark.parametrize("window", [None, 20])
+def test_an_exchange_there_and_back(name: str, window: int | None, calls: CudaCalls) -> None:
+    cluster = Cluster(name, 3, calls, window)
+    ranks = range(cluster.ranks)
+    homes = [[cluster.home(rank, *field) for field in FIELDS] for rank in ranks]
+    sources = [[address(field[0], home) for field, home in zip(FIELDS, homes[rank], strict=True)] for rank in ranks]
+    tables = [dispatch_pushes(schedule) for schedule in cluster.schedules]
+    served = cluster.push(tables, sources, cluster.slices.served_rows, list(FIELDS), 7)
+    table = cluster.slices.table
+    for f, (kind, width, _) in enumerate(FIELDS):
+        expected = [torch.full((int(n), width), 9e9) for n in cluster.slices.served_rows[:, kind]]
+        for one in table[table[:, KIND] == kind]:
+            rows = homes[one[HOME]][f][one[HOME_ROW] : one[HOME_ROW] + one[ROWS], one[GROUP]]
+            expected[one[SERVER]][one[SERVER_ROW] : one[SERVER_ROW] + one[ROWS]] = rows.float()
+        for rank in ranks:
+            assert torch.equal(served[rank][f].float(), expected[rank])
+
+    # Back: the served tensors themselves, times a number per rank, so that every contribution differs.
+    given = [[(x.float() * (1 + rank / 8)).to(x.dtype).contiguous() for x in served[rank]] for rank in ranks]
+    sources = [
+        [(kind, x.data_ptr(), *[x.shape[1] * x.element_size()] * 3) for (kind, _, _), x in zip(FIELDS, given[rank])]
+        for rank in ranks
+    ]
+    tables = [return_pushes(schedule) for schedule in cluster.schedules]
+    landed = cluster.push(tables, sources, cluster.slices.landed_rows, list(FIELDS), 8)
+    for rank, schedule in enumerate(cluster.schedules):
+        placed = {kind: put_on_device(placements(schedule, kind), torch.device("cpu")) for kind in (QUERY, KEY)}
+        for f, (kind, _, dtype) in enumerate(FIELDS):
+            add = kind == KEY
+            home = cluster.home(rank, *FIELDS[f])
+            expected = home.double().clone()
+            for one in table[(table[:, HOME] == rank) & (table[:, KIND] == kind)]:
+                rows = given[one[SERVER]][f][one[SERVER_ROW] : one[SERVER_ROW] + one[ROWS]].double()
+                at = slice(one[HOME_ROW], one[HOME_ROW] + one[ROWS])
+                expected[at, one[GROUP]] = rows + (expected[at, one[GROUP]] if add else 0)
+            place(placed[kind], landed[rank][f], given[rank][f], home, add)
+            tolerance = 2**-7 if add and dtype == torch.bfloat16 else 0
+            torch.testing.assert_close(home.double(), expected, rtol=tolerance, atol=1e-6 if add else 0)
+        check_scatter(schedule)
+
+
+def check_scatter(schedule: Schedule) -> None:
+    """The placement table says the same as Schedule.key_scatter."""
+    table, scatter = placements(schedule, KEY), schedule.key_scatter
+    assert np.array_equal(table.target, scatter.target)
+    assert table.depth == len(scatter.levels)
+    assert sum(len(rows) for _, rows in scatter.levels) == len(table.source)
+
+
+def test_sums_are_rounded_once(calls: CudaCalls) -> None:
+    """256 contributions of 1 to 256 in bf16: adding one after the other in bf16 would stay at 256."""
+    table = PlacementTable(np.array([1]), np.array([0, 256]), np.arange(256))
+    home = torch.zeros(1, 2, 4, dtype=torch.bfloat16)
+    home[0, 1] = 256
+    landed = torch.ones(256, 4, dtype=torch.bfloat16)
+    place(put_on_device(table, torch.device("cpu")), landed, landed[:0], home, add=True)
+    assert home[0, 1].tolist() == [512.0] * 4 and home[0, 0].tolist() == [0.0] * 4
+
+
+def test_bad_input_to_placement_is_refused() -> None:
+    table = put_on_device(PlacementTable(np.array([0]), np.array([0, 2]), np.arange(2)), torch.device("cpu"))
+    rows, home = torch.ones(2, 4), torch.zeros(1, 1, 4)
+    with pytest.raises(CADError, match="2 rows came back for one row"):
+        place(table, rows, rows[:0], home, add=False)
+    with pytest.raises(CADError, match="bfloat16"):
+        place(table, rows.bfloat16(), rows[:0], home, add=True)
+    with pytest.raises(CADError, match="strides"):
+        place(table, rows, rows[:0], torch.zeros(1, 4, 2).transpose(1, 2)[:, :1], add=True)
+
+
+def test_every_rank_starts_with_another_peer(calls: CudaCalls) -> None:
+    cluster = Cluster("five", 0, calls)
+    tables = [dispatch_pushes(schedule) for schedule in cluster.schedules]
+    assert sorted(int(table.peers[0]) for table in tables) == list(range(5))
+    assert all(int(table.peers[-1]) == rank for rank, table in enumerate(tables))
+    moved = cluster.slices.table
+    moved = moved[moved[:, HOME] != moved[:, SERVER]]
+    for kind in (QUERY, KEY):
+        assert sum(int(table.rows_sent[kind]) for table in tables) == moved[moved[:, KIND] == kind, ROWS].sum()
+
+
+def test_neighbouring_slices_become_one_copy() -> None:
+    table = np.zeros((3, 8), np.int64)
+    table[:, HOME], table[:, SERVER] = 1, 0
+    table[:, SERVER_ROW], table[:, STAGE_ROW], table[:, ROWS] = [0, 10, 30], [5, 15, 25], 10
+    rows = np.array([[40, 0], [40, 0]])
+    empty = table[:0]
+    schedule = Schedule(0, 2, 1, None, 0, 0, empty, table, empty, rows, rows, (), ())
+    assert return_pushes(schedule).slices.tolist() == [[QUERY, 0, 0, 5, 20], [QUERY, 30, 0, 25, 10]]
+    with pytest.raises(CADError, match="ends at row 35 .* has 30 rows"):
+        return_pushes(Schedule(0, 2, 1, None, 0, 0, empty, table, empty, rows, rows - 10, (), ()))
+
+
+def test_waits_compare_with_wrap_around(calls: CudaCalls) -> None:
+    flags = np.array([5, 2**32 - 1], np.uint32)
+    at = np.array([flags[i:].ctypes.data for i in range(2)], np.int64)
+    calls.wait(0, at, 2**32 - 3)
+    with pytest.raises(NativeCallError, match="cuStreamWaitValue32 failed with CUDA error 600"):
+        calls.wait(0, at, 6)
+
+
+def test_a_failing_copy_is_an_error_with_the_drivers_text(calls: CudaCalls) -> None:
+    one, nothing = np.zeros(1, np.int64), np.zeros((1, 1), np.uint32)
+    fields = np.array([[QUERY, 0, 64, 64, 64, 0]], np.int64)
+    slices = np.array([[QUERY, 0, 0, 0, 4]], np.int64)
+    flag = np.array([nothing.ctypes.data], np.int64)
+    with pytest.raises(NativeCallError, match="cuMemcpyAsync failed with CUDA error 719 .a made-up failure"):
+        calls.push(13, one, np.array([0, 1]), slices, fields, flag, 1)
+
+
+class FakeEvent:
+    """An event that happens when told."""
+
+    def __init__(self, done: bool) -> None:
+        self.done = done
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_the_watchdog_reports_a_wait_that_does_not_end() -> None:
+    found: list[str] = []
+    dog = Watchdog(0.1, found.append)
+    slow = FakeEvent(False)
+    dog.track(FakeEvent(True), FakeEvent(True), "exchange 1")
+    dog.track(FakeEvent(False), slow, "exchange 2")
+    dog.track(FakeEvent(True), FakeEvent(False), "exchange 3")
+    import time
+
+    time.sleep(0.3)
+    assert not found, "a wait that its stream has not reached is not stuck"
+    slow.done = True
+    time.sleep(0.4)
+    dog.close()
+    assert found == ["exchange 3"]
+
+
+def test_the_native_library_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_calls.native, "load", lambda: None)
+    monkeypatch.setattr(native_calls.native, "why_missing", lambda: "it was not built")
+    with pytest.raises(NativeCallError, match="it was not built"):
+        cuda_calls()

@@ -1,0 +1,285 @@
+"""Machine profiles: the fit, scaling between head shapes, which profile a machine gets, files, and the subcommand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from pool import WorkerPool
+
+from deepspeed_cad import cli
+from deepspeed_cad.cost import PAIRS as COUNTED
+from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.exchange.probe import choose_transport
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.profiles import Profile, ShapeCost, choice, choose_cost, choose_profile, fit_cost, measure
+from deepspeed_cad.profiles.choice import GENERIC_GPU, PAIRS, SHIPPED, USUAL_SHAPE
+from deepspeed_cad.profiles.links import measure_links, peer_schedule
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+ENTRY = ShapeCost(USUAL_SHAPE, pair=1e-11, row=5e-9, key=2e-9, task=1e-7)
+PROFILE = Profile("some GPU", "flash_attn_4", (ENTRY,), inside=4e11, between=5e10, date="2026-01-01", commit="abc")
+
+
+def measured_as(true: tuple[float, ...], noise: float = 0.0, sizes: measure.Sizes = measure.GPU) -> Any:
+    random = np.random.default_rng(1)
+    found = []
+    for call in measure.calls(sizes, groups=8, most_keys=1 << 40):
+        seconds = float(np.dot(call.counts, true)) * (1.0 + noise * random.standard_normal())
+        found.append(measure.Measured(call, seconds * 0.3, seconds * 0.7))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [measure.GPU, measure.GPU_QUICK, measure.CPU, measure.CPU_QUICK])
+@pytest.mark.parametrize("true", [(1.1e-11, 6.6e-9, 2.4e-9, 1e-6), (1e-11, 0.0, 0.0, 0.0), (2e-9, 1e-7, 0.0, 1e-5)])
+def test_the_fit_finds_known_coefficients(true: tuple[float, ...], sizes: measure.Sizes) -> None:
+    fit = measure.fit_measured(measured_as(true, sizes=sizes))
+    np.testing.assert_allclose((fit.pair, fit.row, fit.key, fit.task), true, rtol=1e-6, atol=1e-9 * max(true))
+    assert fit.worst_error < 1e-6
+
+
+def test_the_fit_predicts_through_noise() -> None:
+    true = (1.1e-11, 6.6e-9, 2.4e-9, 0.0)
+    noisy = measured_as(true, noise=0.03)
+    fit = measure.fit_measured(noisy)
+    assert fit.pair == pytest.approx(true[0], rel=0.03) and min(fit.row, fit.key, fit.task) >= 0
+    mixes = [one for one in noisy if not one.call.fitted]
+    assert len(mixes) == 2 * measure.GPU.mixes
+    for one in mixes:
+        assert measure.predict(one.call, fit) == pytest.approx(np.dot(one.call.counts, true), rel=0.03)
+
+
+def test_the_fit_refuses_times_that_say_nothing() -> None:
+    counts = np.array([one.call.counts for one in measured_as((1.0, 0, 0, 0))])
+    with pytest.raises(CADError, match="cannot be fitted"):
+        fit_cost(counts, np.zeros(len(counts)))
+    with pytest.raises(CADError, match="cannot be fitted"):
+        fit_cost(counts[:2], np.ones(2))
+
+
+def test_calls_stay_within_their_bounds() -> None:
+    for call in measure.calls(measure.GPU, groups=8, most_keys=100_000):
+        assert (call.begin >= 0).all() and (call.end > call.begin).all()
+        assert call.end.sum() * call.groups <= 100_000 or len(call.end) == 1
+    labels = {call.label for call in measure.calls(measure.GPU, groups=8, most_keys=1 << 40)}
+    assert "documents of 65536" in labels and "shards of 64, prefixes to 32768" in labels
+
+
+def test_costs_scale_with_heads_and_sizes() -> None:
+    assert PROFILE.cost_for(USUAL_SHAPE).pair == ENTRY.pair
+    assert PROFILE.cost_for(replace(USUAL_SHAPE, query_heads=64, groups=16)) == PROFILE.cost_for(USUAL_SHAPE)
+    wider = PROFILE.cost_for(HeadShape(16, 2, 192, 128, 2))  # 8 heads a group of 320 instead of 4 of 256
+    for name in ("pair", "row", "key", "task"):
+        assert getattr(wider, name) == pytest.approx(getattr(ENTRY, name) * 2.5)
+    double = PROFILE.cost_for(replace(USUAL_SHAPE, bytes_per_element=4))
+    assert (double.pair, double.row, double.key) == pytest.approx((ENTRY.pair, 2 * ENTRY.row, 2 * ENTRY.key))
+    cost = PROFILE.cost_for(USUAL_SHAPE)
+    assert (cost.unit, cost.byte_inside, cost.byte_between) == ("seconds", 2 / 4e11, 2 / 5e10)
+    assert replace(PROFILE, inside=None, between=None).cost_for(USUAL_SHAPE).byte_inside == 0
+
+
+def test_the_nearest_head_shape_is_scaled() -> None:
+    small, many = HeadShape(32, 8, 64, 64, 2), HeadShape(32, 2, 128, 128, 2)
+    profile = replace(PROFILE, entries=(ENTRY, ShapeCost(small, 7e-12), ShapeCost(many, 5e-11)))
+    assert profile.cost_for(replace(small, groups=32)).pair == pytest.approx(7e-12 / 4)
+    assert profile.cost_for(replace(many, query_heads=24)).pair == pytest.approx(5e-11 * 12 / 16)
+    assert profile.cost_for(USUAL_SHAPE).pair == ENTRY.pair
+
+
+def test_ratios_are_not_scaled() -> None:
+    other = HeadShape(16, 2, 192, 128, 4)
+    cost = GENERIC_GPU.cost_for(other)
+    assert (cost.unit, cost.pair, cost.row, cost.key) == ("pairs", 1.0, 490.0, 250.0)
+    assert PAIRS.cost_for(other) == COUNTED
+
+
+def test_entries_of_other_head_shapes_are_kept() -> None:
+    other = ShapeCost(HeadShape(32, 32, 64, 64, 2), 3e-12)
+    merged = replace(PROFILE, inside=None).with_entries_of(
+        replace(PROFILE, entries=(replace(ENTRY, pair=9.0), other), inside=1e9)
+    )
+    assert merged.entries == (ENTRY, other) and merged.inside == 1e9
+    assert PROFILE.with_entries_of(replace(PROFILE, kernel="other", entries=(other,))) == PROFILE
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, kernel: str) -> None:
+    monkeypatch.setattr(choice, "machine_name", lambda device: machine)
+    monkeypatch.setattr(choice, "expected_kernel", lambda configured, device: kernel)
+    monkeypatch.setattr(choice, "user_path", lambda: tmp_path / "mine" / "profile.json")
+
+
+def test_auto_takes_the_users_then_the_shipped_then_ratios(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path, "NVIDIA H200", "flash_attn_4")
+    shipped = choose_profile("auto", GPU)
+    assert (shipped.machine, shipped.kernel, shipped.unit) == ("NVIDIA H200", "flash_attn_4", "seconds")
+    PROFILE.save(choice.user_path())
+    assert choose_profile("auto", GPU) == shipped, "a profile of another machine"
+    mine = replace(PROFILE, machine="NVIDIA H200")
+    mine.save(choice.user_path())
+    assert choose_profile("auto", GPU) == mine
+    assert choose_profile("pairs", GPU) is PAIRS
+    pretend(monkeypatch, tmp_path, "NVIDIA H200", "flash_attn_3")
+    assert choose_profile("auto", GPU) is GENERIC_GPU, "a profile of another kernel"
+    assert choose_profile("auto", CPU) is PAIRS
+    choice.user_path().write_text("{")
+    with pytest.raises(CADConfigError, match="is not JSON"):
+        choose_profile("auto", GPU)
+
+
+def test_choose_cost_gives_a_cost_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path, "NVIDIA H200", "flash_attn_4")
+    assert choose_cost("pairs", CPU) == COUNTED
+    assert choose_cost("auto", GPU).unit == "seconds"
+    PROFILE.save(tmp_path / "other.json")
+    assert choose_cost(str(tmp_path / "other.json"), CPU) == PROFILE.cost_for(USUAL_SHAPE)
+
+
+def test_the_expected_kernel_is_the_one_that_runs_here() -> None:
+    assert choice.expected_kernel("auto", CPU) == "torch_math"
+    assert choice.expected_kernel("flash_attn_2", CPU) == "flash_attn_2"
+
+
+def test_shipped_profiles_are_sound() -> None:
+    paths = sorted(SHIPPED.glob("*.json"))
+    assert paths
+    for path in paths:
+        profile = Profile.load(path)
+        assert profile.date and profile.commit and profile.source, path
+        for entry in profile.entries:
+            # A 32K document of an 8B model's head group: between 1 and 1000 TFLOP/s.
+            cost = profile.cost_for(entry.shape)
+            work = 14.0 * 32768**2 / 2 * entry.shape.heads_per_group * entry.shape.head_dim
+            assert 1e12 < work / float(cost.of(0, 32768)) < 1e15, path
+            assert entry.error < 0.1, path
+
+
+def test_the_h200_profile_predicts_documents_of_training_steps() -> None:
+    cost = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(USUAL_SHAPE)
+    for length in (2048, 8192, 32768, 65536):
+        measured = 0.8014 * (1.44e-11 * length**2 / 2 + 1.07e-8 * length)
+        assert float(cost.of(0, length)) == pytest.approx(measured, rel=0.07)
+
+
+def test_files_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "profile.json"
+    PROFILE.save(path)
+    assert Profile.load(path) == PROFILE and Profile.load(path).figures == PROFILE.figures
+    assert replace(PROFILE, date="another day").figures == PROFILE.figures
+    with pytest.raises(CADConfigError, match="cannot be written"):
+        PROFILE.save(path / "below a file.json")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"entries": []}, "no entries"),
+        ({"entries": 3}, "no entries"),
+        ({"speed": 1}, "unknown key 'speed'; its keys are machine"),
+        ({"machine": None}, "None at machine"),
+        ({"unit": "hours"}, "'hours' at unit"),
+        ({"inside": 0}, "0 at inside"),
+        ({"between": "fast"}, "'fast' at between"),
+        ({"entries": [{"pair": 1.0}]}, "no key 'shape' at entries"),
+        ({"entries": [[1]]}, "expected an object"),
+        ({"entry.pair": 0}, "0 at entries.0..pair"),
+        ({"entry.row": -1.0}, "-1.0 at entries.0..row"),
+        ({"entry.key": float("nan")}, "nan at entries.0..key"),
+        ({"entry.task": True}, "True at entries.0..task"),
+        ({"shape.groups": 0}, "0 at entries.0..shape.groups"),
+        ({"shape.groups": 5}, "32 query heads in 5 groups"),
+        ({"shape.head_dim": 1.5}, "1.5 at entries.0..shape.head_dim"),
+    ],
+)
+def test_bad_files_are_refused_with_the_place(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    content = json.loads(path.read_text())
+    for key, value in change.items():
+        where, _, name = key.rpartition(".")
+        entry = content["entries"][0]
+        {"": content, "entry": entry, "shape": entry["shape"]}[where][name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(CADConfigError, match=said) as caught:
+        Profile.load(path)
+    assert "profile.json" in str(caught.value) and "deepspeed-cad profile" in str(caught.value)
+
+
+@pytest.mark.parametrize("text, said", [("", "not JSON"), ("[]", "expected an object"), (None, "cannot be read")])
+def test_files_that_are_no_profiles(text: str | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(CADConfigError, match=said):
+        choose_profile(str(path), CPU)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--heads", "6", "--kv-heads", "4"], "expected a multiple"),
+        (["--head-dim", "0"], "--head-dim is 0"),
+        (["--kernel", "nonsense"], 'no kernel "nonsense"'),
+    ],
+)
+def test_the_subcommand_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["profile", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_subcommand_writes_and_adds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes=(32, 64), repeats=1, rounds=1)
+    monkeypatch.setattr(measure, "sizes_for", lambda device, quick: tiny)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "profile.json"
+    words = ["profile", "--output", str(path), "--kernel", "torch_math", "--kv-heads", "2", "--commit", "abc"]
+    for heads in ("4", "8"):
+        assert cli.main([*words, "--heads", heads, "--head-dim", "16", "--value-dim", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "documents of 64" in shown and "mixed lengths 1 *" in shown and "relative error" in shown
+    profile = Profile.load(path)
+    assert [entry.shape for entry in profile.entries] == [HeadShape(8, 2, 16, 8, 4), HeadShape(4, 2, 16, 8, 4)]
+    assert (profile.kernel, profile.unit, profile.commit, profile.inside) == ("torch_math", "seconds", "abc", None)
+
+
+@pytest.mark.slow
+def test_a_quick_run_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choice, "user_path", lambda: tmp_path / "profile.json")
+    path = tmp_path / "profile.json"
+    assert cli.main(["profile", "--quick", "--output", str(path)]) == 0
+    device = GPU if torch.cuda.is_available() else CPU
+    assert choose_profile("auto", device) == Profile.load(path)
+
+
+def test_every_peer_gets_a_document() -> None:
+    schedules = [peer_schedule([[1, 2], [0, 2], [0, 1]], rank, groups=2, tokens=10) for rank in range(3)]
+    for schedule in schedules:
+        assert schedule.query_tokens == 10 and len(schedule.own) == 0
+    alone = peer_schedule([[1], [0], []], 2, groups=2, tokens=8)
+    assert len(alone.sends) == len(alone.receives) == 0
+
+
+def links_of_two_nodes(rank: int, world: int) -> tuple[float | None, float | None, float | None]:
+    group = dist.group.WORLD
+    transport = choose_transport("c10d", group, CPU)
+    shape = HeadShape(4, 2, 16, 16, 4)
+    pairs = measure_links(transport, group, CPU, shape, ranks_per_node=2, tokens=64, repeats=2)
+    lone = measure_links(transport, group, CPU, shape, ranks_per_node=1, tokens=64, repeats=2)
+    transport.close()
+    return pairs.inside, pairs.between, lone.inside
+
+
+def test_links_are_measured_per_pair_class(workers: WorkerPool) -> None:
+    found = workers.run(links_of_two_nodes, 3)
+    assert found[0] == found[1] == found[2], "all ranks say the same"
+    inside, between, nobody = found[0]
+    assert inside > 0 and between > 0 and nobody is None

@@ -1,0 +1,77 @@
+"""One process, with and without torch.distributed: nothing to exchange, the same result."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import training
+from pool import WorkerPool
+
+import deepspeed_cad
+from deepspeed_cad.attention.microbatch import MicroBatch
+from deepspeed_cad.session import close_session
+
+
+def _train(overlap: str) -> None:
+    model, reference = training.tiny_llama(), training.tiny_llama()
+    deepspeed_cad.apply(model, {"overlap": overlap})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    docs = training.documents([40, 3, 1, 77], seed=5)
+    loss = training.loss_sum(model, training.pack(docs))
+    loss.backward()
+    expected, gradients = training.alone(reference, docs)
+    assert abs(float(loss.detach()) - expected) < 1e-8
+    for name, p in model.named_parameters():
+        assert (p.grad - gradients[name]).abs().max() < 1e-9, name
+    session = deepspeed_cad.current_session()
+    assert session is not None and session.transport is None and session.ranks == 1
+    assert session.statistics.imbalance == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("overlap", ["local_first", "pingpong", "none"])
+def test_without_torch_distributed(overlap: str) -> None:
+    assert not torch.distributed.is_initialized()
+    try:
+        _train(overlap)
+    finally:
+        close_session()
+
+
+def _in_group(rank: int, world: int) -> None:
+    _train("pingpong")
+
+
+def test_a_group_of_one(workers: WorkerPool) -> None:
+    workers.run(_in_group, 1)
+
+
+def test_forwards_without_backward_leave_nothing_behind() -> None:
+    """A reference's answers in DPO, in training mode and without gradients; and a loss that is never used."""
+    try:
+        model = training.tiny_llama()
+        deepspeed_cad.apply(model, {})
+        model.train()
+        session = deepspeed_cad.current_session()
+        assert session is not None
+        seen: list[MicroBatch] = []
+        count = session.count
+        session.count = lambda micro_batch: (seen.append(micro_batch), count(micro_batch))[1]  # type: ignore[method-assign, func-returns-value]
+        batch = training.pack(training.documents([40, 3], seed=5))
+        with torch.no_grad():
+            training.loss_sum(model, batch)
+        calls = list(seen[0]._calls.values())
+        assert len(calls) == 2 and not any(call.outputs for call in calls)
+        training.loss_sum(model, batch)
+        session.on_worker(lambda: None)  # the worker holds the last result until it waits for a job again
+        dropped = [weakref.ref(micro_batch) for micro_batch in seen]
+        del calls
+        seen.clear()
+        gc.collect()
+        assert not any(one() for one in dropped)
+        assert session.statistics.micro_batches == 2 and session.statistics.imbalance == pytest.approx(1.0)
+    finally:
+        close_session()

@@ -1,0 +1,187 @@
+"""Two CUDA streams in one attention call, on the CPU: which work is ordered after which, by clocks in place of a GPU.
+
+Memory of a stream may be used again by that stream as soon as it is freed. So whoever reads what another stream made
+must be waited for by that stream before the memory goes.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_cad.ahead.gather import Worker
+from deepspeed_cad.attention.call import AttentionCall, CallCounts, Modes
+from deepspeed_cad.attention.serve import prepare
+from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
+from deepspeed_cad.exchange.transport import Outgoing
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.kernels.torch_math import TorchMath
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.schedule import QUERY, build_slices, schedule_rank
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """Counts its own work, and what it knows to be over of every other."""
+
+    def __init__(self) -> None:
+        self.clock: Counter[int] = Counter()
+
+    def work(self) -> None:
+        self.clock[id(self)] += 1
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.clock |= event.clock
+
+    def wait_stream(self, other: Stream) -> None:
+        self.clock |= other.clock
+
+    def is_after(self, other: Stream) -> bool:
+        return self.clock[id(other)] == other.clock[id(other)]
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.clock: Counter[int] = Counter()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = Counter((stream or torch.cuda.current_stream()).clock)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
+
+@pytest.fixture()
+def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The current stream."""
+    main = Stream()
+    stack = [main]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        stack.append(stream)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stack[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return main
+
+
+class NothingMoves:
+    """A transport of one rank: waits and placements are work of the stream that asks for them."""
+
+    name, exchanges, bytes_sent = "nothing", 0, 0
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def dispatch(self, schedule: Any, fields: list[Outgoing], slot: int) -> Any:
+        def wait() -> list[torch.Tensor]:
+            torch.cuda.current_stream().work()
+            if self.fails:
+                raise RuntimeError("out of memory")
+            return [field.home.new_empty(0, field.home.shape[2]) for field in fields]
+
+        return SimpleNamespace(wait=wait)
+
+    def give_back(self, schedule: Any, fields: list[Any], slot: int) -> Any:
+        torch.cuda.current_stream().work()
+        return SimpleNamespace(wait=lambda: torch.cuda.current_stream().work())
+
+    def close(self) -> None: ...
+
+
+def make_call(aside: Stream, transport: NothingMoves) -> tuple[AttentionCall, list[torch.Tensor]]:
+    tick = Layout.from_rank_lengths([[5, 3]]).tick()
+    tasks = np.array([[0, 0, 5, 0, 2, 0], [1, 0, 3, 0, 2, 0]])
+    prepared = prepare(schedule_rank(tick, build_slices(tick, tasks), 0, 2), CPU, two_streams=True)
+    call = AttentionCall(
+        prepared, TorchMath(), transport, MaskRule(0.5), Modes(), CallCounts(), aside=aside  # type: ignore[arg-type]
+    )  # fmt: skip
+    return call, [torch.randn(8, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def test_each_stream_waits_for_what_reads_its_memory(main: Stream) -> None:
+    aside = Stream()
+    call, inputs = make_call(aside, NothingMoves())
+    main.work()
+    o = call(*inputs)
+    assert aside.clock[id(main)], "served tasks begin after what was queued before"
+    assert main.is_after(aside) and aside.is_after(main)
+    main.work()
+    o.sum().backward()
+    assert aside.clock[id(main)] == main.clock[id(main)] == 4, "work before each pass, a placement in each"
+    assert main.is_after(aside)
+    assert call.counts.waits.take() == (0.0, 2)
+
+
+def test_an_error_beside_leaves_the_streams_in_order(main: Stream) -> None:
+    aside = Stream()
+    call, inputs = make_call(aside, NothingMoves(fails=True))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        call(*inputs)
+    assert aside.clock[id(aside)] and main.is_after(aside)
+
+
+def test_nccl_frees_what_arrived_once_the_other_stream_has_read_it(main: Stream) -> None:
+    tick = Layout.from_rank_lengths([[8], [8]]).tick()
+    tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 1]])
+    schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
+    transport = NcclTransport.__new__(NcclTransport)
+    transport.device, transport._stuck = CPU, ""
+    transport._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
+    kind = transport._build(schedule, QUERY)
+    under_way = _UnderWay(1, Event(), [], [torch.ones(8, 3)], main)  # type: ignore[arg-type]
+    out = _Dispatched(transport, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], (kind, kind), under_way)
+    aside = Stream()
+    with torch.cuda.stream(aside):  # type: ignore[arg-type]
+        aside.work()
+        assert torch.equal(out.wait()[0], torch.ones(8, 3))
+    assert main.is_after(aside)
+
+
+def test_threads_ask_about_events_on_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    worker = Worker(torch.device("cuda", 3))
+    assert worker.submit(lambda: 1).result(10) == 1
+    worker.close()
+    assert chosen == [torch.device("cuda", 3)]
+
+
+def test_a_waiting_worker_holds_no_result() -> None:
+    class Result: ...
+
+    worker = Worker()
+    try:
+        future = worker.submit(Result)
+        result = weakref.ref(future.result(10))
+        del future
+        deadline = time.monotonic() + 10
+        while result() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert result() is None
+    finally:
+        worker.close()
