@@ -32,9 +32,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Attent
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from deepspeed_cad.ahead.documents import batch_shape, read_documents
-from deepspeed_cad.ahead.feed import Feed
-from deepspeed_cad.ahead.gather import Announcement
+from deepspeed_cad.ahead.documents import Announcement, batch_shape, read_documents
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.autoload import when_imported
 from deepspeed_cad.config import CADConfig
@@ -88,7 +86,7 @@ class Binding:
         self.model = weakref.ref(model)
         self.decoder = weakref.ref(find_decoder(model))
         self.original = model.config._attn_implementation or default_attention(model.config)
-        self.feed = Feed(session, describe(model))
+        self.feed = session.open_feed(describe(model))
         self.forwards = 0
         layers = decoder_layers(find_decoder(model))
         self._checkpointed = weakref.WeakSet([find_decoder(model), *(layers or ())[:1]])
@@ -115,7 +113,7 @@ class Binding:
                 alternate(layer)
         if self.session.tracer is not None:
             self.session.tracer.watch_layers(decoder_layers(decoder) or ())
-        self.session.bindings[model] = self
+        self.session.bind(model, self)
 
     def enter(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Before the decoder's forward: find the micro-batch and its plan."""
@@ -132,7 +130,7 @@ class Binding:
             refuse_checkpointing(decoder)
         unread = None
         if not training:
-            micro_batch = self.session.open_local(read_documents(given).local)
+            micro_batch = self.session.plans.open_local(read_documents(given).local)
         else:
             # Without gradients it is another look at data that is trained, or none of it: a reference's answer in DPO.
             queued = torch.is_grad_enabled()
@@ -143,8 +141,9 @@ class Binding:
                 try:
                     mine = read_documents(given)
                 except CADError as error:
-                    self.feed.fail(error, announced=announced is not None)
+                    self.feed.fail(error)
                 micro_batch = self.feed.take(mine, queued)
+            self.session.count(micro_batch)
         if training and micro_batch.layout.segments.begin.any():
             refuse_spanning(getattr(decoder, "config", None))
         empty = 0 in batch_shape(given)
@@ -159,6 +158,8 @@ class Binding:
         if scope is None or scope.micro_batch is None:
             return None
         scope.micro_batch.in_forward = False
+        if output is None and scope.training:  # the forward raised
+            self.feed.abandon(scope.micro_batch)
         if scope.training:
             self.forwards += 1
             for key in scope.micro_batch.keys:
@@ -170,8 +171,7 @@ class Binding:
                     CADDataError(
                         f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
                         'announced. Set "look_ahead": 0 if batches are changed or skipped between loader and model'
-                    ),
-                    announced=True,
+                    )
                 )
         return _no_rows(output) if scope.empty else None
 
@@ -246,12 +246,8 @@ def _install_trainer_hooks(trainer: types.ModuleType) -> None:
 def find_binding(model: torch.nn.Module) -> Binding | None:
     """The binding of a model, through any wrapper; None where CAD is off for it."""
     session = current_session()
-    if session is not None:
-        for module in model.modules():
-            if module in session.bindings:
-                found: Binding = session.bindings[module]
-                return found
-    return None
+    found: Binding | None = None if session is None else session.find_binding(model)
+    return found
 
 
 def find_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -332,7 +328,7 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
         try:
             check_mask(scope.micro_batch.layout, scope.micro_batch.rank, window, kwargs, scope.binding.forwards)
         except CADError as error:
-            scope.binding.feed.fail(error, announced=True)
+            scope.binding.feed.fail(error)
     return session.descriptor(scope.micro_batch, window, scope.checkpointed)
 
 
