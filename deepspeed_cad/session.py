@@ -113,6 +113,8 @@ class Session:
 
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
+        if self.liveness is not None:
+            self.liveness.close()
         self.worker.close()
         if self.tracer is not None:
             self.tracer.finish()

@@ -159,7 +159,7 @@ class Binding:
             return None
         scope.micro_batch.in_forward = False
         if output is None and scope.training:  # the forward raised
-            self.feed.abandon(scope.micro_batch)
+            self.feed.forward_raised(scope.micro_batch, sys.exc_info()[1])
         if scope.training:
             self.forwards += 1
             for key in scope.micro_batch.keys:
