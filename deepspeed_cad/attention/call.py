@@ -154,7 +154,8 @@ class AttentionCall:
                 served_o, served_lse = run_served(self.prepared, self.kernel, self.rule, q_RGD, k_S1D, v_S1V, sinks)
             fields = [Returning(QUERY, served_o.flatten(1), o.unflatten(1, (groups, -1)).flatten(2))]
             if sinks is not None:
-                fields.append(Returning(QUERY, served_lse, lse.unflatten(1, (groups, -1))))
+                # A kernel may give LSE transposed. The server keeps that: the kernel takes it back without a copy.
+                fields.append(Returning(QUERY, served_lse.contiguous(), lse.unflatten(1, (groups, -1))))
             kept = tuple(x.clone() for x in (q_RGD, k_S1D, v_S1V)) if self.modes.keep_received else ()
             self._give_back(fields)
             return served_o, served_lse, *kept
