@@ -182,7 +182,7 @@ class MaskDescriptor:
                 f"{label} got {k_BKSD.shape[2]} keys for {width} queries: a KV cache is in use during training; "
                 "pass use_cache=False"
             )
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
+        q, k, v = (_as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         part = self.part or 0
         rows = int(self.micro_batch.ticks[part].query_tokens[self.micro_batch.rank])
@@ -216,6 +216,13 @@ class MaskDescriptor:
         if stand_in:
             o_THV = torch.cat([o_THV, o_THV.new_zeros(batch * width, *o_THV.shape[1:])])
         return o_THV.unflatten(0, (batch, width))
+
+
+def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype that torch's own attention takes under autocast: rotary embeddings leave Q and K in fp32 there."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def whole_rank_tasks(layout: Layout, groups: int) -> np.ndarray:

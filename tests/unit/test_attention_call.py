@@ -1,0 +1,102 @@
+"""One layer's attention in one process, as a model calls it: autocast, mistakes of a model, what is kept and freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from cases import document_attention
+
+from deepspeed_cad.attention.call import CallCounts, Modes
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, whole_rank_tasks
+from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.kernels.torch_math import TorchMath
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.plan import Plan
+
+CPU = torch.device("cpu")
+HEADS, GROUPS, DIM = 4, 2, 8
+LABEL = "Attention of layer 3"
+
+
+class Layer(torch.nn.Module):
+    """Attention of one micro-batch of one rank; takes and gives what transformers' attention functions do."""
+
+    def __init__(self, lengths: list[int], modes: Modes | None = None, kernel: Kernel | None = None) -> None:
+        super().__init__()
+        layout = Layout.from_rank_lengths([lengths])
+        nothing = np.zeros(1, np.int64)
+        self.micro_batch = MicroBatch(
+            0, layout, (layout.tick(),), CPU,
+            lambda tick, key: Plan(whole_rank_tasks(layout, key.shape.groups), nothing, nothing, nothing, nothing),
+            lambda value, what: None, None, CallCounts(),
+        )  # fmt: skip
+        self.descriptor = MaskDescriptor(
+            self.micro_batch, None, lambda *_: kernel or TorchMath(), Modes() if modes is None else modes
+        )
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.descriptor.attend(self, q, k, v, MaskRule(1.0), sinks, LABEL)
+
+
+def inputs(rows: int, dtype: torch.dtype = torch.float64, spread: float = 1.0) -> list[torch.Tensor]:
+    """Q, K, V as [1, heads, rows, DIM]; `spread` is the standard deviation of scores."""
+    gen = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, rows, DIM, generator=gen, dtype=torch.float64) for heads in (HEADS, GROUPS, GROUPS)]
+    made[0] *= spread / DIM**0.5
+    return [x.to(dtype).requires_grad_() for x in made]
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same for one document by autograd."""
+    return document_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), 1.0)[None]
+
+
+def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As models write it: products of matrices, which autocast rounds, and a softmax in fp32."""
+    share = HEADS // GROUPS
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    score = (q @ k.transpose(2, 3)).masked_fill(hidden, float("-inf"))
+    return (torch.softmax(score, dim=-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+
+
+def errors(run: Callable[..., torch.Tensor], spread: float) -> list[float]:
+    """Of O, dQ, dK, dV of fp32 inputs under autocast against fp64, as a share of their norms."""
+    rows = 96
+    do = torch.randn(1, rows, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    exact, given = inputs(rows, torch.float64, spread), inputs(rows, torch.float32, spread)
+    expected = plain(*exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(*given)
+    pairs = [
+        (found, expected),
+        *zip(torch.autograd.grad(found, given, do.to(found.dtype)), torch.autograd.grad(expected, exact, do.double())),
+    ]
+    return [float((one.detach() - other.detach()).norm() / other.detach().norm()) for one, other in pairs]
+
+
+@pytest.mark.parametrize("spread", [1.0, 16.0])
+def test_autocast_is_no_less_exact_than_eager_attention(spread: float) -> None:
+    """Scores that autocast rounds in the forward only would make probabilities that are not those of the LSE."""
+    ours, models = errors(Layer([96]), spread), errors(eager, spread)
+    assert all(one <= other for one, other in zip(ours, models, strict=True)), (ours, models)
+    assert max(ours) < 0.04
+
+
+def test_attention_runs_in_the_dtype_of_autocast() -> None:
+    """Rotary embeddings leave Q and K in fp32, which no fast kernel takes; torch's own attention rounds them."""
+    layer, (q, k, v) = Layer([5, 3]), inputs(8, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = layer(q, k, v.bfloat16())
+    assert o.dtype == torch.bfloat16
+    assert [key.shape.bytes_per_element for key in layer.micro_batch.keys] == [2]
+    o.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+    wide = Layer([5, 3])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert wide(*inputs(8)).dtype == torch.float64
