@@ -83,6 +83,8 @@ class AttentionCall:
     _inputs: tuple[torch.Tensor, ...] = ()
     outputs: tuple[torch.Tensor, ...] = ()
     """Kept until backward: O, LSE at home; O, LSE of served tasks; then Q, K, V received where they are kept."""
+    _version: int = 0
+    """Of O when it was given to the model: whoever changes O in place raises it."""
     _out: Dispatched | None = None
     _back: Returned | None = None
     _sinks: torch.Tensor | None = None
@@ -171,7 +173,19 @@ class AttentionCall:
         self._inputs = ()
         self.done = True
         self.counts.forwards += 1
+        self._version = 0 if torch.is_inference_mode_enabled() else self.outputs[0]._version
         return self.outputs[0]
+
+    def check_unchanged(self, o: torch.Tensor) -> None:
+        """Raise where the model changed O in place: backward and the recompute of a layer need it as it was.
+
+        Autograd compares versions of what `save_for_backward` holds, but not where checkpointing keeps that.
+        """
+        if o._version != self._version:
+            raise CADError(
+                f"{self.label}: its output was changed in place, and its backward needs it as it was. Change a copy "
+                "in the model (x = x * y instead of x *= y or x.mul_(y))"
+            )
 
     def backward_dispatch(
         self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...]
@@ -381,6 +395,7 @@ class _Collect(torch.autograd.Function):
         if call.replaying:
             call.counts.replays += 1
             o = call.outputs[0]
+            call.check_unchanged(o)
         else:
             o = call.forward_collect()
         if call.modes.recompute:
@@ -396,6 +411,8 @@ class _Collect(torch.autograd.Function):
         call: AttentionCall = ctx.call
         q, k, v, *rest = ctx.saved_tensors
         outputs = (rest[-1], *rest[:-1]) if call.modes.recompute else call.outputs
+        if outputs:
+            call.check_unchanged(outputs[0])
         do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
         dsinks = call.backward_dispatch(do, q.detach(), k.detach(), v.detach(), tuple(x.detach() for x in outputs))
         return None, do.new_zeros(1), None, None, None, dsinks if ctx.needs_input_grad[5] else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import document_attention
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed_cad.attention.call import CallCounts, Modes
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, whole_rank_tasks
@@ -100,3 +102,62 @@ def test_attention_runs_in_the_dtype_of_autocast() -> None:
     wide = Layer([5, 3])
     with torch.autocast("cpu", torch.bfloat16):
         assert wide(*inputs(8)).dtype == torch.float64
+
+
+def checkpointed(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """A layer that is run again in its backward, as transformers does it."""
+
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        o = layer(*inputs)
+        layer.micro_batch.in_forward = False  # what follows is a recompute
+        return change(o)
+
+    found = checkpoint(run, *given, use_reentrant=False)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def run_whole(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """The same without checkpointing."""
+    return change(layer(*given))
+
+
+RUNS = pytest.mark.parametrize("run", [run_whole, checkpointed])
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True])
+
+
+@RUNS
+@RECOMPUTE
+def test_output_changed_in_place_is_an_error(run: Callable[..., torch.Tensor], recompute: bool) -> None:
+    """Training would go on with wrong gradients. What autograd itself holds it checks itself."""
+    layer = Layer([5, 3], Modes(recompute=recompute))
+    # The square is of use to autograd, so that a recompute does not end before the change.
+    o = run(layer, lambda o: o.flatten(2).mul_(2).square(), *inputs(8))
+    by_autograd = recompute and run is run_whole
+    with pytest.raises(RuntimeError, match="inplace operation" if by_autograd else f"{LABEL}.*changed in place"):
+        o.sum().backward()
+
+
+@RUNS
+@RECOMPUTE
+def test_gradients_of_a_layer(run: Callable[..., torch.Tensor], recompute: bool) -> None:
+    given = inputs(8)
+    layer = Layer([8], Modes(recompute=recompute))
+    o = run(layer, lambda o: o * 2, *given)
+    do = torch.randn_like(o)
+    expected = plain(*given) * 2
+    found = torch.autograd.grad(o, given, do)
+    assert torch.allclose(o, expected, atol=1e-12)
+    for one, other in zip(found, torch.autograd.grad(expected, given, do), strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+    counts, again = layer.micro_batch.counts, run is checkpointed
+    assert (counts.forwards, counts.backwards, counts.replays) == (
+        1 + (again and recompute), 1, int(again and not recompute),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_evaluation_keeps_nothing(without_gradients: Callable[[], Any]) -> None:
+    given, layer = inputs(8), Layer([8], Modes(recompute=True))
+    with without_gradients():
+        assert torch.allclose(layer(*given), plain(*given), atol=1e-12)
