@@ -127,11 +127,7 @@ class AttentionCall:
 
     def forward_dispatch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Start sending Q, K, V."""
-        if self.released:
-            raise CADError(
-                f"{self.label}: backward through the same forward a second time (retain_graph) is not supported: "
-                "attention outputs are freed as soon as their backward ran"
-            )
+        self.check_held()
         self._inputs = (q, k, v)
         self._sinks = None if self.sinks is None else self.sinks.detach().clone()
         if self.transport is not None:
@@ -176,6 +172,15 @@ class AttentionCall:
         self._version = 0 if torch.is_inference_mode_enabled() else self.outputs[0]._version
         return self.outputs[0]
 
+    def check_held(self) -> None:
+        """Raise where a backward has already run, and freed what this one needs."""
+        if self.released:
+            raise CADError(
+                f"{self.label}: a second backward through the same forward (retain_graph=True) is not supported: what "
+                "attention keeps is freed as soon as its backward ran. Add the losses up and run one backward, or run "
+                "the forward again"
+            )
+
     def check_unchanged(self, o: torch.Tensor) -> None:
         """Raise where the model changed O in place: backward and the recompute of a layer need it as it was.
 
@@ -191,8 +196,6 @@ class AttentionCall:
         self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor | None:
         """Start sending dO (and Q, K, V); gives the gradient of the sinks, if there are any."""
-        if not outputs:
-            raise CADError(f"{self.label}: its outputs were already freed; backward can run once per forward")
         self._backward_inputs = (do, q, k, v, *outputs)
         if self.transport is not None:
             fields = [Outgoing(QUERY, by_group(do, k))]
@@ -393,6 +396,7 @@ class _Collect(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         if call.replaying:
+            call.check_held()
             call.counts.replays += 1
             o = call.outputs[0]
             call.check_unchanged(o)
@@ -410,9 +414,10 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: AttentionCall = ctx.call
         q, k, v, *rest = ctx.saved_tensors
+        if not call.modes.recompute:
+            call.check_held()
         outputs = (rest[-1], *rest[:-1]) if call.modes.recompute else call.outputs
-        if outputs:
-            call.check_unchanged(outputs[0])
+        call.check_unchanged(outputs[0])
         do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
         dsinks = call.backward_dispatch(do, q.detach(), k.detach(), v.detach(), tuple(x.detach() for x in outputs))
         return None, do.new_zeros(1), None, None, None, dsinks if ctx.needs_input_grad[5] else None

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_cad.attention.call import CallCounts, Modes
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, whole_rank_tasks
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout
@@ -154,6 +155,19 @@ def test_gradients_of_a_layer(run: Callable[..., torch.Tensor], recompute: bool)
     assert (counts.forwards, counts.backwards, counts.replays) == (
         1 + (again and recompute), 1, int(again and not recompute),
     )  # fmt: skip
+
+
+@RUNS
+@RECOMPUTE
+def test_second_backward_is_an_error(run: Callable[..., torch.Tensor], recompute: bool) -> None:
+    layer, given = Layer([8], Modes(recompute=recompute)), inputs(8)
+    o = run(layer, lambda o: o * 2, *given)
+    (first,) = torch.autograd.grad(o.sum(), given[:1], retain_graph=True)
+    if recompute and run is run_whole:  # autograd holds all of it
+        assert torch.equal(torch.autograd.grad(o.sum(), given[:1])[0], first)
+        return
+    with pytest.raises(CADError, match=f"{LABEL}: a second backward.*retain_graph"):
+        o.sum().backward()
 
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
