@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from deepspeed_cad.ahead.gather import Announcement, Gatherer, Worker
 from deepspeed_cad.ahead.pace import Pace
-from deepspeed_cad.attention.call import CallCounts, Modes
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError
@@ -72,8 +72,6 @@ class Session:
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
-        if self.tracer is not None and self.transport is not None:
-            self.transport = self.tracer.watch_transport(self.transport)
         self.cost = self._choose_cost()
         if self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief

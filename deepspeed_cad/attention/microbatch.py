@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deepspeed_cad.attention.call import AttentionCall, CallCounts, Modes
+from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.serve import Prepared, prepare
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
@@ -198,21 +199,21 @@ class MaskDescriptor:
 
         def build() -> AttentionCall:
             prepared = micro_batch.prepared(PlanKey(self.window, shape), part)
-            return AttentionCall(
+            setup = CallSetup(
                 prepared, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
-                micro_batch.counts, slot=part, label=label, aside=micro_batch.aside,
+                micro_batch.counts, part, label, micro_batch.aside,
             )  # fmt: skip
+            return AttentionCall(setup)
 
         call = micro_batch.call(layer, part, build, label)
-        call.sinks = sinks
         k, v = micro_batch.with_first_keys(layer, part, k, v)
-        token = call.dispatch(q, k, v)
+        token = call.dispatch(q, k, v, sinks)
         if self.part is not None:
             hand_over()
         token = call.serve(token)
         if self.part is not None:
             hand_over()
-        o_THV = call.collect(token, q, k, v)
+        o_THV = call.collect(token, q, k, v, sinks)
         if stand_in:
             o_THV = torch.cat([o_THV, o_THV.new_zeros(batch * width, *o_THV.shape[1:])])
         return o_THV.unflatten(0, (batch, width))

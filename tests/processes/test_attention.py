@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from deepspeed_cad.attention.call import AttentionCall, CallCounts, Modes
+from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.serve import prepare
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import MaskRule, Sequences
@@ -101,14 +102,14 @@ def _run(rank: int, world: int, name: str, seed: int, window: int | None, keep: 
     for slot, tick in enumerate(ticks):
         tasks = cases.random_tasks(tick, GROUPS, rng)
         schedule = schedule_rank(tick, build_slices(tick, tasks, window), rank, GROUPS, window)
-        call = AttentionCall(
+        setup = CallSetup(
             prepare(schedule, torch.device("cpu")), LseTransposed(), transport, rule,
-            Modes(local_first=bool(seed % 2), keep_received=keep), counts, slot, sinks=sink,
+            Modes(local_first=bool(seed % 2), keep_received=keep), counts, slot,
         )  # fmt: skip
         q0, k0 = int(tick.query_base[rank]), int(tick.key_base[rank])
         rows = slice(q0, q0 + int(tick.query_tokens[rank]))
         keys = slice(k0, k0 + int(tick.key_tokens[rank]))
-        outputs.append(call(leaves["q"][rows], leaves["k"][keys], leaves["v"][keys]))
+        outputs.append(AttentionCall(setup)(leaves["q"][rows], leaves["k"][keys], leaves["v"][keys], sink))
     o = torch.cat(outputs)
     o.backward(mine["do"])
     expected = _expected(layout, rank, rule, sink.detach() if sinks else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,6 @@ def _train(rank: int, world: int, block: dict[str, Any], path: str, steps: int) 
     own_tracer = tracer is None
     if own_tracer:
         tracer = session.counts.tracer = Tracer(path, steps, torch.device("cpu"), rank, world)
-        session.transport = tracer.watch_transport(session.transport)
         tracer.watch_layers(model.model.layers)
     for step in range(WARM_UP + steps + 1):
         if own_tracer:
@@ -107,13 +107,13 @@ def _lane(events: list[dict[str, Any]], rank: int, name: str) -> Iterator[dict[s
     return iter(sorted(found, key=lambda event: event["ts"]))
 
 
-@pytest.mark.parametrize("overlap", ["pingpong", "none"])
-def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str) -> None:
+@pytest.mark.parametrize("overlap, keep", [("pingpong", False), ("none", True)])
+def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, keep: bool) -> None:
     steps, layers = 2, 2
     parts = 2 if overlap == "pingpong" else 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        workers.run(_train, 2, {"overlap": overlap}, str(path), steps)
+        workers.run(_train, 2, {"overlap": overlap, "backward": "keep" if keep else "resend"}, str(path), steps)
         timeline = json.loads(path.read_text())
     events = timeline["traceEvents"]
     for rank in range(2):
@@ -131,9 +131,11 @@ def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str) -> None:
         # One stream does one thing at a time (times are rounded to nanoseconds).
         for one, following in zip(compute, compute[1:]):
             assert following["ts"] >= one["ts"] + one["dur"] - 0.01
-        exchanges = [e["name"] for e in _lane(events, rank, "exchange A")]
-        assert exchanges.count("Q, K, V out") == exchanges.count("O back") == steps * layers
-        assert exchanges.count("dO, Q, K, V out") == exchanges.count("dQ, dK, dV back") == steps * layers
+        out = "dO out" if keep else "dO, Q, K, V out"
+        exchanges = Counter((e["name"], e["cat"]) for e in _lane(events, rank, "exchange A"))
+        directions = {"forward": ("Q, K, V out", "O back"), "backward": (out, "dQ, dK, dV back")}
+        expected = {(name, direction): steps * layers for direction, names in directions.items() for name in names}
+        assert exchanges == expected
     lines = summary(timeline).splitlines()
     assert lines[0].split() == ["ms", "per", "rank", "rank", "0", "rank", "1"]
     assert any(line.startswith("served backward") for line in lines)

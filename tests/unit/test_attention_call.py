@@ -11,8 +11,10 @@ import torch
 from cases import document_attention
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_cad.attention.call import CallCounts, Modes
+from deepspeed_cad.attention.call import Released
+from deepspeed_cad.attention.forward import ForwardServed
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, whole_rank_tasks
+from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -163,7 +165,7 @@ def test_second_backward_is_an_error(run: Callable[..., torch.Tensor], recompute
     layer, given = Layer([8], Modes(recompute=recompute)), inputs(8)
     o = run(layer, lambda o: o * 2, *given)
     (first,) = torch.autograd.grad(o.sum(), given[:1], retain_graph=True)
-    if recompute and run is run_whole:  # autograd holds all of it
+    if recompute:  # autograd holds all of it, or has it made again
         assert torch.equal(torch.autograd.grad(o.sum(), given[:1])[0], first)
         return
     with pytest.raises(CADError, match=f"{LABEL}: a second backward.*retain_graph"):
@@ -175,3 +177,27 @@ def test_evaluation_keeps_nothing(without_gradients: Callable[[], Any]) -> None:
     given, layer = inputs(8), Layer([8], Modes(recompute=True))
     with without_gradients():
         assert torch.allclose(layer(*given), plain(*given), atol=1e-12)
+
+
+@RUNS
+def test_sinks_are_trained_alone(run: Callable[..., torch.Tensor]) -> None:
+    """Q, K and V need no gradient: the call is not asked for theirs, and keeps nothing."""
+    q, k, v = (x.detach() for x in inputs(8))
+    sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64).requires_grad_()
+    layer = Layer([8])
+    o = run(layer, lambda o: o * 2, q, k, v, sinks)
+    heads = [x[0].transpose(0, 1) for x in (q, k, v)]
+    expected = torch.autograd.grad(document_attention(*heads, 1.0, sinks=sinks).sum() * 2, sinks)[0]
+    o.sum().backward()
+    assert torch.allclose(sinks.grad, expected, atol=1e-12)
+    (call,) = layer.micro_batch._calls.values()
+    assert isinstance(call.state, Released)
+
+
+def test_steps_out_of_order_are_an_error() -> None:
+    """Whoever catches an error of one step and goes on meets another that says so, not an AttributeError."""
+    layer, (q, k, v) = Layer([8]), inputs(8)
+    layer(q, k, v)
+    (call,) = layer.micro_batch._calls.values()
+    with pytest.raises(CADError, match=f"{LABEL}: its steps ran out of order: Kept where ForwardServed"):
+        call.expect(ForwardServed)
