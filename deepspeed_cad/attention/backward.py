@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import Kept, as_received
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
 from deepspeed_cad.attention.serve import (
-    Batches,
     by_group,
     new_gradients,
     run_local_backward,
@@ -82,22 +82,22 @@ def sinks_gradient(setup: CallSetup, kept: Kept, do_THV: torch.Tensor) -> torch.
         return None
     o, lse = kept.o_THV, kept.lse_TH
     weight_TH = torch.exp(kept.sinks_H.to(lse.dtype) - lse)
-    if len(setup.prepared.padding):
-        weight_TH[setup.prepared.padding] = 0
+    if len(setup.schedule.padding):
+        weight_TH[setup.schedule.padding] = 0
     return -(weight_TH * (do_THV.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum(0).to(kept.sinks_H.dtype)
 
 
 def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed:
     """Run the backward of local and served batches, start sending dQ, dK, dV back."""
     do, q, k, v, kept = started.do_THV, started.q_THD, started.k_UKD, started.v_UKV, started.kept
-    own = Gradients(*new_gradients(setup.prepared, q, k, v))
+    own = Gradients(*new_gradients(setup.schedule, q, k, v))
     same = own.dk_UKD.dtype == k.dtype
     landing = (own.dk_UKD, own.dv_UKV) if same else (torch.empty_like(k), torch.empty_like(v))
 
     def run(batches: Batches) -> None:
         run_local_backward(
             batches, setup.kernel, setup.rule, do, q, k, v, kept.o_THV, kept.lse_TH, own,
-            add=setup.prepared.local_keys_overlap,
+            add=setup.schedule.local_keys_overlap,
         )  # fmt: skip
 
     def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
@@ -106,7 +106,7 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
         received = kept.served.received or as_received(resent, q)
         with setup.span("served", backward=True, aside=setup.aside is not None):
             dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-                setup.prepared, setup.kernel, setup.rule, do_RW.unflatten(1, (-1, v.shape[2])), *received,
+                setup.schedule, setup.kernel, setup.rule, do_RW.unflatten(1, (-1, v.shape[2])), *received,
                 kept.served.o_RGV, kept.served.lse_RG,
             )  # fmt: skip
         fields = [

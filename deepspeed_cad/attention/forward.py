@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
-from deepspeed_cad.attention.serve import Batches, by_group, new_outputs, run_local, run_served
+from deepspeed_cad.attention.serve import by_group, new_outputs, run_local, run_served
 from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
@@ -111,7 +112,7 @@ def start_forward(
 def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
     """Run local and served batches, start sending O back."""
     q, k, v, sinks = started.q_THD, started.k_UKD, started.v_UKV, started.sinks_H
-    o, lse = new_outputs(setup.prepared, q, v)
+    o, lse = new_outputs(setup.schedule, q, v)
 
     def run(batches: Batches) -> None:
         run_local(batches, setup.kernel, setup.rule, q, k, v, o, lse, sinks)
@@ -119,7 +120,7 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
     def serve(arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
         received = as_received(arrived, q)
         with setup.span("served", aside=setup.aside is not None):
-            o_RGV, lse_RG = run_served(setup.prepared, setup.kernel, setup.rule, *received, sinks)
+            o_RGV, lse_RG = run_served(setup.schedule, setup.kernel, setup.rule, *received, sinks)
         groups = k.shape[1]
         fields = [Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2))]
         if sinks is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from deepspeed_cad.attention.serve import Batches
+from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.exchange.transport import Dispatched, Returned
 
@@ -56,7 +56,7 @@ class Return:
 def run_alone(setup: CallSetup, run: Run, backward: bool = False) -> None:
     """Run all batches of a group of one rank."""
     with setup.span("local", backward):
-        run(setup.prepared.early + setup.prepared.late)
+        run(setup.schedule.early + setup.schedule.late)
 
 
 def run_tasks(
@@ -79,10 +79,10 @@ def _run_in_turn(
 
     received = None if setup.modes.local_first else wait()
     with setup.span("local", backward):
-        run(setup.prepared.early)
+        run(setup.schedule.early)
     made, back = serve(wait() if received is None else received)
     with setup.span("local", backward):
-        run(setup.prepared.late)
+        run(setup.schedule.late)
     return made, Return(back, None)
 
 
@@ -99,7 +99,7 @@ def _run_beside(
     own, arrived, served = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     aside.wait_event(current.record_event())
     with setup.span("local", backward):
-        run(setup.prepared.early)
+        run(setup.schedule.early)
     own.record(current)
     try:
         with torch.cuda.stream(aside):
@@ -108,7 +108,7 @@ def _run_beside(
             arrived.record(aside)
             made, back = serve(received)
             with setup.span("local", backward, aside=True):
-                run(setup.prepared.late)
+                run(setup.schedule.late)
             served.record(aside)
     except BaseException:
         current.wait_stream(aside)

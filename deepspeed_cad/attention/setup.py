@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_cad.attention.serve import Prepared
+from deepspeed_cad.attention.device_schedule import DeviceSchedule
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
@@ -42,7 +42,7 @@ class Modes:
 class CallSetup:
     """Core attention of one layer, one micro-batch and one nano-batch: all that is known before it runs."""
 
-    prepared: Prepared
+    schedule: DeviceSchedule
     kernel: Kernel
     transport: Transport | None
     """None: a group of one rank, nothing to exchange."""
@@ -58,7 +58,7 @@ class CallSetup:
     @property
     def device(self) -> torch.device:
         """Where the call runs."""
-        return self.prepared.padding.device
+        return self.schedule.padding.device
 
     def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> Dispatched | None:
         """Start an exchange out; None where there is nobody to exchange with. `what` names it on the timeline."""
@@ -67,7 +67,7 @@ class CallSetup:
             return None
 
         def start() -> Dispatched:
-            return transport.dispatch(self.prepared.schedule, fields, self.nano_batch)
+            return transport.dispatch(self.schedule.host, fields, self.nano_batch)
 
         with self.span("dispatch", backward):
             return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
@@ -78,7 +78,7 @@ class CallSetup:
         assert transport is not None  # nothing was served without one
 
         def start() -> Returned:
-            return transport.give_back(self.prepared.schedule, fields, self.nano_batch)
+            return transport.give_back(self.schedule.host, fields, self.nano_batch)
 
         with self.span("return", backward, aside=self.aside is not None):
             return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)

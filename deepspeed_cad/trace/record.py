@@ -1,7 +1,7 @@
 """A timeline of a few micro-batches over all ranks: what is recorded, and when.
 
 In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: a part file
-per rank and, once all parts are there, one file (timeline.py) with a process row per rank: a lane for what the training
+per rank and, once all parts are there, one file (file.py) with a process row per rank: a lane for what the training
 stream does (the model before and after attention, local and served attention, waits), one for the stream beside it
 where served attention has its own, and one per nano-batch for exchanges. Times are CUDA events on a GPU, wall time on a
 CPU. Without a tracer nothing here runs.
@@ -63,19 +63,19 @@ class Tracer:
     # What the other rooms call
 
     def span(
-        self, what: str, slot: int, label: str, backward: bool, aside: bool = False
+        self, what: str, nano_batch: int, label: str, backward: bool, aside: bool = False
     ) -> AbstractContextManager[None]:
         """A span of the training stream, or of the one beside it: "dispatch", "local", "served", "return", "wait"."""
         if not self.recording:
             return NOT_TRACED
         lane = ASIDE if aside else COMPUTE
-        return self._timed(Span(lane, what, slot, backward, None, details={"layer": label}))
+        return self._timed(Span(lane, what, nano_batch, backward, None, details={"layer": label}))
 
-    def mark(self, what: str, slot: int | None = None, backward: bool = False, layer: int | None = None) -> None:
+    def mark(self, what: str, nano_batch: int | None = None, backward: bool = False, layer: int | None = None) -> None:
         """A moment of the training stream: "layer begins", "layer ends", "attention ends"."""
         if self.recording:
             now = self._now()
-            self._spans.append(Span(COMPUTE, what, slot, backward, now, now, {"layer": layer}))
+            self._spans.append(Span(COMPUTE, what, nano_batch, backward, now, now, {"layer": layer}))
 
     def next_micro_batch(self) -> None:
         """A training forward begins: start recording after the warm-up, stop and write after `steps`."""
@@ -117,12 +117,12 @@ class Tracer:
             self.mark("layer begins", layer=layer)
 
     def exchange(
-        self, what: str, slot: int, backward: bool, transport: Transport, start: Callable[[], UnderWay]
+        self, what: str, nano_batch: int, backward: bool, transport: Transport, start: Callable[[], UnderWay]
     ) -> UnderWay:
         """Start an exchange, with a span from here to the end of its copies, or of the wait for them."""
         if not self.recording:
             return start()
-        span = Span(f"exchange {NANO_BATCHES[slot]}", what, slot, backward, self._now())
+        span = Span(f"exchange {NANO_BATCHES[nano_batch]}", what, nano_batch, backward, self._now())
         sent = transport.bytes_sent
         under_way = start()
         span.details["MiB sent"] = round((transport.bytes_sent - sent) / 2**20, 3)

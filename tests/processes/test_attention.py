@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from deepspeed_cad.attention.call import AttentionCall
-from deepspeed_cad.attention.serve import prepare
+from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
@@ -103,7 +103,7 @@ def _run(rank: int, world: int, name: str, seed: int, window: int | None, keep: 
         tasks = cases.random_tasks(tick, GROUPS, rng)
         schedule = schedule_rank(tick, build_slices(tick, tasks, window), rank, GROUPS, window)
         setup = CallSetup(
-            prepare(schedule, torch.device("cpu")), LseTransposed(), transport, rule,
+            upload_schedule(schedule, torch.device("cpu")), LseTransposed(), transport, rule,
             Modes(local_first=bool(seed % 2), keep_received=keep), counts, slot,
         )  # fmt: skip
         q0, k0 = int(tick.query_base[rank]), int(tick.key_base[rank])

@@ -42,7 +42,7 @@ def test_gaps_are_named_by_what_surrounds_them() -> None:
     )
     for i in (1, 5):
         compute[i].details["layer"] = 0
-    found = [(gap.what, gap.slot, gap.backward, gap.begin, gap.end) for gap in name_gaps(compute)]
+    found = [(gap.what, gap.nano_batch, gap.backward, gap.begin, gap.end) for gap in name_gaps(compute)]
     assert found == [
         ("embedding", None, False, 0.0, 1.0),
         ("pre", 0, False, 1.0, 2.0),
@@ -110,7 +110,7 @@ def _lane(events: list[dict[str, Any]], rank: int, name: str) -> Iterator[dict[s
 @pytest.mark.parametrize("overlap, keep", [("pingpong", False), ("none", True)])
 def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, keep: bool) -> None:
     steps, layers = 2, 2
-    parts = 2 if overlap == "pingpong" else 1
+    nano_batches = 2 if overlap == "pingpong" else 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         workers.run(_train, 2, {"overlap": overlap, "backward": "keep" if keep else "resend"}, str(path), steps)
@@ -122,12 +122,12 @@ def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, keep: bool) ->
         names = [event["name"] for event in compute]
         for what in ("dispatch", "local", "served", "wait", "return", "pre", "post"):
             assert f"{what} A" in names
-            assert (f"{what} B" in names) == (parts == 2)
+            assert (f"{what} B" in names) == (nano_batches == 2)
         assert {"embedding", "head and loss", "rest of the step"} <= set(names)
         # Kept attention is not run again, so there are as many backward calls as forward ones.
         for direction in ("forward", "backward"):
             served = [e for e in compute if e["name"].startswith("served") and e["cat"] == direction]
-            assert len(served) == steps * layers * parts
+            assert len(served) == steps * layers * nano_batches
         # One stream does one thing at a time (times are rounded to nanoseconds).
         for one, following in zip(compute, compute[1:]):
             assert following["ts"] >= one["ts"] + one["dur"] - 0.01

@@ -20,7 +20,7 @@ import torch
 
 from deepspeed_cad.ahead.gather import Worker
 from deepspeed_cad.attention.call import AttentionCall
-from deepspeed_cad.attention.serve import prepare
+from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
 from deepspeed_cad.exchange.transport import Outgoing
@@ -117,9 +117,9 @@ class NothingMoves:
 def make_call(aside: Stream, transport: NothingMoves) -> tuple[AttentionCall, list[torch.Tensor]]:
     tick = Layout.from_rank_lengths([[5, 3]]).tick()
     tasks = np.array([[0, 0, 5, 0, 2, 0], [1, 0, 3, 0, 2, 0]])
-    prepared = prepare(schedule_rank(tick, build_slices(tick, tasks), 0, 2), CPU, two_streams=True)
+    schedule = upload_schedule(schedule_rank(tick, build_slices(tick, tasks), 0, 2), CPU, two_streams=True)
     setup = CallSetup(
-        prepared, TorchMath(), transport, MaskRule(0.5), Modes(), CallCounts(), aside=aside  # type: ignore[arg-type]
+        schedule, TorchMath(), transport, MaskRule(0.5), Modes(), CallCounts(), aside=aside  # type: ignore[arg-type]
     )  # fmt: skip
     return AttentionCall(setup), [torch.randn(8, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
 
