@@ -22,8 +22,8 @@ from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.call import CallCounts, Modes
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
@@ -67,8 +67,6 @@ class Session:
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
-        if self.tracer is not None and self.transport is not None:
-            self.transport = self.tracer.watch_transport(self.transport)
         self.cost = self._choose_cost()
         if self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
