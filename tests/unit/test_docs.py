@@ -6,6 +6,8 @@ import dataclasses
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ def test_every_key_is_documented_with_its_default() -> None:
 def test_the_readme_names_the_keys_that_users_change() -> None:
     named = _table_below(README, 'The "cad" block')
     assert len(named) == 5 and named.items() <= _table_below(CONFIG, "All keys").items()
+
+
+def test_the_package_page_needs_no_file_beside_it() -> None:
+    words = [sys.executable, "setup.py", "-q", "--long-description"]
+    page = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "## Quick start" in page and "docs/config.md" in page and "<!--" not in page
+    assert not re.search(r"\]\((?!https?://|#)", page), "a relative link, or a picture"
 
 
 def test_every_page_is_linked_from_another() -> None:
