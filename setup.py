@@ -26,8 +26,8 @@ except ImportError:  # setuptools < 70.1
 ROOT = Path(__file__).resolve().parent
 NATIVE = Path("deepspeed_cad", "_native.so")
 COMPILE = "-std=c++17 -O3 -fPIC -shared -fvisibility=hidden".split()
-# The C++ runtime goes into the library where it can, so that a wheel built here runs on older distributions. What is not
-# used of it is left out: it would ask for a newer glibc.
+# The C++ runtime goes into the library where it can, so that a wheel built here runs on older distributions. What of it
+# is not used is left out: it would ask for a newer glibc.
 LINK_CHOICES = (
     "-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -Wl,--gc-sections -ldl -lpthread".split(),
     "-ldl -lpthread".split(),
