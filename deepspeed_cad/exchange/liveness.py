@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
@@ -31,6 +30,21 @@ class Liveness:
             self.store.set(f"error/{self.rank}", message[:2000])
         except (RuntimeError, OSError):
             return
+
+    def stop(self, reason: str) -> None:
+        """Tell every rank to stop, and why."""
+        self.report(reason)
+        try:
+            self.store.set("stop", reason[:2000])
+        except (RuntimeError, OSError):
+            return
+
+    def stopped(self) -> str:
+        """Why some rank told all to stop, or ""."""
+        try:
+            return self.store.get("stop").decode() if self.store.check(["stop"]) else ""
+        except (RuntimeError, OSError):
+            return ""
 
     def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
         """The error to raise on this rank: names the ranks that died, hang, or stopped and why."""
@@ -76,12 +90,14 @@ class Liveness:
         return Liveness.Watch(liveness, waited_for)
 
 
-def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float) -> Liveness:
-    """The board of a group, on the store of the job's default process group."""
+def open_board(group: dist.ProcessGroup, rank: int, ranks: int) -> Liveness:
+    """The board of a group, on the store of the job's default process group.
+
+    Nothing here waits inside the store: only what is there is read. Its time-out is the job's, for whom communicators
+    are opened later, and a PrefixStore hands the time-out that it is given down to the store of the whole job.
+    """
     store = dist.distributed_c10d._get_default_store()
-    board = dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store)
-    board.set_timeout(timedelta(seconds=min(timeout_s, 30.0)))
-    return Liveness(board, rank, ranks)
+    return Liveness(dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store), rank, ranks)
 
 
 def _first_line(error: BaseException) -> str:
