@@ -95,7 +95,7 @@ class Session:
         self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
-        self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
+        self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
         from deepspeed_cad.exchange.probe import choose_transport

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
@@ -98,6 +97,21 @@ class Liveness:
         except (RuntimeError, OSError):
             return
 
+    def stop(self, reason: str) -> None:
+        """Tell every rank to stop, and why."""
+        self.report(reason)
+        try:
+            self.store.set("stop", reason[:2000])
+        except (RuntimeError, OSError):
+            return
+
+    def stopped(self) -> str:
+        """Why some rank told all to stop, or ""."""
+        try:
+            return self.store.get("stop").decode() if self.store.check(["stop"]) else ""
+        except (RuntimeError, OSError):
+            return ""
+
     def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
         """The error to raise on this rank: names the ranks that died, hang, or stopped and why."""
         self.report(f"lost its peers in {waited_for}")
@@ -142,12 +156,14 @@ class Liveness:
         return Liveness.Watch(liveness, waited_for)
 
 
-def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float) -> Liveness:
-    """The board of a group, on the store of the job's default process group."""
+def open_board(group: dist.ProcessGroup, rank: int, ranks: int) -> Liveness:
+    """The board of a group, on the store of the job's default process group.
+
+    Nothing here waits inside the store: only what is there is read. Its time-out is the job's, for whom communicators
+    are opened later, and a PrefixStore hands the time-out that it is given down to the store of the whole job.
+    """
     store = dist.distributed_c10d._get_default_store()
-    board = dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store)
-    board.set_timeout(timedelta(seconds=min(timeout_s, 30.0)))
-    return Liveness(board, rank, ranks)
+    return Liveness(dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store), rank, ranks)
 
 
 def _first_line(error: BaseException) -> str:
