@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ class MicroBatch:
     """On which served tasks run beside local ones, where they do."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
+    padding: Any = None
+    """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
     planned: dict[tuple[PlanKey, int], Planned] = field(default_factory=dict)
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _prepared: dict[tuple[PlanKey, int], Prepared] = field(default_factory=dict)
