@@ -39,9 +39,7 @@ from deepspeed_cad.integrations.structure import (
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from deepspeed_cad.ahead.documents import batch_shape, read_documents
-from deepspeed_cad.ahead.feed import Feed
-from deepspeed_cad.ahead.gather import Announcement
+from deepspeed_cad.ahead.documents import Announcement, batch_shape, read_documents
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.autoload import when_imported
 from deepspeed_cad.config import CADConfig
@@ -90,7 +88,7 @@ class Binding:
         self.model = weakref.ref(model)
         self.decoder = weakref.ref(find_decoder(model))
         self.original = model.config._attn_implementation or default_attention(model.config)
-        self.feed = Feed(session, describe(model))
+        self.feed = session.open_feed(describe(model))
         self.forwards = 0
         self.called_with: dict[str, Any] = {}
         """Arguments of the whole model while its forward runs; empty where only its decoder is called."""
@@ -122,7 +120,7 @@ class Binding:
                 alternate(layer)
         if self.session.tracer is not None:
             self.session.tracer.watch_layers(decoder_layers(decoder) or ())
-        self.session.bindings[model] = self
+        self.session.bind(model, self)
 
     def enter(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Before the decoder's forward: find the micro-batch and its plan."""
@@ -139,7 +137,7 @@ class Binding:
             refuse_checkpointing(decoder)
         unread = None
         if not training:
-            micro_batch = self.session.open_local(read_documents(given).local)
+            micro_batch = self.session.plans.open_local(read_documents(given).local)
         else:
             # Without gradients it is another look at data that is trained, or none of it: a reference's answer in DPO.
             queued = torch.is_grad_enabled()
@@ -150,8 +148,9 @@ class Binding:
                 try:
                     mine = read_documents(given)
                 except CADError as error:
-                    self.feed.fail(error, announced=announced is not None)
+                    self.feed.fail(error)
                 micro_batch = self.feed.take(mine, queued)
+            self.session.count(micro_batch)
         if training and micro_batch.layout.segments.begin.any():
             refuse_spanning(getattr(decoder, "config", None))
         empty = 0 in batch_shape(given)
@@ -192,7 +191,7 @@ class Binding:
 
     def _refuse(self, reason: str) -> NoReturn:
         """Stop on every rank: this one announced its micro-batch and cannot train it."""
-        self.feed.fail(CADDataError(reason), announced=True)
+        self.feed.fail(CADDataError(reason))
 
     def leave(self, output: Any) -> Any:
         """After the decoder's forward, also after an error; gives the output where it changed."""
@@ -201,6 +200,8 @@ class Binding:
         if scope is None or scope.micro_batch is None:
             return None
         scope.micro_batch.in_forward = False
+        if output is None and scope.training:  # the forward raised
+            self.feed.abandon(scope.micro_batch)
         if scope.training:
             self.forwards += 1
             for key in scope.micro_batch.keys:
@@ -303,12 +304,8 @@ def _install_trainer_hooks(trainer: types.ModuleType) -> None:
 def find_binding(model: torch.nn.Module) -> Binding | None:
     """The binding of a model, through any wrapper; None where CAD is off for it."""
     session = current_session()
-    if session is not None:
-        for module in model.modules():
-            if module in session.bindings:
-                found: Binding = session.bindings[module]
-                return found
-    return None
+    found: Binding | None = None if session is None else session.find_binding(model)
+    return found
 
 
 def _compare_later(given: dict[str, Any], announced: Announcement) -> _Unread | None:
@@ -350,7 +347,7 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
         try:
             check_mask(scope.micro_batch.layout, scope.micro_batch.rank, window, kwargs, scope.binding.forwards)
         except CADError as error:
-            scope.binding.feed.fail(error, announced=True)
+            scope.binding.feed.fail(error)
     return session.descriptor(scope.micro_batch, window, scope.checkpointed)
 
 

@@ -60,6 +60,8 @@ class MicroBatch:
     counts: CallCounts
     aside: torch.cuda.Stream | None = None
     """On which served tasks run beside local ones, where they do."""
+    turn: int = 0
+    """How many micro-batches were opened before it, the same on every rank."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     padding: Any = None

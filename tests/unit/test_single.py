@@ -66,7 +66,7 @@ def test_forwards_without_backward_leave_nothing_behind() -> None:
         calls = list(seen[0]._calls.values())
         assert len(calls) == 2 and not any(call.outputs for call in calls)
         training.loss_sum(model, batch)
-        session.on_worker(lambda: None)  # the worker holds the last result until it waits for a job again
+        session.worker.run(lambda: None)  # the worker holds the last result until it waits for a job again
         dropped = [weakref.ref(micro_batch) for micro_batch in seen]
         del calls
         seen.clear()

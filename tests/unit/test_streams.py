@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.gather import Worker
+from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.call import AttentionCall, CallCounts, Modes
 from deepspeed_cad.attention.serve import prepare
 from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
