@@ -206,6 +206,8 @@ class Binding:
             self.forwards += 1
             for key in scope.micro_batch.keys:
                 self.feed.learn(key)
+            if output is not None:
+                self.session.say_first()
         if scope.unread is not None:
             scope.unread.event.synchronize()
             if bool(scope.unread.differs):

@@ -108,7 +108,8 @@ def test_labels_behind_cumulative_lengths() -> None:
     model = deepspeed_cad.apply(training.tiny_llama(), {}).train()
     packed = training.pack(training.documents([12, 8], seed=1))
     lengths = {name: torch.tensor([0, 12], dtype=torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
-    with pytest.raises(CADDataError, match="8 tokens from row 12 on lie behind cu_seq_lens_q.*-100"):
-        model(**packed, **lengths, max_length_q=12, max_length_k=12)
+    copied = packed["labels"].clone()
     packed["labels"][:, 12:] = -100
     model(**packed, **lengths, max_length_q=12, max_length_k=12)
+    with pytest.raises(CADDataError, match="8 tokens from row 12 on lie behind cu_seq_lens_q.*-100"):
+        model(**{**packed, "labels": copied}, **lengths, max_length_q=12, max_length_k=12)
