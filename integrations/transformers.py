@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 import types
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -28,9 +27,17 @@ from deepspeed_cad.integrations.models import (
     refuse_model,
     refuse_spanning,
 )
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from deepspeed_cad.integrations.padding import Padding, counts, find_padding
+from deepspeed_cad.integrations.structure import (
+    decoder_layers,
+    default_attention,
+    find_decoder,
+    find_model,
+    local_attention,
+    training_device,
+)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deepspeed_cad.ahead.documents import Announcement, batch_shape, read_documents
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
@@ -40,11 +47,6 @@ from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.session import Session, current_session, open_session
-
-try:
-    from torch._C._dynamo.eval_frame import set_eval_frame
-except ImportError:  # a torch without it: compiled layers run uncompiled where they are cut
-    set_eval_frame = None  # type: ignore[assignment]
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -88,6 +90,8 @@ class Binding:
         self.original = model.config._attn_implementation or default_attention(model.config)
         self.feed = session.open_feed(describe(model))
         self.forwards = 0
+        self.called_with: dict[str, Any] = {}
+        """Arguments of the whole model while its forward runs; empty where only its decoder is called."""
         layers = decoder_layers(find_decoder(model))
         self._checkpointed = weakref.WeakSet([find_decoder(model), *(layers or ())[:1]])
         """Modules of which one says whether activation checkpointing is on."""
@@ -106,6 +110,9 @@ class Binding:
                     f"{type(module).__name__} keeps its attention "
                     f'"{config._attn_implementation}" and cannot be switched to CAD'
                 )
+        if decoder is not model:
+            model.register_forward_pre_hook(_make_call(self), with_kwargs=True)
+            model.register_forward_hook(_make_return(self), always_call=True)
         decoder.register_forward_pre_hook(_make_enter(self), with_kwargs=True)
         decoder.register_forward_hook(_make_leave(self), with_kwargs=True, always_call=True)
         if self.session.config.overlap == "pingpong":
@@ -147,9 +154,44 @@ class Binding:
         if training and micro_batch.layout.segments.begin.any():
             refuse_spanning(getattr(decoder, "config", None))
         empty = 0 in batch_shape(given)
+        if not empty:
+            self._look_at_padding(micro_batch, given)
         _scope.set(Scope(self, micro_batch, training, checkpointed, unread, empty))
         changed: dict[str, Any] = {"use_cache": False} if training and "use_cache" in names else {}
         return changed | (_one_row(given) if empty else {})
+
+    def _look_at_padding(self, micro_batch: MicroBatch, given: dict[str, Any]) -> None:
+        """Have rows of padding computed where their output may count and the model's attention gives them one."""
+        real = find_padding(micro_batch, *batch_shape(given))
+        if real is None:
+            return
+        model, rank = self.model(), self.session.rank
+        counted = counts(real, self.called_with)
+        if given.get("attention_mask") is None:
+            # Behind cumulative lengths: kernels that take those leave such rows undefined.
+            if counted:
+                rows = np.flatnonzero(~real)
+                self._refuse(
+                    f"rank {rank}: {len(rows)} tokens from row {rows[0]} on lie behind cu_seq_lens_q and in no "
+                    "document, but some of their labels are not -100. Set these to -100, or make them a document"
+                )
+            return
+        # A router's auxiliary loss may count rows that have no label.
+        routed = getattr(getattr(model, "config", None), "output_router_logits", False)
+        if "flash" in self.original or (counted is False and not routed):
+            return
+        eager = self.original == "eager"
+        if eager and len(micro_batch.ticks) == 2 and len(real) == 1 and not real[0, 0]:
+            self._refuse(
+                f"rank {rank}: its only row begins with padding whose output may count. Eager attention gives that the "
+                "mean of all values of the row, but the row is cut into nano-batches and values behind the cut are not "
+                'there yet. Set "overlap": "local_first", or pad on the right'
+            )
+        micro_batch.padding = Padding(real, eager, self.session.device)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Stop on every rank: this one announced its micro-batch and cannot train it."""
+        self.feed.fail(CADDataError(reason))
 
     def leave(self, output: Any) -> Any:
         """After the decoder's forward, also after an error; gives the output where it changed."""
@@ -164,14 +206,14 @@ class Binding:
             self.forwards += 1
             for key in scope.micro_batch.keys:
                 self.feed.learn(key)
+            if output is not None:
+                self.session.say_first()
         if scope.unread is not None:
             scope.unread.event.synchronize()
             if bool(scope.unread.differs):
-                self.feed.fail(
-                    CADDataError(
-                        f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
-                        'announced. Set "look_ahead": 0 if batches are changed or skipped between loader and model'
-                    )
+                self._refuse(
+                    f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
+                    'announced. Set "look_ahead": 0 if batches are changed or skipped between loader and model'
                 )
         return _no_rows(output) if scope.empty else None
 
@@ -215,6 +257,24 @@ def _make_enter(binding: Binding) -> Callable[..., Any]:
     return enter
 
 
+def _make_call(binding: Binding) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is binding.model():
+            binding.called_with = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+
+    return call
+
+
+def _make_return(binding: Binding) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def give_back(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if module is binding.model():
+            binding.called_with = {}
+
+    return give_back
+
+
 def _make_leave(binding: Binding) -> Callable[..., Any]:
     @torch.compiler.disable
     def leave(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -227,7 +287,7 @@ def bind(model: torch.nn.Module, config: CADConfig) -> Binding:
     """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent."""
     inner = find_model(model)
     refuse_model(inner)
-    session = open_session(config, _device(inner))
+    session = open_session(config, training_device(inner))
     bound: Binding | None = session.bindings.get(inner)
     if bound is not None:
         return bound
@@ -248,45 +308,6 @@ def find_binding(model: torch.nn.Module) -> Binding | None:
     session = current_session()
     found: Binding | None = None if session is None else session.find_binding(model)
     return found
-
-
-def find_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside wrappers."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise CADUnsupportedError(
-        f"{type(model).__name__} contains no transformers model; CAD needs a PreTrainedModel with causal attention"
-    )
-
-
-def find_decoder(model: PreTrainedModel) -> torch.nn.Module:
-    """The module whose forward makes the masks and runs the layers."""
-    decoder = getattr(model, model.base_model_prefix, model)
-    for name in ("decoder", "model"):
-        inner = getattr(decoder, name, None)
-        if decoder_layers(decoder) is None and isinstance(inner, torch.nn.Module):
-            decoder = inner
-    return decoder
-
-
-def decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList | None:
-    """The list of decoder layers."""
-    for name in ("layers", "h", "blocks"):
-        layers = getattr(decoder, name, None)
-        if isinstance(layers, torch.nn.ModuleList):
-            return layers
-    return None
-
-
-def _device(model: torch.nn.Module) -> torch.device:
-    """Where the model will train: its own device, or the local GPU for a model that is still on the CPU or sharded."""
-    kinds = {p.device.type for p in model.parameters()} | {b.device.type for b in model.buffers()}
-    if torch.cuda.is_available() and torch.distributed.is_initialized():
-        backend = torch.distributed.get_backend_config()
-        if "cuda" in str(backend) or "nccl" in str(backend):
-            return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cuda", torch.cuda.current_device()) if "cuda" in kinds else torch.device("cpu")
 
 
 def _compare_later(given: dict[str, Any], announced: Announcement) -> _Unread | None:
@@ -354,7 +375,7 @@ def cad_attention(
                 "know its documents"
             )
         name = scope.binding.original if scope is not None else default_attention(getattr(module, "config", None))
-        run = _local_attention(module, name)
+        run = local_attention(module, name)
         return run(
             module, query, key, value, attention_mask,
             scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux, **kwargs,
@@ -366,19 +387,20 @@ def cad_attention(
     rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask.window, softcap)
     label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     refuse_arguments(label, kwargs)
-    return attention_mask.attend(module, query, key, value, rule, s_aux, label), None
+    o = attention_mask.attend(module, query, key, value, rule, s_aux, label)
+    padding: Padding | None = attention_mask.micro_batch.padding
+    if padding is None:
+        return o, None
 
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        # Only a model's eager attention knows caps and sinks.
+        eager = padding.eager or softcap is not None or s_aux is not None
+        if eager:
+            visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
+        run = local_attention(module, "eager" if eager else "sdpa")
+        filled: torch.Tensor = run(
+            module, q, k, v, visible, scaling=rule.scale, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
+        )[0]
+        return filled
 
-def default_attention(config: Any) -> str:
-    """What transformers would choose for a model without an explicit attention name, such as a copy of a bound one."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return "sdpa" if model_class is None or getattr(model_class, "_supports_sdpa", True) else "eager"
-
-
-def _local_attention(module: torch.nn.Module, name: str) -> Callable[..., Any]:
-    """The attention of that name for a module."""
-    eager: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if name == "eager" and eager is not None:
-        return eager
-    run: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name if name in ALL_ATTENTION_FUNCTIONS else "sdpa"]
-    return run
+    return padding.fill(id(module), attention_mask, query, key, value, o, attend), None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +65,8 @@ class MicroBatch:
     """How many micro-batches were opened before it, the same on every rank."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
+    padding: Any = None
+    """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
     planned: dict[tuple[PlanKey, int], PlannedTick] = field(default_factory=dict)
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
