@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import types
 import weakref
 from collections.abc import Callable
