@@ -31,6 +31,7 @@ from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.meet import meet
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.cut import choose_cut
 from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
@@ -91,6 +92,7 @@ class Session:
     # Opening and closing
 
     def _open_groups(self, group: dist.ProcessGroup | None) -> None:
+        meet(group, self.config.timeout_s)
         members = dist.get_process_group_ranks(group) if group is not None else None
         timeout = timedelta(seconds=self.config.timeout_s)
         self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
