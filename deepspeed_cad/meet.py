@@ -33,7 +33,7 @@ _REASONS = (
 def together() -> Iterator[None]:
     """Around a call in which all ranks meet in collectives, such as `deepspeed.initialize`, on each rank that has CAD.
 
-    Whoever took part without signing before has no CAD. Raises CADPeerError, after PATIENCE_S, naming these ranks. Where
+    Whoever took part without signing before has no CAD. Raises CADPeerError, after PATIENCE_S, with their names. Where
     torch.distributed is only initialised inside the call nothing is compared.
     """
     signs = dist.is_initialized() and dist.get_world_size() > 1
