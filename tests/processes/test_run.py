@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -248,22 +247,3 @@ def test_plugin_refuses_unknown_keys() -> None:
 
     with pytest.raises(CADConfigError, match="did you mean"):
         CADPlugin(tolerence=0.1)
-
-
-def test_a_run_that_never_packs_is_told_once(monkeypatch, caplog) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from deepspeed_cad.integrations import active
-
-    statistics = Namespace(micro_batches=8, imbalance_before=1.0)
-    monkeypatch.setattr(active, "current_session", lambda: Namespace(ranks=2, rank=0, statistics=statistics))
-    check = active.ActivationCheck("a test")
-    weight = torch.nn.Parameter(torch.ones(1))
-    weight.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    optimizer.step()
-    assert check.was_active and not caplog.records
-    statistics.micro_batches = 16
-    for _ in range(3):
-        optimizer.step()
-    assert [record.message.count("nothing to balance") for record in caplog.records] == [1]
