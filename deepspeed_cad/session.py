@@ -30,6 +30,7 @@ from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
+from deepspeed_cad.meet import meet
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
@@ -93,6 +94,7 @@ class Session:
     # Opening and closing
 
     def _open_groups(self, group: dist.ProcessGroup | None) -> None:
+        meet(group, self.config.timeout_s)
         members = dist.get_process_group_ranks(group) if group is not None else None
         timeout = timedelta(seconds=self.config.timeout_s)
         self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
