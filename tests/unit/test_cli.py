@@ -39,7 +39,10 @@ def test_help_lists_what_is_there(capsys) -> None:
 def test_every_subcommand_that_is_listed_is_there(name: str, capsys) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main([name, "--help"])
-    assert left.value.code == 0 and f"usage: deepspeed-cad {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    purpose = cli.SUBCOMMANDS[name]
+    assert left.value.code == 0 and f"usage: deepspeed-cad {name}" in shown
+    assert f"{purpose[0].upper()}{purpose[1:]}." in " ".join(shown.split())
 
 
 def test_the_doctor_tries_every_transport() -> None:
@@ -117,6 +120,11 @@ def test_a_probe_never_raises(monkeypatch) -> None:
         raise OSError("first line\nsecond line")
 
     assert probes._try("thing", fail) == Finding("thing", False, "OSError: first line")
+
+
+def test_a_process_that_dies_without_a_word() -> None:
+    assert probes._last_line(" \n") == "no message"
+    assert probes._last_line("first\nlast\n") == "last"
 
 
 def test_packages_that_are_missing_come_with_a_remedy(monkeypatch) -> None:
