@@ -68,6 +68,16 @@ def test_nothing_is_dealt_for_less_than_it_costs(monkeypatch: pytest.MonkeyPatch
     assert assign_documents(step, step.work(), 0.05).tokens_moved == 0
 
 
+def test_rows_that_are_nearly_equal_stay_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the tolerance of each other, whatever their ids would cost; beyond it they are dealt."""
+    monkeypatch.setattr(assign, "TOKENS_PER_ROW", 10**9)
+    near = step_of([[[1000], [995]], [[990], [985]]])
+    assert assign_documents(near, near.work(), 0.05).tokens_moved == 0
+    far = step_of([[[1000], [900]], [[400], [300]]])
+    got = assign_documents(far, far.work(), 0.05)
+    assert got.tokens_moved == 900 + 300 and got.rank.tolist() == [0, 1, 1, 0]
+
+
 def test_fixed_rows_are_not_dealt_but_others_swap() -> None:
     lengths = [[[4000], [2000, 2000]], [[40] * 100, [40] * 100]]
     step = step_of(lengths, fixed=[[True, False], [False, False]])

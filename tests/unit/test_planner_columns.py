@@ -16,9 +16,11 @@ from deepspeed_cad.layout import Layout, Segments
 from deepspeed_cad.planner import PlanInput
 from deepspeed_cad.planner.checks import check_coverage
 from deepspeed_cad.planner.columns import Columns, link_weights
+from deepspeed_cad.planner.constants import LONGEST, SHORTEST
 from deepspeed_cad.planner.cut import SMALLEST_SHARE, choose_cut
 from deepspeed_cad.planner.levels import finish_time, settle_levels, work_until
-from deepspeed_cad.planner.offers import counts_to_try
+from deepspeed_cad.planner.offers import Item, Levels, counts_to_try
+from deepspeed_cad.planner.round import Round
 from deepspeed_cad.planner.traffic import count_bytes, keys_needed, traffic_matrix
 
 
@@ -119,6 +121,83 @@ def test_levels_that_move_no_more_than_must(load: list[float], give: float, take
     assert gives == pytest.approx([give] * 4) and takes == pytest.approx([take] * 4)
 
 
+# Rounds
+
+
+def round_of(lengths: list[list[int]], give: float, take: float, nodes: int | None = None, slack: float = 0.0) -> Round:
+    """A round in which every rank gives above `give` and takes below `take` pairs."""
+    ranks = len(lengths)
+    problem = PlanInput(Layout.from_rank_lengths(lengths).tick(), SHAPE, PAIRS, granularity=16, ranks_per_node=nodes)
+    same = [1.0] * ranks
+    levels = Levels(
+        [take] * ranks, [give] * ranks, [take] * ranks, [slack] * ranks, [0.0] * ranks, same, [math.inf] * ranks
+    )
+    return Round(Columns(problem), levels)
+
+
+def test_so_many_segments_are_looked_at() -> None:
+    lengths = [*range(100, 160)]
+    one = round_of([lengths, []], 0.0, 1e9)
+    assert [item.end for item in one.items(0)] == sorted(lengths, reverse=True)[:LONGEST]
+    assert [item.end for item in one.short_items(0)] == lengths[:SHORTEST]
+    one.state.move(0, 0, 0, 100, 1)
+    assert [item.group_begin for item in one.short_items(0)][:2] == [1, 0]
+    for group in range(1, 4):
+        one.state.move(0, group, 0, 100, 1)
+    assert [item.end for item in one.short_items(0)] == lengths[1 : SHORTEST + 1]
+    assert one.received_items(1) == [Item(0, 0, 4, 0, 100)] and one.received_items(0) == []
+
+
+def test_head_groups_in_the_same_state_are_one_item() -> None:
+    one = round_of([[100, 90], []], 0.0, 1e9)
+    one.state.move(0, 2, 50, 100, 1)
+    assert one.classes(0) == [(0, 2), (2, 3), (3, 4)] and one.classes(1) == [(0, 4)]
+    assert one.items(0) == [Item(0, 0, 2, 0, 100), Item(0, 3, 4, 0, 100), Item(1, 0, 4, 0, 90), Item(0, 2, 3, 0, 50)]
+
+
+def test_the_water_level_sheds_the_surplus() -> None:
+    one = round_of([[100, 60], []], 0.0, 1e9)
+    items = one.items(0)
+    # 4 head groups of 100 rows: the last 10 have 955 pairs each.
+    assert one.water_level(items, 4 * 955.0) == 90 and one.water_level(items, 4 * 955.0 + 1) == 89
+    assert one.water_level(items, 4 * (5050 - 1275 + 1830 - 1275.0)) == 50 and one.water_level(items, 1e9) == 0
+    one.state.move(0, 0, 0, 100, 1)
+    assert one.water_level(one.items(0), 3 * 955.0) == 90
+
+
+def test_who_takes() -> None:
+    """Ranks far enough below their level: the emptiest of all, and the emptiest of the donor's node."""
+    one = round_of([[200], [60], [100], [50], [99], [10]], 0.0, 4 * 5050.0, nodes=3, slack=500.0)
+    assert [one.takes(rank) for rank in range(6)] == [False, True, False, True, False, True]
+    assert (
+        one.emptiest(0) == [5, 1] and one.emptiest(4) == [5, 5] and one.emptiest(5) == [3, 3] and one.emptiest(1) == [5]
+    )
+    item = one.items(0)[0]
+    assert one.receivers(0, item, [5]) == [5]
+    one.state.move(0, 0, 0, 20, 3)
+    assert one.receivers(0, one.items(0)[0], [5]) == [5]
+    assert one.receivers(0, Item(0, 0, 1, 20, 200), [5]) == [3, 5] and one.receivers(3, item, []) == []
+
+
+def test_homes_of_keys_are_looked_at() -> None:
+    tick = Layout.from_stream([1200], 12, 100).tick()
+    same, levels = [1.0] * 12, [1e9] * 12
+    state = Columns(PlanInput(tick, SHAPE, PAIRS))
+    one = Round(state, Levels(levels, [0.0] * 12, levels, [0.0] * 12, [0.0] * 12, same, [math.inf] * 12))
+    item = one.items(5)[0]
+    assert one.receivers(5, item, []) == [0, 1, 2, 3, 8, 9, 10, 11] and one.receivers(0, item, [6]) == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        9,
+        10,
+        11,
+    ]
+
+
 # Offers, traffic, cuts
 
 
@@ -136,6 +215,11 @@ def test_traffic_by_example() -> None:
     assert traffic_matrix(tasks, tick, SHAPE, window=3)[0, 1] == 8 * 3 * q + (8 * 3 + 2) * kv
     assert keys_needed(tasks, 3) == [(0, 0, 1, [(0, 8)]), (0, 1, 1, [(6, 12)]), (0, 1, 3, [(0, 12)])]
     assert keys_needed(np.zeros((0, 6), np.int64), None) == []
+    apart = np.array(
+        [[0, 0, 4, 0, 4, 1], [0, 5, 8, 0, 4, 1], [0, 11, 12, 0, 4, 1], [0, 4, 5, 0, 4, 0], [0, 8, 11, 0, 4, 0]]
+    )
+    assert keys_needed(apart, 3) == [(0, 1, 4, [(0, 8), (9, 12)]), (0, 0, 4, [(2, 5), (6, 11)])]
+    assert keys_needed(apart, None) == [(0, 1, 4, [(0, 12)]), (0, 0, 4, [(0, 11)])]
 
 
 @pytest.mark.parametrize(
