@@ -47,10 +47,10 @@ class CADConfig:
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
 
     straggler_relief: float = 0.03
-    """How much less attention than the mean a rank gets at most because the others wait for it, as a share of the mean,
-    and how much more those that wait. Which ranks are slower is measured while training, so that plans then depend on
-    measured times; 0: never. Acts where costs are in seconds (see "cost"), not under
-    `torch.use_deterministic_algorithms`."""
+    """Some GPUs run slower than others for reasons that no plan knows, such as a lower clock. CAD measures which ranks
+    the others wait for and gives them less attention. This is the largest change, as a share of the mean: at 0.03 a
+    slow rank gets at least 97 % of the mean, a fast one at most 103 %. 0 turns it off. Plans then depend on measured
+    times, so it is off under `torch.use_deterministic_algorithms`; and it needs costs in seconds (see "cost")."""
 
     granularity: int = 128
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance

@@ -23,8 +23,8 @@ from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.call import CallCounts, Modes
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
@@ -70,8 +70,6 @@ class Session:
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
-        if self.tracer is not None and self.transport is not None:
-            self.transport = self.tracer.watch_transport(self.transport)
         self.cost = self._choose_cost()
         if self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
@@ -100,7 +98,7 @@ class Session:
         self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
-        self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
+        self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
         from deepspeed_cad.exchange.probe import choose_transport
@@ -117,6 +115,8 @@ class Session:
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
         self.say_last()
+        if self.liveness is not None:
+            self.liveness.close()
         self.worker.close()
         if self.tracer is not None:
             self.tracer.finish()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, Planned
+    from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, PlannedTick
     from deepspeed_cad.planner.plan import Floats
 
 _NOT_SUMS = {"late_s", "late_rank"}
@@ -39,7 +39,7 @@ class Statistics:
     """Attention of each rank if every rank ran its own tokens; one zero before the first micro-batch."""
     load: Floats = field(default_factory=lambda: np.zeros(1))
     """Attention of each rank as planned."""
-    _pending: list[dict[tuple[PlanKey, int], Planned]] = field(default_factory=list)
+    _pending: list[dict[tuple[PlanKey, int], PlannedTick]] = field(default_factory=list)
     """Plans not counted yet, some of which are made while the forward runs. Not micro-batches: those hold tensors."""
 
     def add(self, micro_batch: MicroBatch) -> None:

@@ -76,7 +76,7 @@ class Padding:
             self._first[layer] = (k, v)
         elif batch == 1 and first > 0:
             k, v = (torch.cat(pair, dim=2) for pair in zip(self._first.pop(layer), (k, v), strict=True))
-        name = (descriptor.part, descriptor.window)
+        name = (descriptor.nano_batch, descriptor.window)
         if name not in self._blocks:
             self._blocks[name] = self._block(self.real_BS[rows], first, last, descriptor.window)
         block = self._blocks[name]
@@ -93,13 +93,13 @@ class Padding:
     def _cut(self, descriptor: MaskDescriptor) -> tuple[slice, int, int] | None:
         """Batch rows and columns of a nano-batch; None for a stand-in that has none."""
         batch, width = self.real_BS.shape
-        if descriptor.part is None:
+        if descriptor.nano_batch is None:
             return slice(0, batch), 0, width
         at = descriptor.row_cut(batch, width).at
         if batch == 1:
-            first, last = (0, at) if descriptor.part == 0 else (at, width)
+            first, last = (0, at) if descriptor.nano_batch == 0 else (at, width)
             return (slice(0, 1), first, last) if first < last else None
-        rows = slice(0, at // width) if descriptor.part == 0 else slice(at // width, batch)
+        rows = slice(0, at // width) if descriptor.nano_batch == 0 else slice(at // width, batch)
         return (rows, 0, width) if rows.start < rows.stop else None
 
     def _block(self, real: Bools, first: int, last: int, window: int | None) -> _Block | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -260,7 +261,7 @@ class Binding:
             if not self.called_with:
                 self.end_model(output)
         if output is None and scope.training:  # the forward raised
-            self.feed.abandon(scope.micro_batch)
+            self.feed.forward_raised(scope.micro_batch, sys.exc_info()[1])
         if scope.training:
             self.forwards += 1
             for key in scope.micro_batch.keys:

@@ -45,7 +45,7 @@ _SCORES = 2**27
 class Alone:
     """Stands where layers expect a mask while the decoder runs without CAD: each document attends on its own."""
 
-    part = None
+    nano_batch = None
 
     def __init__(self, documents: list[slice], window: int | None, original: str, padding: Any) -> None:
         self.documents, self.window, self.original, self.padding = documents, window, original, padding

@@ -71,6 +71,9 @@ class Feed:
 
     def begin_epoch(self) -> None:
         """The loader starts again: what was announced but not trained is dropped, here and on the other ranks."""
+        dropped = [future for _, future in self._ahead]
+        if dropped and self.gatherer.liveness is not None:
+            self.worker.submit(lambda: self._drop(dropped))
         self._ahead.clear()
         self._epoch += 1
         self._index = self._step = 0
@@ -138,9 +141,9 @@ class Feed:
         """
         if self.ranks > 1 and self.config.documents == "exchange" and queued and not self.exchanges:
             self.fail(CADConfigError(NOT_GLOBAL))
-        if self.gatherer.broken is not None:
-            # Also where plans were ready before: the other ranks have stopped, or are told to.
-            raise type(self.gatherer.broken)(str(self.gatherer.broken))
+        if self.plans.abandoned is not None:
+            # Also where plans were ready before: this rank's part of an exchange is missing, so no later one pairs up.
+            raise CADPeerError(str(self.plans.abandoned))
         if self._ahead and queued:
             announced, future = self._ahead.popleft()
             if mine is not None and not announced.local.same_as(mine.local):
@@ -158,22 +161,14 @@ class Feed:
             self._plans_at_forward()
             future = self._gather_now(mine, What.FORWARD if queued else What.LOOK)
         try:
-            return self.worker.wait(future, "document lengths and plan")
+            micro_batch = self.worker.wait(future, "document lengths and plan")
         except CADError as error:
             # This rank stops here; those that wait for it in an exchange learn why.
-            self.gatherer.break_off(error)
+            self.abandon(error)
             raise
-
-    def abandon(self, micro_batch: MicroBatch) -> None:
-        """The forward of a micro-batch ended with an exception: this rank's part of its exchanges is missing."""
-        if self.ranks > 1:
-            self.gatherer.break_off(
-                CADPeerError(
-                    f"rank {self.rank}: the forward of micro-batch {micro_batch.turn} (counted from 0) ended with an "
-                    "exception. Its attention is shared with the other ranks, so training cannot go on after it was "
-                    "caught: mend its cause (out of memory: shorter rows) and start again from a checkpoint"
-                )
-            )
+        if self.gatherer.liveness is not None:
+            self.gatherer.liveness.take(micro_batch.turn)
+        return micro_batch
 
     def learn(self, key: PlanKey) -> None:
         """Remember a kind of layer, so that the look-ahead plans for it."""
@@ -181,27 +176,44 @@ class Feed:
             self.keys.append(key)
 
     def fail(self, error: CADError) -> NoReturn:
-        """Tell the other ranks why this one cannot go on, then raise.
-
-        They learn of it at their next collective, or where they wait for this rank in an exchange. An ending process
-        gives them a little time for that (`Worker.close`).
-        """
+        """Stop this rank: the others learn why where they wait for it, or at their next collective. Raises."""
         self.fail_later(error)
+        self.abandon(error)
         raise error
 
     def fail_later(self, error: CADError) -> None:
-        """Tell the other ranks why this one cannot go on."""
-        if self.gatherer.broken is None and self.gatherer.liveness is not None:
-            self.gatherer.liveness.report(str(error))
-        self.worker.submit(lambda: self.tell_failure(error))
+        """This rank will stop after what it announced so far: the other ranks learn why at their next collective.
 
-    def tell_failure(self, error: CADError) -> None:
-        """Meet the other ranks once more, to say that this one failed. Runs on the look-ahead thread."""
-        try:
-            self.gatherer.gather(Subject(What.LENGTHS, self.number), state=State.FAILED, model=self.fingerprint)
-        except CADError as met:
-            logger.debug("told the other ranks: %s", met)
-        self.gatherer.break_off(error)
+        An ending process gives them a little time for that (`Worker.close`).
+        """
+        if self.gatherer.liveness is not None:
+            self.gatherer.liveness.announce(str(error))
+
+        def job() -> None:
+            try:
+                self.gatherer.gather(Subject(What.LENGTHS, self.number), state=State.FAILED, model=self.fingerprint)
+            except CADError as met:
+                logger.debug("told the other ranks: %s", met)
+
+        self.worker.submit(job)
+
+    def abandon(self, error: CADError) -> None:
+        """This rank trains no further micro-batch; those that wait for it learn why."""
+        if self.plans.abandoned is None and self.ranks > 1:
+            self.plans.abandoned = error
+            if self.gatherer.liveness is not None:
+                self.gatherer.liveness.report(str(error))
+
+    def forward_raised(self, micro_batch: MicroBatch, error: BaseException | None) -> None:
+        """The forward of a micro-batch ended with an exception: this rank's part of its exchanges is missing."""
+        if not isinstance(error, CADError):
+            error = CADPeerError(
+                f"rank {self.rank}: the forward of micro-batch {micro_batch.turn} (counted from 0) ended with the "
+                f"exception {type(error).__name__}: {error}. Its attention is shared with the other ranks, so training "
+                "cannot go on after it was caught: mend its cause (out of memory: shorter rows) and start again from a "
+                "checkpoint"
+            )
+        self.abandon(error)
 
     def _gather_now(self, mine: Announcement, what: What) -> Future[MicroBatch]:
         index, keys = self._counted[what], list(self.keys)
@@ -226,6 +238,12 @@ class Feed:
         return index
 
     # On the look-ahead thread
+
+    def _drop(self, futures: list[Future[MicroBatch]]) -> None:
+        """Tell ranks that train one of these micro-batches that they wait in vain."""
+        turns = [future.result().turn for future in futures if future.done() and future.exception() is None]
+        if turns and self.gatherer.liveness is not None:
+            self.gatherer.liveness.drop(turns)
 
     def _gather(self, subject: Subject, payload: Ints | None) -> list[Said]:
         """`payload` is None where this rank's loader ended."""

@@ -126,7 +126,7 @@ class Gatherer:
         self.settings = ""
         """What ranks compare before they train: configuration and costs. Set once both are known."""
         self.broken: CADError | None = None
-        """Why this rank cannot go on. From then on the order of collectives means nothing: all of them raise."""
+        """Why no collective of this rank can be trusted any more."""
 
     def numbers(self, value: int, subject: Subject) -> list[int]:
         """One number of every rank."""
@@ -190,21 +190,16 @@ class Gatherer:
             for row, head in zip(rows, headers, strict=True)
         ]
 
-    def break_off(self, error: CADError) -> None:
-        """This rank cannot go on: the others learn why, and every later collective of this rank raises the error."""
-        if self.broken is None:
-            self.broken = error
-            if self.liveness is not None:
-                self.liveness.report(str(error))
-
     def _give_up(self, error: CADError) -> CADError:
-        self.break_off(error)
+        """From now on the order of collectives means nothing: every later one of this rank raises this error."""
+        self.broken = error
         return error
 
     def _compare(self, headers: np.ndarray) -> None:
         failed = np.flatnonzero(headers[:, _STATE] == State.FAILED).tolist()
         if failed:
-            raise self._give_up(CADDataError(f"no micro-batch was trained: {self._reasons(failed)}"))
+            # All ranks met, so their collectives are still in step: what was announced before can be trained.
+            raise CADDataError(f"no micro-batch was trained: {self._reasons(failed)}")
         for column, what, remedy in (
             (_VERSION, "version of deepspeed_cad", "install the same version everywhere"),
             (_CONFIG, '"cad" block', "give every rank the same configuration"),
@@ -223,10 +218,8 @@ class Gatherer:
     def _reasons(self, ranks: list[int]) -> str:
         said = []
         for rank in ranks:
-            text = "could not read its micro-batch"
-            if self.liveness is not None and self.liveness.store.check([f"error/{rank}"]):
-                text = self.liveness.store.get(f"error/{rank}").decode()
-            said.append(f"rank {rank}: {text}")
+            reason = None if self.liveness is None else self.liveness.reason(rank)
+            said.append(f"rank {rank}: {reason or 'could not read its micro-batch'}")
         return "; ".join(said)
 
     def _all(self, values: np.ndarray, what: str) -> list[np.ndarray]:
@@ -235,7 +228,10 @@ class Gatherer:
         mine = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         with Liveness.watch(self.liveness, what):
-            dist.all_gather(everyone, mine, group=self.group)
+            work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
+            if self.liveness is not None:
+                self.liveness.patiently(work, what)
+            work.wait()
         return [tensor.numpy() for tensor in everyone]
 
 

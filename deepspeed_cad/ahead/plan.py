@@ -19,11 +19,11 @@ from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.call import CallCounts
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
-from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.planner import make_plan
@@ -69,6 +69,8 @@ class Plans:
         self.ranks_per_node, self.aside = ranks_per_node, aside
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
+        self.abandoned: CADError | None = None
+        """Why this rank trains no further micro-batch."""
         self._said: set[str] = set()
 
     def open(self, announcements: list[Announcement], keys: list[PlanKey]) -> MicroBatch:

@@ -88,6 +88,8 @@ class C10dTransport:
     def finish(self, work: dist.Work) -> None:
         """Wait for a transfer; a dead peer becomes a CADPeerError that names it."""
         with self._named():
+            if self.liveness is not None and self.device.type == "cpu":
+                self.liveness.patiently(work, f"core-attention exchange {self.exchanges}")
             work.wait()
 
     def _named(self) -> Liveness.Watch:

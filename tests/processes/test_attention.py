@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cases
 import numpy as np
 import pytest
@@ -9,15 +11,43 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from deepspeed_cad.attention.call import AttentionCall, CallCounts, Modes
-from deepspeed_cad.attention.serve import prepare
+from deepspeed_cad.attention.call import AttentionCall
+from deepspeed_cad.attention.device_schedule import upload_schedule
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.exchange.c10d import C10dTransport
-from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.exchange.transport import Outgoing, Returning
+from deepspeed_cad.kernels.interface import MaskRule, Sequences
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.schedule import build_slices, schedule_rank
+from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
 
 HEADS, GROUPS, DIM, VALUE = 6, 3, 8, 5
+
+
+class StrictTransport(C10dTransport):
+    """Refuses the layouts that transports of GPUs refuse; c10d by itself takes any."""
+
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> Any:
+        for field in fields:
+            assert field.home.shape[1] == schedule.groups and field.home.stride(2) == 1
+        return super().dispatch(schedule, fields, slot)
+
+    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> Any:
+        for field in fields:
+            assert field.served.shape[0] == schedule.served_rows[schedule.rank, field.kind]
+            assert field.served.is_contiguous(), f"strides {field.served.stride()} cannot be returned"
+            assert field.home.shape[1] == schedule.groups and field.home.stride(2) == 1
+        return super().give_back(schedule, fields, slot)
+
+
+class LseTransposed(TorchMath):
+    """Gives and takes LSE as the FlashAttention libraries do: a transposed view of [H, Q]."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, rule: MaskRule, out: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = super().forward(q, k, v, sequences, rule, out)
+        return o, lse.t().contiguous().t()
 
 
 def _rows(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
@@ -61,7 +91,7 @@ def _run(rank: int, world: int, name: str, seed: int, window: int | None, keep: 
     layout = cases.layouts()[name]
     rule = MaskRule(DIM**-0.5, window, 3.0 if seed % 2 else None)
     sink = torch.linspace(-1, 2, HEADS, dtype=torch.float64).requires_grad_() if sinks else None
-    transport = C10dTransport(dist.group.WORLD, torch.device("cpu"))
+    transport = StrictTransport(dist.group.WORLD, torch.device("cpu"))
     counts = CallCounts()
     rng = np.random.default_rng(seed)
     mine = _rows(layout, rank)
@@ -72,14 +102,14 @@ def _run(rank: int, world: int, name: str, seed: int, window: int | None, keep: 
     for slot, tick in enumerate(ticks):
         tasks = cases.random_tasks(tick, GROUPS, rng)
         schedule = schedule_rank(tick, build_slices(tick, tasks, window), rank, GROUPS, window)
-        call = AttentionCall(
-            prepare(schedule, torch.device("cpu")), TorchMath(), transport, rule,
-            Modes(local_first=bool(seed % 2), keep_received=keep), counts, slot, sinks=sink,
+        setup = CallSetup(
+            upload_schedule(schedule, torch.device("cpu")), LseTransposed(), transport, rule,
+            Modes(local_first=bool(seed % 2), keep_received=keep), counts, slot,
         )  # fmt: skip
         q0, k0 = int(tick.query_base[rank]), int(tick.key_base[rank])
         rows = slice(q0, q0 + int(tick.query_tokens[rank]))
         keys = slice(k0, k0 + int(tick.key_tokens[rank]))
-        outputs.append(call(leaves["q"][rows], leaves["k"][keys], leaves["v"][keys]))
+        outputs.append(AttentionCall(setup)(leaves["q"][rows], leaves["k"][keys], leaves["v"][keys], sink))
     o = torch.cat(outputs)
     o.backward(mine["do"])
     expected = _expected(layout, rank, rule, sink.detach() if sinks else None)

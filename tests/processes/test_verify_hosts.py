@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -92,17 +93,18 @@ def _planned_wrong(rank: int, world: int) -> str:
     from deepspeed_cad.attention import microbatch
 
     model = deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, "timeout_s": 5.0})
-    real = microbatch.AttentionCall
+    real = microbatch.CallSetup
 
-    def with_window(prepared: Any, kernel: Any, transport: Any, rule: Any, *rest: Any, **more: Any) -> Any:
-        return real(prepared, kernel, transport, type(rule)(rule.scale, 20, rule.softcap), *rest, **more)
+    def with_window(*given: Any, **more: Any) -> Any:
+        setup = real(*given, **more)
+        return dataclasses.replace(setup, rule=dataclasses.replace(setup.rule, window=20))
 
-    microbatch.AttentionCall = with_window
+    microbatch.CallSetup = with_window
     try:
         with pytest.raises(CADError) as caught:
             _steps(model, rank)
     finally:
-        microbatch.AttentionCall = real
+        microbatch.CallSetup = real
     return str(caught.value)
 
 
