@@ -108,6 +108,11 @@ class CADConfig:
     """"sampled": compare samples of the model's own mask function with the plan, and stop where they differ; "off":
     do not."""
 
+    verify: int = 0
+    """The first N micro-batches also run without CAD, and losses, outputs and gradients of attention are compared. A
+    difference beyond what the data type allows stops the run and names the tensor, the rank and both values. Each costs
+    several forwards; 0: none."""
+
     def __post_init__(self) -> None:
         for key in ("enabled", "recompute_attention", "monitor"):
             if not isinstance(getattr(self, key), bool):
@@ -125,6 +130,7 @@ class CADConfig:
         object.__setattr__(self, "straggler_relief", float(self.straggler_relief))
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         _check_number(self, "trace_steps", int, "a whole number of micro-batches, 1 or more", lambda x: x >= 1)
+        _check_number(self, "verify", int, "a whole number of micro-batches, 0 or more", lambda x: x >= 0)
         if not isinstance(self.trace, str):
             raise _bad("trace", self.trace, 'the path of a file to write, or "" for none')
         if not isinstance(self.kernel, str) or not _KERNEL_NAME.fullmatch(self.kernel):

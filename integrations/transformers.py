@@ -23,6 +23,7 @@ from deepspeed_cad.integrations.alternating import alternate
 from deepspeed_cad.integrations.mask_check import check_mask
 from deepspeed_cad.integrations.models import (
     describe,
+    is_mixture,
     refuse_arguments,
     refuse_checkpointing,
     refuse_model,
@@ -35,7 +36,17 @@ from deepspeed_cad.integrations.structure import (
     find_decoder,
     find_model,
     local_attention,
+    masked_attention,
     training_device,
+)
+from deepspeed_cad.integrations.verify import (
+    Alone,
+    Check,
+    can_run_alone,
+    loss_of,
+    loss_without,
+    open_check,
+    same_randomness,
 )
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -67,6 +78,8 @@ class Scope:
     unread: _Unread | None = None
     empty: bool = False
     """This rank has no tokens: the model runs on one row of padding, which is taken out of its output."""
+    alone: Check | None = None
+    """The decoder runs without CAD, to be compared."""
 
 
 @dataclass(eq=False)
@@ -93,6 +106,11 @@ class Binding:
         self.forwards = 0
         self.called_with: dict[str, Any] = {}
         """Arguments of the whole model while its forward runs; empty where only its decoder is called."""
+        self.verified = 0
+        self._check: Check | None = None
+        """Of the micro-batch whose forward runs."""
+        self.comparing = False
+        """The model runs once more, to compare its loss."""
         layers = decoder_layers(find_decoder(model))
         self._checkpointed = weakref.WeakSet([find_decoder(model), *(layers or ())[:1]])
         """Modules of which one says whether activation checkpointing is on."""
@@ -158,8 +176,45 @@ class Binding:
         if not empty:
             self._look_at_padding(micro_batch, given)
         _scope.set(Scope(self, micro_batch, training, checkpointed, unread, empty))
+        if training and torch.is_grad_enabled() and self.verified < self.session.config.verify:
+            of = self.session.config.verify
+            self._check = micro_batch.check = open_check(micro_batch, self.verified, of, self.feed.fail)
+            self.verified += 1
         changed: dict[str, Any] = {"use_cache": False} if training and "use_cache" in names else {}
         return changed | (_one_row(given) if empty else {})
+
+    def run_alone(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Where this micro-batch is verified: run the decoder without CAD, before it runs with it."""
+        scope = _scope.get()
+        if scope is None or scope.micro_batch is None or scope.micro_batch.check is None:
+            return
+        check: Check = scope.micro_batch.check
+        if not can_run_alone(scope.micro_batch):
+            return
+        _scope.set(Scope(self, scope.micro_batch, scope.training, scope.checkpointed, alone=check))
+        try:
+            with same_randomness(self.session.device):
+                # Not by calling it: hooks of host frameworks on the decoder itself belong to the run that is trained.
+                check.output = decoder.forward(*args, **kwargs)
+        finally:
+            _scope.set(scope)
+
+    def end_model(self, output: Any) -> None:
+        """After the whole model's forward, where a micro-batch is verified: compare its loss."""
+        model, decoder, check = self.model(), self.decoder(), self._check
+        if check is None or model is None or decoder is None or output is None:
+            return
+        loss = loss_of(output)
+        if loss is not None and check.output is not None:
+            self.comparing = True
+            try:
+                without = loss_of(loss_without(check, model, decoder, self.called_with))
+            finally:
+                self.comparing = False
+            if without is not None:
+                check.end_model(loss, without)
+        check.output = self._check = None
+        check.say()
 
     def _look_at_padding(self, micro_batch: MicroBatch, given: dict[str, Any]) -> None:
         """Have rows of padding computed where their output may count and the model's attention gives them one."""
@@ -201,6 +256,10 @@ class Binding:
         if scope is None or scope.micro_batch is None:
             return None
         scope.micro_batch.in_forward = False
+        if scope.micro_batch.check is not None and output is not None:
+            scope.micro_batch.check.end_forward(output, is_mixture(getattr(self.decoder(), "config", None)))
+            if not self.called_with:
+                self.end_model(output)
         if output is None and scope.training:  # the forward raised
             self.feed.forward_raised(scope.micro_batch, sys.exc_info()[1])
         if scope.training:
@@ -248,11 +307,13 @@ def _make_enter(binding: Binding) -> Callable[..., Any]:
     @torch.compiler.disable
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A copied model (a DPO reference) carries the hook along but is not the bound one.
-        if module is binding.decoder():
+        if module is binding.decoder() and not binding.comparing:
             changed = binding.enter(module, args, kwargs)
             names = list(inspect.signature(module.forward).parameters)
             kept = [changed.pop(name, value) for name, value in zip(names, args, strict=False)]
-            return tuple(kept), {**kwargs, **changed}
+            given = {**kwargs, **changed}
+            binding.run_alone(module, tuple(kept), given)
+            return tuple(kept), given
         return None
 
     return enter
@@ -271,6 +332,7 @@ def _make_return(binding: Binding) -> Callable[..., Any]:
     @torch.compiler.disable
     def give_back(module: torch.nn.Module, args: Any, output: Any) -> None:
         if module is binding.model():
+            binding.end_model(output)
             binding.called_with = {}
 
     return give_back
@@ -279,7 +341,7 @@ def _make_return(binding: Binding) -> Callable[..., Any]:
 def _make_leave(binding: Binding) -> Callable[..., Any]:
     @torch.compiler.disable
     def leave(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return binding.leave(output) if module is binding.decoder() else None
+        return binding.leave(output) if module is binding.decoder() and not binding.comparing else None
 
     return leave
 
@@ -345,6 +407,8 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
         known = name in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
         return ALL_MASK_ATTENTION_FUNCTIONS[name if known else "sdpa"](*args, **kwargs)
     window = kwargs.get("local_size")
+    if scope.alone is not None:
+        return Alone(scope.alone.documents, window, scope.binding.original, scope.micro_batch.padding)
     session = scope.binding.session
     if session.config.check == "sampled" and (scope.training or not scope.binding.forwards):
         try:
@@ -368,6 +432,9 @@ def cad_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]."""
+    if isinstance(attention_mask, Alone):
+        given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        return attention_mask.attend(module, query, key, value, **given), None
     if not isinstance(attention_mask, MaskDescriptor):
         scope = _scope.get()
         if scope is not None and scope.micro_batch is not None:
@@ -376,8 +443,7 @@ def cad_attention(
                 "know its documents"
             )
         name = scope.binding.original if scope is not None else default_attention(getattr(module, "config", None))
-        run = local_attention(module, name)
-        return run(
+        return local_attention(module, name)(
             module, query, key, value, attention_mask,
             scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux, **kwargs,
         )  # fmt: skip
@@ -388,20 +454,19 @@ def cad_attention(
     rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask.window, softcap)
     label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     refuse_arguments(label, kwargs)
-    o = attention_mask.attend(module, query, key, value, rule, s_aux, label)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention_mask.attend(module, q, k, v, rule, s_aux, label)
+
+    check: Check | None = attention_mask.micro_batch.check
+    if check is None:
+        o = run(query, key, value)
+    else:
+        o = check.attend(run, query, key, value, rule, s_aux, label)
     padding: Padding | None = attention_mask.micro_batch.padding
-    if padding is None:
-        return o, None
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        # Only a model's eager attention knows caps and sinks.
-        eager = padding.eager or softcap is not None or s_aux is not None
-        if eager:
-            visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
-        run = local_attention(module, "eager" if eager else "sdpa")
-        filled: torch.Tensor = run(
-            module, q, k, v, visible, scaling=rule.scale, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
-        )[0]
-        return filled
-
-    return padding.fill(id(module), attention_mask, query, key, value, o, attend), None
+    if padding is not None:
+        own = masked_attention(
+            module, padding.eager, scaling=rule.scale, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
+        )
+        o = padding.fill(id(module), attention_mask, query, key, value, o, own)
+    return o, None

@@ -67,6 +67,8 @@ class MicroBatch:
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     padding: Any = None
     """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
+    check: Any = None
+    """What an integration compares attention calls with, where it verifies them."""
     planned: dict[tuple[PlanKey, int], PlannedTick] = field(default_factory=dict)
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
