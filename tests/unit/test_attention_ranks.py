@@ -82,6 +82,15 @@ def test_padding_is_zero_and_has_no_gradient() -> None:
     assert padded == 3 * 64 - 170
 
 
+def test_large_sinks_and_padding() -> None:
+    """In padding O is 0 and LSE says nothing: what a sink would weigh there must not reach its gradient."""
+    ranks = Ranks(cases.layouts()["a tail of padding"], PLAIN, sinks=SINKS + 120, dtype=torch.float32)
+    outputs = ranks.forward()
+    ranks.backward(outputs)
+    assert all(leaf["sinks"].grad.isfinite().all() for leaf in ranks.leaves)
+    assert all(output.abs().max() < 1e-30 for output in outputs)
+
+
 def kernel_alone(layout: Layout) -> dict[str, float]:
     """Errors of the kernel in bf16, every document whole: what those of disaggregated attention are measured by."""
     segments = layout.segments
