@@ -31,6 +31,7 @@ from deepspeed_cad.attention.serve import (
     run_served_backward,
 )
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
@@ -75,6 +76,9 @@ class AttentionCall:
     counts: CallCounts
     slot: int = 0
     label: str = "attention"
+    turn: int = 0
+    layer: int = 0
+    """Which micro-batch and which of its layers: equal on all ranks, see exchange.identity.Moment."""
     sinks: torch.Tensor | None = None
     aside: torch.cuda.Stream | None = None
     """On which served batches run beside local ones; None: all run on the current stream, one after the other."""
@@ -135,7 +139,8 @@ class AttentionCall:
         if self.transport is not None:
             fields = [Outgoing(QUERY, by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
             with self.traced("dispatch"):
-                self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
+                moment = Moment(self.turn, self.layer)
+                self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot, moment)
 
     def forward_serve(self) -> None:
         """Run local and served batches, start sending O back."""
@@ -184,7 +189,8 @@ class AttentionCall:
             if len(outputs) == 4:
                 fields += [Outgoing(QUERY, by_group(q, k)), Outgoing(KEY, k), Outgoing(KEY, v)]
             with self.traced("dispatch", backward=True):
-                self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot)
+                moment = Moment(self.turn, self.layer, backward=True)
+                self._out = self.transport.dispatch(self.prepared.schedule, fields, self.slot, moment)
         if self._sinks is None:
             return None
         o, lse = outputs[:2]
@@ -304,7 +310,8 @@ class AttentionCall:
     def _give_back(self, fields: list[Returning], backward: bool = False) -> None:
         assert self.transport is not None
         with self.traced("return", backward, aside=self.aside is not None):
-            self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot)
+            moment = Moment(self.turn, self.layer, backward)
+            self._back = self.transport.give_back(self.prepared.schedule, fields, self.slot, moment)
 
     def _wait_out(self, backward: bool = False) -> list[torch.Tensor]:
         with self.traced("wait", backward), self.counts.waits.timed(self.prepared.padding.device):

@@ -60,12 +60,16 @@ class MicroBatch:
     counts: CallCounts
     aside: torch.cuda.Stream | None = None
     """On which served tasks run beside local ones, where they do."""
+    turn: int = 0
+    """Counts micro-batches; equal on all ranks, whose exchanges it tells apart."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     planned: dict[tuple[PlanKey, int], Planned] = field(default_factory=dict)
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _prepared: dict[tuple[PlanKey, int], Prepared] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
+    _layers: dict[int, int] = field(default_factory=dict)
+    """Layers in the order in which attention was first called: the same on all ranks."""
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def prepared(self, key: PlanKey, part: int) -> Prepared:
@@ -200,7 +204,8 @@ class MaskDescriptor:
             prepared = micro_batch.prepared(PlanKey(self.window, shape), part)
             return AttentionCall(
                 prepared, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
-                micro_batch.counts, slot=part, label=label, aside=micro_batch.aside,
+                micro_batch.counts, slot=part, label=label, turn=micro_batch.turn,
+                layer=micro_batch._layers.setdefault(layer, len(micro_batch._layers)), aside=micro_batch.aside,
             )  # fmt: skip
 
         call = micro_batch.call(layer, part, build, label)

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +194,15 @@ class _TracedTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> Dispatched:
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, *at: Any) -> Dispatched:
         """See Transport."""
-        return self._start("Q, K, V out", "dO, Q, K, V out", slot, lambda: self._inner.dispatch(schedule, fields, slot))
+        start = partial(self._inner.dispatch, schedule, fields, slot, *at)
+        return self._start("Q, K, V out", "dO, Q, K, V out", slot, start)
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> Returned:
+    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, *at: Any) -> Returned:
         """See Transport."""
-        return self._start("O back", "dQ, dK, dV back", slot, lambda: self._inner.give_back(schedule, fields, slot))
+        start = partial(self._inner.give_back, schedule, fields, slot, *at)
+        return self._start("O back", "dQ, dK, dV back", slot, start)
 
     def close(self) -> None:
         """See Transport."""

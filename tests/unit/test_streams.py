@@ -21,7 +21,10 @@ import torch
 from deepspeed_cad.ahead.gather import Worker
 from deepspeed_cad.attention.call import AttentionCall, CallCounts, Modes
 from deepspeed_cad.attention.serve import prepare
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
+from deepspeed_cad.exchange.rows import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -97,7 +100,7 @@ class NothingMoves:
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
 
-    def dispatch(self, schedule: Any, fields: list[Outgoing], slot: int) -> Any:
+    def dispatch(self, schedule: Any, fields: list[Outgoing], slot: int, moment: Any) -> Any:
         def wait() -> list[torch.Tensor]:
             torch.cuda.current_stream().work()
             if self.fails:
@@ -106,7 +109,7 @@ class NothingMoves:
 
         return SimpleNamespace(wait=wait)
 
-    def give_back(self, schedule: Any, fields: list[Any], slot: int) -> Any:
+    def give_back(self, schedule: Any, fields: list[Any], slot: int, moment: Any) -> Any:
         torch.cuda.current_stream().work()
         return SimpleNamespace(wait=lambda: torch.cuda.current_stream().work())
 
@@ -150,11 +153,11 @@ def test_nccl_frees_what_arrived_once_the_other_stream_has_read_it(main: Stream)
     tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 1]])
     schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
     transport = NcclTransport.__new__(NcclTransport)
-    transport.device, transport._stuck = CPU, ""
+    transport.device, transport._alarm = CPU, Alarm(1, None, 1.0)
     transport._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
-    kind = transport._build(schedule, QUERY)
-    under_way = _UnderWay(1, Event(), [], [torch.ones(8, 3)], main)  # type: ignore[arg-type]
-    out = _Dispatched(transport, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], (kind, kind), under_way)
+    kinds = rows_of_kinds(schedule, CPU)
+    under_way = _UnderWay(Identity(1, 0), Event(), [], [torch.ones(8, 3)], main)  # type: ignore[arg-type]
+    out = _Dispatched(transport, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], kinds, under_way)
     aside = Stream()
     with torch.cuda.stream(aside):  # type: ignore[arg-type]
         aside.work()
