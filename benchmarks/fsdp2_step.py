@@ -30,7 +30,7 @@ from train_workload import Workload  # noqa: E402
 from transformers import AttentionInterface, LlamaForCausalLM  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.ahead.loader import announce  # noqa: E402
+from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 

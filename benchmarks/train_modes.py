@@ -33,7 +33,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 import deepspeed_cad
 from deepspeed_cad import session as sessions
-from deepspeed_cad.ahead.loader import announce
+from deepspeed_cad.ahead.step import announce
 
 KINDS = ("dp", "ulysses", "ulysses_joined", "allgather_cp", "allgather_cp_joined", "cad", "bound", "bound_qkv")
 
@@ -124,7 +124,7 @@ class CADMode(Mode):
 
     def close(self) -> None:
         """See Mode."""
-        self.feed.forget()
+        self.feed.begin_epoch()
         self.session.close()
 
 

@@ -7,7 +7,7 @@ numbers of the exchanges (identity.py).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from deepspeed_cad.exchange.identity import Identity, compare
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.watchdog import Watchdog
 
-_NUMBERS_TAG, _DATA_TAG = 0, 1 << 30
+_DATA_TAG = 1 << 30
 KEPT = 16
 """Transfers that nobody waited for and whose memory is kept, for peers that may still write to it."""
 
@@ -37,7 +37,8 @@ class UnderWay:
     works: list[dist.Work]
     numbers: torch.Tensor
     """[ranks]: the numbers of the exchange on all ranks."""
-    number_works: list[dist.Work] = field(default_factory=list)
+    gathered: dist.Work
+    """Is over when the numbers are there."""
 
 
 class Carrier(Protocol):
@@ -54,11 +55,11 @@ class Carrier(Protocol):
 
 
 class PairMessages:
-    """Messages of gloo: to every peer the number of the exchange, and the data where there are any.
+    """Messages of gloo to those peers for which there are data, and a gathering of everyone's number beside them.
 
     The data have the number as their tag, so what belongs to another exchange is never received: its size would be
-    another, and gloo ends a process whose buffer is too small. The numbers have a tag that never changes; they show
-    it. Nobody waits for numbers to send data.
+    another, and gloo ends a process whose buffer is too small. The numbers, whose size never changes, show it. Nobody
+    waits for numbers to send data.
     """
 
     def __init__(self, group: dist.ProcessGroup, alarm: Alarm) -> None:
@@ -69,19 +70,17 @@ class PairMessages:
     def start(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
         """See Carrier."""
         self.alarm.check()
-        peers = [rank for rank in range(len(to_peers)) if rank != self.rank]
         incoming = torch.empty(sum(from_peers), dtype=torch.uint8)
-        mine = torch.tensor([identity.number])
-        numbers = mine.repeat(len(to_peers))
+        numbers = torch.zeros(len(to_peers), dtype=torch.int64)
         out, into = torch.split(outgoing, to_peers), torch.split(incoming, from_peers)
         tag = _DATA_TAG | identity.number & (_DATA_TAG - 1)
-        post = self.group
         with Liveness.watch(self.alarm.liveness, str(identity)):
-            number_works = [post.recv([numbers[p : p + 1]], p, _NUMBERS_TAG) for p in peers]
-            works = [post.recv([into[p]], p, tag) for p in peers if from_peers[p]]
-            number_works += [post.send([mine], p, _NUMBERS_TAG) for p in peers]
-            works += [post.send([out[p]], p, tag) for p in peers if to_peers[p]]
-        made = UnderWay(identity, outgoing, incoming, works, numbers, number_works)
+            gathered = dist.all_gather(
+                list(numbers.split(1)), torch.tensor([identity.number]), group=self.group, async_op=True
+            )
+            works = [self.group.recv([into[peer]], peer, tag) for peer, size in enumerate(from_peers) if size]
+            works += [self.group.send([out[peer]], peer, tag) for peer, size in enumerate(to_peers) if size]
+        made = UnderWay(identity, outgoing, incoming, works, numbers, gathered)
         self._open.append(made)
         if len(self._open) > KEPT:
             self.finish(self._open[0])
@@ -91,8 +90,9 @@ class PairMessages:
         """See Carrier. Numbers first: where they differ, the data may never come."""
         self.alarm.check()
         with Liveness.watch(self.alarm.liveness, str(under_way.identity)):
-            for work in under_way.number_works:
-                work.wait()
+            if self.alarm.liveness is not None:
+                self.alarm.liveness.patiently(under_way.gathered, str(under_way.identity))
+            under_way.gathered.wait()
             found = compare(dict(enumerate(under_way.numbers.tolist())))
             if found:
                 self.alarm.stop(found)
@@ -133,7 +133,7 @@ class Collectives:
             data = dist.all_to_all_single(
                 incoming, outgoing, from_peers, to_peers, group=self.group, async_op=True
             )  # fmt: skip
-        return UnderWay(identity, outgoing, incoming, [data], mine, [numbers])
+        return UnderWay(identity, outgoing, incoming, [data], mine, numbers)
 
     def finish(self, under_way: UnderWay) -> torch.Tensor:
         """See Carrier."""
@@ -142,7 +142,7 @@ class Collectives:
         before, known, after = (torch.cuda.Event() for _ in range(3))
         before.record(current)
         with Liveness.watch(self.alarm.liveness, str(label)):
-            under_way.number_works[0].wait()
+            under_way.gathered.wait()
             known.record(current)
             under_way.works[0].wait()
             after.record(current)
