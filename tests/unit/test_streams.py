@@ -22,7 +22,10 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
+from deepspeed_cad.exchange.rows import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -102,7 +105,7 @@ class NothingMoves:
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
 
-    def dispatch(self, schedule: Any, fields: list[Outgoing], slot: int) -> Any:
+    def dispatch(self, schedule: Any, fields: list[Outgoing], slot: int, moment: Any) -> Any:
         main: Any = torch.cuda.current_stream()
         queued = main.clock[id(main)]
 
@@ -116,7 +119,7 @@ class NothingMoves:
 
         return SimpleNamespace(wait=wait)
 
-    def give_back(self, schedule: Any, fields: list[Any], slot: int) -> Any:
+    def give_back(self, schedule: Any, fields: list[Any], slot: int, moment: Any) -> Any:
         aside: Any = torch.cuda.current_stream()
         aside.work()
 
@@ -188,11 +191,11 @@ def test_nccl_frees_what_arrived_once_the_other_stream_has_read_it(main: Stream)
     tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 1]])
     schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
     transport = NcclTransport.__new__(NcclTransport)
-    transport.device, transport._stuck = CPU, ""
+    transport.device, transport._alarm = CPU, Alarm(1, None, 1.0)
     transport._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
-    kind = transport._build(schedule, QUERY)
-    under_way = _UnderWay(1, Event(), [], [torch.ones(8, 3)], main)  # type: ignore[arg-type]
-    out = _Dispatched(transport, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], (kind, kind), under_way)
+    kinds = rows_of_kinds(schedule, CPU)
+    under_way = _UnderWay(Identity(1, 0), Event(), [], [torch.ones(8, 3)], main)  # type: ignore[arg-type]
+    out = _Dispatched(transport, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], kinds, under_way)
     aside = Stream()
     with torch.cuda.stream(aside):  # type: ignore[arg-type]
         aside.work()
