@@ -52,6 +52,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from deepspeed_cad.ahead.documents import Announcement, batch_shape, read_documents
+from deepspeed_cad.ahead.gather import Subject, What
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.autoload import when_imported
 from deepspeed_cad.config import CADConfig
@@ -106,6 +107,13 @@ class Binding:
         self.forwards = 0
         self.called_with: dict[str, Any] = {}
         """Arguments of the whole model while its forward runs; empty where only its decoder is called."""
+        self.trained = 0
+        """Training forwards so far."""
+        self.last_read: LocalSegments | None = None
+        """Documents of this rank in the last of them."""
+        self.announcer: Any = None
+        """The iterator of a prepared loader that announces its batches now."""
+        self._asked = 0
         self.verified = 0
         self._check: Check | None = None
         """Of the micro-batch whose forward runs."""
@@ -169,6 +177,10 @@ class Binding:
                 except CADError as error:
                     self.feed.fail(error)
                 micro_batch = self.feed.take(mine, queued)
+                announced = mine
+            if queued:
+                self.trained += 1
+                self.last_read = announced.local
             self.session.count(micro_batch)
         if training and micro_batch.layout.segments.begin.any():
             refuse_spanning(getattr(decoder, "config", None))
@@ -215,6 +227,13 @@ class Binding:
                 check.end_model(loss, without)
         check.output = self._check = None
         check.say()
+
+    def agree_to_announce(self, here: bool) -> bool:
+        """Whether the batches of a loader reach the model as they are, on every rank; asked by every rank."""
+        number, gatherer = self._asked, self.feed.gatherer
+        self._asked += 1
+        subject = Subject(What.LOADER, self.feed.number, index=number)
+        return all(self.feed.worker.run(lambda: gatherer.numbers(int(here), subject)))
 
     def _look_at_padding(self, micro_batch: MicroBatch, given: dict[str, Any]) -> None:
         """Have rows of padding computed where their output may count and the model's attention gives them one."""
@@ -357,7 +376,14 @@ def bind(model: torch.nn.Module, config: CADConfig) -> Binding:
     binding = Binding(inner, session)
     binding.install()
     when_imported("transformers.trainer", _install_trainer_hooks)
+    when_imported("accelerate.data_loader", _install_loader_hooks)
     return binding
+
+
+def _install_loader_hooks(loaders: types.ModuleType) -> None:
+    from deepspeed_cad.integrations.prepared import install_loader_hooks
+
+    install_loader_hooks(loaders)
 
 
 def _install_trainer_hooks(trainer: types.ModuleType) -> None:
