@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from deepspeed_cad.integrations import functions
 from deepspeed_cad.integrations import transformers as room
 from deepspeed_cad.integrations.structure import find_decoder, find_model
 from model_cases import tiny_model
@@ -43,13 +44,13 @@ def batch(lengths: list[int] | None = None) -> dict[str, torch.Tensor]:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Arguments of every call of the mask check from now on: rank, window, forwards."""
     seen: list[tuple[Any, ...]] = []
-    check = room.check_mask
+    check = functions.check_mask
 
     def note(layout: Any, rank: int, window: int | None, given: Any, forwards: int) -> None:
         seen.append((rank, window, forwards, "mask_function" in given))
         check(layout, rank, window, given, forwards)
 
-    monkeypatch.setattr(room, "check_mask", note)
+    monkeypatch.setattr(functions, "check_mask", note)
     return seen
 
 
@@ -90,12 +91,12 @@ def test_the_mask_check_can_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_mask_stops_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way: a model whose mask shows later tokens."""
     model, binding = bound()
-    mask = room.check_mask
+    mask = functions.check_mask
 
     def bidirectional(layout: Any, rank: int, window: Any, given: Any, forwards: int) -> None:
         mask(layout, rank, window, {**given, "mask_function": lambda b, h, q, k: q >= 0}, forwards)
 
-    monkeypatch.setattr(room, "check_mask", bidirectional)
+    monkeypatch.setattr(functions, "check_mask", bidirectional)
     with pytest.raises(CADUnsupportedError, match="the model's own mask shows"):
         model(**batch())
     assert binding.feed.gatherer is not None
@@ -125,8 +126,8 @@ def test_generation_runs_the_attention_that_the_model_had(monkeypatch: pytest.Mo
     model, binding = bound(model=training.tiny_llama(torch.float32))
     ids = torch.arange(7)[None]
     names: list[str] = []
-    own = room.local_attention
-    monkeypatch.setattr(room, "local_attention", lambda module, name: (names.append(name), own(module, name))[1])
+    own = functions.local_attention
+    monkeypatch.setattr(functions, "local_attention", lambda module, name: (names.append(name), own(module, name))[1])
     wanted = plain.eval().generate(ids, max_new_tokens=5, do_sample=False)
     assert torch.equal(model.eval().generate(ids, max_new_tokens=5, do_sample=False), wanted)
     assert set(names) == {binding.original} == {"sdpa"}
@@ -264,7 +265,7 @@ def test_nothing_is_left_of_a_forward_that_raised() -> None:
     model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
     with pytest.raises(RuntimeError, match="stop"):
         model(**batch())
-    assert room._scope.get() is None and binding.called_with == {}
+    assert functions.running.get() is None and binding.called_with == {}
     other = training.tiny_llama()
     training.loss_sum(other, training.pack([torch.arange(5)])).backward()
 
