@@ -6,35 +6,33 @@ integrations/) talk to nothing else of the core.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.ahead.gather import Announcement, Gatherer, Worker
+from deepspeed_cad.ahead.feed import Feed
+from deepspeed_cad.ahead.gather import Gatherer, Subject, What
+from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.pace import Pace
-from deepspeed_cad.attention.call import CallCounts, Modes
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, whole_rank_tasks
-from deepspeed_cad.config import CADConfig
-from deepspeed_cad.cost import PAIRS
-from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError
+from deepspeed_cad.ahead.plan import Plans
+from deepspeed_cad.ahead.step import allow_exchange
+from deepspeed_cad.ahead.worker import Worker
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.setup import CallCounts, Modes
+from deepspeed_cad.config import NOT_GLOBAL, CADConfig
+from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
-from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.meet import meet
-from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.cut import choose_cut
-from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
+from deepspeed_cad.notice import notice
+from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
@@ -57,7 +55,7 @@ class Session:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._statistics = Statistics()
         self._read: dict[str, Statistics] = {}
-        self._said: set[str] = set()
+        self._said_first = self._said_last = False
         self.counts = CallCounts()
         self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         """What integrations attached to which model."""
@@ -69,12 +67,10 @@ class Session:
             self._open_groups(group)
         self.pace = Pace(self.ranks, self.counts.waits.take, 0.0, torch.are_deterministic_algorithms_enabled)
         self.gatherer = Gatherer(self._cpu_group, self.rank, self.ranks, self.liveness, self.pace)
-        self.worker = Worker(device)
+        self.worker = Worker(device, config.timeout_s)
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
-        if self.tracer is not None and self.transport is not None:
-            self.transport = self.tracer.watch_transport(self.transport)
         self.cost = self._choose_cost()
         if self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
@@ -88,6 +84,12 @@ class Session:
         if device.type == "cuda" and self.transport is not None and config.overlap == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
         self._kernels: dict[KernelNeed, Kernel] = {}
+        # "auto" finds costs on the machine, so ranks compare them beside the configuration.
+        self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
+        self.plans = Plans(
+            config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
+            self._ranks_per_node(), self.aside,
+        )  # fmt: skip
 
     # Opening and closing
 
@@ -98,7 +100,7 @@ class Session:
         self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
-        self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
+        self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
         from deepspeed_cad.exchange.probe import choose_transport
@@ -107,13 +109,16 @@ class Session:
             self.config.transport,
             group,
             self.device,
-            agree=lambda value: self.on_worker(lambda: self.gatherer.numbers(value, "choice of transport")),
+            agree=lambda value: self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE))),
             liveness=self.liveness,
             timeout_s=self.config.timeout_s,
         )
 
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
+        self.say_last()
+        if self.liveness is not None:
+            self.liveness.close()
         self.worker.close()
         if self.tracer is not None:
             self.tracer.finish()
@@ -123,27 +128,43 @@ class Session:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def on_worker(self, job: Any) -> Any:
-        """Run a job on the look-ahead thread and wait for it, `timeout_s` at most."""
-        return self.wait(self.worker.submit(job), "the look-ahead thread")
+    # Models and their loaders
 
-    def wait(self, future: Future[Any], what: str) -> Any:
-        """The result of a job of the look-ahead thread; its error is raised here."""
-        try:
-            return future.result(self.config.timeout_s + 30.0)
-        except FutureTimeout as error:
-            if future.done():
-                raise
-            raise CADPeerError(f"rank {self.rank} waited {self.config.timeout_s:.0f} s for {what}") from error
+    def bind(self, model: torch.nn.Module, binding: Any) -> None:
+        """Remember what an integration attached to a model; it has a `feed`."""
+        self.bindings[model] = binding
+
+    def open_feed(self, fingerprint: str) -> Feed:
+        """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks."""
+        return Feed(self.plans, fingerprint, number=len(self.bindings))
+
+    def find_binding(self, model: torch.nn.Module) -> Any:
+        """What was bound to a model, through any wrapper; None where CAD is off for it."""
+        return next((self.bindings[module] for module in model.modules() if module in self.bindings), None)
 
     def look_ahead(
         self, loader: Any, model: torch.nn.Module, *, accumulation: int | None = None, global_loss: bool = False
-    ) -> Any:
-        """A loader for a training loop of one's own that arranges and announces each step while the one before trains;
-        arguments and errors: `deepspeed_cad.ahead.loader.look_ahead`."""
-        from deepspeed_cad.ahead.loader import look_ahead
+    ) -> LookAheadLoader:
+        """A loader for a training loop of one's own that arranges and announces each step while the one before trains.
 
-        return look_ahead(self, loader, model, accumulation, global_loss)
+        `accumulation`: micro-batches per optimizer step; None: what a DeepSpeed engine says, else 1. With
+        `"documents": "exchange"` documents change ranks; `global_loss` states that the loss is a sum over tokens
+        divided by one number for the whole step of all ranks. Raises CADConfigError where that is not stated, and
+        CADUnsupportedError for a model whose loss is no sum over tokens.
+        """
+        binding = self.find_binding(model)
+        if binding is None:
+            raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
+        if self.config.documents == "exchange":
+            if not global_loss:
+                raise CADConfigError(NOT_GLOBAL)
+            allow_exchange(binding.feed, model)
+        engine: Any = model
+        if accumulation is None:
+            says = getattr(engine, "gradient_accumulation_steps", None)
+            accumulation = int(says()) if callable(says) else 1
+        trained = (lambda: int(engine.micro_steps)) if hasattr(engine, "micro_steps") else None
+        return LookAheadLoader(loader, binding.feed, accumulation, trained)
 
     # Statistics
 
@@ -157,10 +178,12 @@ class Session:
     def statistics(self) -> Statistics:
         """Sums since the session opened, on this rank."""
         late = self.pace.late
-        self._statistics.late_s, self._statistics.late_rank = max(0.0, float(late.max())), int(late.argmax())
-        self._statistics.waited_s = self.counts.waits.seconds()
-        self._statistics.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
-        return self._statistics.copy()
+        latest = int(late.argmax())
+        now = self._statistics.copy()
+        now.late_s, now.late_rank = max(0.0, float(late[latest])), latest if late[latest] > 0 else -1
+        now.waited_s = self.counts.waits.seconds()
+        now.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
+        return now
 
     def take_statistics(self, reader: str) -> Statistics:
         """What happened since this reader last asked."""
@@ -168,6 +191,32 @@ class Session:
         earlier = self._read.get(reader, Statistics())
         self._read[reader] = now
         return now.since(earlier)
+
+    def report(self) -> str:
+        """What CAD did since the session opened, on this rank, as one line."""
+        return f"{self.statistics.in_words()}; rank {self.rank} of {self.ranks}, {self._how()}"
+
+    def say_first(self) -> None:
+        """Once, on rank 0, when the first micro-batch was planned: that CAD is on, and what to expect."""
+        if self._said_first or self.rank != 0:
+            return
+        self._said_first = True
+        now = self.statistics
+        gain = f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f} in the first micro-batch"
+        sent = f"rank 0 sent {now.bytes_sent / 2**20:.1f} MiB in its forward"
+        ranks = f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
+        notice(f"CAD is on: {ranks}, {self._how()}; {gain}, {sent}")
+
+    def say_last(self) -> None:
+        """Once, on rank 0, where the session closes or the process ends: what CAD did."""
+        if self._said_first and not self._said_last:
+            self._said_last = True
+            notice(f"CAD is done: {self.report()}")
+
+    def _how(self) -> str:
+        transport = "nothing to exchange" if self.transport is None else f"transport {self.transport.name}"
+        kernels = dict.fromkeys(kernel.name for kernel in self._kernels.values())
+        return f"{transport}, kernel {', '.join(kernels) or 'not chosen yet'}"
 
     def describe(self) -> str:
         """One line for the log."""
@@ -177,83 +226,6 @@ class Session:
             f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
             f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
         )
-
-    # Planning
-
-    def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray) -> Plan:
-        """The plan of one tick for layers of one kind; `late` is the pace when the micro-batch was gathered."""
-        base = self.pace.base_load(late, self._mean_attention(tick, key))
-        plan = make_plan(
-            PlanInput(
-                tick, key.shape, self.cost.cost_for(key.shape), key.window, self.config.tolerance,
-                self.config.granularity, base_load=base, ranks_per_node=self._ranks_per_node(),
-            )
-        )  # fmt: skip
-        if base is None:
-            return plan
-        # Statistics speak of attention, not of when ranks finish.
-        return replace(plan, load=plan.load - base, load_before=plan.load_before - base)
-
-    def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
-        each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)
-        return float(each.sum()) * key.shape.groups / self.ranks
-
-    def open_micro_batch(self, announcements: list[Announcement], keys: list[PlanKey]) -> MicroBatch:
-        """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread."""
-        layout = assemble([one.local for one in announcements])
-        ticks: tuple[Tick, ...] = (layout.tick(),)
-        if self.config.overlap == "pingpong":
-            cut = choose_cut(layout, np.array([one.unit for one in announcements]))
-            if cut is not None:
-                ticks = layout.cut(cut)
-            elif self.ranks > 1:
-                self._say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
-        # Nothing else may change what is learned of paces: plans are made on this thread and at the forward, on every
-        # rank in another order.
-        if self.pace.paused:
-            self._say_once("slower ranks are not relieved: torch's deterministic algorithms are on, on some rank")
-        for key in keys:
-            self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
-        micro_batch = MicroBatch(
-            self.rank, layout, ticks, self.device, partial(self.plan_tick, late=self.pace.late), self._agree,
-            self.transport, self.counts, aside=self.aside,
-        )  # fmt: skip
-        if keys:
-            micro_batch.plan_all(keys)
-        return micro_batch
-
-    def _say_once(self, text: str) -> None:
-        """Log what a user may wonder about, the first time that it happens."""
-        if text not in self._said:
-            self._said.add(text)
-            logger.info(text)
-
-    def plans_at_forward(self) -> None:
-        """A forward came that no loader had announced: say so, once, where look-ahead is asked for."""
-        if self.config.look_ahead and self.ranks > 1:
-            self._say_once(
-                "no loader announces micro-batches, so they are planned when their forward starts: read the data "
-                "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"
-            )
-
-    def open_local(self, local: LocalSegments) -> MicroBatch:
-        """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""
-        if len(local.begin) and local.begin[0] > 0:
-            raise CADDataError(
-                f"evaluation runs attention on each rank alone, but the first document of rank {self.rank} starts at "
-                f"position {int(local.begin[0])}: evaluate on whole documents"
-            )
-        layout = assemble([local])
-        return MicroBatch(
-            0, layout, (layout.tick(),), self.device, lambda tick, key: _plan_alone(layout, key),
-            lambda value, what: None, None, CallCounts(),
-        )  # fmt: skip
-
-    def _agree(self, value: int, what: str) -> None:
-        if self.worker.is_current():
-            self.gatherer.agree(value, what)
-        else:
-            self.on_worker(lambda: self.gatherer.agree(value, what))
 
     def _ranks_per_node(self) -> int | None:
         # torchrun and accelerate set the first, DeepSpeed's launcher the second.
@@ -273,11 +245,6 @@ class Session:
         if not isinstance(found[0], Profile):
             raise found[0] or CADError("rank 0 sent no cost profile")
         return found[0]
-
-    @property
-    def settings(self) -> str:
-        """What ranks compare before they train: the configuration and the costs, which "auto" finds on the machine."""
-        return f"{self.config.fingerprint()} {self.cost.figures}"
 
     # Kernels and modes
 
@@ -306,13 +273,6 @@ class Session:
         )  # fmt: skip
 
 
-def _plan_alone(layout: Layout, key: PlanKey) -> Plan:
-    tasks = whole_rank_tasks(layout, key.shape.groups)
-    load = PAIRS.of(layout.segments.begin, layout.segments.end, key.window).sum(keepdims=True)
-    nothing = np.zeros(1, np.int64)
-    return Plan(tasks, load, load, nothing, nothing)
-
-
 def current_session() -> Session | None:
     """The session of this process, or None where CAD is off."""
     return _sessions[-1] if _sessions else None
@@ -330,22 +290,19 @@ def open_session(config: CADConfig, device: torch.device, group: dist.ProcessGro
     return _sessions[-1]
 
 
+@atexit.register
+def _say_last() -> None:
+    for session in _sessions:
+        session.say_last()
+
+
 def close_session() -> None:
     """Close the session of this process, if there is one."""
     while _sessions:
         _sessions.pop().close()
 
 
-def apply(model: torch.nn.Module, config: CADConfig | dict[str, Any] | None = None) -> torch.nn.Module:
-    """Turn CAD on for one Hugging Face model; call after torch.distributed is initialised, before DDP or FSDP.
-
-    Idempotent, and of no effect on any other model. `config` is a CADConfig, the "cad" block as a dict, or None for the
-    defaults. Returns the model. Raises CADConfigError for a bad configuration and CADUnsupportedError for a model that
-    CAD cannot reproduce exactly.
-    """
-    from deepspeed_cad.integrations.transformers import bind
-
-    checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
-    if checked.enabled:
-        bind(model, checked)
-    return model
+def find_binding(model: torch.nn.Module) -> Any:
+    """What an integration bound to a model, through any wrapper; None where CAD is off for it."""
+    session = current_session()
+    return None if session is None else session.find_binding(model)

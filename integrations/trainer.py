@@ -12,14 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
-from deepspeed_cad.integrations.transformers import Binding, find_binding
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.step import Step, StepAhead, allow_exchange
 from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.session import find_binding
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -51,9 +54,9 @@ def _wrap(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[
 class _AheadIterator:
     """The batches of an epoch; a step that was read ahead is given out next."""
 
-    def __init__(self, source: Iterator[Any], feed: Feed) -> None:
+    def __init__(self, source: Iterator[Any], feed: Feed, accumulation: int) -> None:
         self.source = source
-        self.steps = StepAhead(feed)
+        self.steps = StepAhead(feed, accumulation)
         self._buffer: deque[Any] = deque()
         self._step: Step | None = None
 
@@ -66,14 +69,14 @@ class _AheadIterator:
     def read_ahead(self, count: int) -> None:
         """Read the next step, up to `count` batches, and begin to arrange it."""
         self._buffer.extend(itertools.islice(self.source, count))
-        if self._buffer:
-            self._step = self.steps.submit(list(self._buffer))
+        self._step = self.steps.submit(list(self._buffer), ended=len(self._buffer) < count)
 
     def arrange(self, samples: list[Any]) -> list[Any]:
         """The batches of a step as they are trained. Raises CADUnsupportedError if a part of a step was asked for."""
         step, self._step = self._step, None
         if step is None:
             step = self.steps.submit(samples)
+            assert step is not None
         elif len(step.batches) != len(samples):
             raise CADUnsupportedError(
                 f"the Trainer took {len(samples)} micro-batches for a step where it took {len(step.batches)} for the "
@@ -95,8 +98,10 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         if not config.look_ahead:
             return original(self, epoch_iterator, *args, **kwargs)
         if new:
-            ahead = self.__dict__[_AHEAD] = _AheadIterator(epoch_iterator, binding.feed)
-            binding.feed.forget()
+            ahead = self.__dict__[_AHEAD] = _AheadIterator(
+                epoch_iterator, binding.feed, self.args.gradient_accumulation_steps
+            )
+            binding.feed.begin_epoch()
         samples, count = original(self, ahead, *args, **kwargs)
         if not samples:
             self.__dict__.pop(_AHEAD)

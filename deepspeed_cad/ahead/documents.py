@@ -6,14 +6,32 @@ Out: an `Announcement`, this rank's segments. No copies of the batch are kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from deepspeed_cad.ahead.gather import Announcement
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
-from deepspeed_cad.layout import LocalSegments, segments_from_cumulative, segments_from_positions
+from deepspeed_cad.layout import Ints, LocalSegments, segments_from_cumulative, segments_from_positions
+
+
+@dataclass(frozen=True, eq=False)
+class Announcement:
+    """One rank's micro-batch: its segments and the rows between which ping-pong may cut."""
+
+    local: LocalSegments
+    unit: int = 1
+    """Cuts are multiples of it: the row length of a batch of several rows, else 1."""
+
+    def to_array(self) -> Ints:
+        """[2 + 3 × segments]: tokens, unit, then the segments."""
+        return np.r_[self.local.tokens, self.unit, self.local.to_array().reshape(-1)].astype(np.int64)
+
+    @classmethod
+    def from_array(cls, values: Ints) -> Announcement:
+        """The inverse of `to_array`."""
+        return cls(LocalSegments.from_array(values[2:].reshape(-1, 3), int(values[0])), int(values[1]))
 
 
 def read_documents(given: Mapping[str, Any]) -> Announcement:

@@ -1,7 +1,7 @@
 """The feed: the micro-batches of one model, announced by its loader and taken by its forwards, in the same order.
 
-In: what a loader is about to hand out (`announce`) and what reaches the model (`take`). Out: planned micro-batches, or
-an error on every rank where the two differ.
+In: what a loader is about to hand out (`announce`), where it ends (`end`) and what reaches the model (`take`). Out:
+planned micro-batches, or an error on every rank where ranks differ.
 """
 
 from __future__ import annotations
@@ -9,77 +9,165 @@ from __future__ import annotations
 import logging
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
-from deepspeed_cad.ahead.gather import Announcement
+import numpy as np
+
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.gather import Said, State, Subject, What
+from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.config import NOT_GLOBAL
-from deepspeed_cad.errors import CADConfigError, CADDataError, CADError
-
-if TYPE_CHECKING:
-    from deepspeed_cad.session import Session
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError
+from deepspeed_cad.layout import Ints
 
 logger = logging.getLogger("deepspeed_cad")
+
+
+class EpochOverError(CADPeerError):
+    """This rank trains a micro-batch of an epoch that is over on another rank."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Where an epoch ended on some rank."""
+
+    ranks: tuple[int, ...]
+    """Whose loaders have no further micro-batch."""
+    count: int
+    """How many they had."""
+
+    def error(self, rank: int, epoch: int) -> EpochOverError:
+        """For a rank that goes on."""
+        one = len(self.ranks) == 1
+        loaders = f"the loader{'' if one else 's'} of rank{'' if one else 's'} {', '.join(map(str, self.ranks))}"
+        return EpochOverError(
+            f"rank {rank} trains micro-batch {self.count} of epoch {epoch} (counted from 0), but {loaders} ended after "
+            f"{self.count}. All ranks must train as many micro-batches: use drop_last=True and a sampler that gives "
+            "every rank as many, or stop each rank after the smallest number"
+        )
 
 
 class Feed:
     """The micro-batches of one model, in the order in which it trains them."""
 
-    def __init__(self, session: Session, fingerprint: str) -> None:
-        self.session, self.fingerprint = session, fingerprint
+    def __init__(self, plans: Plans, fingerprint: str, number: int = 0) -> None:
+        """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one."""
+        self.plans, self.fingerprint, self.number = plans, fingerprint, number
+        self.gatherer, self.worker, self.config = plans.gatherer, plans.worker, plans.config
+        self.rank, self.ranks = self.gatherer.rank, self.gatherer.ranks
         self.keys: list[PlanKey] = []
         """Kinds of layers seen so far: what the look-ahead plans for."""
         self.exchanges = False
         """Whether documents are exchanged before steps: set where the loss is known to be normalised over all ranks."""
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
+        self._epoch = self._index = self._step = 0
+        self._counted = dict.fromkeys((What.FORWARD, What.LOOK), 0)
+        self._ends: dict[int, End] = {}
+        """By epoch; changed on the look-ahead thread only, in the same order on every rank."""
+
+    # What loaders say
+
+    def begin_epoch(self) -> None:
+        """The loader starts again: what was announced but not trained is dropped, here and on the other ranks."""
+        dropped = [future for _, future in self._ahead]
+        if dropped and self.gatherer.liveness is not None:
+            self.worker.submit(lambda: self._drop(dropped))
+        self._ahead.clear()
+        self._epoch += 1
+        self._index = self._step = 0
 
     def announce(self, mine: Announcement) -> None:
-        """This rank will train `mine` after everything it announced before; every rank announces as many."""
-        self._ahead.append((mine, self._gather(mine)))
+        """This rank will train `mine` after everything it announced before."""
+        epoch, index, keys = self._epoch, self._next_index(), list(self.keys)
+
+        def job() -> MicroBatch:
+            self._refuse_ended(epoch)
+            said = self._gather(Subject(What.LENGTHS, self.number, epoch, index), mine.to_array())
+            return self.plans.open(self._all_going(said, epoch, index), keys)
+
+        self._ahead.append((mine, self.worker.submit(job)))
 
     def accept(self, mine: Announcement, planned: Future[MicroBatch]) -> None:
         """Like `announce`, for a micro-batch that the look-ahead thread has planned already."""
+        self._next_index()
         self._ahead.append((mine, planned))
 
-    def gather(self, mine: Announcement | None) -> list[Announcement]:
-        """Every rank's announcement, None where this one failed. Runs on the look-ahead thread."""
-        return self.session.gatherer.segments(mine, self.session.settings, self.fingerprint)
+    def end(self) -> None:
+        """The loader has no further micro-batch. Where other ranks' loaders have, those drop what they announced."""
+        epoch, index = self._epoch, self._next_index()
 
-    def forget(self) -> None:
-        """Drop what was announced but not trained: the loader starts again."""
-        self._ahead.clear()
+        def job() -> None:
+            if epoch not in self._ends:
+                self._note_end(self._gather(Subject(What.LENGTHS, self.number, epoch, index), None), epoch, index)
+
+        self.worker.submit(job)
+
+    def next_step(self) -> tuple[int, int, int]:
+        """Epoch, number of the next step and of its first micro-batch."""
+        step, self._step = self._step, self._step + 1
+        return self._epoch, step, self._index
+
+    def gather_step(self, at: tuple[int, int, int], payload: Ints) -> list[Ints]:
+        """What every rank says of a step; raises EpochOverError. Runs on the look-ahead thread."""
+        epoch, step, index = at
+        self._refuse_ended(epoch)
+        said = self._gather(Subject(What.STEP, self.number, epoch, step), payload if len(payload) else None)
+        self._note_end(said, epoch, index)
+        if not len(payload):
+            return []
+        self._refuse_ended(epoch)
+        return [one.payload for one in said]
+
+    def gather_first(self, at: tuple[int, int, int], mine: Announcement) -> list[Announcement]:
+        """Every rank's first micro-batch of a step that was gathered. Runs on the look-ahead thread."""
+        epoch, _, index = at
+        return self._all_going(
+            self._gather(Subject(What.LENGTHS, self.number, epoch, index), mine.to_array()), epoch, index
+        )
 
     @property
     def next_announced(self) -> Announcement | None:
         """The announced micro-batch that the next forward must be, if the loader announced one."""
         return self._ahead[0][0] if self._ahead else None
 
+    # What forwards say
+
     def take(self, mine: Announcement | None, queued: bool = True) -> MicroBatch:
         """The planned micro-batch of this forward. `mine` is None where it is the announced one, unread.
 
         `queued` is false for a forward that is none of the announced ones; it is the same on every rank.
         """
-        if self.session.ranks > 1 and self.session.config.documents == "exchange" and queued and not self.exchanges:
-            self.fail(CADConfigError(NOT_GLOBAL), announced=bool(self._ahead))
+        if self.ranks > 1 and self.config.documents == "exchange" and queued and not self.exchanges:
+            self.fail(CADConfigError(NOT_GLOBAL))
+        if self.plans.abandoned is not None:
+            # Also where plans were ready before: this rank's part of an exchange is missing, so no later one pairs up.
+            raise CADPeerError(str(self.plans.abandoned))
         if self._ahead and queued:
             announced, future = self._ahead.popleft()
             if mine is not None and not announced.local.same_as(mine.local):
                 self.fail(
                     CADDataError(
-                        f"rank {self.session.rank}: the micro-batch that reached the model "
+                        f"rank {self.rank}: the micro-batch that reached the model "
                         f"({mine.local.tokens} tokens in {len(mine.local.begin)} documents) is not the one that the "
                         f"loader announced ({announced.local.tokens} in {len(announced.local.begin)}). "
                         'Set "look_ahead": 0 if batches are changed or skipped between loader and model'
-                    ),
-                    announced=True,
+                    )
                 )
         elif mine is None:
             raise CADError("no micro-batch was announced")
         else:
-            self.session.plans_at_forward()
-            future = self._gather(mine)
-        micro_batch: MicroBatch = self.session.wait(future, "document lengths and plan")
-        self.session.count(micro_batch)
+            self._plans_at_forward()
+            future = self._gather_now(mine, What.FORWARD if queued else What.LOOK)
+        try:
+            micro_batch = self.worker.wait(future, "document lengths and plan")
+        except CADError as error:
+            # This rank stops here; those that wait for it in an exchange learn why.
+            self.abandon(error)
+            raise
+        if self.gatherer.liveness is not None:
+            self.gatherer.liveness.take(micro_batch.turn)
         return micro_batch
 
     def learn(self, key: PlanKey) -> None:
@@ -87,30 +175,93 @@ class Feed:
         if key not in self.keys:
             self.keys.append(key)
 
-    def fail(self, error: CADError, announced: bool = False) -> NoReturn:
-        """Tell the other ranks why this one cannot go on, then raise.
-
-        Where the others wait for this rank's lengths they learn of it at once; where it had announced them already,
-        they do when they next wait for this rank.
-        """
-        if self.session.liveness is not None:
-            self.session.liveness.report(str(error))
-        if not announced:
-            self._send_failure()
+    def fail(self, error: CADError) -> NoReturn:
+        """Stop this rank: the others learn why where they wait for it, or at their next collective. Raises."""
+        self.fail_later(error)
+        self.abandon(error)
         raise error
 
-    def _send_failure(self) -> None:
-        gatherer, config = self.session.gatherer, self.session.settings
-        try:
-            self.session.on_worker(lambda: gatherer.segments(None, config, self.fingerprint))
-        except CADError as error:
-            logger.debug("told the other ranks: %s", error)
+    def fail_later(self, error: CADError) -> None:
+        """This rank will stop after what it announced so far: the other ranks learn why at their next collective.
 
-    def _gather(self, mine: Announcement) -> Future[MicroBatch]:
-        session, keys = self.session, list(self.keys)
-        config = session.settings
+        An ending process gives them a little time for that (`Worker.close`).
+        """
+        if self.gatherer.liveness is not None:
+            self.gatherer.liveness.announce(str(error))
+
+        def job() -> None:
+            try:
+                self.gatherer.gather(Subject(What.LENGTHS, self.number), state=State.FAILED, model=self.fingerprint)
+            except CADError as met:
+                logger.debug("told the other ranks: %s", met)
+
+        self.worker.submit(job)
+
+    def abandon(self, error: CADError) -> None:
+        """This rank trains no further micro-batch; those that wait for it learn why."""
+        if self.plans.abandoned is None and self.ranks > 1:
+            self.plans.abandoned = error
+            if self.gatherer.liveness is not None:
+                self.gatherer.liveness.report(str(error))
+
+    def forward_raised(self, micro_batch: MicroBatch, error: BaseException | None) -> None:
+        """The forward of a micro-batch ended with an exception: this rank's part of its exchanges is missing."""
+        if not isinstance(error, CADError):
+            error = CADPeerError(
+                f"rank {self.rank}: the forward of micro-batch {micro_batch.turn} (counted from 0) ended with the "
+                f"exception {type(error).__name__}: {error}. Its attention is shared with the other ranks, so training "
+                "cannot go on after it was caught: mend its cause (out of memory: shorter rows) and start again from a "
+                "checkpoint"
+            )
+        self.abandon(error)
+
+    def _gather_now(self, mine: Announcement, what: What) -> Future[MicroBatch]:
+        index, keys = self._counted[what], list(self.keys)
+        self._counted[what] += 1
 
         def job() -> MicroBatch:
-            return session.open_micro_batch(session.gatherer.segments(mine, config, self.fingerprint), keys)
+            said = self._gather(Subject(what, self.number, index=index), mine.to_array())
+            return self.plans.open([Announcement.from_array(one.payload) for one in said], keys)
 
-        return session.worker.submit(job)
+        return self.worker.submit(job)
+
+    def _plans_at_forward(self) -> None:
+        """A forward came that no loader had announced: say so, once, where look-ahead is asked for."""
+        if self.config.look_ahead and self.ranks > 1:
+            self.plans.say_once(
+                "no loader announces micro-batches, so they are planned when their forward starts: read the data "
+                "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"
+            )
+
+    def _next_index(self) -> int:
+        index, self._index = self._index, self._index + 1
+        return index
+
+    # On the look-ahead thread
+
+    def _drop(self, futures: list[Future[MicroBatch]]) -> None:
+        """Tell ranks that train one of these micro-batches that they wait in vain."""
+        turns = [future.result().turn for future in futures if future.done() and future.exception() is None]
+        if turns and self.gatherer.liveness is not None:
+            self.gatherer.liveness.drop(turns)
+
+    def _gather(self, subject: Subject, payload: Ints | None) -> list[Said]:
+        """`payload` is None where this rank's loader ended."""
+        state = State.ENDED if payload is None else State.GOING
+        return self.gatherer.gather(subject, payload, state=state, model=self.fingerprint)
+
+    def _all_going(self, said: list[Said], epoch: int, index: int) -> list[Announcement]:
+        self._note_end(said, epoch, index)
+        self._refuse_ended(epoch)
+        return [Announcement.from_array(one.payload) for one in said]
+
+    def _note_end(self, said: list[Said], epoch: int, index: int) -> None:
+        ended = tuple(np.flatnonzero([one.state == State.ENDED for one in said]).tolist())
+        if ended and epoch not in self._ends:
+            self._ends[epoch] = End(ended, index)
+
+    def _refuse_ended(self, epoch: int) -> None:
+        """Where an epoch is over on some rank, no rank meets the others for it any more: all drop the rest together."""
+        end = self._ends.get(epoch)
+        if end is not None:
+            raise end.error(self.rank, epoch)

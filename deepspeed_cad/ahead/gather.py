@@ -1,39 +1,98 @@
-"""Gathering: every rank tells the others its segments, on a gloo group and a thread of its own.
+"""Gathering: what every rank tells all others, on a gloo group and a thread of its own.
 
-All collectives of the session's CPU group run on that one thread, in the order in which the training thread asked for
-them, which is the same on every rank. With the lengths travel the package version and the fingerprints of config and
-model; a difference ends in an error that names the rank before anything is trained.
+All collectives of the session's CPU group run on the look-ahead thread. Each begins with a header of fixed size that
+says what this rank is at: its `Subject`. Headers are compared before anything that came along is used, so ranks whose
+loops went apart (a loader that ended, a break, an exception that a script caught) end in one error that says where each
+rank is, and never in plans of different micro-batches. Version, configuration and model travel in the header too.
 """
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import queue
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from enum import IntEnum
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from deepspeed_cad.ahead.pace import Pace
-from deepspeed_cad.errors import CADDataError, CADPeerError
+from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.layout import LocalSegments
-from deepspeed_cad.threads import start_daemon
+from deepspeed_cad.layout import Ints
 from deepspeed_cad.version import __version__
 
-Result = TypeVar("Result")
 
-_VERSION, _CONFIG, _MODEL, _TURN, _TOKENS, _UNIT, _SEGMENTS, _WAITED, _TICKS = range(9)
-PATIENCE_S = 10.0
-"""How long an ending process waits for its look-ahead thread."""
-FAILED = -1
-"""In place of a number of segments: this rank could not read its micro-batch."""
+class What(IntEnum):
+    """Kinds of collectives."""
+
+    CHOICE = 0
+    """Something that is settled once, such as the transport."""
+    LENGTHS = 1
+    """Documents of a micro-batch that a loader announced."""
+    FORWARD = 2
+    """Documents of a micro-batch that no loader announced: its forward did."""
+    LOOK = 3
+    """Documents of a forward without gradients, which is none of the trained ones."""
+    STEP = 4
+    """Documents of all micro-batches of an optimizer step."""
+    ASSIGNMENT = 5
+    """Which rank trains which document of a step."""
+    PLAN = 6
+    """The fingerprint of a plan."""
+
+
+_WORDS = {
+    What.CHOICE: "choice of transport",
+    What.LENGTHS: "document lengths",
+    What.FORWARD: "document lengths at the forward",
+    What.LOOK: "document lengths at the forward without gradients",
+    What.STEP: "documents of the step",
+    What.ASSIGNMENT: "assignment of documents",
+    What.PLAN: "plan",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a collective is about: the same on every rank, or the ranks' loops went apart."""
+
+    what: What
+    model: int = 0
+    """Which of the process's models, in the order in which CAD was turned on for them."""
+    epoch: int = 0
+    """How often the model's loader was started."""
+    index: int = 0
+    """Micro-batch (or step) of the epoch; where no loader announces, of the run."""
+
+    def __str__(self) -> str:
+        words = _WORDS[self.what]
+        if self.what == What.CHOICE:
+            return words
+        model = f" of model {self.model}" if self.model else ""
+        if self.what in (What.LENGTHS, What.STEP, What.ASSIGNMENT):
+            unit = "micro-batch" if self.what == What.LENGTHS else "step"
+            return f"{words} of {unit} {self.index} in epoch {self.epoch}{model}"
+        return f"{words} number {self.index}{model}"
+
+
+class State(IntEnum):
+    """What a rank says of itself in a header."""
+
+    GOING = 0
+    ENDED = 1
+    """Its loader has no further micro-batch."""
+    FAILED = 2
+    """It cannot go on; the reason is on the error board."""
+
+
+_VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WAITED, _TICKS = range(12)
+
+APART = (
+    "Every rank must train as many micro-batches, in the same order. Look for a break, an exception that the script "
+    "caught, early stopping or a skipped batch on some rank only"
+)
 
 
 def digest(text: str) -> int:
@@ -42,56 +101,13 @@ def digest(text: str) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Announcement:
-    """One rank's micro-batch: its segments and the rows between which ping-pong may cut."""
+class Said:
+    """What one rank said in a collective."""
 
-    local: LocalSegments
-    unit: int = 1
-    """Cuts are multiples of it: the row length of a batch of several rows, else 1."""
-
-
-class Worker:
-    """Runs jobs one after the other on a daemon thread."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: that of the events which jobs ask about."""
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = start_daemon("look-ahead", self._loop, device)
-        # A thread that is still inside a collective when the interpreter goes down takes the process along (SIGABRT).
-        atexit.register(self.close)
-
-    def submit(self, job: Callable[[], Result]) -> Future[Result]:
-        """Queue a job."""
-        future: Future[Result] = Future()
-        self._jobs.put((future, job))
-        return future
-
-    def is_current(self) -> bool:
-        """Whether the caller is a job of this worker."""
-        return threading.current_thread() is self._thread
-
-    def close(self) -> None:
-        """Stop after the jobs that are queued, and wait for that, PATIENCE_S at most."""
-        atexit.unregister(self.close)
-        self._jobs.put(None)
-        if not self.is_current():
-            self._thread.join(PATIENCE_S)
-
-    def _loop(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        # A call of its own: until the next job comes, this thread holds nothing of a micro-batch.
-        item = self._jobs.get()
-        if item is None:
-            return False
-        future, job = item
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-        return True
+    state: State
+    value: int
+    payload: Ints
+    """One dimension; empty from a rank that is not GOING."""
 
 
 class Gatherer:
@@ -107,73 +123,103 @@ class Gatherer:
     ) -> None:
         """`pace` learns from what ranks measured, which travels with the lengths of their documents."""
         self.group, self.rank, self.ranks, self.liveness, self.pace = group, rank, ranks, liveness, pace
-        self._turn = 0
+        self.settings = ""
+        """What ranks compare before they train: configuration and costs. Set once both are known."""
+        self.broken: CADError | None = None
+        """Why no collective of this rank can be trusted any more."""
 
-    def numbers(self, value: int, what: str) -> list[int]:
+    def numbers(self, value: int, subject: Subject) -> list[int]:
         """One number of every rank."""
-        return [int(row[0]) for row in self._all(np.array([value]), what)]
+        return [said.value for said in self.gather(subject, value=value)]
 
-    def agree(self, value: int, what: str) -> None:
+    def agree(self, value: int, subject: Subject) -> None:
         """Raise CADPeerError, naming ranks, unless every rank has the same number."""
-        values = self.numbers(value, f"the other ranks' {what}")
-        common = max(set(values), key=values.count)
-        if any(other != common for other in values):
-            odd = [rank for rank, other in enumerate(values) if other != common]
-            raise CADPeerError(
-                f"ranks {odd} have another {what} than the rest: all ranks must run the same code on the same input. "
-                "Check that package versions and the compiled library are equal on all machines"
+        values = self.numbers(value, subject)
+        odd = _minority(values)
+        if odd:
+            raise self._give_up(
+                CADPeerError(
+                    f"ranks {odd} have another {subject} than the rest: all ranks must run the same code on the same "
+                    "input. Check that package versions and the compiled library are equal on all machines"
+                )
             )
 
-    def segments(self, mine: Announcement | None, config: str, model: str) -> list[Announcement]:
-        """Every rank's announcement; None where this rank could not read its micro-batch."""
-        header = np.zeros(9, np.int64)
-        header[_VERSION], header[_CONFIG], header[_MODEL] = digest(__version__), digest(config), digest(model)
-        header[_TURN] = self._turn
-        header[_SEGMENTS] = FAILED
-        if mine is not None:
-            header[_TOKENS], header[_UNIT], header[_SEGMENTS] = mine.local.tokens, mine.unit, len(mine.local.begin)
-        if self.pace is not None:
-            header[_WAITED], header[_TICKS] = self.pace.report()
-        self._turn += 1
-        headers = np.stack(self._all(header, "the other ranks' document lengths"))
+    def gather(
+        self,
+        subject: Subject,
+        payload: Ints | None = None,
+        *,
+        value: int = 0,
+        state: State = State.GOING,
+        model: str = "",
+    ) -> list[Said]:
+        """What every rank says about a subject, this one included; runs on the look-ahead thread.
+
+        Args:
+            subject: compared; a rank that is at another one ends this in an error on all ranks.
+            payload: whole numbers of any count, another one on each rank.
+            value: one number that needs no payload.
+            state: whether this rank goes on.
+            model: fingerprint of the model, compared.
+
+        Raises CADDataError where some rank failed, with its reason, and CADPeerError where ranks differ in version,
+        configuration, subject or model, or died.
+        """
+        if self.broken is not None:
+            raise type(self.broken)(str(self.broken))
+        mine = np.zeros(0, np.int64) if payload is None else payload
+        header = np.zeros(12, np.int64)
+        header[_VERSION], header[_CONFIG], header[_MODEL] = digest(__version__), digest(self.settings), digest(model)
+        header[_WHAT], header[_WHICH] = subject.what, subject.model
+        header[_EPOCH], header[_INDEX] = subject.epoch, subject.index
+        header[_STATE], header[_VALUE], header[_COUNT] = state, value, len(mine)
+        pace = self.pace if subject.what in (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP) else None
+        if pace is not None:
+            header[_WAITED], header[_TICKS] = pace.report()
+        waited_for = f"the other ranks' {subject}"
+        headers = np.stack(self._all(header, waited_for))
         self._compare(headers)
-        failed = np.flatnonzero(headers[:, _SEGMENTS] == FAILED)
-        if len(failed) or mine is None:
-            raise CADDataError(f"no micro-batch was trained: {self._said(failed.tolist())}")
-        if self.pace is not None:
-            self.pace.hear(headers[:, _WAITED], headers[:, _TICKS])
-        widest = int(headers[:, _SEGMENTS].max())
-        payload = np.zeros((max(widest, 1), 3), np.int64)
-        payload[: len(mine.local.begin)] = mine.local.to_array()
-        rows = self._all(payload.reshape(-1), "the other ranks' document lengths") if widest else [payload] * self.ranks
+        if pace is not None:
+            pace.hear(headers[:, _WAITED], headers[:, _TICKS])
+        widest = int(headers[:, _COUNT].max())
+        padded = np.zeros(widest, np.int64)
+        padded[: len(mine)] = mine
+        rows = self._all(padded, waited_for) if widest else [padded] * self.ranks
         return [
-            Announcement(
-                LocalSegments.from_array(row.reshape(-1, 3)[: int(head[_SEGMENTS])], int(head[_TOKENS])),
-                int(head[_UNIT]),
-            )
+            Said(State(head[_STATE]), int(head[_VALUE]), row[: int(head[_COUNT])])
             for row, head in zip(rows, headers, strict=True)
         ]
 
+    def _give_up(self, error: CADError) -> CADError:
+        """From now on the order of collectives means nothing: every later one of this rank raises this error."""
+        self.broken = error
+        return error
+
     def _compare(self, headers: np.ndarray) -> None:
+        failed = np.flatnonzero(headers[:, _STATE] == State.FAILED).tolist()
+        if failed:
+            # All ranks met, so their collectives are still in step: what was announced before can be trained.
+            raise CADDataError(f"no micro-batch was trained: {self._reasons(failed)}")
         for column, what, remedy in (
             (_VERSION, "version of deepspeed_cad", "install the same version everywhere"),
             (_CONFIG, '"cad" block', "give every rank the same configuration"),
-            (_MODEL, "model", "load the same model on every rank"),
-            (_TURN, "count of micro-batches", "every rank must train the same number of micro-batches"),
         ):
-            values = headers[:, column].tolist()
-            common = max(set(values), key=values.count)
-            odd = [rank for rank, value in enumerate(values) if value != common]
-            if odd:
-                raise CADPeerError(f"ranks {odd} have another {what} than the rest; {remedy}")
+            self._same(headers[:, column].tolist(), what, remedy)
+        at = [Subject(What(row[_WHAT]), *(int(x) for x in row[_WHICH : _INDEX + 1])) for row in headers]
+        if len(set(at)) > 1:
+            raise self._give_up(CADPeerError(f"the ranks are not at the same point: {_where(at)}. {APART}"))
+        self._same(headers[:, _MODEL].tolist(), "model", "load the same model on every rank")
 
-    def _said(self, ranks: list[int]) -> str:
+    def _same(self, values: list[int], what: str, remedy: str) -> None:
+        odd = _minority(values)
+        if odd:
+            raise self._give_up(CADPeerError(f"ranks {odd} have another {what} than the rest; {remedy}"))
+
+    def _reasons(self, ranks: list[int]) -> str:
         said = []
         for rank in ranks:
-            text = "could not read its micro-batch"
-            if self.liveness is not None and self.liveness.store.check([f"error/{rank}"]):
-                text = self.liveness.store.get(f"error/{rank}").decode()
-            said.append(f"rank {rank}: {text}")
+            reason = None if self.liveness is None else self.liveness.reason(rank)
+            said.append(f"rank {rank}: {reason or 'could not read its micro-batch'}")
         return "; ".join(said)
 
     def _all(self, values: np.ndarray, what: str) -> list[np.ndarray]:
@@ -182,5 +228,21 @@ class Gatherer:
         mine = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         with Liveness.watch(self.liveness, what):
-            dist.all_gather(everyone, mine, group=self.group)
+            work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
+            if self.liveness is not None:
+                self.liveness.patiently(work, what)
+            work.wait()
         return [tensor.numpy() for tensor in everyone]
+
+
+def _minority(values: Sequence[int]) -> list[int]:
+    """Ranks whose value is not the most frequent one."""
+    common = max(set(values), key=values.count)
+    return [rank for rank, value in enumerate(values) if value != common]
+
+
+def _where(at: Sequence[Subject]) -> str:
+    groups: dict[Subject, list[int]] = {}
+    for rank, subject in enumerate(at):
+        groups.setdefault(subject, []).append(rank)
+    return "; ".join(f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))} at the {one}" for one, of in groups.items())

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from deepspeed_cad.ahead.feed import Feed
-from deepspeed_cad.ahead.step import StepAhead, allow_exchange, announce
-from deepspeed_cad.config import NOT_GLOBAL
-from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.session import Session
+from deepspeed_cad.ahead.step import Step, StepAhead
+from deepspeed_cad.errors import CADDataError
 
 
 class LookAheadLoader:
     """A loader that behaves like the one it wraps and announces each step while the one before it trains.
 
     `accumulation`: micro-batches per optimizer step; those of one step may be given out in another order, or with
-    documents of other ranks (see step_ahead), those of different steps never are. `trained`: says how many
+    documents of other ranks (see step.py), those of different steps never are. `trained`: says how many
     micro-batches were trained before an epoch starts, where steps go on from one epoch into the next (DeepSpeed).
     """
 
@@ -27,14 +23,13 @@ class LookAheadLoader:
     ) -> None:
         self._loader, self._feed = loader, feed
         self._accumulation, self._trained = accumulation, trained
-        self._steps = StepAhead(feed)
+        self._steps = StepAhead(feed, accumulation)
 
     def __iter__(self) -> Iterator[Any]:
-        self._feed.forget()
+        self._feed.begin_epoch()
         source = _Source(self._loader)
         begun = 0 if self._trained is None else self._trained() % self._accumulation
-        batches = source.take(self._accumulation - begun)
-        step = self._steps.submit(batches) if batches else None
+        step = self._submit(source, source.take(self._accumulation - begun))
         while step is not None:
             batches, step = self._steps.hand_out(step), None
             following: list[Any] = []
@@ -43,7 +38,7 @@ class LookAheadLoader:
                     following += source.take(1)
                 else:
                     following += source.take(self._accumulation - len(following))
-                    step = self._steps.submit(following) if following else None
+                    step = self._submit(source, following)
                 source.given_out(last=step is None and i == len(batches) - 1)
                 yield batch
         source.finish()
@@ -54,32 +49,15 @@ class LookAheadLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
 
-
-def look_ahead(
-    session: Session, loader: Any, model: torch.nn.Module, accumulation: int | None, global_loss: bool
-) -> LookAheadLoader:
-    """A loader for a training loop of one's own.
-
-    `accumulation`: micro-batches per optimizer step; None: what a DeepSpeed engine says, else 1. With
-    `"documents": "exchange"` documents change ranks; `global_loss` states that the loss is a sum over tokens divided by
-    one number for the whole step of all ranks. Raises CADConfigError where that is not stated, and CADUnsupportedError
-    for a model whose loss is no sum over tokens.
-    """
-    from deepspeed_cad.integrations.transformers import find_binding
-
-    binding = find_binding(model)
-    if binding is None:
-        raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
-    if session.config.documents == "exchange":
-        if not global_loss:
-            raise CADConfigError(NOT_GLOBAL)
-        allow_exchange(binding.feed, model)
-    engine: Any = model
-    if accumulation is None:
-        says = getattr(engine, "gradient_accumulation_steps", None)
-        accumulation = int(says()) if callable(says) else 1
-    trained = (lambda: int(engine.micro_steps)) if hasattr(engine, "micro_steps") else None
-    return LookAheadLoader(loader, binding.feed, accumulation, trained)
+    def _submit(self, source: _Source, batches: list[Any]) -> Step | None:
+        """The next step; None where the loader ended, which the other ranks are told, or failed."""
+        if source.error is None or batches:
+            return self._steps.submit(batches, source.ended and source.error is None)
+        # Raised when the batch is due. The other ranks need not wait for it.
+        self._feed.fail_later(
+            CADDataError(f"rank {self._feed.rank}: its loader raised {type(source.error).__name__}: {source.error}")
+        )
+        return None
 
 
 class _Source:
@@ -88,30 +66,35 @@ class _Source:
     def __init__(self, loader: Any) -> None:
         self._loader, self._batches = loader, iter(loader)
         self._says_end = isinstance(getattr(loader, "end_of_dataloader", None), bool)
-        self._ended = False
+        self.ended = False
+        """Nothing more can be read."""
+        self.error: Exception | None = None
+        """What the loader raised while it was read ahead."""
 
     def take(self, count: int) -> list[Any]:
         """Up to `count` batches."""
         taken: list[Any] = []
-        while len(taken) < count and not self._ended:
+        while len(taken) < count and not self.ended:
             try:
                 taken.append(next(self._batches))
             except StopIteration:
-                self._ended = True
+                self.ended = True
+                break
+            except Exception as error:
+                self.ended, self.error = True, error
                 break
             # Asked once more, Accelerate's loader would leave its state before the batches read ahead were trained.
-            self._ended = self._says_end and self._loader.end_of_dataloader
+            self.ended = self._says_end and self._loader.end_of_dataloader
         return taken
 
     def finish(self) -> None:
-        """All batches were trained."""
-        if self._says_end and self._ended:
+        """All batches were trained; an error of the loader is raised now, when its batch is due."""
+        if self.error is not None:
+            raise self.error
+        if self._says_end and self.ended:
             next(self._batches, None)
 
     def given_out(self, last: bool) -> None:
         """The next batch goes to the training loop."""
-        if self._says_end and self._ended:
+        if self._says_end and self.ended:
             self._loader.end_of_dataloader = last
-
-
-__all__ = ["LookAheadLoader", "announce", "look_ahead"]

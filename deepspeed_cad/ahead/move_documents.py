@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.ahead.assign import Assignment, StepDocuments
-from deepspeed_cad.ahead.gather import Announcement, Gatherer
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.gather import Gatherer
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.layout import Ints
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from deepspeed_cad.ahead.assign import Assignment, StepDocuments, assign_documents, order_rows
-from deepspeed_cad.ahead.documents import read_documents
-from deepspeed_cad.ahead.feed import Feed
-from deepspeed_cad.ahead.gather import Announcement, digest
+from deepspeed_cad.ahead.assign import Assignment, assign_documents, order_rows
+from deepspeed_cad.ahead.documents import Announcement, read_documents
+from deepspeed_cad.ahead.feed import EpochOverError, Feed
+from deepspeed_cad.ahead.gather import Subject, What, digest
 from deepspeed_cad.ahead.move_documents import Fields, Moved, exchange_documents, read_fields
+from deepspeed_cad.ahead.step_message import StepMessage, to_documents
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADError, CADUnsupportedError
-from deepspeed_cad.layout import LocalSegments
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -43,8 +43,11 @@ class Step:
     """A step that was submitted."""
 
     batches: list[Any]
-    arranged: Future[Arranged] | None
+    arranged: Future[Arranged] | None = None
     """None: trained as it is, and announced when it was submitted."""
+    announcements: list[Announcement] = field(default_factory=list)
+    ended: bool = False
+    """The loader ended within this step: other ranks may have more in it."""
     error: CADError | None = None
     """A micro-batch cannot be read. The other ranks learn of it when they gather this step's lengths."""
 
@@ -52,83 +55,106 @@ class Step:
 class StepAhead:
     """Arranges the steps of one model's loader, in the order in which they are trained."""
 
-    def __init__(self, feed: Feed) -> None:
-        self.feed = feed
+    def __init__(self, feed: Feed, accumulation: int = 1) -> None:
+        """`accumulation`: micro-batches per optimizer step, the same on every rank."""
+        self.feed, self.accumulation = feed, accumulation
         self.last: Assignment | None = None
         """How the documents of the step arranged last were assigned; None where none were."""
         self._said: set[str] = set()
 
-    def submit(self, batches: list[Any]) -> Step:
-        """Announce a step's micro-batches, or begin to arrange them; every rank submits as many."""
-        session = self.feed.session
-        exchange = self.feed.exchanges and session.ranks > 1
-        alone = len(batches) == 1 or session.ranks == 1
-        if not all(_is_readable(batch) for batch in batches) or (alone and not exchange):
+    def submit(self, batches: list[Any], ended: bool = False) -> Step | None:
+        """Announce a step's micro-batches, or begin to arrange them; None where there are none: the loader ended.
+
+        Every rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`.
+        """
+        # What all ranks do alike must not depend on how many micro-batches this one has.
+        together = self.feed.ranks > 1 and (self.accumulation > 1 or self.feed.exchanges)
+        if not all(_is_readable(batch) for batch in batches):
+            together = False
+        if not together:
             for batch in batches:
                 announce(self.feed, batch)
-            return Step(batches, None)
+            if not batches:
+                self.feed.end()
+            return Step(batches) if batches else None
+        at, keys, exchange = self.feed.next_step(), list(self.feed.keys), self.feed.exchanges
         try:
             announcements = [read_documents(batch) for batch in batches]
         except CADError as error:
             # Raised when the step is due: the one before is still to be trained, on every rank.
-            if session.liveness is not None:
-                session.liveness.report(str(error))
-            return Step(batches, session.worker.submit(self._fail), error)
-        keys, ready = list(self.feed.keys), _copied(batches[0])
+            self.feed.fail_later(error)
+            return Step(batches, error=error)
+        if not batches:
+            self.feed.worker.submit(lambda: self.feed.gather_step(at, np.zeros(0, np.int64)))
+            return None
+        ready = _copied(batches[0])
 
         def job() -> Arranged:
             ready()
-            return self._arrange(batches, announcements, keys, exchange)
+            return self._arrange(at, batches, announcements, keys, exchange)
 
-        return Step(batches, session.worker.submit(job))
+        ended = ended and len(batches) < self.accumulation
+        return Step(batches, self.feed.worker.submit(job), announcements, ended)
 
     def hand_out(self, step: Step) -> list[Any]:
         """The micro-batches of a step in the order of training, announced. Waits until they are arranged."""
+        if step.error is not None:
+            raise step.error
         if step.arranged is None:
             return step.batches
-        if step.error is not None:
-            wait([step.arranged], self.feed.session.config.timeout_s)
-            raise step.error
-        arranged = self.feed.session.wait(step.arranged, "the documents of a step")
+        try:
+            arranged = self.feed.worker.wait(step.arranged, "the documents of a step")
+        except EpochOverError as error:
+            # Given out all the same: only training them would be wrong.
+            for mine in step.announcements:
+                late: Future[MicroBatch] = Future()
+                late.set_exception(error)
+                self.feed.accept(mine, late)
+            return step.batches
         planned: Future[MicroBatch] = Future()
         planned.set_result(arranged.first)
         self.feed.accept(arranged.announcements[0], planned)
         for mine in arranged.announcements[1:]:
             self.feed.announce(mine)
+        if step.ended:
+            # Ranks that have more in this step drop the rest when they hear that this one ended.
+            self.feed.end()
         return [one.on_device() for one in arranged.moved]
 
     # On the look-ahead thread
 
-    def _fail(self) -> Arranged:
-        self.feed.gather(None)
-        raise CADError("this rank could not read a micro-batch")
-
     def _arrange(
-        self, batches: list[Any], announcements: list[Announcement], keys: list[PlanKey], exchange: bool
+        self,
+        at: tuple[int, int, int],
+        batches: list[Any],
+        announcements: list[Announcement],
+        keys: list[PlanKey],
+        exchange: bool,
     ) -> Arranged:
-        session, feed = self.feed.session, self.feed
+        feed, gatherer, config = self.feed, self.feed.gatherer, self.feed.config
         fields, fixed = self._fields(batches, announcements) if exchange else (None, [True] * len(batches))
-        table = _to_table(announcements, fixed, 0 if fields is None else digest(repr(fields)))
-        tables = [one.local.to_array() for one in feed.gather(table)]
+        message = StepMessage(announcements, fixed, 0 if fields is None else digest(repr(fields)))
+        said = [StepMessage.from_array(one) for one in feed.gather_step(at, message.to_array())]
         moved = [Moved(batch, {}) for batch in batches]
-        if len({int(one[0, 0]) for one in tables}) == 1:
-            step = _to_step(tables)
+        if len({len(one.micro_batches) for one in said}) == 1:
+            step = to_documents(said)
             # Before the first forward, no kind of layer is known.
-            work = step.work([(session.cost.cost_for(key.shape), key.window) for key in keys] or [(PAIRS, None)])
-            if exchange and fields_agree(tables, self._say):
-                assignment = assign_documents(step, work, session.config.tolerance)
-                session.gatherer.agree(assignment.fingerprint(), "assignment of documents")
-                moved = exchange_documents(batches, fields or Fields((), ()), step, assignment, session.gatherer)
+            cost = feed.plans.cost
+            work = step.work([(cost.cost_for(key.shape), key.window) for key in keys] or [(PAIRS, None)])
+            if exchange and fields_agree(said, self._say):
+                assignment = assign_documents(step, work, config.tolerance)
+                gatherer.agree(assignment.fingerprint(), Subject(What.ASSIGNMENT, feed.number, *at[:2]))
+                moved = exchange_documents(batches, fields or Fields((), ()), step, assignment, gatherer)
                 self.last = assignment
                 logger.debug(
                     "documents exchanged: %d tokens, attention max/mean %.3f instead of %.3f", assignment.tokens_moved,
                     assignment.imbalance, assignment.imbalance_before,
                 )  # fmt: skip
             else:
-                moved = [Moved(batches[i], {}) for i in order_rows(step, work)[session.rank]]
+                moved = [Moved(batches[i], {}) for i in order_rows(step, work)[feed.rank]]
         known = {id(batch): mine for batch, mine in zip(batches, announcements)}
         announcements = [known[id(one.batch)] if id(one.batch) in known else read_documents(one.batch) for one in moved]
-        return Arranged(moved, announcements, session.open_micro_batch(feed.gather(announcements[0]), keys))
+        return Arranged(moved, announcements, feed.plans.open(feed.gather_first(at, announcements[0]), keys))
 
     def _fields(
         self, batches: Sequence[Any], announcements: Sequence[Announcement]
@@ -153,9 +179,9 @@ class StepAhead:
             logger.warning("deepspeed_cad: documents of a micro-batch are not exchanged: %s", reason)
 
 
-def fields_agree(tables: Sequence[np.ndarray], say: Callable[[str], None]) -> bool:
+def fields_agree(said: Sequence[StepMessage], say: Callable[[str], None]) -> bool:
     """Whether the micro-batches of all ranks that take part have the same fields."""
-    names = {int(one[0, 1]) for one in tables} - {0}
+    names = {one.fields for one in said} - {0}
     if len(names) > 1:
         say("the fields of micro-batches, or their types, differ between ranks")
     return len(names) == 1
@@ -198,22 +224,3 @@ def _copied(batch: Mapping[str, Any]) -> Callable[[], None]:
             event = torch.cuda.current_stream(value.device).record_event()
             return event.synchronize
     return lambda: None
-
-
-def _to_table(announcements: Sequence[Announcement], fixed: Sequence[bool], fields: int) -> Announcement:
-    """A step as the [n, 3] table that segments travel in: the step, its micro-batches, then their segments."""
-    rows = [(len(announcements), fields, 0)]
-    rows += [(one.local.tokens, int(f), len(one.local.begin)) for one, f in zip(announcements, fixed)]
-    table = np.concatenate([np.array(rows, np.int64), *(one.local.to_array() for one in announcements)])
-    return Announcement(LocalSegments.from_array(table, 0))
-
-
-def _to_step(tables: Sequence[np.ndarray]) -> StepDocuments:
-    count = int(tables[0][0, 0])
-    heads = np.stack([one[1 : count + 1] for one in tables])
-    segments = np.concatenate([one[count + 1 :] for one in tables])
-    return StepDocuments(
-        np.repeat(np.arange(len(tables)), heads[:, :, 2].sum(axis=1)),
-        np.concatenate([np.repeat(np.arange(count), head[:, 2]) for head in heads]),
-        segments[:, 0], segments[:, 1], heads[:, :, 0], heads[:, :, 1].astype(bool),
-    )  # fmt: skip

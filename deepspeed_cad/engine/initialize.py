@@ -34,7 +34,8 @@ def initialize(
     if not config.enabled:
         return tuple(original(*args, **kwargs))
     from deepspeed_cad.integrations.models import refuse_model
-    from deepspeed_cad.integrations.transformers import bind, find_model
+    from deepspeed_cad.integrations.structure import find_model
+    from deepspeed_cad.integrations.transformers import bind
 
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     _refuse_call(given)

@@ -51,9 +51,9 @@ def _other_version(rank: int, world: int) -> None:
 
 
 def _other_plan(rank: int, world: int) -> None:
-    from deepspeed_cad import session
+    from deepspeed_cad.ahead import plan as room
 
-    plan = session.make_plan
+    plan = room.make_plan
 
     def swapped(problem: Any) -> Any:
         made = plan(problem)
@@ -61,13 +61,13 @@ def _other_plan(rank: int, world: int) -> None:
             object.__setattr__(made, "tasks", made.tasks[::-1].copy())
         return made
 
-    session.make_plan = swapped
+    room.make_plan = swapped
     try:
         model = training.tiny_llama()
         deepspeed_cad.apply(model, BLOCK)
         _step(model, _batch(rank))
     finally:
-        session.make_plan = plan
+        room.make_plan = plan
 
 
 def _nan_positions(rank: int, world: int) -> None:
@@ -99,9 +99,8 @@ def _contradicting_neighbours(rank: int, world: int) -> None:
 
 
 def _announced_another(rank: int, world: int) -> None:
-    from deepspeed_cad.integrations.transformers import find_binding
-
-    from deepspeed_cad.ahead.loader import announce
+    from deepspeed_cad.ahead.step import announce
+    from deepspeed_cad.session import find_binding
 
     model = training.tiny_llama()
     deepspeed_cad.apply(model, BLOCK)

@@ -40,7 +40,7 @@ class _Counter:
 
 
 def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -> dict[str, int]:
-    from deepspeed_cad.integrations.transformers import find_binding
+    from deepspeed_cad.session import find_binding
 
     model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "overlap": overlap})
     if checkpoint:
@@ -60,7 +60,7 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
             loss.backward()
         if step == 2:
             session = deepspeed_cad.current_session()
-            session.on_worker(lambda: None)
+            session.worker.run(lambda: None)
             counted = list(calls)
         lengths = [[120], [20, 30, 7]]
         expected, _ = training.alone(reference, training.documents(lengths[(rank + step) % 2], seed=10 * step + rank))

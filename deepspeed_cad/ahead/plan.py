@@ -1,0 +1,146 @@
+"""From what all ranks announced to a planned micro-batch: layout, ticks, plans.
+
+In: the announcements of a micro-batch and the kinds of layers to plan for. Out: a `MicroBatch`. Runs on the look-ahead
+thread; plans of layers that are met first at their forward are made there. Everything is pure, so all ranks make the
+same, and they compare fingerprints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.gather import Gatherer, Subject, What
+from deepspeed_cad.ahead.pace import Pace
+from deepspeed_cad.ahead.worker import Worker
+from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.setup import CallCounts
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.errors import CADDataError, CADError
+from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.cut import choose_cut
+from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.profiles import Profile
+
+logger = logging.getLogger("deepspeed_cad")
+
+
+class Plans:
+    """Plans micro-batches of one session."""
+
+    def __init__(
+        self,
+        config: CADConfig,
+        device: torch.device,
+        gatherer: Gatherer,
+        worker: Worker,
+        cost: Profile,
+        pace: Pace,
+        counts: CallCounts,
+        transport: Callable[[], Transport | None],
+        ranks_per_node: int | None,
+        aside: torch.cuda.Stream | None,
+    ) -> None:
+        """What every micro-batch of the session has in common.
+
+        Args:
+            config: the "cad" block.
+            device: where attention runs.
+            gatherer: tells ranks' announcements and compares plans.
+            worker: the look-ahead thread.
+            cost: seconds or pairs of attention tasks.
+            pace: base loads of ranks that the others wait for.
+            counts: what the micro-batches' attention calls count.
+            transport: gives the transport when a micro-batch is opened; None where there is one rank.
+            ranks_per_node: ranks of each host where all hosts have as many; None otherwise.
+            aside: the stream on which served tasks run beside local ones, if they do.
+        """
+        self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
+        self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
+        self.ranks_per_node, self.aside = ranks_per_node, aside
+        self.turn = 0
+        """Micro-batches opened so far, the same on all ranks: the number of the next one."""
+        self.abandoned: CADError | None = None
+        """Why this rank trains no further micro-batch."""
+        self._said: set[str] = set()
+
+    def open(self, announcements: list[Announcement], keys: list[PlanKey]) -> MicroBatch:
+        """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread."""
+        layout = assemble([one.local for one in announcements])
+        ticks: tuple[Tick, ...] = (layout.tick(),)
+        if self.config.overlap == "pingpong":
+            cut = choose_cut(layout, np.array([one.unit for one in announcements]))
+            if cut is not None:
+                ticks = layout.cut(cut)
+            elif self.gatherer.ranks > 1:
+                self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
+        # Nothing else may change what is learned of paces: plans are made on this thread and at the forward, on every
+        # rank in another order.
+        if self.pace.paused:
+            self.say_once("slower ranks are not relieved: torch's deterministic algorithms are on, on some rank")
+        for key in keys:
+            self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
+        turn, self.turn = self.turn, self.turn + 1
+        micro_batch = MicroBatch(
+            self.gatherer.rank, layout, ticks, self.device, partial(self.plan_tick, late=self.pace.late),
+            partial(self._agree, turn), self.transport(), self.counts, aside=self.aside, turn=turn,
+        )  # fmt: skip
+        if keys:
+            micro_batch.plan_all(keys)
+        return micro_batch
+
+    def open_local(self, local: LocalSegments) -> MicroBatch:
+        """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""
+        if len(local.begin) and local.begin[0] > 0:
+            raise CADDataError(
+                f"evaluation runs attention on each rank alone, but the first document of rank {self.gatherer.rank} "
+                f"starts at position {int(local.begin[0])}: evaluate on whole documents"
+            )
+        layout = assemble([local])
+        return MicroBatch(
+            0, layout, (layout.tick(),), self.device, lambda tick, key: _plan_alone(layout, key),
+            lambda value, what: None, None, CallCounts(),
+        )  # fmt: skip
+
+    def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray) -> Plan:
+        """The plan of one tick for layers of one kind; `late` is the pace when the micro-batch was gathered."""
+        base = self.pace.base_load(late, self._mean_attention(tick, key))
+        plan = make_plan(
+            PlanInput(
+                tick, key.shape, self.cost.cost_for(key.shape), key.window, self.config.tolerance,
+                self.config.granularity, base_load=base, ranks_per_node=self.ranks_per_node,
+            )
+        )  # fmt: skip
+        if base is None:
+            return plan
+        # Statistics speak of attention, not of when ranks finish.
+        return replace(plan, load=plan.load - base, load_before=plan.load_before - base)
+
+    def say_once(self, text: str) -> None:
+        """Log what a user may wonder about, the first time that it happens."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.info(text)
+
+    def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
+        each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)
+        return float(each.sum()) * key.shape.groups / self.gatherer.ranks
+
+    def _agree(self, turn: int, value: int, what: str) -> None:
+        self.worker.run(lambda: self.gatherer.agree(value, Subject(What.PLAN, index=turn)))
+
+
+def _plan_alone(layout: Layout, key: PlanKey) -> Plan:
+    tasks = whole_rank_tasks(layout, key.shape.groups)
+    load = PAIRS.of(layout.segments.begin, layout.segments.end, key.window).sum(keepdims=True)
+    nothing = np.zeros(1, np.int64)
+    return Plan(tasks, load, load, nothing, nothing)

@@ -1,0 +1,191 @@
+"""Ranks whose loops go apart train what they should, or every rank stops with an error that says where each one is."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+import training
+from pool import WorkerPool
+
+import deepspeed_cad
+
+BLOCK = {"granularity": 16, "tolerance": 0.02, "timeout_s": 20.0}
+LENGTHS = [[120], [20, 30, 7], [64, 40], [90, 5, 31]]
+
+
+def _documents(rank: int, index: int) -> list[torch.Tensor]:
+    return training.documents(LENGTHS[(rank + index) % 4], seed=10 * index + rank)
+
+
+def _loader(rank: int, model: torch.nn.Module, count: int, accumulation: int = 1) -> Any:
+    batches = [training.pack(_documents(rank, index)) | {"index": index} for index in range(count)]
+    return deepspeed_cad.current_session().look_ahead(batches, model, accumulation=accumulation)
+
+
+def _model(**changes: Any) -> torch.nn.Module:
+    return deepspeed_cad.apply(training.tiny_llama(**changes), BLOCK).train()
+
+
+def _step(model: torch.nn.Module, reference: torch.nn.Module, rank: int, batch: dict[str, Any]) -> None:
+    """Train a micro-batch; its loss is that of its documents alone."""
+    index = batch.pop("index")
+    loss = training.loss_sum(model, batch)
+    loss.backward()
+    expected, _ = training.alone(reference, _documents(rank, index))
+    assert abs(float(loss.detach()) - expected) < 1e-8, (rank, index)
+    batch["index"] = index
+
+
+# Right
+
+
+def _stop_together(rank: int, world: int, how: str, accumulation: int, stop: int) -> int:
+    """Loaders of 3, 4, 3, … batches; every rank trains `stop` of them in each of three epochs."""
+    model, reference = _model(), training.tiny_llama()
+    loader = _loader(rank, model, 3 + rank % 2, accumulation)
+    trained = 0
+    for _ in range(3):
+        if how == "islice":
+            for batch in itertools.islice(loader, stop):
+                _step(model, reference, rank, batch)
+                trained += 1
+            continue
+        for i, batch in enumerate(loader):
+            if i == stop:
+                break
+            _step(model, reference, rank, batch)
+            trained += 1
+    return trained
+
+
+@pytest.mark.parametrize("how", ["break", "islice"])
+@pytest.mark.parametrize(("accumulation", "stop"), [(1, 3), (2, 3), (2, 2), (3, 3), (4, 3), (1, 2)])
+def test_loaders_of_unequal_lengths(workers: WorkerPool, how: str, accumulation: int, stop: int) -> None:
+    assert workers.run(_stop_together, 2, how, accumulation, stop) == [3 * stop] * 2
+
+
+def test_loaders_of_unequal_lengths_on_three_ranks(workers: WorkerPool) -> None:
+    assert workers.run(_stop_together, 3, "break", 1, 3) == [9] * 3
+
+
+def _evaluate_between(rank: int, world: int) -> None:
+    """Evaluation inside and between epochs, in as many forwards as each rank likes, and a look without gradients."""
+    model, reference = _model(), training.tiny_llama()
+    loader = _loader(rank, model, 3)
+    for _ in range(2):
+        for i, batch in enumerate(loader):
+            if i == 1:
+                model.eval()
+                for again in range(rank + 1):
+                    expected, _ = training.alone(reference, _documents(rank, 5 + again))
+                    with torch.no_grad():
+                        assert (
+                            abs(float(training.loss_sum(model, training.pack(_documents(rank, 5 + again)))) - expected)
+                            < 1e-8
+                        )
+                model.train()
+                with torch.no_grad():
+                    training.loss_sum(model, training.pack(_documents(rank, 9)))
+            _step(model, reference, rank, batch)
+
+
+def test_evaluation_between(workers: WorkerPool) -> None:
+    workers.run(_evaluate_between, 2)
+
+
+# One error on every rank
+
+
+def _nothing(rank: int, world: int) -> None:
+    """Starts the processes, which is not what is timed."""
+
+
+def _train_all(rank: int, world: int) -> None:
+    """Rank 1 has a fourth batch and trains it; rank 0 begins the next epoch."""
+    model, reference = _model(), training.tiny_llama()
+    for _ in range(2):
+        for batch in _loader(rank, model, 3 + rank):
+            _step(model, reference, rank, batch)
+
+
+def _break_alone(rank: int, world: int) -> None:
+    """Rank 0 leaves its loop after two batches."""
+    model, reference = _model(), training.tiny_llama()
+    loader = _loader(rank, model, 5)
+    for _ in range(2):
+        for i, batch in enumerate(loader):
+            if rank == 0 and i == 2:
+                break
+            _step(model, reference, rank, batch)
+
+
+def _catch(rank: int, world: int, where: str) -> None:
+    """Rank 1 meets an exception in its third batch, catches it and goes on with the next."""
+    model, reference = _model(), training.tiny_llama()
+    failing = model.model.layers[1].mlp
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    for i, batch in enumerate(_loader(rank, model, 6)):
+        try:
+            handle = None
+            if rank == 1 and i == 2:
+                if where == "in the loss":
+                    training.loss_sum(model, {name: value for name, value in batch.items() if name != "index"})
+                    fail()
+                handle = failing.register_forward_hook(fail)
+                if where == "in the backward":
+                    handle.remove()
+                    handle = failing.register_full_backward_hook(fail)
+            _step(model, reference, rank, batch)
+        except torch.OutOfMemoryError:
+            assert handle is not None or where == "in the loss"
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+def _loader_raises(rank: int, world: int) -> None:
+    """Rank 1's data cannot be read at its third batch: the two before it are trained first."""
+    model, reference = _model(), training.tiny_llama()
+
+    def batches() -> Any:
+        for index in range(5):
+            if rank == 1 and index == 2:
+                raise ValueError("a torn file")
+            yield training.pack(_documents(rank, index)) | {"index": index}
+
+    trained = 0
+    try:
+        for batch in deepspeed_cad.current_session().look_ahead(batches(), model):
+            _step(model, reference, rank, batch)
+            trained += 1
+    except (ValueError, deepspeed_cad.CADError):
+        assert trained == 2
+        raise
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "words"),
+    [
+        (_train_all, (), ["loader of rank 0 ended after 3", "rank 1 trains micro-batch 3 of epoch 1"]),
+        (_break_alone, (), ["rank 0 left its loop before micro-batch 2", "break"]),
+        (_catch, ("in the forward",), ["rank 1", "forward of micro-batch 2", "exception"]),
+        (_loader_raises, (), ["rank 1", "a torn file"]),
+    ],
+)
+def test_every_rank_stops(workers: WorkerPool, function: Any, args: tuple[Any, ...], words: list[str]) -> None:
+    workers.run(_nothing, 2)
+    begin = time.monotonic()
+    errors, _ = workers.try_run(function, 2, *args, grace=30.0)
+    assert time.monotonic() - begin < 15
+    for rank, error in enumerate(errors):
+        assert error is not None, rank
+        assert error[0] in ("CADPeerError", "CADDataError", "EpochOverError", "ValueError"), error
+        for word in words:
+            assert error[0] == "ValueError" or word in error[1], (rank, error[1])
