@@ -2,12 +2,13 @@
 
 In: csrc/*.cpp (may be none), integrations/, the text of the autoload .pth file.
 Out: deepspeed_cad/_native.so (plain g++, loaded through ctypes, so one wheel serves every Python and every torch), the
-package deepspeed_cad.integrations, and deepspeed_cad_autoload.pth beside the packages in site-packages, which arms the
-wait for `import deepspeed`. Needs no network, no torch, no nvcc and no Python headers; without a C++ compiler the
-package installs all the same and uses its Python planner and the c10d transport.
+package deepspeed_cad.integrations, deepspeed_cad_autoload.pth beside the packages in site-packages, which arms the
+wait for `import deepspeed`, and the page that a package index shows. Needs no network, no torch, no nvcc and no Python
+headers; without a C++ compiler the package installs all the same and uses its Python planner and the c10d transport.
 """
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,9 +26,10 @@ except ImportError:  # setuptools < 70.1
 ROOT = Path(__file__).resolve().parent
 NATIVE = Path("deepspeed_cad", "_native.so")
 COMPILE = "-std=c++17 -O3 -fPIC -shared -fvisibility=hidden".split()
-# The C++ runtime goes into the library where it can, so that a wheel built here runs on older distributions.
+# The C++ runtime goes into the library where it can, so that a wheel built here runs on older distributions. What of it
+# is not used is left out: it would ask for a newer glibc.
 LINK_CHOICES = (
-    "-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -ldl -lpthread".split(),
+    "-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -Wl,--gc-sections -ldl -lpthread".split(),
     "-ldl -lpthread".split(),
 )
 PTH_NAME = "deepspeed_cad_autoload.pth"
@@ -134,14 +136,27 @@ class EditableWheel(editable_wheel):
         return super()._run_build_commands(dist_name, unpacked_wheel, build_lib, tmp_dir)
 
 
+def platform_of(library: Path, platform: str) -> str:
+    """The tag of a wheel with this library: manylinux with the glibc that it needs (PEP 600), if it needs no more.
+
+    `platform` is the tag of this machine, such as linux_x86_64, and stays where the C++ runtime is not inside. Names of
+    libraries and of versions of glibc stand in the file as plain text.
+    """
+    content = library.read_bytes()
+    versions = [(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", content)]
+    if not versions or not platform.startswith("linux_") or re.search(rb"lib(stdc\+\+|c\+\+|gcc_s)\.so", content):
+        return platform
+    major, minor = max(versions)
+    return platform.replace("linux_", f"manylinux_{major}_{minor}_", 1)
+
+
 class BdistWheel(bdist_wheel):
     """One wheel for every Python; for one platform only where it holds the native library."""
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
-        build_lib = self.get_finalized_command("build_py").build_lib
-        has_native = Path(build_lib, NATIVE).exists()
-        return "py3", "none", platform if has_native else "any"
+        library = Path(self.get_finalized_command("build_py").build_lib, NATIVE)
+        return "py3", "none", platform_of(library, platform) if library.exists() else "any"
 
 
 class BinaryDistribution(Distribution):
@@ -149,6 +164,21 @@ class BinaryDistribution(Distribution):
 
     def has_ext_modules(self) -> bool:
         return True
+
+
+def package_page() -> str:
+    """README.md for a package index, which has none of the files that it links to: pictures go, links become names."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!--.*?-->\n*", "", re.sub(r"!\[[^\]]*\]\([^)]*\)\n*", "", text), flags=re.DOTALL)
+
+    def name(link: re.Match[str]) -> str:
+        words, target = link.groups()
+        if "://" in target or target.startswith("#"):
+            return link[0]
+        return f"`{words}`" if words == target else f"{words} (`{target}`)"
+
+    text = re.sub(r"\[([^\]]*)\]\(([^)]*)\)", name, text)
+    return f"{text}\nThe files that are named here lie in the source distribution, the .tar.gz beside the wheel.\n"
 
 
 build.sub_commands = [*build.sub_commands, ("build_native", None)]
@@ -160,6 +190,8 @@ if (ROOT / "integrations" / "__init__.py").exists():
     packages += ["deepspeed_cad.integrations", *(f"deepspeed_cad.integrations.{name}" for name in inner)]
 
 setup(
+    long_description=package_page(),
+    long_description_content_type="text/markdown",
     packages=packages,
     package_dir={"deepspeed_cad.integrations": "integrations"},
     package_data={"deepspeed_cad": ["py.typed", "profiles/*.json", "**/*.json"]},

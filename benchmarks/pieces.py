@@ -21,8 +21,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
 
+from deepspeed_cad.attention.device_schedule import Batches, upload_schedule  # noqa: E402
 from deepspeed_cad.attention.microbatch import whole_rank_tasks  # noqa: E402
-from deepspeed_cad.attention.serve import Batches, prepare  # noqa: E402
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
@@ -100,7 +100,7 @@ def main() -> None:
             slices, each = build_slices(tick, tasks), []
             for rank in range(layout.ranks):
                 sys.stdout.write(f"step {step}, rank {rank}, {what}\n")
-                own = prepare(schedule_rank(tick, slices, rank, SHAPE.groups), device, two_streams=True)
+                own = upload_schedule(schedule_rank(tick, slices, rank, SHAPE.groups), device, two_streams=True)
                 each.append(trial.run(own.early + own.late, "local") + trial.run(own.served, "served"))
             means.append(np.mean(each, axis=0))
         forward, backward = means[1] / means[0]

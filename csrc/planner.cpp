@@ -7,13 +7,10 @@
 #include <new>
 
 #include "last_error.h"
+#include "planner_constants.h"
 
 namespace cad {
 namespace {
-
-constexpr double kHalf = 0.5;                        // HALF
-constexpr double kRounds[] = {0.8, 0.85, 0.9, 0.95};  // ROUNDS
-constexpr double kSlack = 0.1;                       // SLACK
 
 int32_t emptiest(const Columns& columns, const std::vector<double>& take) {
     const Problem& p = columns.p;
@@ -82,7 +79,7 @@ void balance(Columns* columns) {
     const Problem& p = columns->p;
     const auto& load = columns->load;
     double band = p.tolerance;
-    for (const double part : kRounds)
+    for (const double part : kAims)
         for (int phase = 0; phase < 3; ++phase) {
             double total = 0.0;
             for (const double one : load) total += one;
@@ -95,7 +92,7 @@ void balance(Columns* columns) {
                 too_little |= load[rank] < least[rank];
             }
             if (!too_much && !too_little) return;
-            band = p.tolerance * kHalf;
+            band = p.tolerance * kBand;
             if ((phase == 1 && !too_much) || (phase == 2 && !too_little)) continue;
             const double aim = band * part;
             Levels levels;

@@ -1,10 +1,9 @@
 // How much attention each rank should run: planner/levels.py.
 #include "planner.h"
+#include "planner_constants.h"
 
 namespace cad {
 namespace {
-
-constexpr int kSteps = 60;
 
 double above(const std::vector<double>& load, const std::vector<double>& level) {
     double total = 0.0;
@@ -31,7 +30,7 @@ double finish_time(double work, const Problem& p) {
         }
     if (total_speed <= 0.0) return 0.0;
     high += work / total_speed;
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kBisections; ++step) {
         const double middle = 0.5 * (low + high);
         double done = 0.0;
         for (int64_t rank = 0; rank < p.ranks; ++rank)
@@ -58,7 +57,7 @@ void settle_levels(const std::vector<double>& load, const Problem& p, double fin
     const double need = below(load, work_until(lower, p));
     if (shed >= need) {
         double low = lower, high = finish;
-        for (int step = 0; step < kSteps; ++step) {
+        for (int step = 0; step < kBisections; ++step) {
             const double middle = 0.5 * (low + high);
             if (below(load, work_until(middle, p)) < shed)
                 low = middle;
@@ -70,7 +69,7 @@ void settle_levels(const std::vector<double>& load, const Problem& p, double fin
         return;
     }
     double low = finish, high = upper;
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kBisections; ++step) {
         const double middle = 0.5 * (low + high);
         if (above(load, work_until(middle, p)) < need)
             high = middle;

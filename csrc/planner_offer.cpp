@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "planner_constants.h"
+
 namespace cad {
 
 void Offer::search(int32_t from, const Item& what, int32_t to, const Prices& elsewhere, Move* best) {
@@ -20,7 +22,7 @@ void Offer::search(int32_t from, const Item& what, int32_t to, const Prices& els
     best_ = kNoMove;
     find_path();
     const int64_t all = item.group_end - item.group_begin;
-    for (int64_t groups = 1;; groups = std::min(groups + std::max(int64_t{1}, groups / 8), all)) {
+    for (int64_t groups = 1;; groups = std::min(groups + std::max(int64_t{1}, groups / kGroupSteps), all)) {
         try_tails(groups);
         try_heads(groups);
         if (groups == all) break;
@@ -54,7 +56,7 @@ void Offer::try_tails(int64_t groups) {
             const double gain = gone + state.cost_of(cut, end);
             const double loss = whole - state.cost_of(begin, cut);
             const double half =
-                cut == begin ? 0.0 : 0.5 * state.cost_of(cut, std::min(cut + p.granularity, end));
+                cut == begin ? 0.0 : kOvershoot * state.cost_of(cut, std::min(cut + p.granularity, end));
             if (!fits(gain * times, loss * times, spare, owner, half)) continue;
             const Missing more = new_keys(cut, item.end);
             double size = sent + real(end - cut) * bytes;
@@ -85,7 +87,7 @@ void Offer::try_heads(int64_t groups) {
     for (const int64_t cut : cuts_) {
         const double gain = state.cost_of(item.begin, cut);
         const double loss = whole - state.cost_of(cut, item.end);
-        const double half = 0.5 * state.cost_of(std::max(cut - p.granularity, item.begin), cut);
+        const double half = kOvershoot * state.cost_of(std::max(cut - p.granularity, item.begin), cut);
         if (!fits(gain * times, loss * times, prices.surplus, donor, half)) continue;
         const Missing more = new_keys(item.begin, cut);
         const double size = real(cut - item.begin) * bytes + more.weighted * real(p.key_value_bytes);

@@ -7,13 +7,11 @@
 #include <queue>
 #include <tuple>
 
+#include "planner_constants.h"
+
 namespace cad {
 namespace {
 
-constexpr size_t kItems = 2;  // ITEMS
-constexpr size_t kNear = 4;   // NEAR
-constexpr size_t kLongest = 32, kShortest = 8;  // LONGEST, SHORTEST
-constexpr int64_t kShortSteps = 8;  // SHORT_STEPS
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 }  // namespace
@@ -34,7 +32,7 @@ void Round::run() {
         if (state.load[rank] - at.give[rank] <= at.slack[rank]) continue;
         const Move move = choose(rank);
         if (move.server < 0) continue;
-        if (!heap.empty() && move.rate > heap.top().first * 1.02 && move.rate > rate) {
+        if (!heap.empty() && move.rate > heap.top().first * kDearer && move.rate > rate) {
             heap.emplace(move.rate, rank);
             continue;
         }
@@ -227,22 +225,22 @@ Move Round::cheapest(int32_t donor) {
     const Item& longest = items_[0];
     const int64_t both = p.query_bytes + p.output_bytes;
     double generic = kInfinity;
-    for (const double part : {0.4, 0.5, 0.6, 0.7, 0.85, 1.0}) {
+    for (const double part : kMoveShares) {
         const int64_t rows = std::max(static_cast<int64_t>(real(longest.end - longest.begin) * part), int64_t{1});
         const double amount = state.cost_of(longest.end - rows, longest.end);
         const int64_t size = rows * both + longest.end * p.key_value_bytes;
         if (amount > 0.0) generic = std::min(generic, real(size) / amount);
     }
     const double floor = state.density(level);
-    double fallback = generic * 1.2;
+    double fallback = generic * kLeftoverPrice;
     if (floor > 0.0) fallback = std::max(fallback, real(both) / floor);
     const Prices prices{surplus, level, fallback, real(longest.end * p.key_value_bytes)};
     Move best = kNoMove;
-    int32_t seen[kItems];
+    int32_t seen[kDocuments];
     size_t seen_count = 0;
     for (const Item& item : items_) {
         if (std::find(seen, seen + seen_count, item.document) == seen + seen_count) {
-            if (seen_count == kItems) break;
+            if (seen_count == kDocuments) break;
             seen[seen_count++] = item.document;
         }
         find_receivers(donor, item);

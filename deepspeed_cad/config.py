@@ -47,10 +47,10 @@ class CADConfig:
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
 
     straggler_relief: float = 0.03
-    """How much less attention than the mean a rank gets at most because the others wait for it, as a share of the mean,
-    and how much more those that wait. Which ranks are slower is measured while training, so that plans then depend on
-    measured times; 0: never. Acts where costs are in seconds (see "cost"), not under
-    `torch.use_deterministic_algorithms`."""
+    """Some GPUs run slower than others for reasons that no plan knows, such as a lower clock. CAD measures which ranks
+    the others wait for and gives them less attention. This is the largest change, as a share of the mean: at 0.03 a
+    slow rank gets at least 97 % of the mean, a fast one at most 103 %. 0 turns it off. Plans then depend on measured
+    times, so it is off under `torch.use_deterministic_algorithms`; and it needs costs in seconds (see "cost")."""
 
     granularity: int = 128
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
@@ -108,6 +108,11 @@ class CADConfig:
     """"sampled": compare samples of the model's own mask function with the plan, and stop where they differ; "off":
     do not."""
 
+    verify: int = 0
+    """The first N micro-batches also run without CAD, and losses, outputs and gradients of attention are compared. A
+    difference beyond what the data type allows stops the run and names the tensor, the rank and both values. Each costs
+    several forwards; 0: none."""
+
     def __post_init__(self) -> None:
         for key in ("enabled", "recompute_attention", "monitor"):
             if not isinstance(getattr(self, key), bool):
@@ -125,6 +130,7 @@ class CADConfig:
         object.__setattr__(self, "straggler_relief", float(self.straggler_relief))
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         _check_number(self, "trace_steps", int, "a whole number of micro-batches, 1 or more", lambda x: x >= 1)
+        _check_number(self, "verify", int, "a whole number of micro-batches, 0 or more", lambda x: x >= 0)
         if not isinstance(self.trace, str):
             raise _bad("trace", self.trace, 'the path of a file to write, or "" for none')
         if not isinstance(self.kernel, str) or not _KERNEL_NAME.fullmatch(self.kernel):

@@ -6,6 +6,7 @@ integrations/) talk to nothing else of the core.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from datetime import timedelta
@@ -22,13 +23,15 @@ from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.call import CallCounts, Modes
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
+from deepspeed_cad.meet import meet
+from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.statistics import Statistics
@@ -52,6 +55,7 @@ class Session:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._statistics = Statistics()
         self._read: dict[str, Statistics] = {}
+        self._said_first = self._said_last = False
         self.counts = CallCounts()
         self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         """What integrations attached to which model."""
@@ -67,8 +71,6 @@ class Session:
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
-        if self.tracer is not None and self.transport is not None:
-            self.transport = self.tracer.watch_transport(self.transport)
         self.cost = self._choose_cost()
         if self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
@@ -92,12 +94,13 @@ class Session:
     # Opening and closing
 
     def _open_groups(self, group: dist.ProcessGroup | None) -> None:
+        meet(group, self.config.timeout_s)
         members = dist.get_process_group_ranks(group) if group is not None else None
         timeout = timedelta(seconds=self.config.timeout_s)
         self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
-        self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
+        self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
         from deepspeed_cad.exchange.probe import choose_transport
@@ -113,6 +116,7 @@ class Session:
 
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
+        self.say_last()
         if self.liveness is not None:
             self.liveness.close()
         self.worker.close()
@@ -174,10 +178,12 @@ class Session:
     def statistics(self) -> Statistics:
         """Sums since the session opened, on this rank."""
         late = self.pace.late
-        self._statistics.late_s, self._statistics.late_rank = max(0.0, float(late.max())), int(late.argmax())
-        self._statistics.waited_s = self.counts.waits.seconds()
-        self._statistics.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
-        return self._statistics.copy()
+        latest = int(late.argmax())
+        now = self._statistics.copy()
+        now.late_s, now.late_rank = max(0.0, float(late[latest])), latest if late[latest] > 0 else -1
+        now.waited_s = self.counts.waits.seconds()
+        now.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
+        return now
 
     def take_statistics(self, reader: str) -> Statistics:
         """What happened since this reader last asked."""
@@ -185,6 +191,32 @@ class Session:
         earlier = self._read.get(reader, Statistics())
         self._read[reader] = now
         return now.since(earlier)
+
+    def report(self) -> str:
+        """What CAD did since the session opened, on this rank, as one line."""
+        return f"{self.statistics.in_words()}; rank {self.rank} of {self.ranks}, {self._how()}"
+
+    def say_first(self) -> None:
+        """Once, on rank 0, when the first micro-batch was planned: that CAD is on, and what to expect."""
+        if self._said_first or self.rank != 0:
+            return
+        self._said_first = True
+        now = self.statistics
+        gain = f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f} in the first micro-batch"
+        sent = f"rank 0 sent {now.bytes_sent / 2**20:.1f} MiB in its forward"
+        ranks = f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
+        notice(f"CAD is on: {ranks}, {self._how()}; {gain}, {sent}")
+
+    def say_last(self) -> None:
+        """Once, on rank 0, where the session closes or the process ends: what CAD did."""
+        if self._said_first and not self._said_last:
+            self._said_last = True
+            notice(f"CAD is done: {self.report()}")
+
+    def _how(self) -> str:
+        transport = "nothing to exchange" if self.transport is None else f"transport {self.transport.name}"
+        kernels = dict.fromkeys(kernel.name for kernel in self._kernels.values())
+        return f"{transport}, kernel {', '.join(kernels) or 'not chosen yet'}"
 
     def describe(self) -> str:
         """One line for the log."""
@@ -256,6 +288,12 @@ def open_session(config: CADConfig, device: torch.device, group: dist.ProcessGro
         return _sessions[-1]
     _sessions.append(Session(config, device, group))
     return _sessions[-1]
+
+
+@atexit.register
+def _say_last() -> None:
+    for session in _sessions:
+        session.say_last()
 
 
 def close_session() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, Planned
+    from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, PlannedTick
     from deepspeed_cad.planner.plan import Floats
 
 _NOT_SUMS = {"late_s", "late_rank"}
@@ -25,8 +25,8 @@ class Statistics:
     late_s: float = 0.0
     """Not a sum: how late the latest rank is now in one layer's attention, forward and backward, for reasons that no
     plan knows (pace.py); 0 where nothing is known of that."""
-    late_rank: int = 0
-    """Which rank that is; 0 where none is late."""
+    late_rank: int = -1
+    """Which rank that is; -1 where none is late."""
     bytes_sent: int = 0
     """Bytes that this rank sent, forward and backward."""
     slowest_before: float = 0.0
@@ -39,7 +39,7 @@ class Statistics:
     """Attention of each rank if every rank ran its own tokens; one zero before the first micro-batch."""
     load: Floats = field(default_factory=lambda: np.zeros(1))
     """Attention of each rank as planned."""
-    _pending: list[dict[tuple[PlanKey, int], Planned]] = field(default_factory=list)
+    _pending: list[dict[tuple[PlanKey, int], PlannedTick]] = field(default_factory=list)
     """Plans not counted yet, some of which are made while the forward runs. Not micro-batches: those hold tensors."""
 
     def add(self, micro_batch: MicroBatch) -> None:
@@ -64,8 +64,10 @@ class Statistics:
 
     def copy(self) -> Statistics:
         """The sums as they are now."""
-        self.collect()
-        return replace(self, _pending=[])
+        now = replace(self, _pending=list(self._pending))
+        # Only in the copy: plans of a forward that runs are not complete, whoever reads must not end their counting.
+        now.collect()
+        return now
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was added after `earlier`."""
@@ -94,3 +96,12 @@ class Statistics:
             "cad/late_ms": self.late_s * 1e3,
             "cad/late_rank": float(self.late_rank),
         }
+
+    def in_words(self) -> str:
+        """What happened, as one line."""
+        sent = f"{self.bytes_sent / 2**20 / max(self.micro_batches, 1):.1f} MiB sent for each"
+        return (
+            f"{self.micro_batches} micro-batches, attention max/mean {self.imbalance_before:.2f} → "
+            f"{self.imbalance:.2f}, {sent}, {self.planning_s * 1e3 / max(self.micro_batches, 1):.1f} ms to plan each, "
+            f"{self.waited_s:.2f} s waited for exchanges"
+        )

@@ -17,8 +17,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType, KwargsHandler
-from deepspeed_cad.integrations.active import ActivationCheck, agree, short_block
+from deepspeed_cad.integrations.active import ActivationCheck, short_block
 
+from deepspeed_cad.asked import agree
 from deepspeed_cad.autoload import install
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError

@@ -14,10 +14,11 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 from deepspeed_cad.integrations.accelerate import refuse_accelerator
-from deepspeed_cad.integrations.active import ActivationCheck, agree, short_block
+from deepspeed_cad.integrations.active import ActivationCheck, short_block
 from deepspeed_cad.integrations.callback import CADCallback
 from pydantic import BaseModel
 
+from deepspeed_cad.asked import agree
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import apply

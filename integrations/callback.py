@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed_cad.integrations.transformers import Binding, decoder_layers, find_binding
+from deepspeed_cad.integrations.structure import decoder_layers
+from deepspeed_cad.integrations.transformers import Binding, find_binding
 from transformers import TrainerCallback
 
 from deepspeed_cad.attention.microbatch import PlanKey

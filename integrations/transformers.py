@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,14 +23,33 @@ from deepspeed_cad.integrations.alternating import alternate
 from deepspeed_cad.integrations.mask_check import check_mask
 from deepspeed_cad.integrations.models import (
     describe,
+    is_mixture,
     refuse_arguments,
     refuse_checkpointing,
     refuse_model,
     refuse_spanning,
 )
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from deepspeed_cad.integrations.padding import Padding, counts, find_padding
+from deepspeed_cad.integrations.structure import (
+    decoder_layers,
+    default_attention,
+    find_decoder,
+    find_model,
+    local_attention,
+    masked_attention,
+    training_device,
+)
+from deepspeed_cad.integrations.verify import (
+    Alone,
+    Check,
+    can_run_alone,
+    loss_of,
+    loss_without,
+    open_check,
+    same_randomness,
+)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deepspeed_cad.ahead.documents import Announcement, batch_shape, read_documents
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
@@ -40,11 +59,6 @@ from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.session import Session, current_session, open_session
-
-try:
-    from torch._C._dynamo.eval_frame import set_eval_frame
-except ImportError:  # a torch without it: compiled layers run uncompiled where they are cut
-    set_eval_frame = None  # type: ignore[assignment]
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -64,6 +78,8 @@ class Scope:
     unread: _Unread | None = None
     empty: bool = False
     """This rank has no tokens: the model runs on one row of padding, which is taken out of its output."""
+    alone: Check | None = None
+    """The decoder runs without CAD, to be compared."""
 
 
 @dataclass(eq=False)
@@ -88,6 +104,13 @@ class Binding:
         self.original = model.config._attn_implementation or default_attention(model.config)
         self.feed = session.open_feed(describe(model))
         self.forwards = 0
+        self.called_with: dict[str, Any] = {}
+        """Arguments of the whole model while its forward runs; empty where only its decoder is called."""
+        self.verified = 0
+        self._check: Check | None = None
+        """Of the micro-batch whose forward runs."""
+        self.comparing = False
+        """The model runs once more, to compare its loss."""
         layers = decoder_layers(find_decoder(model))
         self._checkpointed = weakref.WeakSet([find_decoder(model), *(layers or ())[:1]])
         """Modules of which one says whether activation checkpointing is on."""
@@ -106,6 +129,9 @@ class Binding:
                     f"{type(module).__name__} keeps its attention "
                     f'"{config._attn_implementation}" and cannot be switched to CAD'
                 )
+        if decoder is not model:
+            model.register_forward_pre_hook(_make_call(self), with_kwargs=True)
+            model.register_forward_hook(_make_return(self), always_call=True)
         decoder.register_forward_pre_hook(_make_enter(self), with_kwargs=True)
         decoder.register_forward_hook(_make_leave(self), with_kwargs=True, always_call=True)
         if self.session.config.overlap == "pingpong":
@@ -147,9 +173,81 @@ class Binding:
         if training and micro_batch.layout.segments.begin.any():
             refuse_spanning(getattr(decoder, "config", None))
         empty = 0 in batch_shape(given)
+        if not empty:
+            self._look_at_padding(micro_batch, given)
         _scope.set(Scope(self, micro_batch, training, checkpointed, unread, empty))
+        if training and torch.is_grad_enabled() and self.verified < self.session.config.verify:
+            of = self.session.config.verify
+            self._check = micro_batch.check = open_check(micro_batch, self.verified, of, self.feed.fail)
+            self.verified += 1
         changed: dict[str, Any] = {"use_cache": False} if training and "use_cache" in names else {}
         return changed | (_one_row(given) if empty else {})
+
+    def run_alone(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Where this micro-batch is verified: run the decoder without CAD, before it runs with it."""
+        scope = _scope.get()
+        if scope is None or scope.micro_batch is None or scope.micro_batch.check is None:
+            return
+        check: Check = scope.micro_batch.check
+        if not can_run_alone(scope.micro_batch):
+            return
+        _scope.set(Scope(self, scope.micro_batch, scope.training, scope.checkpointed, alone=check))
+        try:
+            with same_randomness(self.session.device):
+                # Not by calling it: hooks of host frameworks on the decoder itself belong to the run that is trained.
+                check.output = decoder.forward(*args, **kwargs)
+        finally:
+            _scope.set(scope)
+
+    def end_model(self, output: Any) -> None:
+        """After the whole model's forward, where a micro-batch is verified: compare its loss."""
+        model, decoder, check = self.model(), self.decoder(), self._check
+        if check is None or model is None or decoder is None or output is None:
+            return
+        loss = loss_of(output)
+        if loss is not None and check.output is not None:
+            self.comparing = True
+            try:
+                without = loss_of(loss_without(check, model, decoder, self.called_with))
+            finally:
+                self.comparing = False
+            if without is not None:
+                check.end_model(loss, without)
+        check.output = self._check = None
+        check.say()
+
+    def _look_at_padding(self, micro_batch: MicroBatch, given: dict[str, Any]) -> None:
+        """Have rows of padding computed where their output may count and the model's attention gives them one."""
+        real = find_padding(micro_batch, *batch_shape(given))
+        if real is None:
+            return
+        model, rank = self.model(), self.session.rank
+        counted = counts(real, self.called_with)
+        if given.get("attention_mask") is None:
+            # Behind cumulative lengths: kernels that take those leave such rows undefined.
+            if counted:
+                rows = np.flatnonzero(~real)
+                self._refuse(
+                    f"rank {rank}: {len(rows)} tokens from row {rows[0]} on lie behind cu_seq_lens_q and in no "
+                    "document, but some of their labels are not -100. Set these to -100, or make them a document"
+                )
+            return
+        # A router's auxiliary loss may count rows that have no label.
+        routed = getattr(getattr(model, "config", None), "output_router_logits", False)
+        if "flash" in self.original or (counted is False and not routed):
+            return
+        eager = self.original == "eager"
+        if eager and len(micro_batch.ticks) == 2 and len(real) == 1 and not real[0, 0]:
+            self._refuse(
+                f"rank {rank}: its only row begins with padding whose output may count. Eager attention gives that the "
+                "mean of all values of the row, but the row is cut into nano-batches and values behind the cut are not "
+                'there yet. Set "overlap": "local_first", or pad on the right'
+            )
+        micro_batch.padding = Padding(real, eager, self.session.device)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Stop on every rank: this one announced its micro-batch and cannot train it."""
+        self.feed.fail(CADDataError(reason))
 
     def leave(self, output: Any) -> Any:
         """After the decoder's forward, also after an error; gives the output where it changed."""
@@ -158,20 +256,24 @@ class Binding:
         if scope is None or scope.micro_batch is None:
             return None
         scope.micro_batch.in_forward = False
+        if scope.micro_batch.check is not None and output is not None:
+            scope.micro_batch.check.end_forward(output, is_mixture(getattr(self.decoder(), "config", None)))
+            if not self.called_with:
+                self.end_model(output)
         if output is None and scope.training:  # the forward raised
             self.feed.forward_raised(scope.micro_batch, sys.exc_info()[1])
         if scope.training:
             self.forwards += 1
             for key in scope.micro_batch.keys:
                 self.feed.learn(key)
+            if output is not None:
+                self.session.say_first()
         if scope.unread is not None:
             scope.unread.event.synchronize()
             if bool(scope.unread.differs):
-                self.feed.fail(
-                    CADDataError(
-                        f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
-                        'announced. Set "look_ahead": 0 if batches are changed or skipped between loader and model'
-                    )
+                self._refuse(
+                    f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
+                    'announced. Set "look_ahead": 0 if batches are changed or skipped between loader and model'
                 )
         return _no_rows(output) if scope.empty else None
 
@@ -205,20 +307,41 @@ def _make_enter(binding: Binding) -> Callable[..., Any]:
     @torch.compiler.disable
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A copied model (a DPO reference) carries the hook along but is not the bound one.
-        if module is binding.decoder():
+        if module is binding.decoder() and not binding.comparing:
             changed = binding.enter(module, args, kwargs)
             names = list(inspect.signature(module.forward).parameters)
             kept = [changed.pop(name, value) for name, value in zip(names, args, strict=False)]
-            return tuple(kept), {**kwargs, **changed}
+            given = {**kwargs, **changed}
+            binding.run_alone(module, tuple(kept), given)
+            return tuple(kept), given
         return None
 
     return enter
 
 
+def _make_call(binding: Binding) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is binding.model():
+            binding.called_with = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+
+    return call
+
+
+def _make_return(binding: Binding) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def give_back(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if module is binding.model():
+            binding.end_model(output)
+            binding.called_with = {}
+
+    return give_back
+
+
 def _make_leave(binding: Binding) -> Callable[..., Any]:
     @torch.compiler.disable
     def leave(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return binding.leave(output) if module is binding.decoder() else None
+        return binding.leave(output) if module is binding.decoder() and not binding.comparing else None
 
     return leave
 
@@ -227,7 +350,7 @@ def bind(model: torch.nn.Module, config: CADConfig) -> Binding:
     """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent."""
     inner = find_model(model)
     refuse_model(inner)
-    session = open_session(config, _device(inner))
+    session = open_session(config, training_device(inner))
     bound: Binding | None = session.bindings.get(inner)
     if bound is not None:
         return bound
@@ -248,45 +371,6 @@ def find_binding(model: torch.nn.Module) -> Binding | None:
     session = current_session()
     found: Binding | None = None if session is None else session.find_binding(model)
     return found
-
-
-def find_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside wrappers."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise CADUnsupportedError(
-        f"{type(model).__name__} contains no transformers model; CAD needs a PreTrainedModel with causal attention"
-    )
-
-
-def find_decoder(model: PreTrainedModel) -> torch.nn.Module:
-    """The module whose forward makes the masks and runs the layers."""
-    decoder = getattr(model, model.base_model_prefix, model)
-    for name in ("decoder", "model"):
-        inner = getattr(decoder, name, None)
-        if decoder_layers(decoder) is None and isinstance(inner, torch.nn.Module):
-            decoder = inner
-    return decoder
-
-
-def decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList | None:
-    """The list of decoder layers."""
-    for name in ("layers", "h", "blocks"):
-        layers = getattr(decoder, name, None)
-        if isinstance(layers, torch.nn.ModuleList):
-            return layers
-    return None
-
-
-def _device(model: torch.nn.Module) -> torch.device:
-    """Where the model will train: its own device, or the local GPU for a model that is still on the CPU or sharded."""
-    kinds = {p.device.type for p in model.parameters()} | {b.device.type for b in model.buffers()}
-    if torch.cuda.is_available() and torch.distributed.is_initialized():
-        backend = torch.distributed.get_backend_config()
-        if "cuda" in str(backend) or "nccl" in str(backend):
-            return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cuda", torch.cuda.current_device()) if "cuda" in kinds else torch.device("cpu")
 
 
 def _compare_later(given: dict[str, Any], announced: Announcement) -> _Unread | None:
@@ -323,6 +407,8 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
         known = name in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
         return ALL_MASK_ATTENTION_FUNCTIONS[name if known else "sdpa"](*args, **kwargs)
     window = kwargs.get("local_size")
+    if scope.alone is not None:
+        return Alone(scope.alone.documents, window, scope.binding.original, scope.micro_batch.padding)
     session = scope.binding.session
     if session.config.check == "sampled" and (scope.training or not scope.binding.forwards):
         try:
@@ -346,6 +432,9 @@ def cad_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]."""
+    if isinstance(attention_mask, Alone):
+        given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        return attention_mask.attend(module, query, key, value, **given), None
     if not isinstance(attention_mask, MaskDescriptor):
         scope = _scope.get()
         if scope is not None and scope.micro_batch is not None:
@@ -354,8 +443,7 @@ def cad_attention(
                 "know its documents"
             )
         name = scope.binding.original if scope is not None else default_attention(getattr(module, "config", None))
-        run = _local_attention(module, name)
-        return run(
+        return local_attention(module, name)(
             module, query, key, value, attention_mask,
             scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux, **kwargs,
         )  # fmt: skip
@@ -366,19 +454,19 @@ def cad_attention(
     rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask.window, softcap)
     label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     refuse_arguments(label, kwargs)
-    return attention_mask.attend(module, query, key, value, rule, s_aux, label), None
 
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention_mask.attend(module, q, k, v, rule, s_aux, label)
 
-def default_attention(config: Any) -> str:
-    """What transformers would choose for a model without an explicit attention name, such as a copy of a bound one."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return "sdpa" if model_class is None or getattr(model_class, "_supports_sdpa", True) else "eager"
-
-
-def _local_attention(module: torch.nn.Module, name: str) -> Callable[..., Any]:
-    """The attention of that name for a module."""
-    eager: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if name == "eager" and eager is not None:
-        return eager
-    run: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name if name in ALL_ATTENTION_FUNCTIONS else "sdpa"]
-    return run
+    check: Check | None = attention_mask.micro_batch.check
+    if check is None:
+        o = run(query, key, value)
+    else:
+        o = check.attend(run, query, key, value, rule, s_aux, label)
+    padding: Padding | None = attention_mask.micro_batch.padding
+    if padding is not None:
+        own = masked_attention(
+            module, padding.eager, scaling=rule.scale, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
+        )
+        o = padding.fill(id(module), attention_mask, query, key, value, o, own)
+    return o, None

@@ -21,6 +21,21 @@ from deepspeed_cad.layout import Ints
 
 Floats = npt.NDArray[np.float64]
 
+LARGEST_WORK = 2.0**32
+"""The work of the heaviest document of a step: whole numbers up to it add up exactly, a million of them and more."""
+TINY = 1e-300
+"""In place of a divisor that is 0."""
+TOKENS_PER_ROW = 64
+"""Tokens that may change their rank so that one attention row need not. A low estimate by arithmetic, not measured: Q
+and O of one row are 2 KB in one layer's forward where the model is small (8 heads of 64, bf16), and a token is 32 bytes
+(four fields of 8)."""
+ROWS_KEPT = 32
+"""Rows whose token sums are kept while a micro-batch is balanced. Bounds memory: some megabytes each."""
+LIGHT_CANDIDATES = 4
+"""Light ranks that the heaviest rank of a micro-batch tries to swap with, the lightest first. A choice: bounds time."""
+SWAPS_PER_RANK = 8
+"""Swaps of one micro-batch, times its ranks. A choice: bounds time, most micro-batches end long before."""
+
 
 @dataclass(frozen=True, eq=False)
 class StepDocuments:
@@ -57,12 +72,13 @@ class StepDocuments:
         return bool((self.begin > 0).any())
 
     def work(self, kinds: Sequence[tuple[CostModel, int | None]] = ((PAIRS, None),)) -> Floats:
-        """Attention of each segment over kinds of layers, given as (cost, window); the largest is 2³².
+        """Attention of each segment ([segments]) over kinds of layers, given as (cost, window).
 
-        Whole numbers, so that every machine adds them up to the same.
+        In units in which the heaviest segment has LARGEST_WORK. Whole numbers, so that every machine adds them up to
+        the same.
         """
         work = np.sum([cost.of(self.begin, self.end, window) for cost, window in kinds], axis=0)
-        return np.rint(work / max(float(work.max(initial=0.0)), 1e-300) * 2.0**32)
+        return np.rint(work / max(float(work.max(initial=0.0)), TINY) * LARGEST_WORK)
 
     def row_work(self, work: Floats) -> Floats:
         """Sum over each row, [ranks, micro-batches]."""
@@ -112,9 +128,11 @@ def assign_documents(step: StepDocuments, work: Floats, tolerance: float) -> Ass
 
     First whole rows change ranks, so that the heaviest rows of the step are trained together, if that helps. Then the
     heaviest and a lighter rank of a micro-batch swap a long document for short ones of the same length, until every
-    rank is within `tolerance` of the mean or nothing that is worth its tokens is left. No row gets longer than the
-    longest row of the step, and rows keep their length where documents allow. The work of the slowest rank, summed over
-    micro-batches, never grows. Documents that span ranks, and those of fixed rows, stay.
+    rank is within `tolerance` (a share of the mean) or nothing that is worth its tokens is left (`is_worth`). No row
+    gets longer than the longest row of the step, and rows keep their length where documents allow. The work of the
+    slowest rank, summed over micro-batches, never grows. Documents that span ranks, and those of fixed rows, stay.
+
+    `work`: what `step.work()` gives, one number per segment.
     """
     if step.spans_ranks:
         order = order_rows(step, work)
@@ -180,8 +198,8 @@ class _Rows:
         self.origin = origin
         self.fill()
         longest = float(self.work.max(initial=0.0))
-        # The rows that the slowest ranks would have had to hand over, summed over micro-batches.
-        if not worth(float(before - self.load.max(axis=1).sum()), longest, int(self.length.max(initial=0)), moved):
+        # What the slowest ranks need not hand over any more, summed over micro-batches, against the rows dealt away.
+        if not is_worth(float(before - self.load.max(axis=1).sum()), longest, int(self.length.max(initial=0)), moved):
             self.origin = earlier
             self.fill()
 
@@ -198,24 +216,19 @@ class _Rows:
             self.tokens[micro_batch, target] += self.length[moving].sum()
 
 
-ROW_IN_TOKENS = 64
-"""Tokens that may travel, as ids, to save one attention row from travelling in every layer. One row's Q and O of a
-small layer (8 heads of 64, bf16) are 2 KB each way, the fields of a token about 32 bytes."""
+def is_worth(gain: float, longest_work: float, longest: int, tokens: int) -> bool:
+    """Whether an exchange of documents saves more bytes than it costs:
 
+        tokens <= TOKENS_PER_ROW * gain / last_row
 
-def worth(gain: float, longest_work: float, longest: int, tokens: int) -> bool:
-    """Whether work that no longer has to move is worth the tokens: its rows, at the cost of a long document's last
-    row, against the tokens' ids."""
-    if gain <= 0:
-        return False
-    dearest_row = 2 * longest_work / max(longest, 1)
-    return gain / max(dearest_row, 1e-300) * ROW_IN_TOKENS >= tokens
+    `gain` is attention that need not move any more, and `last_row` what one moved row takes along at most: ranks hand
+    over the last rows of their longest document, and where work grows with the square of the length the last of
+    `longest` rows has twice the mean, 2 * longest_work / longest. So the right side counts the rows saved, in tokens.
 
-
-ROWS_KEPT = 32
-"""Rows whose token sums are kept while a micro-batch is balanced: some megabytes each."""
-CANDIDATES = 4
-"""Light ranks that the heaviest rank of a micro-batch tries to swap with, the lightest first."""
+    `gain` and `longest_work` are in the unit of `StepDocuments.work`; `tokens` change their rank, once per step.
+    """
+    last_row = 2 * longest_work / max(longest, 1)
+    return gain > 0 and tokens <= TOKENS_PER_ROW * gain / max(last_row, TINY)
 
 
 def _level(rows: _Rows, micro_batch: int, tolerance: float, budget: int) -> None:
@@ -233,14 +246,14 @@ def _level(rows: _Rows, micro_batch: int, tolerance: float, budget: int) -> None
             sums[rank] = RowSums(rows.documents[micro_batch][rank], rows.length)
         return sums[rank]
 
-    for _ in range(8 * len(load)):
+    for _ in range(SWAPS_PER_RANK * len(load)):
         above = [rank for rank in open_ranks if rank not in stuck and load[rank] > mean * (1 + tolerance)]
         if not above:
             return
         heavy = max(above, key=lambda rank: (load[rank], -rank))
         below = sorted((rank for rank in open_ranks if load[rank] < mean), key=lambda rank: (load[rank], rank))
         best: tuple[float, int, Swap] | None = None
-        for light in below[:CANDIDATES]:
+        for light in below[:LIGHT_CANDIDATES]:
             swap = find_swap(
                 sums_of(heavy), sums_of(light), rows.length, rows.work,
                 wanted=min(load[heavy] - mean, (load[heavy] - load[light]) / 2),
@@ -252,8 +265,8 @@ def _level(rows: _Rows, micro_batch: int, tolerance: float, budget: int) -> None
             after = np.array([load[heavy] - swap.work, load[light] + swap.work])
             excess = np.maximum(np.array([load[heavy], load[light]]) - mean, 0).sum()
             gain = float(excess - np.maximum(after - mean, 0).sum())
-            longest = max(swap.given, key=lambda one: int(rows.length[one]))
-            if not worth(gain, float(rows.work[longest]), int(rows.length[longest]), swap.tokens):
+            longest = swap.given[0]
+            if not is_worth(gain, float(rows.work[longest]), int(rows.length[longest]), swap.tokens):
                 continue
             if best is None or gain > best[0]:
                 best = (gain, light, swap)
@@ -277,7 +290,7 @@ def _as_assignment(step: StepDocuments, work: Floats, rows: _Rows) -> Assignment
             if home == rank and documents == rows._held[home * step.micro_batches + own]:
                 source[rank, micro_batch] = own
     ordered = np.take_along_axis(step.row_work(work), order_rows(step, work), axis=1)
-    mean = max(float(work.sum()) / max(step.ranks, 1), 1e-300)
+    mean = max(float(work.sum()) / max(step.ranks, 1), TINY)
     after = np.zeros_like(ordered)
     np.add.at(after, (to_rank, to_micro_batch), work)
     return Assignment(

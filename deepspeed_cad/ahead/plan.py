@@ -19,8 +19,8 @@ from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.call import CallCounts
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADDataError, CADError

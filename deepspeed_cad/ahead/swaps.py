@@ -17,9 +17,11 @@ from deepspeed_cad.layout import Ints
 Floats = npt.NDArray[np.float64]
 
 LONG_CANDIDATES = 4
-"""Long documents that are tried for one swap."""
-SHORT_DOCUMENTS, COMPANIONS = 512, 48
-"""Most documents of the light row, and of the heavy row beside the long one, among which a sum is looked for."""
+"""Long documents that are tried for one swap, those whose work is nearest to what is wanted. A choice: bounds time."""
+SHORT_DOCUMENTS = 512
+"""Documents of the light row among which a sum is looked for. A choice: time and memory grow with it."""
+COMPANIONS = 48
+"""Documents of the heavy row that may go along with the long one, likewise."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,18 @@ def find_swap(
     most: float,
     room: tuple[int, int],
 ) -> Swap | None:
-    """A swap that takes about `wanted` work, less than `most`, from the heavy row; None where there is none.
+    """A swap that takes about `wanted` work from the heavy row; None where there is none.
 
-    `heavy`, `light`: the documents of both rows, indices into `length` (tokens) and `work`. `room`: tokens by which the
-    heavy and the light row may grow. Equal lengths are looked for first, then the smallest difference.
+    Equal lengths are looked for first, then the smallest difference.
+
+    Args:
+        heavy: token sums of the documents of the row that gives a long one.
+        light: likewise of the row that gives short ones.
+        length: [documents of the step] tokens.
+        work: [documents of the step] attention, in the unit of `StepDocuments.work`.
+        wanted: work that the heavy row should lose.
+        most: work that it must lose less than, or the light row would become as heavy as it was.
+        room: tokens by which the heavy row and the light row may grow; below 0, by which they must shrink.
     """
     best: Swap | None = None
     for long in _long_candidates(heavy, work, wanted):

@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from deepspeed_cad.attention.call import AttentionCall, CallCounts, Modes
+from deepspeed_cad.attention.call import AttentionCall
+from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
-from deepspeed_cad.attention.serve import Prepared, prepare
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
@@ -34,7 +35,7 @@ class PlanKey(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class PlannedTick:
     """A plan with this rank's schedule."""
 
     plan: Plan
@@ -64,36 +65,41 @@ class MicroBatch:
     """How many micro-batches were opened before it, the same on every rank."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
-    planned: dict[tuple[PlanKey, int], Planned] = field(default_factory=dict)
+    padding: Any = None
+    """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
+    check: Any = None
+    """What an integration compares attention calls with, where it verifies them."""
+    planned: dict[tuple[PlanKey, int], PlannedTick] = field(default_factory=dict)
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
-    _prepared: dict[tuple[PlanKey, int], Prepared] = field(default_factory=dict)
+    _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def prepared(self, key: PlanKey, part: int) -> Prepared:
+    def schedule(self, key: PlanKey, nano_batch: int) -> DeviceSchedule:
         """The schedule of one tick for one kind of layer, planned now if the look-ahead did not know of it.
 
         Uploads happen here, on the training thread and its stream, not where plans are made.
         """
-        found = self._prepared.get((key, part))
+        found = self._schedules.get((key, nano_batch))
         if found is None:
-            if (key, part) not in self.planned:
+            if (key, nano_batch) not in self.planned:
                 self.plan_all([key])
-            found = prepare(self.planned[key, part].schedule, self.device, two_streams=self.aside is not None)
-            self._prepared[key, part] = found
+            planned = self.planned[key, nano_batch].schedule
+            found = upload_schedule(planned, self.device, two_streams=self.aside is not None)
+            self._schedules[key, nano_batch] = found
         return found
 
     def plan_all(self, keys: list[PlanKey]) -> None:
         """Plan every tick for the given kinds of layers and compare the plans with the other ranks."""
         digest = 0
         for key in keys:
-            for part, tick in enumerate(self.ticks):
+            for nano_batch, tick in enumerate(self.ticks):
                 begin = time.perf_counter()
                 plan = self.make_plan(tick, key)
                 build = schedule_native.build_slices if schedule_native.is_available() else build_slices
                 slices = build(tick, plan.tasks, key.window)
                 schedule = schedule_rank(tick, slices, self.rank, key.shape.groups, key.window)
-                self.planned[key, part] = Planned(plan, schedule, time.perf_counter() - begin)
+                self.planned[key, nano_batch] = PlannedTick(plan, schedule, time.perf_counter() - begin)
                 digest = (digest * 1000003 + plan.fingerprint()) & ((1 << 62) - 1)
         self.agree(digest, "plan")
 
@@ -102,11 +108,11 @@ class MicroBatch:
         """The kinds of layers that were planned for."""
         return list(dict.fromkeys(key for key, _ in self.planned))
 
-    def call(self, layer: int, part: int, build: Callable[[], AttentionCall], label: str) -> AttentionCall:
+    def call(self, layer: int, nano_batch: int, build: Callable[[], AttentionCall], label: str) -> AttentionCall:
         """The call of a layer: a new one in the forward, the same one when the layer is recomputed."""
-        call = self._calls.get((layer, part))
+        call = self._calls.get((layer, nano_batch))
         if call is None:
-            call = self._calls[layer, part] = build()
+            call = self._calls[layer, nano_batch] = build()
         elif self.in_forward:
             raise CADError(
                 f"{label} was called twice in one forward. Layers that share an attention module are not supported"
@@ -114,12 +120,12 @@ class MicroBatch:
         return call
 
     def with_first_keys(
-        self, layer: int, part: int, k_UKD: torch.Tensor, v_UKV: torch.Tensor
+        self, layer: int, nano_batch: int, k_UKD: torch.Tensor, v_UKV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V that a part reads: the second part also reads rows of documents that began in the first."""
+        """K and V that a nano-batch reads: the second also reads rows of documents that began in the first."""
         if len(self.ticks) == 1:
             return k_UKD, v_UKV
-        if part == 0:
+        if nano_batch == 0:
             self._first_keys[layer] = (k_UKD, v_UKV)
             return k_UKD, v_UKV
         k_first, v_first = self._first_keys.pop(layer)
@@ -135,7 +141,7 @@ class MaskDescriptor:
     Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
     """
 
-    __slots__ = ("kernel", "micro_batch", "modes", "part", "window")
+    __slots__ = ("kernel", "micro_batch", "modes", "nano_batch", "window")
 
     def __init__(
         self,
@@ -143,15 +149,16 @@ class MaskDescriptor:
         window: int | None,
         kernel: Callable[[HeadShape, MaskRule, torch.Tensor], Kernel],
         modes: Modes,
-        part: int | None = None,
+        nano_batch: int | None = None,
     ) -> None:
-        """`kernel` chooses the kernel of a layer; `part` is the nano-batch that reads this, None where not cut."""
-        self.micro_batch, self.window, self.kernel, self.modes, self.part = micro_batch, window, kernel, modes, part
+        """`kernel` chooses the kernel of a layer; `nano_batch` is the one that reads this, None where not cut."""
+        self.micro_batch, self.window, self.kernel, self.modes = micro_batch, window, kernel, modes
+        self.nano_batch = nano_batch
 
     def cut(self) -> tuple[MaskDescriptor, MaskDescriptor]:
         """The descriptors of both nano-batches."""
         common = (self.micro_batch, self.window, self.kernel, self.modes)
-        return MaskDescriptor(*common, part=0), MaskDescriptor(*common, part=1)
+        return MaskDescriptor(*common, nano_batch=0), MaskDescriptor(*common, nano_batch=1)
 
     def row_cut(self, batch: int, width: int) -> RowCut:
         """How a layer's arguments are cut on this rank."""
@@ -160,7 +167,7 @@ class MaskDescriptor:
     @property
     def is_cut(self) -> bool:
         """Whether layers should alternate two nano-batches."""
-        return self.part is None and len(self.micro_batch.ticks) == 2
+        return self.nano_batch is None and len(self.micro_batch.ticks) == 2
 
     def attend(
         self,
@@ -172,7 +179,17 @@ class MaskDescriptor:
         sinks: torch.Tensor | None,
         label: str,
     ) -> torch.Tensor:
-        """O [B, S, H, V] of one layer."""
+        """O [B, S, H, V] of one layer.
+
+        Args:
+            module: the attention module, by which a recompute finds the call of the forward.
+            q_BHSD: queries.
+            k_BKSD: keys.
+            v_BKSV: values; all three with heads before tokens, as transformers hands them over.
+            rule: scale, window and soft-cap.
+            sinks: [H], or None.
+            label: names the layer in errors and on the timeline.
+        """
         batch, heads, width, _ = q_BHSD.shape
         if self.is_cut:
             raise CADError(
@@ -184,10 +201,10 @@ class MaskDescriptor:
                 f"{label} got {k_BKSD.shape[2]} keys for {width} queries: a KV cache is in use during training; "
                 "pass use_cache=False"
             )
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
+        q, k, v = (_as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-        part = self.part or 0
-        rows = int(self.micro_batch.ticks[part].query_tokens[self.micro_batch.rank])
+        nano_batch = self.nano_batch or 0
+        rows = int(self.micro_batch.ticks[nano_batch].query_tokens[self.micro_batch.rank])
         stand_in = rows == 0
         if stand_in:
             # The other nano-batch has all rows of this rank; the model ran on a stand-in whose output is dropped.
@@ -199,25 +216,32 @@ class MaskDescriptor:
         layer = id(module)
 
         def build() -> AttentionCall:
-            prepared = micro_batch.prepared(PlanKey(self.window, shape), part)
-            return AttentionCall(
-                prepared, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
-                micro_batch.counts, slot=part, label=label, aside=micro_batch.aside,
+            schedule = micro_batch.schedule(PlanKey(self.window, shape), nano_batch)
+            setup = CallSetup(
+                schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
+                micro_batch.counts, nano_batch, label, micro_batch.aside,
             )  # fmt: skip
+            return AttentionCall(setup)
 
-        call = micro_batch.call(layer, part, build, label)
-        call.sinks = sinks
-        k, v = micro_batch.with_first_keys(layer, part, k, v)
-        token = call.dispatch(q, k, v)
-        if self.part is not None:
+        call = micro_batch.call(layer, nano_batch, build, label)
+        k, v = micro_batch.with_first_keys(layer, nano_batch, k, v)
+        token = call.dispatch(q, k, v, sinks)
+        if self.nano_batch is not None:
             hand_over()
         token = call.serve(token)
-        if self.part is not None:
+        if self.nano_batch is not None:
             hand_over()
-        o_THV = call.collect(token, q, k, v)
+        o_THV = call.collect(token, q, k, v, sinks)
         if stand_in:
             o_THV = torch.cat([o_THV, o_THV.new_zeros(batch * width, *o_THV.shape[1:])])
         return o_THV.unflatten(0, (batch, width))
+
+
+def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype that torch's own attention takes under autocast: rotary embeddings leave Q and K in fp32 there."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def whole_rank_tasks(layout: Layout, groups: int) -> np.ndarray:

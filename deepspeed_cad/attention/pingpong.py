@@ -1,12 +1,12 @@
 """Ping-pong: two nano-batches of one micro-batch alternate inside a decoder layer.
 
 The layer is called once for the whole micro-batch, so sharded parameters are gathered once. Inside, two greenlets run
-the unmodified layer code on two parts of the rows and hand over to each other around core attention:
+the unmodified layer code on two nano-batches and hand over to each other around core attention:
 
     pre A │ pre B ‖ dispatch A │ attention A ‖ dispatch B │ attention B ‖ return A │ post A ‖ return B │ post B
 
 Autograd runs its nodes in the reverse order of their creation, so the backward mirrors this without further help.
-Greenlets stay on one thread: grad mode, autocast and saved-tensor hooks hold for both parts.
+Greenlets stay on one thread: grad mode, autocast and saved-tensor hooks hold for both nano-batches.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def run_alternating(first: Callable[[], Any], second: Callable[[], Any]) -> tupl
         results[index] = function()
 
     pair = [greenlet(body), greenlet(body)]
-    for part in pair:
-        part.gr_context = contextvars.copy_context()
+    for one in pair:
+        one.gr_context = contextvars.copy_context()
     arguments: list[tuple[Any, ...]] = [(0, first), (1, second)]
     try:
-        while not all(part.dead for part in pair):
-            for index, part in enumerate(pair):
-                if not part.dead:
-                    part.switch(*arguments[index])
+        while not all(one.dead for one in pair):
+            for index, one in enumerate(pair):
+                if not one.dead:
+                    one.switch(*arguments[index])
                     arguments[index] = ()
     finally:
-        for part in pair:
-            if part and not part.dead:
-                part.throw(GreenletExit)
+        for one in pair:
+            if one and not one.dead:
+                one.throw(GreenletExit)
     return results[0], results[1]
 
 
@@ -64,7 +64,7 @@ class RowCut:
     batch: int
     width: int
     at: int
-    """Rows of the flattened [batch · width] buffer in the first part; a multiple of `width` if batch > 1."""
+    """Rows of the flattened [batch · width] buffer in the first nano-batch; a multiple of `width` if batch > 1."""
 
     @property
     def dim(self) -> int:
@@ -72,7 +72,7 @@ class RowCut:
         return 1 if self.batch == 1 else 0
 
     def split(self, value: Any) -> tuple[Any, Any]:
-        """Both parts of an argument; what has no rows to cut goes to both unchanged."""
+        """An argument for both nano-batches; what has no rows to cut goes to both unchanged."""
         if isinstance(value, torch.Tensor):
             if self.dim == 1:
                 if value.ndim >= 2 and value.shape[:2] == (1, self.width):
@@ -93,7 +93,7 @@ class RowCut:
         return value, value
 
     def _halves(self, value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both parts; an empty one gets a row to run on, since models cannot run on none, and `join` drops it."""
+        """Both of them; an empty one gets a row to run on, since models cannot run on none, and `join` drops it."""
         size = value.shape[dim]
         at = self.at if self.batch == 1 else self.at // self.width
         # One split, not two slices: its backward is one concatenation instead of two zero-filled tensors and a sum.
@@ -105,7 +105,7 @@ class RowCut:
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             if first.ndim < 2:
                 return first
-            # A stand-in row stays in the graph, so that the backward of both parts runs on every rank.
+            # A stand-in row stays in the graph, so that the backward of both nano-batches runs on every rank.
             rows = torch.cat([first, second], dim=self.dim)
             return rows.narrow(self.dim, 1 if self.at == 0 else 0, self.width if self.batch == 1 else self.batch)
         if type(first) is tuple:

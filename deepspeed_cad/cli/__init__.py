@@ -1,14 +1,12 @@
 """The console script `deepspeed-cad`: one subcommand per file of this folder.
 
-Each file has `add_arguments(parser)` and `main(args) -> int`. Only the file of the subcommand in use is imported, and a
-subcommand whose file is not there is not listed.
+Each file has `add_arguments(parser)` and `main(args) -> int`. Only the file of the subcommand in use is imported.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 from deepspeed_cad.errors import CADError
@@ -18,10 +16,7 @@ SUBCOMMANDS = {
     "doctor": "try every kernel, transport and device here, and say how to get what is missing",
     "plan": "plan one micro-batch, or say what CAD would gain on a data set",
     "profile": "measure this machine's attention and links into a profile for the planner",
-    "simulate": "predict a training step on any cluster, from profiles",
-    "bench": "measure kernels, exchanges and training steps",
     "trace": "record a few steps of a run as one timeline over all ranks",
-    "run": "start a training script with CAD on",
 }
 
 
@@ -40,20 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def available() -> list[str]:
-    """Subcommands whose file is there."""
-    folder = Path(__file__).parent
-    return [name for name in SUBCOMMANDS if (folder / f"{name}.py").is_file()]
-
-
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed-cad", description="Core attention disaggregation for DeepSpeed and Hugging Face training."
     )
     parser.add_argument("--version", action="version", version=f"deepspeed_cad {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
-    for name in available():
-        sub = subparsers.add_parser(name, help=SUBCOMMANDS[name], description=_sentence(SUBCOMMANDS[name]))
+    for name, purpose in SUBCOMMANDS.items():
+        sub = subparsers.add_parser(name, help=purpose, description=_sentence(purpose))
         if name == chosen:
             _module(name).add_arguments(sub)
     return parser

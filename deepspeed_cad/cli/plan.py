@@ -1,7 +1,7 @@
 """`deepspeed-cad plan`: plan one micro-batch, or say what CAD would gain on a data set.
 
-In: a JSON file with document lengths and the heads of a layer, or a data set and a tokenizer. Out: a plan as JSON and a
-picture, or a table of the data set's steps with and without CAD.
+In: a JSON file with document lengths and the heads of a layer, or a data set and a tokenizer; what a .json file holds
+says which. Out: a plan as JSON and a picture, or a table of the data set's steps with and without CAD.
 """
 
 from __future__ import annotations
@@ -15,27 +15,45 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_cad.cli.data import FIELDS
+from deepspeed_cad.cli.packing import PACKINGS, layouts, say_cut
 from deepspeed_cad.errors import CADConfigError, CADDataError
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.outlook import ModelShape, StepOutlook, foresee, pack
+from deepspeed_cad.planner.outlook import StepOutlook, foresee
 from deepspeed_cad.planner.question import KEYS, read_question
 
-_EPILOG = "Keys of IN.json:\n" + "\n".join(f"  {key:18} {text}" for key, text in KEYS.items())
+_EPILOG = "\n".join(
+    [
+        "Packing:",
+        *(f"  {name:18} {text}" for name, text in PACKINGS.items()),
+        "",
+        "Keys of a question:",
+        *(f"  {key:18} {text}" for key, text in KEYS.items()),
+    ]
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("input", metavar="IN", help="IN.json, or a data set: JSONL, text, or a Hugging Face folder")
+    parser.add_argument(
+        "input",
+        metavar="IN",
+        nargs="+",
+        help="a data set: files (JSON, JSON lines, Parquet, CSV, Arrow, text; compressed too), patterns, or a folder; "
+        "or one .json file with a question: the documents of one micro-batch and the heads of a layer",
+    )
     parser.add_argument("--output", metavar="OUT.json", help="where to write the plan (or the table); - for stdout")
     parser.add_argument("--plot", metavar="OUT.png", help="where to draw it (needs matplotlib)")
     data = parser.add_argument_group("for a data set")
     data.add_argument("--tokenizer", help="name or folder of the tokenizer; not needed where there are input_ids")
-    data.add_argument("--field", default="text", help="the column with the text (default: text)")
+    data.add_argument(
+        "--field", help=f"the column with text, chat messages or token ids (default: the first of {', '.join(FIELDS)})"
+    )
     data.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
     data.add_argument("--context", type=int, default=65536, help="tokens packed on each GPU (default: 65536)")
-    data.add_argument("--spanning", action="store_true", help="let documents go on on the next GPU")
+    data.add_argument("--packing", default="in_order", choices=tuple(PACKINGS), help="see below")
     data.add_argument("--model", help="config.json of the model, or its folder (default: the shape of an 8B Llama)")
     data.add_argument("--cost", default="pairs", help='"pairs" (default) or the file of a profile')
     data.add_argument("--tolerance", type=float, default=0.05, help="as in the cad block (default: 0.05)")
@@ -46,19 +64,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run; returns the exit code."""
-    path = Path(args.input)
-    if args.tokenizer is None and path.suffix == ".json" and not path.is_dir():
-        return _plan_one(path, args)
+    if len(args.input) == 1 and Path(args.input[0]).suffix == ".json":
+        fields = _question(Path(args.input[0]), args.field)
+        if fields is not None:
+            return _plan_one(fields, args)
     return _plan_data(args)
 
 
-def _plan_one(path: Path, args: argparse.Namespace) -> int:
+def _question(path: Path, field: str | None) -> dict[str, Any] | None:
+    """The question that a .json file holds, or None where it is a data set: a list of records, or one on each line."""
+    if path.is_dir():
+        return None
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            first = next((line for line in file if line.strip()), "")
+            if first.lstrip().startswith("[") or (_is_object(first) and any(line.strip() for line in file)):
+                return None
+            file.seek(0)
+            fields = json.load(file)
     except OSError as error:
         raise CADConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CADConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, dict) or not KEYS.keys().isdisjoint(fields):
+        return fields
+    if any(name in fields for name in (*FIELDS, field)):
+        return None
+    raise CADConfigError(
+        f"{path} is one object with the keys {', '.join(fields) or 'none'}: neither a question (its keys: "
+        f"{', '.join(KEYS)}) nor a data set (a list of records, or one record on each line)"
+    )
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except json.JSONDecodeError:
+        return False
+
+
+def _plan_one(fields: Any, args: argparse.Namespace) -> int:
     question = read_question(fields)
     plan = make_plan(question.problem)
     answer = plan.to_json()
@@ -81,17 +126,18 @@ def _plan_one(path: Path, args: argparse.Namespace) -> int:
 
 def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.cli.lengths import read_lengths
+    from deepspeed_cad.cli.model_shape import read_model_shape
     from deepspeed_cad.planner.plan import HeadShape
     from deepspeed_cad.planner.question import read_cost
 
     for name in ("ranks", "context", "limit", "steps"):
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name} is {getattr(args, name)}; expected at least 1")
-    model = _model_shape(args.model)
+    model = read_model_shape(args.model)
     cost = read_cost(args.cost, HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2))
     lengths = read_lengths(args.input, args.tokenizer, args.field, args.limit)
     outlooks: list[StepOutlook] = []
-    for layout in pack(lengths, args.ranks, args.context, args.spanning):
+    for layout in layouts(lengths, args.ranks, args.context, args.packing):
         if len(outlooks) == args.steps:
             break
         outlooks.append(foresee(layout, model, cost, args.tolerance, args.ranks_per_node))
@@ -107,6 +153,7 @@ def _plan_data(args: argparse.Namespace) -> int:
         "longest": max(lengths),
         "ranks": args.ranks,
         "context": args.context,
+        "packing": args.packing,
         "gain": _mean(outlooks, "gain"),
         "steps": [asdict(outlook) for outlook in outlooks],
     }
@@ -120,7 +167,8 @@ def _plan_data(args: argparse.Namespace) -> int:
 def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace) -> str:
     lines = [
         f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}",
-        f"{len(outlooks)} steps of {args.ranks} ranks x {args.context} tokens",
+        f"{len(outlooks)} steps of {args.ranks} ranks x {args.context} tokens, packed {args.packing}: "
+        + say_cut(lengths, args.context, args.packing),
         "",
         f"{'':30}{'mean':>10}{'worst':>10}",
     ]
@@ -153,30 +201,6 @@ def _draw_outlook(outlooks: list[StepOutlook], path: str) -> None:
         [outlook.gain for outlook in outlooks],
         path,
     )
-
-
-def _model_shape(where: str | None) -> ModelShape:
-    """From the config.json of a checkpoint."""
-    if where is None:
-        return ModelShape()
-    path = Path(where) / "config.json" if Path(where).is_dir() else Path(where)
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return ModelShape(
-            layers=int(config["num_hidden_layers"]),
-            hidden=hidden,
-            intermediate=int(config["intermediate_size"]),
-            vocabulary=int(config["vocab_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-        )
-    except OSError as error:
-        raise CADConfigError(f"--model: {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CADConfigError(f"--model: {path} is not the config.json of a decoder model: {error!r}") from error
 
 
 def _write(answer: dict[str, Any], output: str | None) -> None:

@@ -23,7 +23,7 @@ PACKAGES = {
     "accelerate": 'pip install "deepspeed_cad[accelerate]"',
 }
 CORE_PACKAGES = ("torch", "numpy")
-TRANSPORTS = ("c10d", "nccl", "nvlink")
+TRANSPORTS = ("c10d", "nccl", "mixed", "nvlink")
 
 _TIMEOUT_S = 120
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.version import __version__
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 NOISY = 0.15
 """Mean relative error of the fit that only noise explains; kernels alone leave 3 to 6 %."""
+
+ATTEMPTS = 3
+"""How often everything is measured where the times do not fit; the least of each call counts."""
 
 LINK_TOKENS = {"cuda": 16384, "cpu": 1024}
 """Rows that each rank sends while links are timed."""
@@ -47,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, print and write. Raises CADError where the heads or the kernel are impossible here."""
+    """Measure, print and write. Raises CADError, and writes nothing, where the heads or the kernel are impossible here
+    or the measured times do not fit together."""
     sizes = _checked(args)
     import torch
 
@@ -92,26 +96,35 @@ def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
 
 
 def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.device) -> Profile:
-    """Time attention on this process's device, and print the table."""
+    """Time attention on this process's device, and print the table. Raises CADError where the times do not fit."""
     import torch
 
     from deepspeed_cad.kernels.interface import KernelNeed
     from deepspeed_cad.kernels.registry import choose
     from deepspeed_cad.profiles import Profile, ShapeCost
     from deepspeed_cad.profiles.choice import machine_name
-    from deepspeed_cad.profiles.measure import fit_measured, measure_calls, sizes_for
+    from deepspeed_cad.profiles.measure import fit_measured, least, measure_calls, sizes_for
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     need = KernelNeed(device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group)
     kernel = choose(args.kernel, need)
     machine = machine_name(device)
     _say(f"{machine}, {kernel.name}: {shape}")
-    measured = measure_calls(kernel, device, shape, sizes_for(device, args.quick))
-    fit = fit_measured(measured)
-    _say(_table(measured, fit))
-    fitted = np.abs([error for one, error in zip(measured, fit.errors) if one.call.fitted])
-    if fitted.mean() > NOISY:
-        _say("the times do not fit together: measure again while nothing else runs on this machine")
+    sizes = sizes_for(device, args.quick)
+    measured = measure_calls(kernel, device, shape, sizes)
+    for attempt in range(1, ATTEMPTS + 1):
+        fit = fit_measured(measured)
+        _say(_table(measured, fit))
+        fitted = np.abs([error for one, error in zip(measured, fit.errors) if one.call.fitted])
+        if fitted.mean() <= NOISY:
+            break
+        if attempt == ATTEMPTS:
+            raise CADError(
+                f"measured {ATTEMPTS} times, the times do not fit together: the mean error is {fitted.mean():.0%}, "
+                f"above {NOISY:.0%}. Nothing was written; measure again while nothing else runs on this machine"
+            )
+        _say(f"the mean error is {fitted.mean():.0%}, above {NOISY:.0%}: something disturbs; measuring once more")
+        measured = least(measured, measure_calls(kernel, device, shape, sizes))
     return Profile(
         machine=machine,
         kernel=kernel.name,
@@ -133,7 +146,10 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
 
 
 def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.device) -> Profile | None:
-    """Under torchrun: attention on rank 0 while the others wait, then links between all; None on the other ranks."""
+    """Under torchrun: attention on rank 0 while the others wait, then links between all; None on the other ranks.
+
+    Raises CADError on rank 0 where attention cannot be measured; the others then end without a word.
+    """
     import torch.distributed as dist
 
     from deepspeed_cad.exchange.probe import choose_transport
@@ -143,8 +159,19 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
         cpu_group = dist.new_group(backend="gloo")
-        profile = _measure_kernel(args, shape, device) if dist.get_rank() == 0 else None
-        dist.barrier(cpu_group)
+        profile, failure = None, None
+        if dist.get_rank() == 0:
+            try:
+                profile = _measure_kernel(args, shape, device)
+            except CADError as error:
+                failure = error
+        # The others wait here for rank 0, and learn whether they are needed any more.
+        failed = [failure is not None]
+        dist.broadcast_object_list(failed, 0, group=cpu_group)
+        if failure is not None:
+            raise failure
+        if failed[0]:
+            return None
         world = dist.group.WORLD
         if world is None:
             raise CADConfigError("torch.distributed made no process group")

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
@@ -31,6 +30,7 @@ class Liveness:
     def __init__(self, store: dist.Store, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
         self._stopped = self._closed = False
+        self._said = ""
         self._dropped: deque[int] = deque(maxlen=REMEMBERED)
         self._taken: deque[int] = deque(maxlen=REMEMBERED)
 
@@ -42,6 +42,7 @@ class Liveness:
 
     def announce(self, reason: str) -> None:
         """This rank will stop when it has trained what it announced before: leave the reason."""
+        self._said = reason
         self._write("reason", reason)
 
     def reason(self, rank: int) -> str | None:
@@ -49,8 +50,9 @@ class Liveness:
         return self._read("error", rank) or self._read("reason", rank)
 
     def close(self) -> None:
-        """This rank waits for nobody any more."""
+        """This rank waits for nobody any more, and nobody need wait for it."""
         self._closed = True
+        self._write("closed", self._said or "its session was closed")
 
     def drop(self, micro_batches: Iterable[int]) -> None:
         """This rank will never train these micro-batches, given by their turn, although they were announced."""
@@ -63,13 +65,15 @@ class Liveness:
 
     def patiently(self, work: dist.Work, waited_for: str) -> None:
         """Wait for communication of the CPU; raises CADPeerError as soon as it is certain that it will not end."""
-        pause, looked = 20e-6, time.monotonic()
+        pause, looked, before = 20e-6, time.monotonic(), ""
         while not work.is_completed():
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 hopeless = "the session was closed" if self._closed else self.why_hopeless()
+                # Seen twice: what a rank sent before it stopped may still be on its way.
+                before, hopeless = hopeless, hopeless and before
                 if hopeless:
                     self.report(f"lost its peers in {waited_for}: {hopeless}")
                     raise CADPeerError(f"rank {self.rank} waited for {waited_for}: {hopeless}")
@@ -77,7 +81,11 @@ class Liveness:
     def why_hopeless(self) -> str:
         """Why waiting for the other ranks cannot end: one has stopped, or left its loop; empty while it may."""
         others = [rank for rank in range(self.ranks) if rank != self.rank]
-        stopped = [f"rank {rank} stopped: {text}" for rank in others if (text := self._read("error", rank))]
+        stopped = [
+            f"rank {rank} stopped: {text}"
+            for rank in others
+            if (text := self._read("error", rank) or self._read("closed", rank))
+        ]
         for rank in others:
             missed = set((self._read("dropped", rank) or "").split()) & set(map(str, self._taken))
             if missed:
@@ -97,6 +105,21 @@ class Liveness:
             self.store.set(f"{kind}/{self.rank}", text[:2000])
         except (RuntimeError, OSError):
             return
+
+    def stop(self, reason: str) -> None:
+        """Tell every rank to stop, and why."""
+        self.report(reason)
+        try:
+            self.store.set("stop", reason[:2000])
+        except (RuntimeError, OSError):
+            return
+
+    def stopped(self) -> str:
+        """Why some rank told all to stop, or ""."""
+        try:
+            return self.store.get("stop").decode() if self.store.check(["stop"]) else ""
+        except (RuntimeError, OSError):
+            return ""
 
     def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
         """The error to raise on this rank: names the ranks that died, hang, or stopped and why."""
@@ -142,12 +165,14 @@ class Liveness:
         return Liveness.Watch(liveness, waited_for)
 
 
-def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float) -> Liveness:
-    """The board of a group, on the store of the job's default process group."""
+def open_board(group: dist.ProcessGroup, rank: int, ranks: int) -> Liveness:
+    """The board of a group, on the store of the job's default process group.
+
+    Nothing here waits inside the store: only what is there is read. Its time-out is the job's, for whom communicators
+    are opened later, and a PrefixStore hands the time-out that it is given down to the store of the whole job.
+    """
     store = dist.distributed_c10d._get_default_store()
-    board = dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store)
-    board.set_timeout(timedelta(seconds=min(timeout_s, 30.0)))
-    return Liveness(board, rank, ranks)
+    return Liveness(dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store), rank, ranks)
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
 from typing import Any
 
 import torch
 
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
-from deepspeed_cad.kernels.support import accepts, call_with, new_gradients, refuse_common, try_import, window_of
+from deepspeed_cad.kernels.support import call_with, new_gradients, refuse_common, try_import, window_of
+
+OLDEST = (2, 6, 1)
+"""Before 2.5.7 LSE of sequences of different lengths is laid out in another way; 2.5.7 to 2.6.0 raise on such calls."""
 
 
 class FlashAttention2:
@@ -25,10 +30,12 @@ class FlashAttention2:
         module, missing = try_import("flash_attn.flash_attn_interface")
         if module is None:
             return missing
-        if need.softcap and not accepts(module._flash_attn_varlen_backward, "softcap"):
-            return "this version of flash_attn has no soft-cap; 2.6 has"
-        if need.deterministic and not accepts(module._flash_attn_varlen_backward, "deterministic"):
-            return "this version of flash_attn has no deterministic gradients; 2.4.1 has"
+        version = _version()
+        if version < OLDEST:
+            return (
+                f"flash-attn {'.'.join(map(str, version)) or 'of unknown version'} is installed, and before "
+                f"{'.'.join(map(str, OLDEST))} it gives LSE in another layout or fails: pip install -U flash-attn"
+            )
         return None
 
     def forward(
@@ -47,7 +54,7 @@ class FlashAttention2:
         )  # fmt: skip
         # (out, lse, …) since 2.7; (out, q, k, v, out_padded, lse, …) before.
         o_QHV, lse = (found[0], found[1]) if len(found) == 4 else (found[0], found[5])
-        return o_QHV, unpad_lse(lse, sequences)
+        return o_QHV, lse.t()
 
     def backward(
         self,
@@ -72,13 +79,14 @@ class FlashAttention2:
         return dq, dk, dv
 
 
-def unpad_lse(lse: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """[Q, H] of the library's [H, Q], or of the [sequences, H, longest] that older versions give."""
-    if lse.dim() == 2:
-        return lse.t()
-    lengths = (sequences.cu_q[1:] - sequences.cu_q[:-1]).unsqueeze(1)
-    inside = torch.arange(lse.shape[2], device=lse.device).unsqueeze(0) < lengths
-    return lse.transpose(1, 2)[inside]
+def _version() -> tuple[int, ...]:
+    """What the installed package says of itself, (2, 8, 3) for "2.8.3.post1"; () where nothing does."""
+    try:
+        text = metadata.version("flash_attn")
+    except metadata.PackageNotFoundError:
+        text = getattr(try_import("flash_attn")[0], "__version__", "")
+    numbers = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def _interface() -> Any:

@@ -75,6 +75,9 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """O [Q, H, V] in the dtype of q, and LSE [Q, H] (fp32, or fp64 for fp64 inputs), natural logarithm.
 
+        O is contiguous. LSE has any strides: most libraries make [H, Q], give a transposed view of it here and take it
+        back in `backward` without a copy. Whoever sends LSE elsewhere makes it contiguous.
+
         `out_QHV`: where O should be written. A backend that cannot write there returns another tensor, and the caller
         copies it.
         """
@@ -91,7 +94,7 @@ class Kernel(Protocol):
         rule: MaskRule,
         into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dQ [Q, H, D], dK [K, G, D], dV [K, G, V].
+        """dQ [Q, H, D], dK [K, G, D], dV [K, G, V], contiguous; `lse_QH` has any strides.
 
         `into`: where these should be written, with the same freedom as `out_QHV`, all three or none.
         O and LSE are those of the whole softmax: where sinks were folded in, of the softmax with sinks, and the

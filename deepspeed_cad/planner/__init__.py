@@ -1,4 +1,36 @@
-"""The planner: a tick and costs in, a plan out. Pure: the same question gets the same answer on every rank."""
+"""The planner: a tick and costs in, a plan out. Pure: the same question gets the same answer on every rank.
+
+The heuristic, in words. Names in capitals are numbers in `constants.py`, which says where each comes from.
+
+1. *Start at home.* Every rank runs its own rows. If all ranks would then finish within the tolerance of the mean, that
+   is the plan. The mean is the time at which all work is done if every rank starts at its base load, works at its own
+   speed, and all stop together (`levels.py`).
+2. *Levels.* Otherwise ranks are to end within BAND of the tolerance. A rank above its level gives what is above, a rank
+   below takes what is missing. Levels are set so that both sums agree and no more moves than must: one side ends at
+   the edge of the band, the other as far in as that needs. Then what is still out on one side alone is moved, first
+   from ranks above, then to ranks below. Rounds repeat with a looser aim (AIMS) until every rank is within the
+   tolerance or the aims are used up (`reference.py`).
+3. *Moves.* In a round the donor whose best move is cheapest goes first (`round.py`). A move is a number of head groups
+   times the last rows of a document, because those have the most pairs for each row sent; it goes on with rows before
+   them on other donors, so that K and V travel once for all; or it is the first rows of a segment, for a server that
+   holds the keys before them. A rank without own rows to give hands on rows that it was given.
+4. *Price.* The cheapest move is that of the fewest bytes per unit of load (`offers.py`). Bytes are Q and O of the rows
+   that leave home, and K and V that the server does not hold yet, those between nodes weighted. What a move leaves of
+   the donor's surplus is charged at the price of a typical move (MOVE_SHARES, LEFTOVER_PRICE), so that many small cheap
+   moves do not win over one that ends the matter.
+5. *Where cuts are too coarse*, the smallest possible step is taken if its server then finishes before the donor does
+   now. A rank of speed 0 hands everything over.
+6. *Never worse.* If the slowest rank finishes later than without CAD, nothing is moved. Where the links have a cost,
+   and transfers would take longer than the attention that hides them, wider tolerances are tried (LOOSER), and the
+   plan that ends first is taken, with a note (`answer.py`).
+
+Evidence: the kernels' measured costs say what a task takes (cost.py, benchmarks/results/kernels-h200.md); few head
+groups with many rows need about half of the bytes of the published planner on its own 18 inputs, and both sides of the
+tolerance hold there (benchmarks/results/planner.md); on small inputs an exact optimum is near
+(tests/unit/test_planner_optimum.py).
+
+`reference.py` is the definition, csrc/planner*.cpp gives the same tasks to the row.
+"""
 
 from deepspeed_cad.planner import native, reference
 from deepspeed_cad.planner.answer import answer

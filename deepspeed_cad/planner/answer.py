@@ -15,11 +15,9 @@ import numpy as np
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.checks import check_input
+from deepspeed_cad.planner.constants import LEAST_WIDENED, LOOSER, ROUNDING, UNBOUNDED
 from deepspeed_cad.planner.levels import finish_time
 from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
-
-LOOSER = (2.0, 4.0, 8.0, 16.0)
-"""Multiples of the tolerance that are tried where transfers would take longer than what they hide behind."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +97,11 @@ def _hide_transfers(
         return found, ()
     best, least, chosen = found, tight, 1.0
     for times in LOOSER:
-        other = solve(problem, min(max(problem.tolerance, 0.01) * times, 1e6))
+        other = solve(problem, min(max(problem.tolerance, LEAST_WIDENED) * times, UNBOUNDED))
         finish = slowest_finish(problem, other, base, speed)
         if finish < least:
             best, least, chosen = other, finish, times
-    nothing = solve(problem, 1e6)
+    nothing = solve(problem, UNBOUNDED)
     if slowest_finish(problem, nothing, base, speed) <= least:
         return nothing, ("nothing is moved: on these links it would take longer than it saves",)
     if chosen == 1.0:
@@ -119,7 +117,7 @@ def _out_of_tolerance(problem: PlanInput, work: Floats, base: Floats, speed: Flo
         finish = float(work.sum() / speed.sum())
     most = np.where(speed > 0, speed * np.maximum(finish * (1.0 + problem.tolerance) - base, 0.0), 0.0)
     least = np.where(speed > 0, speed * np.maximum(finish * (1.0 - problem.tolerance) - base, 0.0), 0.0)
-    edge = 1e-9 * finish
+    edge = ROUNDING * finish
     out = np.flatnonzero((work > most + edge) | (work < least - edge))
     if not len(out):
         return ()

@@ -6,6 +6,7 @@ In: the tick as plain lists. Out: loads, and what a move would cost in bytes. A 
 
 from __future__ import annotations
 
+from deepspeed_cad.planner.constants import NODE_BORDER
 from deepspeed_cad.planner.plan import PlanInput
 
 Cell = tuple[int, int, int, int]
@@ -214,10 +215,6 @@ class Columns:
             for (begin, end, server), first in open_at.items():
                 tasks.append((document, begin, end, first, self.groups, server))
         return sorted(tasks)
-
-
-NODE_BORDER = 8.0
-"""How much dearer a byte between nodes is than one inside, where the cost model has no figures."""
 
 
 def link_weights(problem: PlanInput) -> tuple[float, float]:

@@ -8,13 +8,20 @@ from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Ints, Layout
 
 SMALLEST_SHARE = 0.2
-"""A part with less than this share of all tokens hides too little: the micro-batch is not cut."""
+"""Share of all tokens. A part with less hides too little: the micro-batch is not cut. A choice, not measured."""
 LINEAR_PAIRS = 24_000
-"""What a token costs besides core attention, in query-key pairs of all heads: 2 FLOPs per parameter of a layer of 8B
-size (218 million) against 4 FLOPs per pair and unit of the hidden size (4096)."""
+"""Query-key pairs of all heads that the rest of a layer costs for one token. By arithmetic for a layer of 8B size: 2
+FLOPs for each of 218 million parameters against 4 FLOPs per pair and unit of the hidden size (4096) is 26,600. Rounded
+down; which of the two is taken moves the cut of a 64K document by one of the SHARES."""
 SHARES = np.arange(16, 49) / 64
-"""Shares of its tokens that every rank may have in the first part. Later rows of a document have more keys, so it is
-mostly more than half."""
+"""Shares of its tokens that every rank may have in the first part: a quarter to three quarters. Later rows of a
+document have more keys, so it is mostly more than half."""
+CLEARLY_BETTER = 1e-3
+"""Share of all work by which another cut must be more even than one nearer to the middle. A choice: without it a
+micro-batch of short documents would be cut anywhere."""
+ROUND_ROWS = 128
+"""Rows. Ranks of ROUND_FROM tokens or more are cut at multiples of it, where kernels lose nothing (the granularity)."""
+ROUND_FROM = 1024
 
 
 def choose_cut(layout: Layout, unit: Ints, cost: CostModel = PAIRS, linear: float = LINEAR_PAIRS) -> Ints | None:
@@ -38,14 +45,14 @@ def choose_cut(layout: Layout, unit: Ints, cost: CostModel = PAIRS, linear: floa
         at = _at(share, tokens, unit)
         uneven = abs(total - 2 * _work(layout, at, cost, linear))
         # The middle, and what is near it, stays unless another is clearly better.
-        if uneven < least - 1e-3 * total and _worth(at, tokens) and layout.can_cut(at):
+        if uneven < least - CLEARLY_BETTER * total and _worth(at, tokens) and layout.can_cut(at):
             best, least = at, uneven
     return best
 
 
 def _at(share: float, tokens: Ints, unit: Ints) -> Ints:
     """Each rank's rows before the cut, at round numbers."""
-    step = np.where(unit > 1, unit, np.where(tokens >= 1024, 128, 1))
+    step = np.where(unit > 1, unit, np.where(tokens >= ROUND_FROM, ROUND_ROWS, 1))
     rows = (np.floor(tokens * share).astype(np.int64) + step // 2) // step * step
     return np.minimum(rows, tokens // unit * unit)
 

@@ -7,8 +7,7 @@ planner does the same operations in the same order, so both get the same numbers
 
 from __future__ import annotations
 
-STEPS = 60
-"""Halvings of a bisection: enough for the last bit of what matters."""
+from deepspeed_cad.planner.constants import BISECTIONS
 
 
 def finish_time(work: float, base: list[float], speed: list[float]) -> float:
@@ -23,7 +22,7 @@ def finish_time(work: float, base: list[float], speed: list[float]) -> float:
     if total_speed <= 0.0:
         return 0.0
     high += work / total_speed
-    for _ in range(STEPS):
+    for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
         done = 0.0
         for rank in range(len(base)):
@@ -57,7 +56,7 @@ def settle_levels(
     need = _below(load, work_until(lower, base, speed))
     if shed >= need:
         low, high = lower, finish
-        for _ in range(STEPS):
+        for _ in range(BISECTIONS):
             middle = 0.5 * (low + high)
             if _below(load, work_until(middle, base, speed)) < shed:
                 low = middle
@@ -65,7 +64,7 @@ def settle_levels(
                 high = middle
         return work_until(upper, base, speed), work_until(high, base, speed)
     low, high = finish, upper
-    for _ in range(STEPS):
+    for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
         if _above(load, work_until(middle, base, speed)) < need:
             high = middle

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepspeed_cad.planner.columns import Cell, Columns
+from deepspeed_cad.planner.constants import GROUP_STEPS, OVERSHOOT
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,16 @@ class Offer:
     """The search for the best move of an item to a server."""
 
     def __init__(self, state: Columns, levels: Levels, donor: int, item: Item, server: int, prices: Prices) -> None:
+        """What is known before any cut is tried.
+
+        Args:
+            state: who runs which rows now.
+            levels: what the round aims at.
+            donor: rank that gives.
+            item: rows of it that may go, of head groups that are in the same state.
+            server: rank that takes.
+            prices: what the donor would pay elsewhere for what the move leaves.
+        """
         self.state, self.levels, self.prices = state, levels, prices
         self.donor, self.item, self.server = donor, item, server
         self.deficit = levels.take[server] - state.load[server]
@@ -122,7 +133,7 @@ class Offer:
             for cut in self.tail_cuts(begin, end, spare / groups, self.limit / groups - gone, level):
                 gain = gone + state.cost_of(cut, end)
                 loss = whole - state.cost_of(begin, cut)
-                half = 0.0 if cut == begin else 0.5 * state.cost_of(cut, min(cut + state.granularity, end))
+                half = 0.0 if cut == begin else OVERSHOOT * state.cost_of(cut, min(cut + state.granularity, end))
                 if not self.fits(gain * groups, loss * groups, spare, owner, half):
                     continue
                 keys, weighted = self.new_keys(cut, item.end)
@@ -150,7 +161,7 @@ class Offer:
         for cut in self.head_cuts(surplus / groups, self.limit / groups):
             gain = state.cost_of(item.begin, cut)
             loss = whole - state.cost_of(cut, item.end)
-            half = 0.5 * state.cost_of(max(cut - state.granularity, item.begin), cut)
+            half = OVERSHOOT * state.cost_of(max(cut - state.granularity, item.begin), cut)
             if not self.fits(gain * groups, loss * groups, surplus, self.donor, half):
                 continue
             keys, weighted = self.new_keys(item.begin, cut)
@@ -190,7 +201,16 @@ class Offer:
         return min(again, float(state.key_value_bytes * cut))
 
     def has_room(self, owner: int, home: int, groups: int, rows: int, keys: int, landing: int) -> bool:
-        """Whether memory holds what would arrive at the server, and at home on the way back."""
+        """Whether memory holds what would arrive at the server, and at home on the way back.
+
+        Args:
+            owner: rank that runs the rows now.
+            home: rank that owns their tokens.
+            groups: head groups that move.
+            rows: query rows that the server would receive.
+            keys: KV rows that the server would receive.
+            landing: query rows whose O the home would receive.
+        """
         state, memory = self.state, self.levels.memory
         space = memory[self.server] - state.received[self.server]
         if groups * (rows * state.query_bytes + keys * state.key_value_bytes) > space:
@@ -250,6 +270,6 @@ def counts_to_try(groups: int) -> list[int]:
     counts, count = [], 1
     while count < groups:
         counts.append(count)
-        count += max(1, count // 8)
+        count += max(1, count // GROUP_STEPS)
     counts.append(groups)
     return counts

@@ -73,7 +73,7 @@ def read_question(fields: Any) -> Question:
     speed = _numbers(fields, "speeds", layout.ranks, 1.0)
     if served is not None:
         speed = np.where(served, np.ones(layout.ranks) if speed is None else speed, 0.0)
-    tolerance = fields.get("tolerance", 0.05)
+    tolerance = fields.get("tolerance", PlanInput.tolerance)
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
         raise CADConfigError(f"tolerance is {tolerance!r}; expected a share of the mean, from 0 up to 1")
     window = None if fields.get("window") is None else _integer(fields, "window", None)
@@ -84,7 +84,7 @@ def read_question(fields: Any) -> Question:
         cost=read_cost(fields.get("cost", "pairs"), shape),
         window=window,
         tolerance=float(tolerance),
-        granularity=_integer(fields, "granularity", 128),
+        granularity=_integer(fields, "granularity", PlanInput.granularity),
         base_load=_numbers(fields, "base_load", layout.ranks, 0.0),
         speed=speed,
         memory=_numbers(fields, "memory", layout.ranks, np.inf),

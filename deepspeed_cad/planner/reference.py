@@ -1,8 +1,6 @@
 """The reference planner: what csrc/planner*.cpp does, in plain Python, to the task.
 
-In: a `PlanInput` and a tolerance. Out: a `Solution`. Greedy: ranks above their level give rows of their longest
-documents to ranks below theirs, cheapest bytes per unit of load first; a move is a number of head groups times the
-last rows of a segment.
+In: a `PlanInput` and a tolerance. Out: a `Solution`. The heuristic is told in words in `deepspeed_cad.planner`.
 """
 
 from __future__ import annotations
@@ -13,18 +11,12 @@ import numpy as np
 
 from deepspeed_cad.planner.answer import Solution
 from deepspeed_cad.planner.columns import Columns
+from deepspeed_cad.planner.constants import AIMS, BAND, SLACK
 from deepspeed_cad.planner.levels import finish_time, settle_levels, work_until
 from deepspeed_cad.planner.offers import Levels
 from deepspeed_cad.planner.plan import PlanInput
 from deepspeed_cad.planner.round import Round
 from deepspeed_cad.planner.traffic import traffic_matrix
-
-HALF = 0.5
-"""Once something moves, ranks come within this share of the tolerance: costs are predictions."""
-ROUNDS = (0.8, 0.85, 0.9, 0.95)
-"""Share of that band which each round of moves aims at."""
-SLACK = 0.1
-"""Share of the tolerance that is not worth a move."""
 
 
 def solve(problem: PlanInput, tolerance: float) -> Solution:
@@ -55,7 +47,7 @@ def solve(problem: PlanInput, tolerance: float) -> Solution:
 def _balance(state: Columns, tolerance: float, base: list[float], speed: list[float], memory: list[float]) -> None:
     ranks = state.ranks
     band = tolerance
-    for part in ROUNDS:
+    for part in AIMS:
         for phase in range(3):
             total = 0.0
             for rank in range(ranks):
@@ -67,7 +59,7 @@ def _balance(state: Columns, tolerance: float, base: list[float], speed: list[fl
             too_little = any(state.load[rank] < least[rank] for rank in range(ranks))
             if not too_much and not too_little:
                 return
-            band = tolerance * HALF
+            band = tolerance * BAND
             if (phase == 1 and not too_much) or (phase == 2 and not too_little):
                 continue
             aim = band * part

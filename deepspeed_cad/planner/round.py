@@ -10,18 +10,17 @@ import heapq
 import math
 
 from deepspeed_cad.planner.columns import Columns
+from deepspeed_cad.planner.constants import (
+    DEARER,
+    DOCUMENTS,
+    LEFTOVER_PRICE,
+    LONGEST,
+    MOVE_SHARES,
+    NEAR,
+    SHORT_STEPS,
+    SHORTEST,
+)
 from deepspeed_cad.planner.offers import Item, Levels, Move, Offer, Prices
-
-ITEMS = 2
-"""Longest documents of a rank that are looked at for each move."""
-LONGEST = 32
-"""Segments of a rank that are looked at for what must leave."""
-SHORTEST = 8
-"""Segments of a rank that are looked at where the longest are too coarse."""
-SHORT_STEPS = 8
-"""Whole documents of up to so many steps of the granularity are moved in one go."""
-NEAR = 4
-"""Servers that hold keys of a document and are looked at: so many from its first homes, its last, and its servers."""
 
 
 class Round:
@@ -48,7 +47,7 @@ class Round:
             move = self.choose(rank)
             if move is None:
                 continue
-            if heap and move.rate > heap[0][0] * 1.02 and move.rate > rate:
+            if heap and move.rate > heap[0][0] * DEARER and move.rate > rate:
                 heapq.heappush(heap, (move.rate, rank))
                 continue
             for group in range(move.group_begin, move.group_end):
@@ -215,14 +214,14 @@ class Round:
         level = self.water_level(items, surplus)
         longest = items[0]
         generic = math.inf
-        for part in (0.4, 0.5, 0.6, 0.7, 0.85, 1.0):
+        for part in MOVE_SHARES:
             rows = max(int((longest.end - longest.begin) * part), 1)
             amount = state.cost_of(longest.end - rows, longest.end)
             size = rows * (state.query_bytes + state.output_bytes) + longest.end * state.key_value_bytes
             if amount > 0.0:
                 generic = min(generic, size / amount)
         floor = state.density(level)
-        fallback = generic * 1.2
+        fallback = generic * LEFTOVER_PRICE
         if floor > 0.0:
             fallback = max(fallback, (state.query_bytes + state.output_bytes) / floor)
         prices = Prices(surplus, level, fallback, float(longest.end * state.key_value_bytes))
@@ -230,7 +229,7 @@ class Round:
         seen: list[int] = []
         for item in items:
             if item.document not in seen:
-                if len(seen) == ITEMS:
+                if len(seen) == DOCUMENTS:
                     break
                 seen.append(item.document)
             for server in self.receivers(donor, item, emptiest):

@@ -150,10 +150,14 @@ def most_keys(device: torch.device, shape: HeadShape) -> int:
 def measure_calls(kernel: Kernel, device: torch.device, shape: HeadShape, sizes: Sizes) -> list[Measured]:
     """Time every call."""
     listed = list(calls(sizes, shape.groups, most_keys(device, shape)))
-    rounds = [[_measure(kernel, device, shape, call, sizes) for call in listed] for _ in range(sizes.rounds)]
+    return least(*([_measure(kernel, device, shape, call, sizes) for call in listed] for _ in range(sizes.rounds)))
+
+
+def least(*rounds: list[Measured]) -> list[Measured]:
+    """The least seconds of each call: whatever else runs on a machine only adds to them."""
     return [
-        Measured(call, min(one.forward for one in same), min(one.backward for one in same))
-        for call, same in zip(listed, zip(*rounds))
+        Measured(same[0].call, min(one.forward for one in same), min(one.backward for one in same))
+        for same in zip(*rounds)
     ]
 
 

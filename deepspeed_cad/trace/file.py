@@ -24,7 +24,7 @@ class Span:
 
     lane: str
     what: str
-    slot: int | None
+    nano_batch: int | None
     backward: bool
     begin: Any
     end: Any = None
@@ -43,17 +43,18 @@ def to_events(rank: int, spans: list[Span]) -> list[dict[str, Any]]:
         about = {"ph": "M", "pid": rank, "tid": lane}
         events.append({**about, "name": "thread_name", "args": {"name": name}})
         events.append({**about, "name": "thread_sort_index", "args": {"sort_index": lane}})
+    streams = (COMPUTE, ASIDE)
     compute = [span for span in spans if span.lane == COMPUTE]
     others = [span for span in spans if span.lane != COMPUTE]
     for span in [*others, *(span for span in compute if span.end > span.begin), *name_gaps(compute)]:
         direction = "backward" if span.backward else "forward"
-        part = "" if span.slot is None or span.lane not in (COMPUTE, ASIDE) else f" {NANO_BATCHES[span.slot]}"
+        letter = f" {NANO_BATCHES[span.nano_batch]}" if span.nano_batch is not None and span.lane in streams else ""
         events.append(
             {
                 "ph": "X",
                 "pid": rank,
                 "tid": lanes.index(span.lane),
-                "name": f"{span.what}{part}",
+                "name": f"{span.what}{letter}",
                 "cat": direction,
                 "ts": span.begin * 1e6,
                 "dur": (span.end - span.begin) * 1e6,
@@ -74,9 +75,9 @@ def name_gaps(compute: list[Span]) -> list[Span]:
         again = one.details.get("layer") == following.details.get("layer") and following.what == "layer begins"
         turning = one.what == "layer ends" and not backward and (again or following.backward)
         backward = backward or turning or following.backward
-        what, slot = ("head and loss", None) if turning else _gap(one, following)
+        what, nano_batch = ("head and loss", None) if turning else _gap(one, following)
         if following.begin - one.end > (NAMELESS if what == "other" else 0.0):
-            found.append(Span(COMPUTE, what, slot, backward and not turning, one.end, following.begin))
+            found.append(Span(COMPUTE, what, nano_batch, backward and not turning, one.end, following.begin))
     return found
 
 
@@ -87,12 +88,12 @@ def _gap(one: Span, following: Span) -> tuple[str, int | None]:
     if one.what == "micro-batch begins":
         return "embedding", None
     if one.what == "layer begins" and following.backward:
-        return "recompute, post", following.slot
+        return "recompute, post", following.nano_batch
     if following.what == "dispatch":
         # In backward, what comes after attention in the model is passed first.
-        return ("post" if following.backward else "pre"), following.slot
+        return ("post" if following.backward else "pre"), following.nano_batch
     if one.what == "attention ends":
-        return ("pre" if one.backward else "post"), one.slot
+        return ("pre" if one.backward else "post"), one.nano_batch
     if one.what == "layer begins" and following.what == "layer ends":
         return "recompute", None
     return "other", None

@@ -1,7 +1,7 @@
 """A timeline of a few micro-batches over all ranks: what is recorded, and when.
 
 In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: a part file
-per rank and, once all parts are there, one file (timeline.py) with a process row per rank: a lane for what the training
+per rank and, once all parts are there, one file (file.py) with a process row per rank: a lane for what the training
 stream does (the model before and after attention, local and served attention, waits), one for the stream beside it
 where served attention has its own, and one per nano-batch for exchanges. Times are CUDA events on a GPU, wall time on a
 CPU. Without a tracer nothing here runs.
@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
-from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
-from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.exchange.transport import Dispatched, Returned, Transport
 from deepspeed_cad.trace.file import (
     ASIDE,
     COMPUTE,
@@ -35,6 +34,8 @@ from deepspeed_cad.trace.file import (
 )
 
 logger = logging.getLogger("deepspeed_cad")
+
+UnderWay = TypeVar("UnderWay", Dispatched, Returned)
 
 WARM_UP = 2
 """Micro-batches before the first that is recorded: plans and kernels are made for the first time in them."""
@@ -54,8 +55,6 @@ class Tracer:
         self._origin: Any = None
         """The moment at which recording began, and the same as seconds since the epoch."""
         self._began = 0.0
-        self._backward = False
-        """Direction of the span that is open."""
         self._layer: int | None = None
         """The layer whose forward runs, the first or a second time."""
         for stale in (self.path, part_path(self.path, rank)):
@@ -64,19 +63,19 @@ class Tracer:
     # What the other rooms call
 
     def span(
-        self, what: str, slot: int, label: str, backward: bool, aside: bool = False
+        self, what: str, nano_batch: int, label: str, backward: bool, aside: bool = False
     ) -> AbstractContextManager[None]:
         """A span of the training stream, or of the one beside it: "dispatch", "local", "served", "return", "wait"."""
         if not self.recording:
             return NOT_TRACED
         lane = ASIDE if aside else COMPUTE
-        return self._timed(Span(lane, what, slot, backward, None, details={"layer": label}))
+        return self._timed(Span(lane, what, nano_batch, backward, None, details={"layer": label}))
 
-    def mark(self, what: str, slot: int | None = None, backward: bool = False, layer: int | None = None) -> None:
+    def mark(self, what: str, nano_batch: int | None = None, backward: bool = False, layer: int | None = None) -> None:
         """A moment of the training stream: "layer begins", "layer ends", "attention ends"."""
         if self.recording:
             now = self._now()
-            self._spans.append(Span(COMPUTE, what, slot, backward, now, now, {"layer": layer}))
+            self._spans.append(Span(COMPUTE, what, nano_batch, backward, now, now, {"layer": layer}))
 
     def next_micro_batch(self) -> None:
         """A training forward begins: start recording after the warm-up, stop and write after `steps`."""
@@ -117,9 +116,22 @@ class Tracer:
             self._layer = layer
             self.mark("layer begins", layer=layer)
 
-    def watch_transport(self, transport: Transport) -> Transport:
-        """The same transport, with its exchanges on the timeline."""
-        return _TracedTransport(transport, self)
+    def exchange(
+        self, what: str, nano_batch: int, backward: bool, transport: Transport, start: Callable[[], UnderWay]
+    ) -> UnderWay:
+        """Start an exchange, with a span from here to the end of its copies, or of the wait for them."""
+        if not self.recording:
+            return start()
+        span = Span(f"exchange {NANO_BATCHES[nano_batch]}", what, nano_batch, backward, self._now())
+        sent = transport.bytes_sent
+        under_way = start()
+        span.details["MiB sent"] = round((transport.bytes_sent - sent) / 2**20, 3)
+        self._spans.append(span)
+        stream = getattr(transport, "stream", None)
+        if stream is None:
+            return cast(UnderWay, _TracedWait(under_way, span, self))
+        span.end = self._now(stream)
+        return under_way
 
     def finish(self) -> None:
         """Write this rank's part, and the whole timeline where it is the last part."""
@@ -147,7 +159,6 @@ class Tracer:
     def _timed(self, span: Span) -> Iterator[None]:
         span.begin = self._now()
         self._spans.append(span)
-        self._backward = span.backward
         if span.backward:
             self._layer = None
         try:
@@ -183,45 +194,6 @@ class Tracer:
         if isinstance(moment, float):
             return moment - float(self._origin)
         return float(self._origin.elapsed_time(moment)) / 1e3
-
-
-class _TracedTransport:
-    """A transport whose exchanges are spans: from their start to the end of the copies, or of the wait for them."""
-
-    def __init__(self, inner: Transport, tracer: Tracer) -> None:
-        self._inner, self._tracer = inner, tracer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> Dispatched:
-        """See Transport."""
-        return self._start("Q, K, V out", "dO, Q, K, V out", slot, lambda: self._inner.dispatch(schedule, fields, slot))
-
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> Returned:
-        """See Transport."""
-        return self._start("O back", "dQ, dK, dV back", slot, lambda: self._inner.give_back(schedule, fields, slot))
-
-    def close(self) -> None:
-        """See Transport."""
-        self._inner.close()
-
-    def _start(self, forward: str, backward: str, slot: int, start: Any) -> Any:
-        tracer = self._tracer
-        if not tracer.recording:
-            return start()
-        is_backward = tracer._backward
-        span = Span(f"exchange {NANO_BATCHES[slot]}", backward if is_backward else forward, slot, is_backward, None)
-        span.begin = tracer._now()
-        sent = self._inner.bytes_sent
-        under_way = start()
-        span.details["MiB sent"] = round((self._inner.bytes_sent - sent) / 2**20, 3)
-        tracer._spans.append(span)
-        stream = getattr(self._inner, "stream", None)
-        if stream is not None:
-            span.end = tracer._now(stream)
-            return under_way
-        return _TracedWait(under_way, span, tracer)
 
 
 class _TracedWait:

@@ -166,8 +166,8 @@ def test_wrappers_pass_the_descriptor_on_as_it_is() -> None:
     from torch.distributed.utils import _apply_to_tensors
     from torch.utils._pytree import tree_map
 
-    from deepspeed_cad.attention.call import Modes
     from deepspeed_cad.attention.microbatch import MaskDescriptor
+    from deepspeed_cad.attention.setup import Modes
 
     descriptor = MaskDescriptor(None, 7, None, Modes())
     assert _apply_to_tensors(lambda x: x, {"attention_mask": descriptor})["attention_mask"] is descriptor

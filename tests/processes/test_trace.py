@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def test_gaps_are_named_by_what_surrounds_them() -> None:
     )
     for i in (1, 5):
         compute[i].details["layer"] = 0
-    found = [(gap.what, gap.slot, gap.backward, gap.begin, gap.end) for gap in name_gaps(compute)]
+    found = [(gap.what, gap.nano_batch, gap.backward, gap.begin, gap.end) for gap in name_gaps(compute)]
     assert found == [
         ("embedding", None, False, 0.0, 1.0),
         ("pre", 0, False, 1.0, 2.0),
@@ -92,7 +93,6 @@ def _train(rank: int, world: int, block: dict[str, Any], path: str, steps: int) 
     own_tracer = tracer is None
     if own_tracer:
         tracer = session.counts.tracer = Tracer(path, steps, torch.device("cpu"), rank, world)
-        session.transport = tracer.watch_transport(session.transport)
         tracer.watch_layers(model.model.layers)
     for step in range(WARM_UP + steps + 1):
         if own_tracer:
@@ -107,13 +107,13 @@ def _lane(events: list[dict[str, Any]], rank: int, name: str) -> Iterator[dict[s
     return iter(sorted(found, key=lambda event: event["ts"]))
 
 
-@pytest.mark.parametrize("overlap", ["pingpong", "none"])
-def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str) -> None:
+@pytest.mark.parametrize("overlap, keep", [("pingpong", False), ("none", True)])
+def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, keep: bool) -> None:
     steps, layers = 2, 2
-    parts = 2 if overlap == "pingpong" else 1
+    nano_batches = 2 if overlap == "pingpong" else 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        workers.run(_train, 2, {"overlap": overlap}, str(path), steps)
+        workers.run(_train, 2, {"overlap": overlap, "backward": "keep" if keep else "resend"}, str(path), steps)
         timeline = json.loads(path.read_text())
     events = timeline["traceEvents"]
     for rank in range(2):
@@ -122,18 +122,20 @@ def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str) -> None:
         names = [event["name"] for event in compute]
         for what in ("dispatch", "local", "served", "wait", "return", "pre", "post"):
             assert f"{what} A" in names
-            assert (f"{what} B" in names) == (parts == 2)
+            assert (f"{what} B" in names) == (nano_batches == 2)
         assert {"embedding", "head and loss", "rest of the step"} <= set(names)
         # Kept attention is not run again, so there are as many backward calls as forward ones.
         for direction in ("forward", "backward"):
             served = [e for e in compute if e["name"].startswith("served") and e["cat"] == direction]
-            assert len(served) == steps * layers * parts
+            assert len(served) == steps * layers * nano_batches
         # One stream does one thing at a time (times are rounded to nanoseconds).
         for one, following in zip(compute, compute[1:]):
             assert following["ts"] >= one["ts"] + one["dur"] - 0.01
-        exchanges = [e["name"] for e in _lane(events, rank, "exchange A")]
-        assert exchanges.count("Q, K, V out") == exchanges.count("O back") == steps * layers
-        assert exchanges.count("dO, Q, K, V out") == exchanges.count("dQ, dK, dV back") == steps * layers
+        out = "dO out" if keep else "dO, Q, K, V out"
+        exchanges = Counter((e["name"], e["cat"]) for e in _lane(events, rank, "exchange A"))
+        directions = {"forward": ("Q, K, V out", "O back"), "backward": (out, "dQ, dK, dV back")}
+        expected = {(name, direction): steps * layers for direction, names in directions.items() for name in names}
+        assert exchanges == expected
     lines = summary(timeline).splitlines()
     assert lines[0].split() == ["ms", "per", "rank", "rank", "0", "rank", "1"]
     assert any(line.startswith("served backward") for line in lines)

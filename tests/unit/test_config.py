@@ -35,6 +35,7 @@ def test_defaults() -> None:
         "trace": "",
         "trace_steps": 3,
         "check": "sampled",
+        "verify": 0,
     }
 
 
@@ -72,6 +73,7 @@ ALLOWED = [
     ("timeout_s", 5),
     ("monitor", False),
     ("check", "off"),
+    ("verify", 3),
 ]
 
 
@@ -122,6 +124,8 @@ REFUSED = [
     ("timeout_s", "60", "above 0"),
     ("monitor", 0, "true or false"),
     ("check", True, '"sampled" or "off"'),
+    ("verify", True, "whole number of micro-batches"),
+    ("verify", -1, "0 or more"),
 ]
 
 

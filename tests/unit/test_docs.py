@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import deepspeed_cad
-from deepspeed_cad.cli import available
+from deepspeed_cad.cli import SUBCOMMANDS
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.statistics import Statistics
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 README = (ROOT / "README.md").read_text()
+CONFIG = (ROOT / "docs" / "config.md").read_text()
 
 
 def _code(text: str) -> str:
@@ -24,21 +29,63 @@ def _code(text: str) -> str:
     return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
 
 
-def _table_below(heading: str) -> dict[str, str]:
+def _table_below(page: str, heading: str) -> dict[str, str]:
     """First column, without backquotes, to second column."""
-    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = page.split(f"# {heading}\n")[1].split("\n## ")[0].split("\n### ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
     return {row[0].strip("`"): row[1] for row in rows}
 
 
 def test_every_key_is_documented_with_its_default() -> None:
-    documented = _table_below('The "cad" block')
+    documented = _table_below(CONFIG, "All keys")
     fields = {field.name: json.dumps(field.default) for field in dataclasses.fields(CADConfig)}
     assert {key: value.strip("`") for key, value in documented.items()} == fields
 
 
+def test_the_readme_names_the_keys_that_users_change() -> None:
+    named = _table_below(README, 'The "cad" block')
+    assert len(named) == 5 and named.items() <= _table_below(CONFIG, "All keys").items()
+
+
+def test_the_package_page_needs_no_file_beside_it() -> None:
+    words = [sys.executable, "setup.py", "-q", "--long-description"]
+    page = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "## Quick start" in page and "docs/config.md" in page and "<!--" not in page
+    assert not re.search(r"\]\((?!https?://|#)", page), "a relative link, or a picture"
+
+
+def test_every_page_is_linked_from_another() -> None:
+    linked = {
+        (page.parent / link).resolve()
+        for page in PAGES
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+        if "://" not in link
+    }
+    assert {page.name for page in PAGES if page not in linked} == {"README.md"}
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pictures_show_what_the_pages_say() -> None:
+    """Run `python docs/pictures.py` after a change of the table of docs/is-it-for-me.md."""
+    pictures = _load(ROOT / "docs" / "pictures.py")
+    for name, draw in pictures.PICTURES.items():
+        assert (ROOT / "docs" / name).read_text() == draw().text_of_file(), name
+        assert f"](docs/{name})" in README, name
+    _, shares = pictures.work()
+    assert len({round(sum(column), 6) for column in shares}) == 1, "the plan in the picture is even"
+    measured = _load(ROOT / "benchmarks" / "is_it_for_me.py")
+    assert (pictures.MEDIAN, pictures.SIGMAS) == (measured.MEDIAN, measured.SIGMAS)
+
+
 def test_public_names_are_documented() -> None:
-    section = README.split("## Python\n")[1].split("\n## ")[0]
+    section = README.split("# Python\n")[1].split("\n### ")[0]
     for name in set(deepspeed_cad.__all__) - {"__version__"}:
         assert re.search(rf"\b{name}\b", section), name
     for name in re.findall(r"deepspeed_cad\.(\w+)\(", README):
@@ -52,7 +99,7 @@ def test_commands_exist(page: Path) -> None:
     for target in re.findall(r"\bmake ([a-z-]+)", text):
         assert target in targets, f"make {target}"
     for name in re.findall(r"\bdeepspeed-cad ([a-z]+)", text):
-        assert name in available(), f"deepspeed-cad {name}"
+        assert name in SUBCOMMANDS, f"deepspeed-cad {name}"
     for module in re.findall(r"-m (deepspeed_cad[\w.]*)", text):
         assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file(), module
 

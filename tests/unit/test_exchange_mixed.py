@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_check import Round, make_schedules
+from check_transports import Round, make_schedules
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.errors import CADError, CADPeerError
@@ -213,7 +213,7 @@ def group(rank: int, size: int) -> dist.ProcessGroup:
 
 
 def run_rounds(transports: list[Transport], network: Network, rounds: int) -> list[int]:
-    """Rounds as gpu_check.check_transport has them; bytes sent by each rank."""
+    """Rounds as check_transports.check_transport has them; bytes sent by each rank."""
     ranks = len(transports)
     for step in range(rounds):
         plans = make_schedules(ranks, step, (100, 400, 200)[step % 3])

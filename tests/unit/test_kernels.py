@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import types
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ import torch
 from cases import document_attention
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.kernels import registry, torch_math
-from deepspeed_cad.kernels.flash_attn_2 import unpad_lse
+from deepspeed_cad.kernels import flash_attn_2, registry, torch_math
+from deepspeed_cad.kernels.flash_attn_2 import FlashAttention2
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.registry import KERNELS, choose, names, try_all
 from deepspeed_cad.kernels.support import accepts, call_with, window_of
@@ -107,6 +109,21 @@ def test_lse_is_fp32_for_half_precision() -> None:
     assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
 
 
+def test_torch_math_is_the_same_under_autocast() -> None:
+    torch.manual_seed(3)
+    q, k, v, do = (torch.randn(40, 2, 8) * (16 if i == 0 else 1) for i in range(4))
+    sequences, rule, kernel = sequences_of([(40, 40)]), MaskRule(8**-0.5), TorchMath()
+
+    def run() -> list[torch.Tensor]:
+        o, lse = kernel.forward(q, k, v, sequences, rule)
+        return [o, lse, *kernel.backward(do, q, k, v, o, lse, sequences, rule)]
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        for one, other in zip(run(), expected, strict=True):
+            assert torch.equal(one, other)
+
+
 def need(**changes: object) -> KernelNeed:
     given: dict = {"device": CPU, "dtype": torch.bfloat16, "head_dim": 64, "value_dim": 64, "heads_per_group": 4}
     return KernelNeed(**{**given, **changes})
@@ -178,9 +195,21 @@ def test_calls_survive_other_argument_names() -> None:
     assert window_of(None) == (-1, -1) and window_of(1) == (0, 0)
 
 
-def test_padded_lse_of_older_libraries() -> None:
-    sequences = sequences_of([(2, 2), (3, 5)])
-    padded = torch.arange(2 * 4 * 3, dtype=torch.float32).view(2, 4, 3)
-    expected = torch.cat([padded[0, :, :2].t(), padded[1].t()])
-    assert torch.equal(unpad_lse(padded, sequences), expected)
-    assert torch.equal(unpad_lse(expected.t(), sequences), expected)
+@pytest.mark.parametrize("version", ["2.3.6", "2.5.6", "2.5.9.post1", "2.6.0", "2.6.1", "2.8.3.post1+cu12", "10.0", ""])
+def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(flash_attn_2, "try_import", lambda name: (types.ModuleType(name), ""))
+
+    def find(name: str) -> str:
+        if not version:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", find)
+    reason = FlashAttention2().refuse(need(device=torch.device("cuda", 0)))
+    if version in ("2.6.1", "2.8.3.post1+cu12", "10.0"):
+        assert reason is None
+    else:
+        number = version.removesuffix(".post1") or "of unknown version"
+        assert reason is not None and f"flash-attn {number} is installed" in reason and "2.6.1" in reason

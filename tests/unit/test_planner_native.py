@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_planner import SECONDS, SHAPE, problems
 
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import PlanInput, make_plan, native, reference
+from deepspeed_cad.planner import PlanInput, constants, make_plan, native, reference
 from deepspeed_cad.planner.answer import Solution
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native library is not built")
@@ -25,9 +29,10 @@ def assert_same(problem: PlanInput) -> Solution:
 
 
 @settings(max_examples=1500, deadline=None)
-@given(problems())
-def test_equal_on_small_inputs(problem: PlanInput) -> None:
-    assert_same(problem)
+@given(problems(), st.sampled_from([None, None, 1e3, 3e4, 3e5]))
+def test_equal_on_small_inputs(problem: PlanInput, bytes_each: float | None) -> None:
+    memory = None if bytes_each is None else np.full(problem.tick.ranks, bytes_each)
+    assert_same(dataclasses.replace(problem, memory=memory))
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -62,3 +67,26 @@ def test_make_plan_takes_the_native_core() -> None:
 
 def test_one_long_document_over_many_ranks_is_equal() -> None:
     assert_same(PlanInput(Layout.from_stream([48 * 1024], 48, 1024).tick(), SHAPE, PAIRS, ranks_per_node=8))
+
+
+def test_constants_are_those_of_the_compiled_core() -> None:
+    """The header has every number that it shares with Python, under the same name; which is which is in its comment."""
+    header = (Path(__file__).parents[2] / "csrc" / "planner_constants.h").read_text()
+    found = re.findall(r"^constexpr \w+ k(\w+?)(?:\[\])? = ([^;]+);", header, re.MULTILINE)
+    assert len(found) == header.count("constexpr ")
+    for camel, value in found:
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", camel).upper()
+        assert ast.literal_eval(value.replace("{", "(").replace("}", ")")) == getattr(constants, name), name
+    python_only = {"NODE_BORDER", "LOOSER", "LEAST_WIDENED", "UNBOUNDED", "ROUNDING"}
+    assert {name for name in vars(constants) if name.isupper()} - python_only == {
+        re.sub(r"(?<!^)(?=[A-Z])", "_", camel).upper() for camel, _ in found
+    }
+
+
+def test_no_bare_numbers_in_the_heuristic() -> None:
+    """What decides has a name in constants.py."""
+    folder = Path(constants.__file__).parent
+    for name in ("reference", "round", "offers", "levels", "columns", "answer"):
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, float):
+                assert node.value in (0.0, 0.5, 1.0, 1e3), f"{name}.py:{node.lineno}: {node.value}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import socket
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from deepspeed_cad import cli
+from deepspeed_cad.cli import profile as profile_command
 from deepspeed_cad.cost import PAIRS as COUNTED
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.probe import choose_transport
@@ -238,6 +242,7 @@ def test_the_subcommand_writes_and_adds(
     tiny = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes=(32, 64), repeats=1, rounds=1)
     monkeypatch.setattr(measure, "sizes_for", lambda device, quick: tiny)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(profile_command, "NOISY", float("inf"))  # so few and short calls fit as they may
     path = tmp_path / "profile.json"
     words = ["profile", "--output", str(path), "--kernel", "torch_math", "--kv-heads", "2", "--commit", "abc"]
     for heads in ("4", "8"):
@@ -249,15 +254,114 @@ def test_the_subcommand_writes_and_adds(
     assert (profile.kernel, profile.unit, profile.commit, profile.inside) == ("torch_math", "seconds", "abc", None)
 
 
+TRUE = (2e-9, 1e-7, 5e-8, 1e-5)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How far the times of each round are off, one factor for every second call; rounds that are left are exact."""
+    off: list[float] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(measure, "sizes_for", lambda device, quick: replace(measure.CPU_QUICK, rounds=1))
+
+    def measure_calls(kernel: Any, device: Any, shape: HeadShape, sizes: measure.Sizes) -> list[measure.Measured]:
+        factor = off.pop(0) if off else 1.0
+        return [
+            measure.Measured(call, 0.3 * seconds, 0.7 * seconds)
+            for place, call in enumerate(measure.calls(sizes, shape.groups, 1 << 40))
+            for seconds in (np.dot(call.counts, TRUE) * (factor if place % 2 else 1.0),)
+        ]
+
+    monkeypatch.setattr(measure, "measure_calls", measure_calls)
+    return off
+
+
+def test_times_that_do_not_fit_are_not_written(
+    timed: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    timed += [4.0, 5.0, 6.0]
+    assert cli.main(["profile", "--output", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert "the times do not fit together" in shown.err and "Nothing was written" in shown.err
+    assert shown.out.count("measuring once more") == 2 and not timed
+    assert Profile.load(path) == PROFILE, "what was there stays"
+
+
+def test_what_disturbed_one_measurement_is_measured_again(
+    timed: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed += [4.0]
+    path = tmp_path / "profile.json"
+    assert cli.main(["profile", "--output", str(path)]) == 0
+    (entry,) = Profile.load(path).entries
+    np.testing.assert_allclose((entry.pair, entry.row, entry.key, entry.task), TRUE, rtol=1e-6)
+    assert (entry.error, capsys.readouterr().out.count("measuring once more")) == (0.0, 1)
+
+
+def test_the_default_file_is_the_one_that_auto_finds(
+    timed: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert cli.main(["profile"]) == 0
+    assert "torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile" in capsys.readouterr().out
+    found = choose_profile("auto", CPU)
+    assert found == Profile.load(tmp_path / ".cache" / "deepspeed_cad" / "profile.json")
+    assert found.source.startswith("deepspeed-cad ") and "--quick" not in found.source and found.commit
+
+
 @pytest.mark.slow
 def test_a_quick_run_on_this_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Where other processes disturb it too much it says so, and only then there is no file."""
     monkeypatch.setattr(choice, "user_path", lambda: tmp_path / "profile.json")
     path = tmp_path / "profile.json"
-    assert cli.main(["profile", "--quick", "--output", str(path)]) == 0
+    code = cli.main(["profile", "--quick", "--output", str(path)])
+    if code:
+        assert code == 2 and "do not fit together" in capsys.readouterr().err and not path.exists()
+        return
     device = GPU if torch.cuda.is_available() else CPU
     assert choose_profile("auto", device) == Profile.load(path)
+    assert "--quick" in Profile.load(path).source and max(one.error for one in Profile.load(path).entries) <= 0.15
+
+
+def profile_of_two(rank: int, world: int, path: str, port: int, noisy: float) -> tuple[int, str]:
+    """`torchrun --nproc-per-node 2 -m deepspeed_cad.cli profile`, in a worker: its exit code and what it said."""
+    dist.destroy_process_group()
+    tiny = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes=(32, 64), repeats=1, rounds=1)
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(port))
+        patch.setattr(measure, "sizes_for", lambda device, quick: tiny)
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(profile_command, "NOISY", noisy)
+        with redirect_stdout(said), redirect_stderr(said):
+            code = cli.main(["profile", "--output", path, "--heads", "4", "--kv-heads", "2", "--head-dim", "16"])
+    return code, said.getvalue()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_under_a_launcher_rank_0_writes_and_links_are_measured(workers: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    first, second = workers.run(profile_of_two, 2, str(path), free_port(), float("inf"))
+    assert first[0] == second[0] == 0 and "GB/s from ranks of its node, by c10d" in first[1] and second[1] == ""
+    profile = Profile.load(path)
+    assert profile.inside > 0 and profile.between is None and len(profile.entries) == 1
+
+
+def test_under_a_launcher_a_failure_of_rank_0_ends_all(workers: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    first, second = workers.run(profile_of_two, 2, str(path), free_port(), -1.0)
+    assert first[0] == 2 and "do not fit together" in first[1] and not path.exists()
+    assert second == (0, ""), "it neither waits nor fails"
 
 
 def test_every_peer_gets_a_document() -> None:

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.call import AttentionCall, CallCounts, Modes
-from deepspeed_cad.attention.serve import prepare
+from deepspeed_cad.attention.call import AttentionCall
+from deepspeed_cad.attention.device_schedule import upload_schedule
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
 from deepspeed_cad.exchange.transport import Outgoing
 from deepspeed_cad.kernels.interface import MaskRule
@@ -116,11 +117,11 @@ class NothingMoves:
 def make_call(aside: Stream, transport: NothingMoves) -> tuple[AttentionCall, list[torch.Tensor]]:
     tick = Layout.from_rank_lengths([[5, 3]]).tick()
     tasks = np.array([[0, 0, 5, 0, 2, 0], [1, 0, 3, 0, 2, 0]])
-    prepared = prepare(schedule_rank(tick, build_slices(tick, tasks), 0, 2), CPU, two_streams=True)
-    call = AttentionCall(
-        prepared, TorchMath(), transport, MaskRule(0.5), Modes(), CallCounts(), aside=aside  # type: ignore[arg-type]
+    schedule = upload_schedule(schedule_rank(tick, build_slices(tick, tasks), 0, 2), CPU, two_streams=True)
+    setup = CallSetup(
+        schedule, TorchMath(), transport, MaskRule(0.5), Modes(), CallCounts(), aside=aside  # type: ignore[arg-type]
     )  # fmt: skip
-    return call, [torch.randn(8, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
+    return AttentionCall(setup), [torch.randn(8, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
 
 
 def test_each_stream_waits_for_what_reads_its_memory(main: Stream) -> None:
@@ -134,7 +135,7 @@ def test_each_stream_waits_for_what_reads_its_memory(main: Stream) -> None:
     o.sum().backward()
     assert aside.clock[id(main)] == main.clock[id(main)] == 4, "work before each pass, a placement in each"
     assert main.is_after(aside)
-    assert call.counts.waits.take() == (0.0, 2)
+    assert call.setup.counts.waits.take() == (0.0, 2)
 
 
 def test_an_error_beside_leaves_the_streams_in_order(main: Stream) -> None:

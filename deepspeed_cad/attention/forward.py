@@ -1,0 +1,152 @@
+"""The forward of one call in three steps, each a function from one state to the next:
+
+    start_forward ─► ForwardStarted ─► serve_forward ─► ForwardServed ─► collect_forward ─► Kept
+
+A state is held by the call until the next one is there, and what it names stays in memory as long. `T` query rows at
+home, `U` key rows at home; other shapes as in serve.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_cad.attention.device_schedule import Batches
+from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
+from deepspeed_cad.attention.serve import by_group, new_outputs, run_local, run_served
+from deepspeed_cad.attention.setup import CallSetup
+from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning
+from deepspeed_cad.schedule import KEY, QUERY
+
+
+class Received(NamedTuple):
+    """What a server received, as its kernel takes it."""
+
+    q_RGD: torch.Tensor
+    k_S1D: torch.Tensor
+    v_S1V: torch.Tensor
+
+
+class ServedOutputs(NamedTuple):
+    """Results of served tasks, which their server keeps for their backward."""
+
+    o_RGV: torch.Tensor
+    lse_RG: torch.Tensor
+    received: Received | None
+    """Where it is kept instead of being sent again."""
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardStarted:
+    """Q, K and V are on their way."""
+
+    q_THD: torch.Tensor
+    k_UKD: torch.Tensor
+    v_UKV: torch.Tensor
+    sinks_H: torch.Tensor | None
+    """A copy: the parameter itself may be sharded again by backward."""
+    out: Dispatched | None
+    """None: a group of one rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardServed:
+    """This rank's tasks run, and O of served ones is on its way home."""
+
+    started: ForwardStarted
+    """Held: kernels and copies that were queued read it until what comes back has been waited for."""
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+    served: ServedOutputs | None
+    back: Return | None
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What backward needs besides Q, K and V."""
+
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+    served: ServedOutputs | None
+    sinks_H: torch.Tensor | None
+    version: int
+    """Of O when it was given to the model: whoever changes O in place raises it."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is as large as activations, for autograd to hold."""
+        if self.served is None:
+            return self.o_THV, self.lse_TH
+        o_RGV, lse_RG, received = self.served
+        return self.o_THV, self.lse_TH, o_RGV, lse_RG, *(received or ())
+
+
+@dataclass(frozen=True, eq=False)
+class HeldByAutograd:
+    """What is left where autograd holds the tensors of `Kept`, so that checkpointing frees and recomputes them."""
+
+    sinks_H: torch.Tensor | None
+    version: int
+
+    def kept(self, tensors: list[torch.Tensor]) -> Kept:
+        """With what autograd held."""
+        o_THV, lse_TH, *rest = tensors
+        served = ServedOutputs(rest[0], rest[1], Received(*rest[2:]) if len(rest) > 2 else None) if rest else None
+        return Kept(o_THV, lse_TH, served, self.sinks_H, self.version)
+
+
+def start_forward(
+    setup: CallSetup,
+    q_THD: torch.Tensor,
+    k_UKD: torch.Tensor,
+    v_UKV: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+) -> ForwardStarted:
+    """Start sending Q, K, V."""
+    fields = [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
+    out = setup.dispatch("Q, K, V out", fields)
+    return ForwardStarted(q_THD, k_UKD, v_UKV, None if sinks_H is None else sinks_H.clone(), out)
+
+
+def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
+    """Run local and served batches, start sending O back."""
+    q, k, v, sinks = started.q_THD, started.k_UKD, started.v_UKV, started.sinks_H
+    o, lse = new_outputs(setup.schedule, q, v)
+
+    def run(batches: Batches) -> None:
+        run_local(batches, setup.kernel, setup.rule, q, k, v, o, lse, sinks)
+
+    def serve(arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
+        received = as_received(arrived, q)
+        with setup.span("served", aside=setup.aside is not None):
+            o_RGV, lse_RG = run_served(setup.schedule, setup.kernel, setup.rule, *received, sinks)
+        groups = k.shape[1]
+        fields = [Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2))]
+        if sinks is not None:
+            # A kernel may give LSE transposed. The server keeps that: the kernel takes it back without a copy.
+            fields.append(Returning(QUERY, lse_RG.contiguous(), lse.unflatten(1, (groups, -1))))
+        kept = Received(*(x.clone() for x in received)) if setup.modes.keep_received else None
+        return ServedOutputs(o_RGV, lse_RG, kept), setup.give_back("O back", fields)
+
+    if started.out is None:
+        run_alone(setup, run)
+        return ForwardServed(started, o, lse, None, None)
+    served, back = run_tasks(setup, started.out, run, serve)
+    return ForwardServed(started, o, lse, served, back)
+
+
+def collect_forward(setup: CallSetup, done: ForwardServed) -> Kept:
+    """Wait until O is complete at home."""
+    if done.back is not None:
+        done.back.finish(setup)
+    setup.mark("attention ends")
+    setup.counts.forwards += 1
+    version = 0 if torch.is_inference_mode_enabled() else done.o_THV._version
+    return Kept(done.o_THV, done.lse_TH, done.served, done.started.sinks_H, version)
+
+
+def as_received(arrived: list[torch.Tensor], q_THD: torch.Tensor) -> Received:
+    """What a transport delivered, [rows, width] each, as the kernel takes it."""
+    q_RW, k_SD, v_SV = arrived
+    return Received(q_RW.unflatten(1, (-1, q_THD.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1))

@@ -1,0 +1,94 @@
+"""What one core-attention call is made of, and its two ways to other ranks. Nothing here changes while it runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from deepspeed_cad.attention.device_schedule import DeviceSchedule
+from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
+from deepspeed_cad.exchange.waits import Waits
+from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.trace.record import NOT_TRACED, Tracer
+
+
+@dataclass
+class CallCounts:
+    """What was executed: tests and the monitor read it."""
+
+    forwards: int = 0
+    backwards: int = 0
+    replays: int = 0
+    waits: Waits = field(default_factory=Waits)
+    tracer: Tracer | None = None
+    """Records a timeline, where one is wanted."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """How a call overlaps, keeps and recomputes."""
+
+    local_first: bool = True
+    """Run local batches while the dispatch is under way."""
+    recompute: bool = False
+    """Let activation checkpointing run core attention again instead of keeping O and LSE."""
+    keep_received: bool = False
+    """A server keeps the Q, K, V it received until backward instead of receiving them again."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallSetup:
+    """Core attention of one layer, one micro-batch and one nano-batch: all that is known before it runs."""
+
+    schedule: DeviceSchedule
+    kernel: Kernel
+    transport: Transport | None
+    """None: a group of one rank, nothing to exchange."""
+    rule: MaskRule
+    modes: Modes
+    counts: CallCounts
+    nano_batch: int = 0
+    label: str = "attention"
+    """The layer, in error messages and on the timeline."""
+    aside: torch.cuda.Stream | None = None
+    """On which served batches run beside local ones; None: all run on the current stream, one after the other."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the call runs."""
+        return self.schedule.padding.device
+
+    def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> Dispatched | None:
+        """Start an exchange out; None where there is nobody to exchange with. `what` names it on the timeline."""
+        transport, tracer = self.transport, self.counts.tracer
+        if transport is None:
+            return None
+
+        def start() -> Dispatched:
+            return transport.dispatch(self.schedule.host, fields, self.nano_batch)
+
+        with self.span("dispatch", backward):
+            return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
+
+    def give_back(self, what: str, fields: list[Returning], backward: bool = False) -> Returned:
+        """Start an exchange back, on the stream that runs served tasks."""
+        transport, tracer = self.transport, self.counts.tracer
+        assert transport is not None  # nothing was served without one
+
+        def start() -> Returned:
+            return transport.give_back(self.schedule.host, fields, self.nano_batch)
+
+        with self.span("return", backward, aside=self.aside is not None):
+            return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
+
+    def span(self, what: str, backward: bool = False, aside: bool = False) -> AbstractContextManager[None]:
+        """A span of the timeline, where one is recorded."""
+        tracer = self.counts.tracer
+        return NOT_TRACED if tracer is None else tracer.span(what, self.nano_batch, self.label, backward, aside)
+
+    def mark(self, what: str, backward: bool = False) -> None:
+        """A moment of the timeline, where one is recorded."""
+        if self.counts.tracer is not None:
+            self.counts.tracer.mark(what, self.nano_batch, backward)

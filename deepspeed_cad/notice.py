@@ -1,0 +1,38 @@
+"""Lines that a user sees whatever the host framework does with logging: that CAD is on, and what it did.
+
+In: a text. Out: a record of this package's logger where a handler shows it, else the same line on stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger("deepspeed_cad")
+
+
+def notice(text: str) -> None:
+    """Log at level INFO, or write to stderr where nothing shows that level. For the few lines that are worth it."""
+    if _is_shown():
+        logger.info(text)
+        return
+    # Not a handler of the logger: it would show what the host framework's level hides.
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("deepspeed_cad: %(message)s"))
+    handler.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
+
+
+def _is_shown() -> bool:
+    """Whether a handler on the way to the root shows this logger's records of level INFO."""
+    if not logger.isEnabledFor(logging.INFO):
+        return False
+    at: logging.Logger | None = logger
+    while at is not None:
+        if any(handler.level <= logging.INFO and not _is_null(handler) for handler in at.handlers):
+            return True
+        at = at.parent if at.propagate else None
+    return False
+
+
+def _is_null(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.NullHandler)

@@ -1,0 +1,150 @@
+"""Rows of padding: what the model's own attention gives them, where their output may count.
+
+No plan covers rows of padding, so CAD's attention gives them zeros, as FlashAttention in transformers does. The sdpa
+and eager attention of transformers let such a row attend to the real tokens before it in its batch row. Nobody reads
+that where labels are -100 behind the mask; where they are not, or nobody knows, those rows are computed here as the
+model itself would: by its own attention function, on this rank, beside the plan.
+
+In: the layout, the labels that the model was called with. Out: O with its rows of padding filled. `B` batch rows, `S`
+tokens of each, `H` and `K` query and key heads, `D` and `V` their sizes, `b` and `m` batch rows and columns that have
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+
+IGNORED = -100
+"""The label that transformers' losses leave out."""
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """The rectangle of queries that holds all padding of one nano-batch, for one window."""
+
+    rows: torch.Tensor | None
+    """[b] batch rows with padding; None: all."""
+    begin: int
+    end: int
+    """Columns with padding, counted from the first query of the nano-batch."""
+    keys: int
+    """Columns of keys that are read, counted from the start of the batch row."""
+    visible: torch.Tensor
+    """[b, 1, m, keys] which keys a query sees."""
+    padded: torch.Tensor
+    """[b, m, 1, 1] which queries of the rectangle are padding."""
+
+
+class Padding:
+    """The rows of padding of one micro-batch on this rank."""
+
+    def __init__(self, real_BS: Bools, eager: bool, device: torch.device) -> None:
+        """`real_BS`: where tokens are; `eager`: rows that see no key get the mean of all values, and not zeros."""
+        self.real_BS, self.eager, self.device = real_BS, eager, device
+        self._blocks: dict[tuple[int | None, int | None], _Block | None] = {}
+        self._first: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """K and V of the first nano-batch, by layer, where the cut lies inside the only batch row."""
+
+    def fill(
+        self,
+        layer: int,
+        descriptor: MaskDescriptor,
+        q_BHSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSV: torch.Tensor,
+        o_BSHV: torch.Tensor,
+        attend: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """O with its rows of padding. `attend(q, k, v, visible)` gives [b, m, H, V] by the model's own attention."""
+        cut = self._cut(descriptor)
+        if cut is None:
+            return o_BSHV
+        rows, first, last = cut
+        batch, width = self.real_BS.shape
+        k, v = k_BKSD, v_BKSV
+        if batch == 1 and first == 0 and last < width:
+            self._first[layer] = (k, v)
+        elif batch == 1 and first > 0:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self._first.pop(layer), (k, v), strict=True))
+        name = (descriptor.nano_batch, descriptor.window)
+        if name not in self._blocks:
+            self._blocks[name] = self._block(self.real_BS[rows], first, last, descriptor.window)
+        block = self._blocks[name]
+        if block is None:
+            return o_BSHV
+        q = q_BHSD[:, :, block.begin : block.end]
+        o, k, v = o_BSHV, k[:, :, : block.keys], v[:, :, : block.keys]
+        if block.rows is not None:
+            q, o, k, v = (x.index_select(0, block.rows) for x in (q, o, k, v))
+        filled = torch.where(block.padded, attend(q, k, v, block.visible), o[:, block.begin : block.end])
+        o = torch.cat([o[:, : block.begin], filled, o[:, block.end :]], dim=1)
+        return o if block.rows is None else o_BSHV.index_copy(0, block.rows, o)
+
+    def _cut(self, descriptor: MaskDescriptor) -> tuple[slice, int, int] | None:
+        """Batch rows and columns of a nano-batch; None for a stand-in that has none."""
+        batch, width = self.real_BS.shape
+        if descriptor.nano_batch is None:
+            return slice(0, batch), 0, width
+        at = descriptor.row_cut(batch, width).at
+        if batch == 1:
+            first, last = (0, at) if descriptor.nano_batch == 0 else (at, width)
+            return (slice(0, 1), first, last) if first < last else None
+        rows = slice(0, at // width) if descriptor.nano_batch == 0 else slice(at // width, batch)
+        return (rows, 0, width) if rows.start < rows.stop else None
+
+    def _block(self, real: Bools, first: int, last: int, window: int | None) -> _Block | None:
+        width = real.shape[1]
+        padded = ~real[:, first:last]
+        before = np.concatenate([np.zeros((len(real), 1), np.int64), np.cumsum(real, axis=1)], axis=1)
+        column = np.arange(first, last)
+        oldest = np.maximum(column + 1 - (window or width), 0)
+        blind = padded & (before[:, column + 1] == before[:, oldest])
+        wanted = padded if self.eager else padded & ~blind
+        if not wanted.any():
+            return None
+        rows, columns = np.flatnonzero(wanted.any(axis=1)), np.flatnonzero(wanted.any(axis=0))
+        begin, end = int(columns[0]), int(columns[-1]) + 1
+        keys = last if self.eager else first + end
+        query = torch.arange(first + begin, first + end, device=self.device)[:, None]
+        key = torch.arange(keys, device=self.device)[None]
+        near = (key <= query) & (query - key < (window or width))
+        upload = torch.from_numpy(real[rows, :keys]).to(self.device)
+        return _Block(
+            None if len(rows) == len(real) else torch.from_numpy(rows).to(self.device),
+            begin, end, keys, (near & upload[:, None, :])[:, None],
+            torch.from_numpy(padded[rows, begin:end]).to(self.device)[:, :, None, None],
+        )  # fmt: skip
+
+
+def find_padding(micro_batch: MicroBatch, batch: int, width: int) -> Bools | None:
+    """[batch, width] where this rank has tokens; None where it has no padding."""
+    seg = micro_batch.layout.segments
+    real = np.zeros(batch * width, bool)
+    for _, begin, end, _, offset in seg.select(seg.rank == micro_batch.rank).to_array():
+        real[offset : offset + end - begin] = True
+    return None if real.all() else real.reshape(batch, width)
+
+
+def counts(real_BS: Bools, given: Mapping[str, Any]) -> bool | None:
+    """Whether labels count outputs of padding, from what the whole model was called with; None: nobody knows.
+
+    `labels` are looked at as those of the same row and of the row before, `shift_labels` as those of the same row.
+    """
+    ignored = given.get("ignore_index", IGNORED)
+    for name, shifted in (("shift_labels", False), ("labels", True)):
+        labels = given.get(name)
+        if isinstance(labels, torch.Tensor) and labels.shape == real_BS.shape:
+            used = (labels.detach() != ignored).cpu().numpy()
+            found = bool((used & ~real_BS).any())
+            return found or (shifted and bool((used[:, 1:] & ~real_BS[:, :-1]).any()))
+    return None

@@ -1,0 +1,87 @@
+"""What a model of transformers is made of: the model inside wrappers, its decoder, its layers, its own attention.
+
+In: a module. Out: parts of it, found by structure and by the conventions of transformers, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from deepspeed_cad.errors import CADUnsupportedError
+
+
+def find_model(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model inside wrappers."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise CADUnsupportedError(
+        f"{type(model).__name__} contains no transformers model; CAD needs a PreTrainedModel with causal attention"
+    )
+
+
+def find_decoder(model: PreTrainedModel) -> torch.nn.Module:
+    """The module whose forward makes the masks and runs the layers."""
+    decoder = getattr(model, model.base_model_prefix, model)
+    for name in ("decoder", "model"):
+        inner = getattr(decoder, name, None)
+        if decoder_layers(decoder) is None and isinstance(inner, torch.nn.Module):
+            decoder = inner
+    return decoder
+
+
+def decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList | None:
+    """The list of decoder layers."""
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, torch.nn.ModuleList):
+            return layers
+    return None
+
+
+def training_device(model: torch.nn.Module) -> torch.device:
+    """Where the model will train: its own device, or the local GPU for a model that is still on the CPU or sharded."""
+    kinds = {p.device.type for p in model.parameters()} | {b.device.type for b in model.buffers()}
+    if torch.cuda.is_available() and torch.distributed.is_initialized():
+        backend = torch.distributed.get_backend_config()
+        if "cuda" in str(backend) or "nccl" in str(backend):
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device()) if "cuda" in kinds else torch.device("cpu")
+
+
+def default_attention(config: Any) -> str:
+    """What transformers would choose for a model without an explicit attention name, such as a copy of a bound one."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if model_class is None or getattr(model_class, "_supports_sdpa", True) else "eager"
+
+
+def local_attention(module: torch.nn.Module, name: str) -> Callable[..., Any]:
+    """The attention of that name for a module."""
+    eager: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if name == "eager" and eager is not None:
+        return eager
+    run: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name if name in ALL_ATTENTION_FUNCTIONS else "sdpa"]
+    return run
+
+
+def masked_attention(module: torch.nn.Module, eager: bool, **given: Any) -> Callable[..., torch.Tensor]:
+    """A function of q, k, v and a mask of bools that runs a model's own attention; `given` is what its layer passed.
+
+    Eager attention is taken where it is asked for, and for caps and sinks, of which no other knows.
+    """
+    eager = eager or given.get("softcap") is not None or given.get("s_aux") is not None
+    run = local_attention(module, "eager" if eager else "sdpa")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        if eager:
+            visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
+        o: torch.Tensor = run(module, q, k, v, visible, **given)[0]
+        return o
+
+    return attend

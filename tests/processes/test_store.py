@@ -1,0 +1,56 @@
+"""The job's store belongs to the job: CAD meets on it and leaves its time-out alone."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from pool import WorkerPool
+
+from deepspeed_cad.exchange.liveness import open_board
+from deepspeed_cad.exchange.peers import open_store
+
+LATE_S = 1.5
+BLOCK = {"granularity": 16, "timeout_s": 1.0}
+
+
+def _train_on_a_tcp_store(rank: int, world: int, port: int) -> tuple[float, bytes]:
+    """The store's time-out once CAD has all its groups, and what a rank wrote that came later than CAD would wait."""
+    import training
+
+    import deepspeed_cad
+
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, BLOCK)
+    training.loss_sum(model, training.pack(training.documents([60, 20] if rank else [33], seed=rank))).backward()
+    job = dist.distributed_c10d._get_default_store()
+    left = store.timeout.total_seconds()
+    if rank == 1:
+        time.sleep(LATE_S)
+        job.set("late", "here")
+    return left, job.get("late")
+
+
+def test_the_time_out_of_the_job_stays_and_a_late_rank_is_met(workers: WorkerPool) -> None:
+    job = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert workers.run(_train_on_a_tcp_store, 2, job.port) == [(60.0, b"here")] * 2
+
+
+def test_a_board_and_meeting_places_leave_the_store_alone() -> None:
+    job = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=77))
+    dist.init_process_group("gloo", store=job, rank=0, world_size=1)
+    try:
+        group = dist.distributed_c10d._get_default_group()
+        before = job.timeout
+        board = open_board(group, 0, 1)
+        open_store(group, "nvlink").set("1/0", "here")
+        board.report("a line")
+        assert job.timeout == before
+        assert isinstance(board.explain("it", RuntimeError("gone")), RuntimeError)
+        assert job.timeout == before
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,185 @@
+"""`"verify": N` under every host framework, and errors of one rank that all ranks learn of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import training
+from pool import WorkerPool
+from torch.nn.parallel import DistributedDataParallel
+from trainers import BLOCK, PackedRows, collate, zero
+
+import deepspeed_cad
+from deepspeed_cad.errors import CADError
+
+VERIFY = {**BLOCK, "verify": 2}
+LENGTHS = [[200, 31], [40, 9, 1, 70]]
+
+
+def _said() -> list[str]:
+    """Keep what is said from now on."""
+    from deepspeed_cad.integrations import verify
+
+    found: list[str] = []
+    verify.notice = found.append
+    return found
+
+
+def _steps(model: Any, rank: int, backward: Any = None) -> None:
+    model.train()
+    for step in range(3):
+        batch = training.pack(training.documents(LENGTHS[(rank + step) % 2], seed=10 * step + rank))
+        loss = model(**batch, use_cache=False).loss
+        loss.backward() if backward is None else backward(loss)
+
+
+def _plain(rank: int, world: int, overlap: str) -> list[str]:
+    said = _said()
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, "overlap": overlap})
+    _steps(DistributedDataParallel(model), rank)
+    return said
+
+
+@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+def test_ddp(workers: WorkerPool, overlap: str) -> None:
+    first, second = workers.run(_plain, 2, overlap)
+    assert len(first) == 2 and second == []
+    for line in first:
+        assert "is the same without CAD: loss 4." in line
+        assert ("dK" in line) == (overlap == "local_first") == ("nano-batches were not compared" not in line)
+
+
+def _spanning(rank: int, world: int) -> list[str]:
+    said = _said()
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), VERIFY).train()
+    part = deepspeed_cad.shard_stream(training.pack(training.documents([130, 90, 1, 79], seed=7)), rank, world)
+    model(**part, use_cache=False).loss.backward()
+    return said
+
+
+def test_documents_that_span_ranks_are_left_out(workers: WorkerPool) -> None:
+    line = workers.run(_spanning, 3)[0][0]
+    assert "1 documents span ranks and were not compared" in line and "dK" not in line and "no loss" in line
+
+
+def _corrupted(rank: int, world: int) -> str:
+    """What rank 1 sends back is wrong in one value."""
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, "timeout_s": 5.0})
+    transport = deepspeed_cad.current_session().transport
+    give_back = transport.give_back
+
+    def wrong(schedule: Any, fields: Any, slot: int) -> Any:
+        if rank == 1:
+            fields[0].served[0] += 0.5
+        return give_back(schedule, fields, slot)
+
+    transport.give_back = wrong
+    with pytest.raises(CADError) as caught:
+        _steps(model, rank)
+    return str(caught.value)
+
+
+def test_a_corrupted_exchange_is_found(workers: WorkerPool) -> None:
+    texts = workers.run(_corrupted, 2)
+    assert "verify: rank 0, micro-batch 0" in texts[0] and "O of LlamaAttention of layer 0 differs" in texts[0]
+    assert "rank 0" in texts[1]
+
+
+def _planned_wrong(rank: int, world: int) -> str:
+    """Every rank plans layers without a window as if they had one."""
+    from deepspeed_cad.attention import microbatch
+
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, "timeout_s": 5.0})
+    real = microbatch.CallSetup
+
+    def with_window(*given: Any, **more: Any) -> Any:
+        setup = real(*given, **more)
+        return dataclasses.replace(setup, rule=dataclasses.replace(setup.rule, window=20))
+
+    microbatch.CallSetup = with_window
+    try:
+        with pytest.raises(CADError) as caught:
+            _steps(model, rank)
+    finally:
+        microbatch.CallSetup = real
+    return str(caught.value)
+
+
+def test_a_wrong_window_is_found(workers: WorkerPool) -> None:
+    texts = workers.run(_planned_wrong, 2)
+    assert all("verify: rank" in text and "O of LlamaAttention of layer 0 differs" in text for text in texts)
+
+
+def _deepspeed(rank: int, world: int, stage: int) -> list[str]:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_cad.install()
+    said = _said()
+    config = {
+        **zero(stage), "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}, "cad": VERIFY,
+    }  # fmt: skip
+    model = training.tiny_llama(torch.float32)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def backward(loss: torch.Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    _steps(engine, rank, backward)
+    engine.destroy()
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed(fresh_workers: WorkerPool, stage: int) -> None:
+    first, _ = fresh_workers.run(_deepspeed, 2, stage, timeout=120.0)
+    assert len(first) == 2 and all("loss 4." in line and "dK" in line for line in first)
+
+
+def _fsdp2(rank: int, world: int) -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    said = _said()
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), VERIFY)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    _steps(model, rank)
+    return said
+
+
+def test_fsdp2(workers: WorkerPool) -> None:
+    first, _ = workers.run(_fsdp2, 2)
+    assert len(first) == 2 and all("loss 4." in line and "dK" in line for line in first)
+
+
+def _trainer(rank: int, world: int, folder: str, stage: int | None) -> list[str]:
+    import deepspeed
+    from transformers import Trainer, TrainingArguments
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_cad.install()
+    said = _said()
+    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    if stage is None:
+        deepspeed_cad.apply(model, VERIFY)
+    arguments = TrainingArguments(
+        output_dir=folder, use_cpu=True, max_steps=3, per_device_train_batch_size=1, save_strategy="no", report_to=[],
+        disable_tqdm=True, deepspeed=None if stage is None else {**zero(stage), "cad": VERIFY}, optim="adamw_torch",
+        gradient_checkpointing=stage is not None, gradient_checkpointing_kwargs={"use_reentrant": False},
+    )  # fmt: skip
+    Trainer(model=model, args=arguments, train_dataset=PackedRows(16), data_collator=collate).train()
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [None, 3])
+def test_trainer(fresh_workers: WorkerPool, tmp_path: Any, stage: int | None) -> None:
+    first, _ = fresh_workers.run(_trainer, 2, str(tmp_path), stage, timeout=120.0)
+    assert len(first) == 2 and all("is the same without CAD" in line and "dK" in line for line in first)

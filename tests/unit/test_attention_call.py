@@ -1,0 +1,203 @@
+"""One layer's attention in one process, as a model calls it: autocast, mistakes of a model, what is kept and freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import document_attention
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed_cad.attention.call import Released
+from deepspeed_cad.attention.forward import ForwardServed
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, whole_rank_tasks
+from deepspeed_cad.attention.setup import CallCounts, Modes
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.kernels.torch_math import TorchMath
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.plan import Plan
+
+CPU = torch.device("cpu")
+HEADS, GROUPS, DIM = 4, 2, 8
+LABEL = "Attention of layer 3"
+
+
+class Layer(torch.nn.Module):
+    """Attention of one micro-batch of one rank; takes and gives what transformers' attention functions do."""
+
+    def __init__(self, lengths: list[int], modes: Modes | None = None, kernel: Kernel | None = None) -> None:
+        super().__init__()
+        layout = Layout.from_rank_lengths([lengths])
+        nothing = np.zeros(1, np.int64)
+        self.micro_batch = MicroBatch(
+            0, layout, (layout.tick(),), CPU,
+            lambda tick, key: Plan(whole_rank_tasks(layout, key.shape.groups), nothing, nothing, nothing, nothing),
+            lambda value, what: None, None, CallCounts(),
+        )  # fmt: skip
+        self.descriptor = MaskDescriptor(
+            self.micro_batch, None, lambda *_: kernel or TorchMath(), Modes() if modes is None else modes
+        )
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.descriptor.attend(self, q, k, v, MaskRule(1.0), sinks, LABEL)
+
+
+def inputs(rows: int, dtype: torch.dtype = torch.float64, spread: float = 1.0) -> list[torch.Tensor]:
+    """Q, K, V as [1, heads, rows, DIM]; `spread` is the standard deviation of scores."""
+    gen = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, rows, DIM, generator=gen, dtype=torch.float64) for heads in (HEADS, GROUPS, GROUPS)]
+    made[0] *= spread / DIM**0.5
+    return [x.to(dtype).requires_grad_() for x in made]
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same for one document by autograd."""
+    return document_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), 1.0)[None]
+
+
+def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As models write it: products of matrices, which autocast rounds, and a softmax in fp32."""
+    share = HEADS // GROUPS
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    score = (q @ k.transpose(2, 3)).masked_fill(hidden, float("-inf"))
+    return (torch.softmax(score, dim=-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+
+
+def errors(run: Callable[..., torch.Tensor], spread: float) -> list[float]:
+    """Of O, dQ, dK, dV of fp32 inputs under autocast against fp64, as a share of their norms."""
+    rows = 96
+    do = torch.randn(1, rows, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    exact, given = inputs(rows, torch.float64, spread), inputs(rows, torch.float32, spread)
+    expected = plain(*exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(*given)
+    pairs = [
+        (found, expected),
+        *zip(torch.autograd.grad(found, given, do.to(found.dtype)), torch.autograd.grad(expected, exact, do.double())),
+    ]
+    return [float((one.detach() - other.detach()).norm() / other.detach().norm()) for one, other in pairs]
+
+
+@pytest.mark.parametrize("spread", [1.0, 16.0])
+def test_autocast_is_no_less_exact_than_eager_attention(spread: float) -> None:
+    """Scores that autocast rounds in the forward only would make probabilities that are not those of the LSE."""
+    ours, models = errors(Layer([96]), spread), errors(eager, spread)
+    assert all(one <= other for one, other in zip(ours, models, strict=True)), (ours, models)
+    assert max(ours) < 0.04
+
+
+def test_attention_runs_in_the_dtype_of_autocast() -> None:
+    """Rotary embeddings leave Q and K in fp32, which no fast kernel takes; torch's own attention rounds them."""
+    layer, (q, k, v) = Layer([5, 3]), inputs(8, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = layer(q, k, v.bfloat16())
+    assert o.dtype == torch.bfloat16
+    assert [key.shape.bytes_per_element for key in layer.micro_batch.keys] == [2]
+    o.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+    wide = Layer([5, 3])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert wide(*inputs(8)).dtype == torch.float64
+
+
+def checkpointed(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """A layer that is run again in its backward, as transformers does it."""
+
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        o = layer(*inputs)
+        layer.micro_batch.in_forward = False  # what follows is a recompute
+        return change(o)
+
+    found = checkpoint(run, *given, use_reentrant=False)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def run_whole(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """The same without checkpointing."""
+    return change(layer(*given))
+
+
+RUNS = pytest.mark.parametrize("run", [run_whole, checkpointed])
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True])
+
+
+@RUNS
+@RECOMPUTE
+def test_output_changed_in_place_is_an_error(run: Callable[..., torch.Tensor], recompute: bool) -> None:
+    """Training would go on with wrong gradients. What autograd itself holds it checks itself."""
+    layer = Layer([5, 3], Modes(recompute=recompute))
+    # The square is of use to autograd, so that a recompute does not end before the change.
+    o = run(layer, lambda o: o.flatten(2).mul_(2).square(), *inputs(8))
+    by_autograd = recompute and run is run_whole
+    with pytest.raises(RuntimeError, match="inplace operation" if by_autograd else f"{LABEL}.*changed in place"):
+        o.sum().backward()
+
+
+@RUNS
+@RECOMPUTE
+def test_gradients_of_a_layer(run: Callable[..., torch.Tensor], recompute: bool) -> None:
+    given = inputs(8)
+    layer = Layer([8], Modes(recompute=recompute))
+    o = run(layer, lambda o: o * 2, *given)
+    do = torch.randn_like(o)
+    expected = plain(*given) * 2
+    found = torch.autograd.grad(o, given, do)
+    assert torch.allclose(o, expected, atol=1e-12)
+    for one, other in zip(found, torch.autograd.grad(expected, given, do), strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+    counts, again = layer.micro_batch.counts, run is checkpointed
+    assert (counts.forwards, counts.backwards, counts.replays) == (
+        1 + (again and recompute), 1, int(again and not recompute),
+    )  # fmt: skip
+
+
+@RUNS
+@RECOMPUTE
+def test_second_backward_is_an_error(run: Callable[..., torch.Tensor], recompute: bool) -> None:
+    layer, given = Layer([8], Modes(recompute=recompute)), inputs(8)
+    o = run(layer, lambda o: o * 2, *given)
+    (first,) = torch.autograd.grad(o.sum(), given[:1], retain_graph=True)
+    if recompute:  # autograd holds all of it, or has it made again
+        assert torch.equal(torch.autograd.grad(o.sum(), given[:1])[0], first)
+        return
+    with pytest.raises(CADError, match=f"{LABEL}: a second backward.*retain_graph"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_evaluation_keeps_nothing(without_gradients: Callable[[], Any]) -> None:
+    given, layer = inputs(8), Layer([8], Modes(recompute=True))
+    with without_gradients():
+        assert torch.allclose(layer(*given), plain(*given), atol=1e-12)
+
+
+@RUNS
+def test_sinks_are_trained_alone(run: Callable[..., torch.Tensor]) -> None:
+    """Q, K and V need no gradient: the call is not asked for theirs, and keeps nothing."""
+    q, k, v = (x.detach() for x in inputs(8))
+    sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64).requires_grad_()
+    layer = Layer([8])
+    o = run(layer, lambda o: o * 2, q, k, v, sinks)
+    heads = [x[0].transpose(0, 1) for x in (q, k, v)]
+    expected = torch.autograd.grad(document_attention(*heads, 1.0, sinks=sinks).sum() * 2, sinks)[0]
+    o.sum().backward()
+    assert torch.allclose(sinks.grad, expected, atol=1e-12)
+    (call,) = layer.micro_batch._calls.values()
+    assert isinstance(call.state, Released)
+
+
+def test_steps_out_of_order_are_an_error() -> None:
+    """Whoever catches an error of one step and goes on meets another that says so, not an AttributeError."""
+    layer, (q, k, v) = Layer([8]), inputs(8)
+    layer(q, k, v)
+    (call,) = layer.micro_batch._calls.values()
+    with pytest.raises(CADError, match=f"{LABEL}: its steps ran out of order: Kept where ForwardServed"):
+        call.expect(ForwardServed)

@@ -1,0 +1,356 @@
+"""`deepspeed-cad plan` on data sets: formats, fields, packing, and the models whose shape it reads."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_cad.cli import main, model_shape
+from deepspeed_cad.cli.data import documents
+from deepspeed_cad.cli.lengths import BATCH
+from deepspeed_cad.cli.packing import TRL_BATCH, layouts, say_cut, trl_rows
+
+datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = [9, 40, 3, 17, 64, 5, 30, 22]
+ROWS = [{"id": number, "text": "w " * length} for number, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token a word; its chat template adds two words a message."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    core = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
+    made.save_pretrained(tmp_path_factory.mktemp("plain"))
+    made.chat_template = "{% for m in messages %}{{ m.role }} says {{ m.content }} {% endfor %}"
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def plan(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, str]]:
+    """Runs `deepspeed-cad plan` on 2 ranks of 64 tokens; returns exit code, what it wrote, what it said."""
+
+    def run(*words: str | Path, tokenize: bool = True) -> tuple[int, Any, str]:
+        target = tmp_path / "answer.json"
+        target.unlink(missing_ok=True)
+        common = ["--ranks", "2", "--context", "64", "--output", str(target)]
+        common += ["--tokenizer", str(tokenizer)] * tokenize
+        code = main(["plan", *common, *map(str, words)])
+        return code, json.loads(target.read_text()) if target.exists() else None, capsys.readouterr().err
+
+    return run
+
+
+def _write(folder: Path, name: str, rows: list[dict[str, Any]] = ROWS) -> Path:
+    path = folder / name
+    table = datasets.Dataset.from_list(rows)
+    if name == "list.json":
+        path.write_text(json.dumps(rows))
+    elif name == "indented.json":
+        path.write_text(json.dumps(rows, indent=2))
+    elif name in ("lines.json", "lines.jsonl", "lines.ndjson"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif name == "lines.jsonl.gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    elif name == "table.parquet":
+        table.to_parquet(path)
+    elif name == "table.csv":
+        table.to_csv(path)
+    elif name == "table.tsv":
+        table.to_csv(path, sep="\t")
+    elif name == "saved":
+        table.save_to_disk(path)
+    elif name == "saved_splits":
+        datasets.DatasetDict(test=table.select([0]), train=table).save_to_disk(path)
+    elif name == "folder":
+        path.mkdir()
+        table.to_parquet(path / "train-00000-of-00001.parquet")
+        table.select([0]).to_parquet(path / "test-00000-of-00001.parquet")
+    elif name == "blank_lines.txt":
+        path.write_text("\n\n".join(row["text"] for row in rows))
+    elif name == "texts":
+        path.mkdir()
+        for row in rows:
+            (path / f"{row['id']}.py").write_text(row["text"].replace(" ", "\n\n"))
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "list.json",
+        "indented.json",
+        "lines.json",
+        "lines.jsonl",
+        "lines.ndjson",
+        "lines.jsonl.gz",
+        "table.parquet",
+        "table.csv",
+        "table.tsv",
+        "saved",
+        "saved_splits",
+        "folder",
+        "blank_lines.txt",
+        "texts",
+    ],
+)
+def test_every_format_gives_the_same_lengths(tmp_path: Path, plan: Callable[..., Any], name: str) -> None:
+    code, answer, said = plan(_write(tmp_path, name))
+    assert code == 0, said
+    assert (answer["documents"], answer["tokens"], answer["longest"]) == (len(LENGTHS), sum(LENGTHS), max(LENGTHS))
+
+
+def test_several_files_and_patterns(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    for part in ("a", "b"):
+        (tmp_path / part).mkdir()
+        _write(tmp_path / part, "table.parquet")
+    csv = _write(tmp_path, "table.csv")
+    assert plan(tmp_path / "*" / "*.parquet")[1]["documents"] == 2 * len(LENGTHS)
+    assert plan(tmp_path / "**" / "*.parquet", csv)[1]["tokens"] == 3 * sum(LENGTHS)
+    code, _, said = plan(tmp_path / "*.arrow")
+    assert code == 2 and "does not exist or fits no file" in said
+
+
+@pytest.mark.parametrize("name", ["list.json", "table.parquet", "saved"])
+def test_an_unknown_field_is_an_error_that_lists_the_fields(
+    tmp_path: Path, plan: Callable[..., Any], name: str
+) -> None:
+    code, _, said = plan(_write(tmp_path, name), "--field", "nosuch")
+    assert code == 2 and "no field 'nosuch'; its fields: id, text. Choose one with --field" in said
+
+
+def test_a_field_is_taken_as_asked(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    rows = [{"text": "w " * 30, "input_ids": [1] * 50, "body": "w " * 60} for _ in range(8)]
+    path = _write(tmp_path, "table.parquet", rows)
+    assert plan(path, tokenize=False)[1]["longest"] == 50, "token ids come first and need no tokenizer"
+    assert plan(path, "--field", "body")[1]["longest"] == 60
+    code, _, said = plan(path, "--field", "body", tokenize=False)
+    assert code == 2 and "--tokenizer" in said
+    other = _write(tmp_path, "list.json", [{"body": "w"}])
+    code, _, said = plan(other)
+    assert code == 2 and "none of input_ids, text, messages; its fields: body" in said
+
+
+def test_chats_are_counted_as_the_template_writes_them(
+    tmp_path: Path, plan: Callable[..., Any], tokenizer: Path
+) -> None:
+    chat = [{"role": "user", "content": "w " * 10}, {"role": "assistant", "content": "w " * 20}]
+    path = _write(tmp_path, "list.json", [{"messages": chat}] * 8)
+    assert plan(path)[1]["longest"] == 30 + 2 * 2
+    (tmp_path / "plain").mkdir()
+    for file in tokenizer.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / "plain" / file.name).write_text(file.read_text())
+    assert plan(path, "--tokenizer", tmp_path / "plain", tokenize=False)[1]["longest"] == 30
+
+
+def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    path = _write(tmp_path, "lines.jsonl", [{"text": "w"}, {"text": ""}] * (BATCH + 40))
+    assert plan(path)[1]["tokens"] == BATCH + 40, "empty documents do not count"
+    assert plan(path, "--limit", BATCH + 1)[1]["tokens"] == BATCH + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("broken.jsonl", '{"text": "a"}\n{"text"\n', "broken.jsonl cannot be read: "),
+        ("empty.jsonl", "", "empty.jsonl is empty"),
+        ("a.parquet", "not Parquet", "a.parquet cannot be read: "),
+        (
+            "holes.jsonl",
+            '{"text": "a"}\n{"other": 1}\n',
+            "holes.jsonl, row 1: 'text' is NoneType 'None'; expected text",
+        ),
+        ("numbers.jsonl", '{"text": 3}\n', "row 0: 'text' is int '3'; expected text, token ids or chat messages"),
+        ("blank.jsonl", '{"text": ""}\n', "blank.jsonl holds no documents"),
+        ("binary.bin", "\udcff", "binary.bin cannot be read: UnicodeDecodeError"),
+        ("one.json", '{"rows": [1]}', "one object with the keys rows: neither a question"),
+        ("text.json", "hello", "is not JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    tmp_path: Path, plan: Callable[..., Any], name: str, content: str, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
+    code, answer, shown = plan(tmp_path / name)
+    assert code == 2 and answer is None and said in shown and shown.count("\n") == 1
+
+
+def test_files_and_folders_are_read_in_the_order_given(tmp_path: Path) -> None:
+    first = tmp_path / "part [1] of 2.jsonl"
+    first.write_text(json.dumps({"text": "w " * 50}))
+    second, third = _write(tmp_path, "saved", [{"text": "w " * 20}]), _write(tmp_path, "table.csv", [{"text": "w"}])
+    texts = documents([str(first), str(second), str(third)], None)
+    assert [len(text.split()) for text in texts] == [50, 20, 1]
+
+
+def test_an_empty_folder(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    (tmp_path / "nothing").mkdir()
+    code, _, said = plan(tmp_path / "nothing")
+    assert code == 2 and "holds no files" in said
+
+
+def test_one_record_in_a_json_file_is_a_data_set(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    (tmp_path / "one.json").write_text(json.dumps({"text": "w " * 300}))
+    assert plan(tmp_path / "one.json")[1]["documents"] == 1
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Makes a package impossible to import from ours."""
+    real = builtins.__import__
+
+    def forbid(package: str) -> None:
+        def load(name: str, globals: Any = None, *args: Any, **options: Any) -> Any:
+            if name.partition(".")[0] == package and str((globals or {}).get("__name__")).startswith("deepspeed_cad"):
+                raise ImportError(f"no {package} today")
+            return real(name, globals, *args, **options)
+
+        monkeypatch.setattr(builtins, "__import__", load)
+
+    yield forbid
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"), [("datasets", "pip install datasets"), ("transformers", "pip install transformers")]
+)
+def test_a_missing_package_comes_with_its_remedy(
+    tmp_path: Path, plan: Callable[..., Any], without: Callable[[str], None], package: str, remedy: str
+) -> None:
+    path = _write(tmp_path, "lines.jsonl")
+    without(package)
+    code, _, said = plan(path)
+    assert code == 2 and remedy in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_rows_are_those_of_trl(strategy: str) -> None:
+    pack_dataset = pytest.importorskip("trl").pack_dataset
+    random = np.random.default_rng(1)
+    lengths = np.maximum(0, random.lognormal(3.0, 1.3, TRL_BATCH + 300).astype(int)).tolist()
+    data = datasets.Dataset.from_dict({"input_ids": [[7] * length for length in lengths]})
+    packed = pack_dataset(data, seq_length=128, strategy=strategy)
+    if strategy == "wrapped":
+        expected = [[len(ids)] for ids in packed["input_ids"]]
+    else:
+        expected = [list(row) for row in packed["seq_lengths"]]
+    assert trl_rows(lengths, 128, strategy) == expected
+
+
+def test_packing_decides_the_gain(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    lengths = [12000, 6000, 6000, *[400] * 10, 4000, 3000] * 4 + [7456]  # 18 rows of 8192
+    path = _write(tmp_path, "table.parquet", [{"input_ids": [1] * length} for length in lengths])
+    answers = {
+        how: plan(path, "--packing", how, "--context", 8192)
+        for how in ("in_order", "spanning", "bfd", "bfd_split", "wrapped")
+    }
+    for how, (code, answer, said) in answers.items():
+        assert code == 0 and answer["packing"] == how and f"packed {how}" in said
+    assert answers["wrapped"][1]["gain"] == pytest.approx(1.0, abs=1e-3)
+    assert all(answers[how][1]["gain"] > 1.01 for how in ("in_order", "bfd", "bfd_split"))
+    with pytest.raises(SystemExit):
+        plan(path, "--packing", "tight")
+
+
+def test_rows_of_a_step_are_shuffled_and_the_last_partial_step_is_left_out() -> None:
+    lengths = list(range(64, 0, -1))
+    steps = list(layouts(lengths, 3, 64, "bfd"))
+    rows = trl_rows(lengths, 64, "bfd")
+    assert len(steps) == len(rows) // 3
+    seen = [tuple(step.segments.end[step.segments.rank == rank].tolist()) for step in steps for rank in range(3)]
+    assert set(seen) <= {tuple(row) for row in rows} and seen != [tuple(row) for row in rows[: len(seen)]]
+    assert len(list(layouts([64] * 7, 3, 64, "bfd"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("packing", "said"),
+    [
+        ("in_order", "2 documents are longer than a row of 50 tokens: each is split there"),
+        ("bfd_split", "2 documents are longer than a row of 50 tokens: each is split there"),
+        ("bfd", "their ends are dropped, 60 tokens (31.6 %)"),
+        ("spanning", "they go on on the next GPU"),
+        ("wrapped", "each row attends to all of itself"),
+    ],
+)
+def test_what_happens_to_long_documents_is_said(packing: str, said: str) -> None:
+    assert said in say_cut([100, 60, 30], 50, packing)
+
+
+def test_nothing_is_said_of_cuts_where_there_are_none() -> None:
+    assert say_cut([50, 30], 50, "bfd") == "no document is longer than a row"
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 99,
+    "num_attention_heads": 8, "num_key_value_heads": 2,
+}  # fmt: skip
+SHAPE = {
+    "layers": 3, "hidden": 64, "intermediate": 160, "vocabulary": 99, "heads": 8, "kv_heads": 2, "head_dim": 8
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (LLAMA, {}),
+        (LLAMA | {"head_dim": 32}, {"head_dim": 32}),
+        (
+            {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 99},
+            {"intermediate": 256, "kv_heads": 8},
+        ),
+        (
+            {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 99, "n_inner": 100},
+            {"intermediate": 100, "kv_heads": 8},
+        ),
+        ({"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text", "head_dim": 8}}, {}),
+        (LLAMA | {"model_type": "of_our_own"}, {}),
+        ({"model_type": "of_our_own", "text_config": LLAMA}, {}),
+    ],
+    ids=["llama", "head_dim", "gpt2", "gpt2_inner", "text_config", "unknown", "unknown_text_config"],
+)
+def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: dict[str, int]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vars(model_shape.read_model_shape(str(tmp_path))) == SHAPE | change
+    assert vars(model_shape.read_model_shape(str(tmp_path / "config.json"))) == SHAPE | change
+
+
+def test_a_gpt2_through_the_command(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    transformers.GPT2Config().save_pretrained(tmp_path)
+    code, answer, said = plan(_write(tmp_path, "list.json"), "--model", tmp_path)
+    assert code == 0 and answer["gain"] >= 1.0, said
+
+
+def test_the_shape_without_transformers(tmp_path: Path, without: Callable[[str], None]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    without("transformers")
+    assert vars(model_shape.read_model_shape(str(tmp_path))) == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ('{"model_type": "of_our_own"}', "has no num_attention_heads (model_type 'of_our_own' is not known here)"),
+        ('{"model_type": "of_our_own", "num_attention_heads": 0, "hidden_size": 8}', "is not the config.json"),
+    ],
+)
+def test_what_is_no_model(tmp_path: Path, plan: Callable[..., Any], content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    code, _, shown = plan(_write(tmp_path, "list.json"), "--model", tmp_path)
+    assert code == 2 and said in shown and shown.count("\n") == 1

@@ -1,0 +1,165 @@
+"""`"verify": N`: equal runs pass with one line each, planted errors are found and named."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import training
+from padded import padded
+
+import deepspeed_cad
+from deepspeed_cad.attention import backward as backward_room
+from deepspeed_cad.attention import forward as forward_room
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.session import close_session
+
+LINE = re.compile(
+    r"verify: micro-batch (\d) of 2 is the same without CAD: (.*?); differences of (.*?) \(allowed: ([^)]*)\)(.*)"
+)
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_session()
+
+
+def train(dtype: torch.dtype = torch.float32, model: Any = None, batch: Any = None, **changes: Any) -> Any:
+    model = training.tiny_llama(dtype) if model is None else model
+    deepspeed_cad.apply(model, {"verify": 2, **changes})
+    batch = training.pack(training.documents([40, 3, 1, 77], seed=5)) if batch is None else batch
+    for _ in range(3):
+        model.train()(**batch, use_cache=False).loss.backward()
+    return model
+
+
+def lines(capfd: pytest.CaptureFixture[str]) -> list[tuple[str, ...]]:
+    return [found.groups() for found in map(LINE.search, capfd.readouterr().err.splitlines()) if found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_line_for_each_micro_batch(dtype: torch.dtype, capfd: pytest.CaptureFixture[str]) -> None:
+    train(dtype)
+    found = lines(capfd)
+    assert [one[0] for one in found] == ["1", "2"]
+    for _, loss, kinds, allowed, rest in found:
+        with_cad, without = re.findall(r"\d+\.\d+", loss)
+        assert abs(float(with_cad) - float(without)) < 0.05 and rest == ""
+        errors = dict(zip(kinds.split()[::2], (float(x.strip(",")) for x in kinds.split()[1::2])))
+        assert set(errors) == {"O", "output", "dQ", "dK", "dV"}
+        # Two right kernels are far below what is allowed.
+        assert max(errors.values()) < float(allowed) / 5
+
+
+def test_training_is_not_changed() -> None:
+    """Gradients and random numbers are those of a run that nobody verifies."""
+    found = []
+    for verify in (0, 2):
+        torch.manual_seed(7)
+        model = train(torch.float64, verify=verify)
+        found.append(([p.grad for p in model.parameters()], torch.rand(3)))
+        close_session()
+    for a, b in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_with_checkpointing(reentrant: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    model = training.tiny_llama()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    train(model=model)
+    assert len(lines(capfd)) == 2
+
+
+def test_padding_and_windows_and_caps(capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, sliding_window=5, attn_implementation="eager",
+    )  # fmt: skip
+    train(model=Gemma2ForCausalLM(config), batch=padded([24, 9], "right", "copied"))
+    assert len(lines(capfd)) == 2
+
+
+def test_sinks(capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, sliding_window=5, num_local_experts=2, num_experts_per_tok=1,
+        attn_implementation="eager",
+    )  # fmt: skip
+    train(model=GptOssForCausalLM(config))
+    assert len(lines(capfd)) == 2
+
+
+def _wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant an error."""
+    run, back = forward_room.run_local, backward_room.run_local_backward
+
+    def forward(batches: Any, kernel: Any, rule: Any, *rest: Any) -> None:
+        if name == "window":
+            rule = type(rule)(rule.scale, 30, rule.softcap)
+        run(batches, kernel, rule, *rest)
+        if name == "one row of O":
+            rest[3][50] *= 1.01
+
+    def backward(*args: Any, **more: Any) -> None:
+        back(*args, **more)
+        dq, dk, dv = inspect.signature(back).bind(*args, **more).arguments["gradients"]
+        if name == "one row of dQ":
+            dq[33] *= 1.1
+        elif name == "dK of one head":
+            dk[:, 2] *= 1.1
+        elif name == "dV not a number":
+            dv[7, 1, 3] = float("nan")
+
+    monkeypatch.setattr(forward_room, "run_local", forward)
+    monkeypatch.setattr(backward_room, "run_local_backward", backward)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("window", "O of LlamaAttention of layer 0 differs at position [3-7][0-9] of the document that starts at row"),
+        ("one row of O", "O of LlamaAttention of layer 0 differs at position 6 of the document that starts at row 44"),
+        (
+            "one row of dQ",
+            "dQ of LlamaAttention of layer 1 differs at position 33 of the document that starts",
+        ),
+        ("dK of one head", "dK of LlamaAttention of layer 1 differs"),
+        ("dV not a number", "dV of LlamaAttention of layer 1 differs at position 7 .*nan"),
+    ],
+)
+def test_planted_errors_are_named(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _wrong(name, monkeypatch)
+    with pytest.raises(
+        CADError, match=f"verify: rank 0, micro-batch 0 .*{says}.* with CAD, .* without; relative error"
+    ):
+        train()
+
+
+def test_what_only_the_second_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument of attention that is lost on its way: right attention of wrong numbers."""
+    from deepspeed_cad.integrations import transformers
+
+    rule = transformers.MaskRule
+    monkeypatch.setattr(transformers, "MaskRule", lambda scale, *rest: rule(scale * 1.5, *rest))
+    with pytest.raises(CADError, match="the output of the decoder differs"):
+        train()
+
+
+def test_a_loss_that_differs_is_named() -> None:
+    model = training.tiny_llama()
+    heads = iter([1.0, 1.01])
+    model.lm_head.register_forward_hook(lambda module, args, output: output * next(heads))
+    with pytest.raises(CADError, match=r"micro-batch 0 .*: the loss is 4\.\d+ with CAD and 4\.\d+ without"):
+        train(model=model)
