@@ -44,7 +44,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             task = None
         if task is None:
             return
-        function, world, store, timeout, args = task
+        function, world, store, timeout, once, args = task
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
         try:
             torch.manual_seed(0)
@@ -65,6 +65,8 @@ def _serve(rank: int, pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         pipe.send(answer)
+        if once:
+            return
 
 
 class WorkerPool:
@@ -91,9 +93,18 @@ class WorkerPool:
         return results
 
     def try_run(
-        self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, grace: float = 20.0
+        self,
+        function: Callable[..., Any],
+        world: int,
+        *args: Any,
+        timeout: float = 60.0,
+        grace: float = 20.0,
+        once: bool = False,
     ) -> tuple[list[tuple[str, str, str] | None], list[Any]]:
-        """Errors and results of every rank; a worker that died has the error ("Died", exit code)."""
+        """Errors and results of every rank; a worker that died has the error ("Died", exit code).
+
+        `once`: each worker ends after its answer, as the process of a script does, and closes its connections.
+        """
         while len(self._workers) < world:
             self._workers.append(self._start(len(self._workers)))
         for rank, (process, _) in enumerate(self._workers):
@@ -101,7 +112,7 @@ class WorkerPool:
                 self._workers[rank] = self._start(rank)
         with tempfile.TemporaryDirectory() as folder:
             for _, pipe in self._workers[:world]:
-                pipe.send((function, world, os.path.join(folder, "store"), timeout, args))
+                pipe.send((function, world, os.path.join(folder, "store"), timeout, once, args))
             errors: list[tuple[str, str, str] | None] = [None] * world
             results: list[Any] = [None] * world
             waiting = dict(enumerate(self._workers[:world]))
@@ -128,6 +139,9 @@ class WorkerPool:
                         process.join(5)
                         errors[rank] = ("Hung", "gave no answer in time", "")
                     break
+            if once:
+                for process, _ in self._workers[:world]:
+                    process.join(5)
         return errors, results
 
     def close(self) -> None:

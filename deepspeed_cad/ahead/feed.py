@@ -67,7 +67,7 @@ class Feed:
         self._unannounced = 0
         """Training forwards in a row that no loader had announced."""
         self._ends: dict[int, End] = {}
-        """By epoch; changed on the look-ahead thread only, in the same order on every rank."""
+        """By epoch, only the last one; changed on the look-ahead thread only, in the same order on every rank."""
 
     # What loaders say
 
@@ -264,7 +264,8 @@ class Feed:
     def _note_end(self, said: list[Said], epoch: int, index: int) -> None:
         ended = tuple(np.flatnonzero([one.state == State.ENDED for one in said]).tolist())
         if ended and epoch not in self._ends:
-            self._ends[epoch] = End(ended, index)
+            # Jobs come in the order of epochs: none asks about an earlier one any more.
+            self._ends = {epoch: End(ended, index)}
 
     def _refuse_ended(self, epoch: int) -> None:
         """Where an epoch is over on some rank, no rank meets the others for it any more: all drop the rest together."""

@@ -1,0 +1,104 @@
+"""What may become of a case: each rank is right, or stops with one clear error. In: `Played` of every rank."""
+
+from __future__ import annotations
+
+from fuzz.case import ALL, Case
+from fuzz.play import TIMEOUT_S, Played, difference
+
+LIMIT_S = 0.8 * TIMEOUT_S
+"""Seconds that a case may take on a rank: nothing may wait for a time-out."""
+
+
+def trains(case: Case, rank: int) -> list[tuple[int, int]]:
+    """The micro-batches, as (epoch, place), that a rank trains if no error stops it, in order."""
+    plant, found = case.plant, []
+    for epoch in range(case.epochs):
+        for at in range(case.given_out(rank)):
+            here = plant is not None and case.hits(rank, epoch, at, plant.kind)
+            if here and plant.kind == "break":
+                break
+            if here and (plant.kind in ("loader", "positions") or (plant.kind == "forward" and not plant.caught)):
+                return found
+            if not (here and plant.kind == "skip"):
+                found.append((epoch, at))
+    return found
+
+
+def may(case: Case) -> list[set[str]]:
+    """Of each rank: which of "right", "error" (of CAD) and "planted" may be its end."""
+    plans = [trains(case, rank) for rank in range(case.world)]
+    if not case.ahead:  # micro-batches meet in the order of forwards, whatever epochs they belong to
+        plans = [[(0, i) for i in range(len(plan))] for plan in plans]
+    common = 0
+    while all(len(plan) > common for plan in plans) and len({plan[common] for plan in plans}) == 1:
+        common += 1
+    apart = any(len(plan) != common for plan in plans)
+    ends = [{"right"} if not apart else {"right", "error"} if len(plan) == common else {"error"} for plan in plans]
+    plant = case.plant
+    if plant is None or case.world == 1 and plant.kind in ("break", "look", "skip"):
+        return ends if case.world > 1 or plant is None or plant.kind != "skip" else [{"right", "error"}]
+    everywhere = plant.rank == ALL or case.world == 1
+    here = [everywhere or rank == plant.rank for rank in range(case.world)]
+    if plant.kind == "break" or (plant.kind == "look" and everywhere):
+        return ends
+    if plant.kind == "skip":
+        # A micro-batch like the skipped one can take its plan: then nothing is wrong.
+        return [end | {"right", "error"} for end in ends]
+    if plant.kind == "look":
+        return [{"error"} if mine else {"right", "error"} for mine in here]
+    if plant.kind == "positions":
+        return [{"error"} if mine else end | {"error"} for mine, end in zip(here, ends)]
+    if plant.kind == "loader" or not plant.caught:
+        # Others that need nothing more of this rank are right. One that lost its peers first does not get so far.
+        others = {"right", "error"} if plant.kind == "loader" else {"error"}
+        return [{"planted", "error"} if mine else others for mine in here]
+    if plant.kind == "loss" and everywhere:
+        return ends
+    last = [(plant.epoch, plant.at) == (trains(case, rank) or [None])[-1] for rank in range(case.world)]
+    if plant.kind == "backward" and everywhere:
+        return [end | {"error"} for end in ends]
+    return [{"right", "error"} if last[rank] and here[rank] else {"error"} for rank in range(case.world)]
+
+
+def judge(case: Case, played: list[Played | None]) -> str:
+    """Why a case failed, beginning with a word for the kind of failure; empty if it did not. None: no answer."""
+    silent = [rank for rank, one in enumerate(played) if one is None]
+    if silent:
+        return f"hang: ranks {silent} gave no answer"
+    ranks = [one for one in played if one is not None]
+    for one in ranks:
+        if one.wrong:
+            return f"wrong: {one.wrong[0]}"
+    ended_early = any(one.error is None or one.error[0] == "Planted" for one in ranks)
+    for one, allowed in zip(ranks, may(case)):
+        end, text = end_of(one), "" if one.error is None else f"{one.error[0]}: {one.error[2]}"
+        if end == "other":
+            return f"raw: rank {one.rank} ended with {text}"
+        if end not in allowed:
+            return f"unexpected: rank {one.rank} was {end} instead of {' or '.join(sorted(allowed))}. {text}"
+        if end == "error" and "died or hangs" in text and not ended_early:
+            return f"unclear: rank {one.rank} ended with {text}"
+        if one.seconds > LIMIT_S:
+            return f"late: rank {one.rank} took {one.seconds:.0f} s. {text}"
+    return _compare_sums(case, ranks)
+
+
+def end_of(one: Played) -> str:
+    """ "right", "error" (one of CAD), "planted", or "other"."""
+    if one.error is None:
+        return "right"
+    return "planted" if one.error[0] == "Planted" else "error" if "CADError" in one.error[1] else "other"
+
+
+def _compare_sums(case: Case, ranks: list[Played]) -> str:
+    """Gradients summed over ranks; under DDP each rank has their mean."""
+    if any(one.error is not None for one in ranks):
+        return ""
+    tolerance = 1e-3 if case.dtype == "fp32" else 1e-3 if case.model in ("gemma2", "deepseek_v3") else 1e-7
+    for check, rows in enumerate(zip(*(one.sums for one in ranks))):
+        wanted = sum(row[1] for row in rows)
+        for found in [row[0] * case.world for row in rows] if case.ddp else [sum(row[0] for row in rows)]:
+            wrong = difference(found, wanted)
+            if not wrong <= tolerance:
+                return f"wrong: gradients summed over ranks are off by {wrong:.3g} (comparison {check})"
+    return ""

@@ -1,0 +1,173 @@
+"""A long training loop whose memory, threads, files and objects must not grow.
+
+    python tests/fuzz/soak.py --micro-batches 10000 --ranks 2
+
+Every epoch has other documents, a loader of another length on each rank, a break before its end, evaluation, a forward
+without gradients, an exception that all ranks catch between forward and backward; every second one is checkpointed. So
+whatever is kept per micro-batch, layout, step or epoch shows. Ends with 1 if anything grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+# As a script, this file's folder is in front: `fuzz` must be the package, not a file of it.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+import training
+from pool import WorkerPool
+
+import deepspeed_cad
+
+EPOCH = 20
+"""Micro-batches that each epoch trains."""
+BLOCK = {"granularity": 16, "tolerance": 0.02, "timeout_s": 60.0}
+RSS_MIB = 8.0
+"""How much resident memory may grow after warming up: what allocators keep, not what 10,000 micro-batches would."""
+CAUGHT_AT = 7
+"""The micro-batch of an epoch whose backward an exception prevents, on every rank."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a rank holds after so many micro-batches, between two epochs."""
+
+    micro_batches: int
+    seconds: float
+    rss_mib: float
+    counted: dict[str, int]
+    """Threads, files, keys of the job's store; then objects by type: those of this package, futures, tensors."""
+
+
+def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample]:
+    """Train on this rank; gives about so many samples."""
+    begin = time.monotonic()
+    model = training.tiny_llama(torch.float32, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    deepspeed_cad.apply(model, BLOCK).train()
+    session = deepspeed_cad.current_session()
+    data = _Data(rank)
+    loader = session.look_ahead(data, model, accumulation=2)
+    found: list[Sample] = []
+    epochs = -(-micro_batches // EPOCH)
+    every = max(1, epochs // samples)
+    for epoch in range(epochs):
+        data.epoch = epoch
+        if epoch % 2:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
+        for at, batch in enumerate(loader):
+            if at == EPOCH:
+                break
+            if at == 3:
+                _look(model, batch, epoch)
+            loss = training.loss_sum(model, batch)
+            if at != CAUGHT_AT:
+                loss.backward()
+            loss = None
+            if at % 2:
+                model.zero_grad()
+        if epoch % every == every - 1:
+            # What the look-ahead has begun is over, on every rank; plans that statistics have yet to count are counted.
+            session.worker.run(lambda: None)
+            _ = session.statistics
+            dist.barrier()
+            found.append(_sample((epoch + 1) * EPOCH, time.monotonic() - begin))
+    return found
+
+
+def _look(model: torch.nn.Module, batch: dict[str, torch.Tensor], epoch: int) -> None:
+    """A forward without gradients, and an evaluation."""
+    with torch.no_grad():
+        training.loss_sum(model, batch)
+        model.eval()
+        training.loss_sum(model, training.pack(training.documents([5 + epoch % 7, 9], epoch)))
+        model.train()
+
+
+class _Data:
+    """Other documents in every epoch; some ranks have a micro-batch more."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.epoch = rank, 0
+
+    def __iter__(self) -> Any:
+        for index in range(EPOCH + (self.rank + self.epoch) % 3):
+            seed = 1000 * self.epoch + 10 * index + self.rank
+            generator = torch.Generator().manual_seed(seed)
+            lengths = torch.randint(1, 40, (1 + seed % 4,), generator=generator).tolist()
+            yield training.pack(training.documents(lengths if seed % 17 else [], seed))
+
+
+def _sample(micro_batches: int, seconds: float) -> Sample:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        rss = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    counted = Counter(
+        threads=len(os.listdir("/proc/self/task")), python_threads=threading.active_count(),
+        files=len(os.listdir("/proc/self/fd")), store_keys=dist.distributed_c10d._get_default_store().num_keys(),
+    )  # fmt: skip
+    for one in gc.get_objects():
+        kind = type(one)
+        if str(kind.__module__).startswith("deepspeed_cad") or kind is Future or issubclass(kind, torch.Tensor):
+            counted[kind.__name__] += 1
+    return Sample(micro_batches, seconds, rss / 2**20, dict(counted))
+
+
+def grown(samples: list[Sample]) -> list[str]:
+    """What is more in the last quarter than it ever was in the second quarter of the samples."""
+    quarter = len(samples) // 4
+    before, after = samples[quarter : 2 * quarter], samples[-quarter:]
+    found = []
+    for name in sorted({name for one in samples for name in one.counted}):
+        low, high = (max(one.counted.get(name, 0) for one in of) for of in (before, after))
+        if high > low:
+            found.append(f"{name}: {low} -> {high}")
+    low_mib, high_mib = (max(one.rss_mib for one in of) for of in (before, after))
+    if high_mib > low_mib + RSS_MIB:
+        found.append(f"resident memory: {low_mib:.1f} -> {high_mib:.1f} MiB")
+    return found
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=int, default=10000)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=20)
+    given = parser.parse_args()
+    workers = WorkerPool()
+    try:
+        ranks = workers.run(soak, given.ranks, given.micro_batches, given.samples, timeout=3600.0)
+    finally:
+        workers.close()
+    bad = 0
+    for rank, samples in enumerate(ranks):
+        for one in samples:
+            few = {name: one.counted.get(name, 0) for name in ("threads", "files", "store_keys", "Tensor", "Future")}
+            print(f"rank {rank}: {one.micro_batches} micro-batches, {one.seconds:.0f} s, {one.rss_mib:.1f} MiB, {few}")
+        print(f"rank {rank}: {dict(sorted(samples[-1].counted.items()))}")
+        for line in grown(samples):
+            print(f"rank {rank}: GREW {line}")
+            bad += 1
+    print("nothing grew" if not bad else f"{bad} kinds of things grew")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
