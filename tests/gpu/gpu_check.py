@@ -241,6 +241,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal of these scripts")
     add("--budget", type=float, default=BUDGET_S, help="seconds for everything (default: %(default).0f)")
     add("--patience", type=float, default=1.0, help="multiplies the time limits of groups")
+    add("--commit", default=os.environ.get("COMMIT"), help="for --output, where this is not a git checkout")
     add("--output", type=Path, help="write settings, table and all lines of all ranks as JSON")
     options = parser.parse_args(argv)
     options.only = options.only.split(",") if options.only else list(GROUPS)
@@ -300,7 +301,7 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], ended: list[E
         "gpus": options.gpus,
         "kernel": options.kernel,
         "torch": torch.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": options.commit or commit.stdout.strip() or "unknown",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     everything = {
