@@ -1,6 +1,7 @@
 # make demo          fine-tune a small Llama with and without CAD, 4 processes (MODEL=, DATA= take your own)
 # make test          all tests          make test-fast    those that start few processes
 # make check         lint, format, types
+# make test-gpu      everything on this machine's GPUs, in minutes; ONLY=, KERNEL=, OUTPUT= as gpu_check.py has them
 # make test-matrix   the fast tests with each supported transformers
 # make native        compile csrc/ into the checkout
 # make clean         remove what was built
@@ -19,7 +20,7 @@ SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp)
 BIN := $(VENV)/bin
 RECIPE := pyproject.toml setup.py .ci/make-venv
 
-.PHONY: demo test test-fast check test-matrix native clean venv venv-demo
+.PHONY: demo test test-fast test-gpu check test-matrix native clean venv venv-demo
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -31,6 +32,15 @@ test: $(VENV)/installed-test native
 
 test-fast: $(VENV)/installed-test native
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+# With the Python at hand where it has what is needed: a machine with GPUs may have no network to make another from.
+test-gpu:
+	@for python in $(BIN)/python $(PYTHON); do \
+	  if $$python -c 'import torch, transformers, greenlet, setuptools' 2>/dev/null; then break; fi; python=; \
+	done; \
+	if [ -z "$$python" ]; then $(MAKE) --no-print-directory $(VENV)/installed-demo && python=$(BIN)/python || exit 1; fi; \
+	$$python setup.py -q build_native --inplace && \
+	$$python tests/gpu/gpu_check.py $(if $(ONLY),--only $(ONLY)) $(if $(KERNEL),--kernel $(KERNEL)) $(if $(OUTPUT),--output $(OUTPUT))
 
 check: $(VENV)/installed-test
 	$(BIN)/python -m ruff check .

@@ -2,8 +2,9 @@
 
 Started by deepspeed_cad_autoload.pth in every Python process, so it imports nothing that is not loaded already, and
 lies beside the package instead of inside it. In: the imports of the process. Out: a call of
-`deepspeed_cad.autoload.after_import(module)` once a module of `WAITED_FOR` has run. It must never make an import of
-deepspeed fail, and never act on `find_spec` alone: transformers and accelerate call that to see whether deepspeed is
+`deepspeed_cad.autoload.after_import(module)` once a module of `WAITED_FOR` has run, and, where DEEPSPEED_CAD_CONFIG
+asks for CAD, of `deepspeed_cad.asked.after_import(module)` for `ASKED_FOR`. Without that request it must never make an
+import fail. It never acts on `find_spec` alone: transformers and accelerate call that to see whether deepspeed is
 there.
 """
 
@@ -11,7 +12,8 @@ import os
 import sys
 from _thread import get_ident
 
-WAITED_FOR = ("deepspeed", "deepspeed.env_report")
+WAITED_FOR = ("deepspeed", "deepspeed.env_report", "accelerate.accelerator")
+ASKED_FOR = ("torch", "accelerate", "deepspeed")
 
 
 class Waiter:
@@ -68,10 +70,13 @@ class StandIn:
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)  # when this raises, the next try is waited for again
         self._finder.done(module.__name__)
+        if self._finder.act is not None:
+            self._finder.act(module)
+            return
         try:
             from deepspeed_cad.autoload import after_import
 
-            (self._finder.act or after_import)(module)
+            after_import(module)
         except Exception as error:
             import warnings
 
@@ -83,12 +88,30 @@ class StandIn:
             )
 
 
+def tell_asked(module) -> None:
+    """Arms CAD that was asked for; an error goes on to who imports, because the run must not go on without CAD."""
+    from deepspeed_cad.asked import after_import
+
+    after_import(module)
+
+
 def waiter():
     """The armed finder of this process, or None."""
     return next((finder for finder in sys.meta_path if isinstance(finder, Waiter) and finder.act is None), None)
 
 
+def arm_asked() -> None:
+    """Starts waiting for what trains, once per process."""
+    if not any(isinstance(finder, Waiter) and finder.act is tell_asked for finder in sys.meta_path):
+        sys.meta_path.insert(0, Waiter(ASKED_FOR, tell_asked))
+
+
 def arm() -> None:
-    """Starts waiting, once per process, unless DEEPSPEED_CAD_AUTOLOAD=0. Called by the .pth file."""
+    """Starts waiting, once per process, unless DEEPSPEED_CAD_AUTOLOAD=0. Called by the .pth file.
+
+    A request in DEEPSPEED_CAD_CONFIG is waited for in any case.
+    """
     if os.environ.get("DEEPSPEED_CAD_AUTOLOAD", "1").lower() not in ("0", "false", "off", "no") and waiter() is None:
         sys.meta_path.insert(0, Waiter())
+    if os.environ.get("DEEPSPEED_CAD_CONFIG"):
+        arm_asked()

@@ -1,8 +1,8 @@
 """Makes the "cad" block of a DeepSpeed JSON work: wraps `deepspeed.initialize`, and adds one line to `ds_report`.
 
-In: the module `deepspeed` (or `deepspeed.env_report`) right after it was imported. Out: the same module with
-`initialize` (or `main`) wrapped. A call without a "cad" block goes straight to DeepSpeed. Imports neither torch nor
-deepspeed by itself.
+In: the module `deepspeed` (or `deepspeed.env_report`, or `accelerate.accelerator`) right after it was imported. Out:
+the same module with `initialize` (or `main`, or `Accelerator.__init__`) wrapped. A call without a "cad" block goes
+straight through; a block that nobody would read is an error. Imports neither torch nor deepspeed by itself.
 """
 
 import base64
@@ -18,19 +18,26 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from deepspeed_cad.errors import CADConfigError
+
 logger = logging.getLogger(__name__)
 
 _MARK = "__deepspeed_cad__"
+_MARK_ACCELERATOR = "__deepspeed_cad_unread__"
 ABSENT = object()
 """In place of a "cad" block: the config has none."""
+_MEANT = ("cad", "cads", "cadblock", "cadconfig", "deepspeedcad", "deepspeedcadconfig", "coreattentiondisaggregation")
+"""Top-level keys, as lower-case letters, by which a user may have meant "cad". DeepSpeed passes over all of them."""
 
 
 def after_import(module: ModuleType) -> None:
-    """Wraps what is to be wrapped in `deepspeed` or `deepspeed.env_report`. Doing so twice changes nothing."""
+    """Wraps what is to be wrapped in one of the modules that the hook waits for. Doing so twice changes nothing."""
     if module.__name__ == "deepspeed":
         _wrap(module, "initialize", _wrap_initialize)
     elif module.__name__ == "deepspeed.env_report":
         _wrap(module, "main", _wrap_report)
+    elif module.__name__ == "accelerate.accelerator":
+        _watch_accelerator(module.Accelerator)
 
 
 def install() -> None:
@@ -92,8 +99,18 @@ def find_config(original: Callable, args: tuple, kwargs: dict) -> Mapping:
 
 
 def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
-    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`."""
-    return find_config(original, args, kwargs).get("cad", ABSENT)
+    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`.
+
+    Raises CADConfigError where the config has the block under a name that nobody reads.
+    """
+    config = find_config(original, args, kwargs)
+    for key in config:
+        if key != "cad" and "".join(filter(str.isalpha, str(key).lower())) in _MEANT:
+            raise CADConfigError(
+                f'the DeepSpeed JSON has "{key}" at its top level, which neither DeepSpeed nor CAD reads. The block is '
+                'called "cad"; take it out to train without CAD'
+            )
+    return config.get("cad", ABSENT)
 
 
 def _read_config(config: Any) -> Mapping:
@@ -152,3 +169,39 @@ def _wrap_report(original: Callable) -> Callable:
         return result
 
     return main
+
+
+def _watch_accelerator(accelerator: type) -> None:
+    """Raise CADConfigError where an Accelerator leaves DeepSpeed out, and with its JSON the "cad" block."""
+    original: Callable[..., None] = accelerator.__init__  # type: ignore[misc]
+    if hasattr(original, _MARK_ACCELERATOR):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.distributed_type == "DEEPSPEED":
+            return
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        if _asks_for_cad(given.get("deepspeed_plugins") or given.get("deepspeed_plugin")):
+            raise CADConfigError(
+                'the DeepSpeed JSON has a "cad" block, but Accelerate trains without DeepSpeed and reads neither: it '
+                f"found {self.distributed_type.value}, as on a CPU (ACCELERATE_USE_CPU, use_cpu, cpu=True). Train on "
+                "GPUs, or take the block out and ask for CAD by -m deepspeed_cad.run, which needs no DeepSpeed"
+            )
+
+    setattr(__init__, _MARK_ACCELERATOR, True)
+    accelerator.__init__ = __init__  # type: ignore[misc]
+
+
+def _asks_for_cad(plugins: Any) -> bool:
+    """Whether one of Accelerate's DeepSpeed plugins, or the file that its launcher names, turns CAD on."""
+    if plugins is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        plugins = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    each = plugins.values() if isinstance(plugins, Mapping) else [plugins]
+    blocks = [_read_config(getattr(one, "deepspeed_config", one)).get("cad", ABSENT) for one in each]
+    return any(block is not ABSENT and not _is_off(block) for block in blocks)
+
+
+def _is_off(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("enabled") is False

@@ -30,6 +30,7 @@ from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
+from deepspeed_cad.meet import meet
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
@@ -93,6 +94,7 @@ class Session:
     # Opening and closing
 
     def _open_groups(self, group: dist.ProcessGroup | None) -> None:
+        meet(group, self.config.timeout_s)
         members = dist.get_process_group_ranks(group) if group is not None else None
         timeout = timedelta(seconds=self.config.timeout_s)
         self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
@@ -300,16 +302,7 @@ def close_session() -> None:
         _sessions.pop().close()
 
 
-def apply(model: torch.nn.Module, config: CADConfig | dict[str, Any] | None = None) -> torch.nn.Module:
-    """Turn CAD on for one Hugging Face model; call after torch.distributed is initialised, before DDP or FSDP.
-
-    Idempotent, and of no effect on any other model. `config` is a CADConfig, the "cad" block as a dict, or None for the
-    defaults. Returns the model. Raises CADConfigError for a bad configuration and CADUnsupportedError for a model that
-    CAD cannot reproduce exactly.
-    """
-    from deepspeed_cad.integrations.transformers import bind
-
-    checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
-    if checked.enabled:
-        bind(model, checked)
-    return model
+def find_binding(model: torch.nn.Module) -> Any:
+    """What an integration bound to a model, through any wrapper; None where CAD is off for it."""
+    session = current_session()
+    return None if session is None else session.find_binding(model)

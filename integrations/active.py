@@ -1,12 +1,15 @@
-"""What was asked for must happen: stops a run whose first optimizer step finds CAD not active, and says why.
+"""What was asked for must happen: stops a run whose optimizer step finds CAD not active, and says why.
 
 In: a request for CAD (a launcher, a plugin). Out: nothing, one error, or one warning where CAD is active and of no use.
+A request for a whole process also ends as a problem that the process must not leave with exit code 0: see
+`deepspeed_cad.asked`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import Any
 
 import torch
@@ -14,9 +17,10 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError
-from deepspeed_cad.session import Session, apply, current_session
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.session import Session, current_session
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -44,13 +48,14 @@ class ActivationCheck:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         session = current_session()
         if session is None or not session.statistics.micro_batches:
-            self.close()
             if self._active:  # a session that has ended since
+                self.close()
                 return
-            raise CADError(
+            self._refuse(
                 f"CAD was asked for ({self.asked_by}) but is not active at the first optimizer step: {_why(session)}. "
                 "Training stops here, because it would go on without CAD"
             )
+            return
         self._active = True
         if session.ranks == 1:
             logger.warning("deepspeed_cad: CAD is on, but there is one process only: there is nothing to balance")
@@ -59,6 +64,72 @@ class ActivationCheck:
             _warn_unpacked(session)
             self.close()
 
+    def _refuse(self, reason: str) -> None:
+        self.close()  # the next Accelerator of this process may do without CAD
+        raise CADError(reason)
+
+
+class ProcessCheck(ActivationCheck):
+    """The check for a whole process that was asked to train with CAD, and CAD for the first model that it trains.
+
+    Every step without CAD is refused, also where the script catches the first error; `problem` is what a process that
+    trained without CAD must end with. For loops of plain torch, where nothing announces which model is trained, CAD is
+    turned on at the first training forward of a model of transformers, unless one is bound before.
+    """
+
+    def __init__(self, asked_by: str, config: CADConfig) -> None:
+        super().__init__(asked_by)
+        self.config = config
+        self._refused = ""
+        self._forwards_without = 0
+        self._forward_handle = register_module_forward_pre_hook(self._before_forward)
+        # A process that is forked from this one trains, or not, for itself.
+        os.register_at_fork(after_in_child=self._start_again)
+
+    def problem(self) -> str:
+        """Why this process must not end with exit code 0; empty where it trained with CAD, or not at all."""
+        if self._refused:
+            return self._refused
+        session = current_session()
+        if self.was_active or not self._forwards_without or (session is not None and session.statistics.micro_batches):
+            return ""
+        return (
+            f"CAD was asked for ({self.asked_by}), and this process ran {self._forwards_without} training forwards of "
+            f"a transformers model without it: {_why(session)}"
+        )
+
+    def close(self) -> None:
+        """Stop watching."""
+        super().close()
+        self._forward_handle.remove()
+
+    def _start_again(self) -> None:
+        self._refused, self._forwards_without = "", 0
+
+    def _refuse(self, reason: str) -> None:
+        self._refused = reason
+        raise CADError(reason)
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if current_session() is not None:
+            self._forward_handle.remove()
+            return
+        host = sys.modules.get("transformers.modeling_utils")  # a process without it trains no model of transformers
+        model = getattr(module, "_orig_mod", module)  # torch.compile
+        if host is None or not isinstance(model, host.PreTrainedModel):
+            return
+        if not model.training or not torch.is_grad_enabled():
+            return
+        if _waits_for_group():
+            self._forwards_without += 1
+        else:
+            apply(model, self.config)
+
+
+def _waits_for_group() -> bool:
+    """Whether this process is one of several and torch.distributed is not initialised yet."""
+    return not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
 
 def _why(session: Session | None) -> str:
     if session is not None:
@@ -66,7 +137,7 @@ def _why(session: Session | None) -> str:
             "it is on for a model that no micro-batch was trained with so far. Another model is trained, or the model "
             "is in eval mode while it trains"
         )
-    if not dist.is_initialized() and torch.cuda.device_count() > 1:
+    if _waits_for_group() or (not dist.is_initialized() and torch.cuda.device_count() > 1):
         return "torch.distributed is not initialised; start the script with accelerate launch, torchrun or deepspeed"
     return (
         "no transformers model with causal attention was passed to Accelerator.prepare or deepspeed.initialize, or ran "
@@ -85,38 +156,7 @@ def _warn_unpacked(session: Session) -> None:
         )  # fmt: skip
 
 
-def agree(first: CADConfig, first_source: str, second: CADConfig, second_source: str) -> None:
-    """Raise CADConfigError, naming the keys, where two sources ask for different things."""
-    ours, theirs = first.to_dict(), second.to_dict()
-    different = [f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in ours if ours[key] != theirs[key]]
-    if different:
-        raise CADConfigError(
-            f"CAD is configured twice, differently: {first_source} and {second_source} disagree in "
-            f"{'; '.join(different)}. Configure it in one place"
-        )
-
-
 def short_block(config: CADConfig) -> dict[str, Any]:
     """The "cad" block without defaults: Accelerate and the HF Trainer reject an "auto" that they do not know."""
     default = CADConfig().to_dict()
     return {key: value for key, value in config.to_dict().items() if value != default[key]}
-
-
-def bind_at_first_forward(config: CADConfig) -> None:
-    """Turn CAD on for the first model of transformers that runs a training forward, unless one is bound before.
-
-    For loops of plain torch, where nothing announces which model is trained; DDP and FSDP may have wrapped it.
-    """
-    from transformers import PreTrainedModel
-
-    def before_forward(module: torch.nn.Module, args: Any) -> None:
-        if current_session() is not None:
-            handle.remove()
-            return
-        model = getattr(module, "_orig_mod", module)
-        waits_for_group = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if isinstance(model, PreTrainedModel) and model.training and torch.is_grad_enabled() and not waits_for_group:
-            handle.remove()
-            apply(model, config)
-
-    handle = register_module_forward_pre_hook(before_forward)

@@ -12,15 +12,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
 from deepspeed_cad.integrations.prepared import PreparedIterator
-from deepspeed_cad.integrations.transformers import Binding, find_binding
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.step import Step, StepAhead, allow_exchange
 from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.session import find_binding
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
 
 logger = logging.getLogger("deepspeed_cad")
 

@@ -52,7 +52,7 @@ from deepspeed_cad.autoload import when_imported
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments
-from deepspeed_cad.session import Session, current_session, open_session
+from deepspeed_cad.session import Session, open_session
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -329,10 +329,3 @@ def _install_trainer_hooks(trainer: types.ModuleType) -> None:
     from deepspeed_cad.integrations.trainer import install_trainer_hooks
 
     install_trainer_hooks(trainer)
-
-
-def find_binding(model: torch.nn.Module) -> Binding | None:
-    """The binding of a model, through any wrapper; None where CAD is off for it."""
-    session = current_session()
-    found: Binding | None = None if session is None else session.find_binding(model)
-    return found

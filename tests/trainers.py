@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,3 +111,24 @@ def assert_same_and_balanced(
     assert sum(entry[BEFORE] for entry in steps) / len(steps) >= 1.2, (name, steps)
     assert not any(key.startswith("cad/") for entry in [*plain, *cad] if "eval_loss" in entry for key in entry), name
     assert not any(key.startswith("cad/") for entry in plain for key in entry), name
+
+
+def write_inputs(folder: Path) -> None:
+    """A tiny checkpoint with a tokenizer in `model`, and texts of very different lengths in `data.jsonl`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(61)} | {"<pad>": 61, "</s>": 62, "<unk>": 63}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="</s>", bos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    training.tiny_llama(torch.float32, pad_token_id=61, eos_token_id=62, bos_token_id=62).save_pretrained(
+        folder / "model"
+    )
+    pick = random.Random(0)
+    lengths = [min(200, max(4, round(20 * pick.lognormvariate(0.0, 1.3)))) for _ in range(200)]
+    texts = [" ".join(f"w{pick.randrange(61)}" for _ in range(length)) for length in lengths]
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -265,7 +265,7 @@ def _level(rows: _Rows, micro_batch: int, tolerance: float, budget: int) -> None
             after = np.array([load[heavy] - swap.work, load[light] + swap.work])
             excess = np.maximum(np.array([load[heavy], load[light]]) - mean, 0).sum()
             gain = float(excess - np.maximum(after - mean, 0).sum())
-            longest = max(swap.given, key=lambda one: int(rows.length[one]))
+            longest = swap.given[0]
             if not is_worth(gain, float(rows.work[longest]), int(rows.length[longest]), swap.tokens):
                 continue
             if best is None or gain > best[0]:

@@ -10,7 +10,7 @@ import glob
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,12 @@ def builder_of(path: Path) -> tuple[str, dict[str, str]]:
 def _sources(places: Sequence[str]) -> Iterator[Source]:
     found = list_files(places)
     datasets = _import_datasets()
-    for path in found:
-        if path.is_dir():
-            yield from _open_folder(datasets, path)
-    yield from _open_files(datasets, [path for path in found if not path.is_dir()])
+    for is_folder, places_alike in groupby(found, Path.is_dir):
+        if is_folder:
+            for path in places_alike:
+                yield from _open_folder(datasets, path)
+        else:
+            yield from _open_files(datasets, list(places_alike))
 
 
 def _open_files(datasets: Any, files: Sequence[Path]) -> Iterator[Source]:
@@ -99,8 +101,9 @@ def _open_files(datasets: Any, files: Sequence[Path]) -> Iterator[Source]:
         alike = [str(file) for file in files if str(builder_of(file)) == kind]
         builder, options = builder_of(Path(alike[0]))
         where = alike[0] if len(alike) == 1 else f"{alike[0]} and {len(alike) - 1} more"
+        names = [glob.escape(file) for file in alike]  # datasets would take a name with brackets for a pattern
         with _readable(where):
-            data = datasets.load_dataset(builder, data_files=alike, split="train", streaming=True, **options)
+            data = datasets.load_dataset(builder, data_files=names, split="train", streaming=True, **options)
         yield Source(where, data)
 
 

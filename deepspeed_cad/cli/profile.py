@@ -146,7 +146,10 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
 
 
 def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.device) -> Profile | None:
-    """Under torchrun: attention on rank 0 while the others wait, then links between all; None on the other ranks."""
+    """Under torchrun: attention on rank 0 while the others wait, then links between all; None on the other ranks.
+
+    Raises CADError on rank 0 where attention cannot be measured; the others then end without a word.
+    """
     import torch.distributed as dist
 
     from deepspeed_cad.exchange.probe import choose_transport
@@ -156,8 +159,19 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
         cpu_group = dist.new_group(backend="gloo")
-        profile = _measure_kernel(args, shape, device) if dist.get_rank() == 0 else None
-        dist.barrier(cpu_group)
+        profile, failure = None, None
+        if dist.get_rank() == 0:
+            try:
+                profile = _measure_kernel(args, shape, device)
+            except CADError as error:
+                failure = error
+        # The others wait here for rank 0, and learn whether they are needed any more.
+        failed = [failure is not None]
+        dist.broadcast_object_list(failed, 0, group=cpu_group)
+        if failure is not None:
+            raise failure
+        if failed[0]:
+            return None
         world = dist.group.WORLD
         if world is None:
             raise CADConfigError("torch.distributed made no process group")

@@ -17,6 +17,7 @@ from deepspeed_cad.autoload import find_config
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.engine.monitor import report_statistics
 from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.meet import together
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -42,7 +43,8 @@ def initialize(
     trains = given.get("optimizer") is not None or "optimizer" in find_config(original, args, kwargs)
     if trains and isinstance(model, torch.nn.Module):
         refuse_model(find_model(model))
-    engine, optimizer, loader, scheduler = original(*args, **kwargs)
+    with together():
+        engine, optimizer, loader, scheduler = original(*args, **kwargs)
     _refuse_engine(engine)
     if not trains:
         _bind_when_trained(engine, config)

@@ -30,6 +30,7 @@ class Liveness:
     def __init__(self, store: dist.Store, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
         self._stopped = self._closed = False
+        self._said = ""
         self._dropped: deque[int] = deque(maxlen=REMEMBERED)
         self._taken: deque[int] = deque(maxlen=REMEMBERED)
 
@@ -41,6 +42,7 @@ class Liveness:
 
     def announce(self, reason: str) -> None:
         """This rank will stop when it has trained what it announced before: leave the reason."""
+        self._said = reason
         self._write("reason", reason)
 
     def reason(self, rank: int) -> str | None:
@@ -48,8 +50,9 @@ class Liveness:
         return self._read("error", rank) or self._read("reason", rank)
 
     def close(self) -> None:
-        """This rank waits for nobody any more."""
+        """This rank waits for nobody any more, and nobody need wait for it."""
         self._closed = True
+        self._write("closed", self._said or "its session was closed")
 
     def drop(self, micro_batches: Iterable[int]) -> None:
         """This rank will never train these micro-batches, given by their turn, although they were announced."""
@@ -62,13 +65,15 @@ class Liveness:
 
     def patiently(self, work: dist.Work, waited_for: str) -> None:
         """Wait for communication of the CPU; raises CADPeerError as soon as it is certain that it will not end."""
-        pause, looked = 20e-6, time.monotonic()
+        pause, looked, before = 20e-6, time.monotonic(), ""
         while not work.is_completed():
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 hopeless = "the session was closed" if self._closed else self.why_hopeless()
+                # Seen twice: what a rank sent before it stopped may still be on its way.
+                before, hopeless = hopeless, hopeless and before
                 if hopeless:
                     self.report(f"lost its peers in {waited_for}: {hopeless}")
                     raise CADPeerError(f"rank {self.rank} waited for {waited_for}: {hopeless}")
@@ -76,7 +81,11 @@ class Liveness:
     def why_hopeless(self) -> str:
         """Why waiting for the other ranks cannot end: one has stopped, or left its loop; empty while it may."""
         others = [rank for rank in range(self.ranks) if rank != self.rank]
-        stopped = [f"rank {rank} stopped: {text}" for rank in others if (text := self._read("error", rank))]
+        stopped = [
+            f"rank {rank} stopped: {text}"
+            for rank in others
+            if (text := self._read("error", rank) or self._read("closed", rank))
+        ]
         for rank in others:
             missed = set((self._read("dropped", rank) or "").split()) & set(map(str, self._taken))
             if missed:

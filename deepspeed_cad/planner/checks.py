@@ -62,8 +62,9 @@ def check_input(problem: PlanInput) -> None:
 
 def _check_segments(name: str, segments: object, ranks: int) -> None:
     rank, begin, end = segments.rank, segments.begin, segments.end  # type: ignore[attr-defined]
-    if len(rank) and (rank.min() < 0 or rank.max() >= ranks):
-        raise CADConfigError(f"a {name} segment lies on rank {int(rank.max())} of a tick with {ranks} ranks")
+    foreign = rank[(rank < 0) | (rank >= ranks)]
+    if len(foreign):
+        raise CADConfigError(f"a {name} segment lies on rank {int(foreign[0])} of a tick with {ranks} ranks")
     if (begin < 0).any() or (end < begin).any():
         at = int(np.flatnonzero((begin < 0) | (end < begin))[0])
         raise CADConfigError(f"{name} segment {at} is [{int(begin[at])}, {int(end[at])}): not an interval of positions")

@@ -29,6 +29,14 @@ def initialize(args=None, model=None, config=None, config_params=None):
     """The docstring of deepspeed.initialize."""
     return ("deepspeed", config, config_params)
 '''
+ACCELERATOR = """
+import types
+
+class Accelerator:
+    def __init__(self, cpu=False, deepspeed_plugin=None, deepspeed_plugins=None):
+        self.distributed_type = type("Kind", (str,), {"value": "MULTI_CPU" if cpu else "DEEPSPEED"})
+        self.distributed_type = self.distributed_type(self.distributed_type.value)
+"""
 REPORT = "def main(hide_operator_status=False):\n    print('the report')\n    return 7\n"
 ENGINE = """
 import sys
@@ -47,6 +55,10 @@ def python(tmp_path):
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text(DEEPSPEED)
     (tmp_path / "deepspeed" / "env_report.py").write_text(REPORT)
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").write_text("from accelerate.accelerator import Accelerator\n")
+    (tmp_path / "accelerate" / "accelerator.py").write_text(ACCELERATOR)
+    (tmp_path / "torch.py").write_text("STAND_IN = True\n")
 
     def run(code: str, path: Path = tmp_path, **environment: str) -> str:
         env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", **environment}
@@ -82,10 +94,11 @@ def test_disarms_and_leaves_the_module_as_it_was(python) -> None:
         "print(type(deepspeed.__loader__).__name__, deepspeed.__spec__.loader is deepspeed.__loader__)\n"
         "f = deepspeed.initialize\n"
         "print(inspect.getsource(deepspeed).count('LOADED'), pickle.loads(pickle.dumps(f)) is f)\n"
-        "print(hook.waiter().waiting)\n"
-        "import deepspeed.env_report; print(hook.waiter())"
+        "print(sorted(hook.waiter().waiting))\n"
+        "import deepspeed.env_report, accelerate.accelerator; print(hook.waiter())"
     )
-    assert python(code).split("\n") == ["SourceFileLoader True", "1 True", "{'deepspeed.env_report'}", "None"]
+    waiting = "['accelerate.accelerator', 'deepspeed.env_report']"
+    assert python(code).split("\n") == ["SourceFileLoader True", "1 True", waiting, "None"]
 
 
 def test_turned_off_by_the_environment(python) -> None:
@@ -173,6 +186,74 @@ def test_a_broken_package_warns_and_deepspeed_still_imports(python) -> None:
         "print(deepspeed.LOADED, 'could not attach' in str(caught[0].message))"
     )
     assert python(code) == "True True"
+
+
+BLOCK = '{"cad": {}}'
+UNREAD = {
+    "no plugin": ("cpu=True", "", "fine"),
+    "no block": ("cpu=True, deepspeed_plugin=plugin({})", "", "fine"),
+    "block and DeepSpeed": ("deepspeed_plugin=plugin({'cad': {}})", "", "fine"),
+    "block on a CPU": ("cpu=True, deepspeed_plugin=plugin({'cad': {}})", "", "unread"),
+    "block that is off": ("cpu=True, deepspeed_plugin=plugin({'cad': {'enabled': False}})", "", "fine"),
+    "one of several": ("cpu=True, deepspeed_plugins={'a': plugin({}), 'b': plugin({'cad': {}})}", "", "unread"),
+    "file of the launcher": ("cpu=True", "ds.json", "unread"),
+}
+
+
+@pytest.mark.parametrize(("call", "file", "said"), UNREAD.values(), ids=UNREAD)
+def test_a_block_that_accelerate_would_leave_unread(python, tmp_path, call: str, file: str, said: str) -> None:
+    (tmp_path / "elsewhere" / "ds.json").write_text(BLOCK)
+    code = ARM + (
+        "import types, accelerate\nplugin = lambda config: types.SimpleNamespace(deepspeed_config=config)\n"
+        f"try:\n accelerate.Accelerator({call}); print('fine')\n"
+        "except ValueError as error:\n assert 'it found MULTI_CPU, as on a CPU' in str(error); print('unread')"
+    )
+    launcher = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": file} if file else {}
+    assert python(code, **launcher) == said
+
+
+@pytest.mark.parametrize("key", ["CAD", "cad_config", "cadConfig", "deepspeed_cad", "Cad "])
+@pytest.mark.parametrize("beside", ["", "'cad': {}, "])
+def test_a_key_that_was_meant_to_be_cad(python, key: str, beside: str) -> None:
+    code = (
+        ARM
+        + ENGINE
+        + (
+            f"import deepspeed\ntry:\n deepspeed.initialize(config={{{beside}{key!r}: {{}}}})\n"
+            "except ValueError as error:\n print(error)"
+        )
+    )
+    assert f'has "{key}" at its top level' in python(code)
+
+
+@pytest.mark.parametrize("key", ["cadence", "cascade", "checkpoint", "aio"])
+def test_other_keys_are_left_alone(python, key: str) -> None:
+    assert python(ARM + f"import deepspeed; print(deepspeed.initialize(config={{{key!r}: {{}}}})[0])") == "deepspeed"
+
+
+RECORD = """
+import sys, types
+asked = types.ModuleType("deepspeed_cad.asked")
+asked.after_import = lambda module: print(module.__name__, module.__spec__._initializing)
+sys.modules["deepspeed_cad.asked"] = asked
+"""
+
+
+@pytest.mark.parametrize("autoload", ["1", "0"])
+def test_a_request_in_the_environment_is_told_of_what_trains(python, autoload: str) -> None:
+    code = "import sys; before = len(sys.meta_path)\n" + ARM + RECORD
+    code += "hook.arm(); import torch, accelerate, deepspeed, deepspeed.env_report; print(len(sys.meta_path) - before)"
+    told = python(code, DEEPSPEED_CAD_CONFIG="{}", DEEPSPEED_CAD_AUTOLOAD=autoload).split("\n")
+    assert told == ["torch True", "accelerate True", "deepspeed True", "0"]
+
+
+def test_no_request_no_word(python) -> None:
+    assert python(ARM + RECORD + "import torch, accelerate, deepspeed", DEEPSPEED_CAD_CONFIG="") == ""
+
+
+def test_a_request_that_cannot_be_read_stops_the_import(python) -> None:
+    code = ARM + "try:\n import torch\nexcept ValueError as error:\n print(error)"
+    assert "DEEPSPEED_CAD_CONFIG in the environment is '{', which is not JSON" in python(code, DEEPSPEED_CAD_CONFIG="{")
 
 
 CALLS = {

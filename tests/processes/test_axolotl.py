@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import subprocess
 import sys
 import types
@@ -16,7 +15,7 @@ import pytest
 import torch
 import training
 from pool import WorkerPool
-from trainers import PackedRows, assert_same, collate, losses_of
+from trainers import PackedRows, assert_same, collate, losses_of, write_inputs
 
 pytest.importorskip("pydantic")
 
@@ -97,27 +96,6 @@ def test_same_losses(fresh_workers: WorkerPool, tmp_path) -> None:
         assert cad[-1]["cad/saved_s"] > 0
 
 
-def _write_inputs(folder: Path) -> None:
-    """A tiny checkpoint with a tokenizer, and texts of very different lengths."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(61)} | {"<pad>": 61, "</s>": 62, "<unk>": 63}
-    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="</s>", bos_token="</s>", unk_token="<unk>"
-    )
-    tokenizer.save_pretrained(folder / "model")
-    training.tiny_llama(torch.float32, pad_token_id=61, eos_token_id=62, bos_token_id=62).save_pretrained(
-        folder / "model"
-    )
-    pick = random.Random(0)
-    lengths = [min(200, max(4, round(20 * pick.lognormvariate(0.0, 1.3)))) for _ in range(200)]
-    texts = [" ".join(f"w{pick.randrange(61)}" for _ in range(length)) for length in lengths]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
 def _run_axolotl(folder: Path, config: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """The Trainer's log and what was said."""
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
@@ -135,7 +113,7 @@ def _run_axolotl(folder: Path, config: dict[str, Any]) -> tuple[list[dict[str, A
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="axolotl is not installed")
 def test_axolotl_itself(tmp_path) -> None:
-    _write_inputs(tmp_path)
+    write_inputs(tmp_path)
     plain, said = _run_axolotl(tmp_path, YAML)
     assert len(losses_of(plain)) == 6, said[-4000:]
     (tmp_path / "log.json").unlink()
@@ -150,6 +128,6 @@ def test_axolotl_itself(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="axolotl is not installed")
 def test_a_key_that_does_not_exist_stops_axolotl(tmp_path) -> None:
-    _write_inputs(tmp_path)
+    write_inputs(tmp_path)
     log, said = _run_axolotl(tmp_path, YAML | PLUGIN | {"cad": {"tolerence": 0.1}})
     assert not log and "did you mean" in said

@@ -16,7 +16,7 @@ WORLD, ROWS = 2, 14
 
 def _announcements(model: Any) -> list[int]:
     """Tokens of what is announced from now on."""
-    from deepspeed_cad.integrations.transformers import find_binding
+    from deepspeed_cad.session import find_binding
 
     feed, found = find_binding(model).feed, []
     announce = feed.announce

@@ -7,12 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from trainers import assert_same, losses_of
 
+import _deepspeed_cad_autoload as hook
+from deepspeed_cad import asked
 from deepspeed_cad.cli import accelerate_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
@@ -97,11 +98,11 @@ def test_accelerate_launch(plain, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_accelerate_cad_launch_with_yaml_and_flags(plain, tmp_path) -> None:
+def test_accelerate_cad_launch_with_a_yaml(plain, tmp_path) -> None:
     config = tmp_path / "launch.yaml"
-    config.write_text(YAML + "cad_config:\n  cad_granularity: 16\n")
-    command = ["-m", "deepspeed_cad.cli.accelerate_cad", "launch", "--config_file", str(config)]
-    command += ["--cad_tolerance", "0.02", "--cad-overlap=local_first", "--main_process_port", _port()]
+    config.write_text(YAML)
+    command = ["-m", "deepspeed_cad.cli.accelerate_cad", "launch", *CAD[2:]]
+    command += ["--config_file", str(config), "--main_process_port", _port()]
     found = _trained(command, tmp_path, "accelerate", "--steps", "4")
     assert_same(_losses(found), plain)
     assert found["balance"][1] < 1.05
@@ -184,52 +185,60 @@ def test_command_line_of_run(tmp_path, monkeypatch, capsys, flags: list[str], sa
 
 
 @pytest.mark.parametrize(
-    ("yaml", "flags", "said"),
+    ("words", "said"),
     [
-        ("cad_config:\n  cad_bogus: 1\n", [], 'unknown key "bogus"'),
-        ("cad_config:\n  cad_tolerance: 7\n", [], "between 0 and 1"),
-        ("cad_config: 5\n", [], "expected keys below it"),
-        ("cad_tolerance: 0.1\n", [], "belong below"),
-        ("cad_config:\n  tolerance: 0.1\n", ["--cad_tolerance", "0.2"], "configured twice, differently"),
-        ("", ["--cad_tolerence", "0.2"], 'did you mean "tolerance"?'),
-        ("", ["--num_processes", "2", "--cad-granularity=0.5"], "whole number"),
-        ("", ["--no_python"], "not Python"),
+        (["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
+        (["launch", "--cad={", "train.py"], "is not JSON"),
+        (["launch", "--cad_config", "none.json", "train.py"], "cannot read"),
     ],
 )
-def test_bad_input_of_accelerate_cad(tmp_path, capsys, yaml: str, flags: list[str], said: str) -> None:
-    pytest.importorskip("accelerate")
-    config = tmp_path / "launch.yaml"
-    config.write_text(YAML + yaml)
-    assert accelerate_cad.main(["launch", "--config_file", str(config), *flags, "train.py"]) == 2
+def test_bad_input_of_accelerate_cad(started, capsys, words: list[str], said: str) -> None:
+    assert accelerate_cad.main(words) == 2 and not started
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
 
-def test_what_accelerate_cad_gives_to_accelerate(tmp_path, monkeypatch) -> None:
-    launch = pytest.importorskip("accelerate.commands.launch")
-    seen: list[Namespace] = []
-    monkeypatch.setattr(launch, "launch_command", seen.append)
-    config = tmp_path / "launch.yaml"
-    config.write_text(YAML + "cad_config:\n  cad_tolerance: 0.1\n  overlap: none\n")
-    flags = ["--config_file", str(config), "--cad_look_ahead", "0", "--cad_monitor", "False"]
-    words = [*flags, "train.py", "--cad_x", "1"]
-    assert accelerate_cad.main(["launch", *words]) == 0
-    block = '{"tolerance": 0.1, "overlap": "none", "look_ahead": 0, "monitor": false}'
-    assert seen[0].module and seen[0].training_script == "deepspeed_cad.run"
-    assert seen[0].training_script_args == ["--cad", block, "train.py", "--cad_x", "1"]
-    assert not [name for name in vars(seen[0]) if name.startswith("cad_")]
-    assert accelerate_cad.main(["launch", "--num_processes", "1", "-m", "package.train", "x"]) == 0
-    assert seen[1].training_script_args == ["--cad", "{}", "-m", "package.train", "x"]
+@pytest.fixture
+def started(monkeypatch) -> list[list[str]]:
+    """What accelerate-cad would have become; the environment is put back afterwards."""
+    words: list[list[str]] = []
+    monkeypatch.setenv(asked.VARIABLE, "")
+    monkeypatch.setitem(sys.modules, "_deepspeed_cad_autoload", hook)
+    monkeypatch.setattr(os, "execv", lambda program, all_words: words.append(all_words))
+    return words
 
 
-def test_questions_of_accelerate_cad_config(monkeypatch, tmp_path) -> None:
-    answers = iter(["yes", "5", "0.1", "", "true", "", ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
-    section = accelerate_cad.ask()
-    assert section == {"cad_tolerance": 0.1, "cad_recompute_attention": True}
-    CADConfig.from_dict({key.removeprefix("cad_"): value for key, value in section.items()})
-    monkeypatch.setattr("builtins.input", lambda prompt: "no")
-    assert accelerate_cad.ask() == {"cad_enabled": False}
+@pytest.mark.parametrize(
+    ("ours", "block", "asked_by"),
+    [
+        (["--cad", '{"tolerance": 0.1}'], {"tolerance": 0.1}, "--cad"),
+        (["--cad_config=block.json"], {"overlap": "none"}, "--cad_config block.json"),
+        ([], {}, "accelerate-cad launch"),
+    ],
+)
+def test_what_accelerate_cad_gives_to_accelerate(started, tmp_path, monkeypatch, ours, block, asked_by) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "block.json").write_text('{"overlap": "none"}')
+    theirs = ["--num_processes", "2", "train.py", "--cad", "x"]
+    assert accelerate_cad.main(["launch", *ours, *theirs]) == 0
+    assert started == [[sys.executable, "-m", "accelerate.commands.launch", *theirs]]
+    assert asked.read_environment() == asked.Request(CADConfig.from_dict(block), asked_by)
+
+
+def test_accelerate_cad_needs_the_hook(started, monkeypatch, capsys) -> None:
+    monkeypatch.delitem(sys.modules, "_deepspeed_cad_autoload")
+    assert accelerate_cad.main(["launch", "train.py"]) == 2 and not started
+    assert "the installed hook is not active" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["launch", "--cad", "{}", "-h"]])
+def test_help_of_accelerate_cad_says_what_its_flags_mean(started, capsys, words: list[str]) -> None:
+    try:
+        assert accelerate_cad.main(words) == 0
+    except SystemExit as end:
+        assert end.code == 0
+    shown = capsys.readouterr().out
+    assert 'the "cad" block, such as' in shown and "a JSON file with the block in it" in shown and not started
 
 
 def test_plugin_refuses_unknown_keys() -> None:
@@ -238,22 +247,3 @@ def test_plugin_refuses_unknown_keys() -> None:
 
     with pytest.raises(CADConfigError, match="did you mean"):
         CADPlugin(tolerence=0.1)
-
-
-def test_a_run_that_never_packs_is_told_once(monkeypatch, caplog) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from deepspeed_cad.integrations import active
-
-    statistics = Namespace(micro_batches=8, imbalance_before=1.0)
-    monkeypatch.setattr(active, "current_session", lambda: Namespace(ranks=2, rank=0, statistics=statistics))
-    check = active.ActivationCheck("a test")
-    weight = torch.nn.Parameter(torch.ones(1))
-    weight.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    optimizer.step()
-    assert check.was_active and not caplog.records
-    statistics.micro_batches = 16
-    for _ in range(3):
-        optimizer.step()
-    assert [record.message.count("nothing to balance") for record in caplog.records] == [1]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +39,10 @@ def test_help_lists_what_is_there(capsys) -> None:
 def test_every_subcommand_that_is_listed_is_there(name: str, capsys) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main([name, "--help"])
-    assert left.value.code == 0 and f"usage: deepspeed-cad {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    purpose = cli.SUBCOMMANDS[name]
+    assert left.value.code == 0 and f"usage: deepspeed-cad {name}" in shown
+    assert f"{purpose[0].upper()}{purpose[1:]}." in " ".join(shown.split())
 
 
 def test_the_doctor_tries_every_transport() -> None:
@@ -118,6 +122,11 @@ def test_a_probe_never_raises(monkeypatch) -> None:
     assert probes._try("thing", fail) == Finding("thing", False, "OSError: first line")
 
 
+def test_a_process_that_dies_without_a_word() -> None:
+    assert probes._last_line(" \n") == "no message"
+    assert probes._last_line("first\nlast\n") == "last"
+
+
 def test_packages_that_are_missing_come_with_a_remedy(monkeypatch) -> None:
     monkeypatch.setattr(probes, "PACKAGES", {"no_such_package": "pip install no_such_package"})
     assert probes.try_packages() == [Finding("no_such_package", False, "not installed", "pip install no_such_package")]
@@ -126,6 +135,71 @@ def test_packages_that_are_missing_come_with_a_remedy(monkeypatch) -> None:
 def test_autoload_that_is_turned_off_is_reported(monkeypatch) -> None:
     monkeypatch.setenv("DEEPSPEED_CAD_AUTOLOAD", "0")
     assert "turned off" in probes.try_autoload().detail
+
+
+def trial_of_two(rank: int, world: int, loses: str) -> str:
+    """What doctor's two processes find: nothing, or the reason why the transport is wrong."""
+    import torch.distributed as dist
+
+    from deepspeed_cad.cli import exchange_trial
+    from deepspeed_cad.exchange.probe import choose_transport
+
+    transport = choose_transport("c10d", dist.group.WORLD, torch.device("cpu"))
+    if loses:
+        carry = getattr(transport, loses)
+
+        def lose(schedule, tensors, **options):
+            for one in tensors:
+                tensor = one.home if loses == "dispatch" else one.served
+                tensor.view(-1)[tensor.numel() // 2 :] = 0.0
+            return carry(schedule, tensors, **options)
+
+        def stop(*given, **options):
+            raise RuntimeError("stopped")
+
+        setattr(transport, loses, lose)
+        if loses == "dispatch" and rank == 0:  # rank 1 finds the loss and sends nothing back
+            transport.give_back = stop
+    try:
+        exchange_trial._there_and_back(transport, rank, torch.device("cpu"))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        transport.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("loses", "found"),
+    [
+        ("", ["", ""]),
+        ("dispatch", ["stopped", "queries of the exchange differ from what was sent"]),
+        ("give_back", ["what came back of the exchange differ from what was sent", ""]),
+    ],
+)
+def test_the_trial_finds_what_a_transport_loses(workers, loses: str, found: list[str]) -> None:
+    assert workers.run(trial_of_two, 2, loses) == found
+
+
+@pytest.mark.parametrize(("name", "host"), [("c10d", None), ("nccl", None), ("mixed", 1)])
+def test_the_trial_puts_its_processes_on_two_hosts_for_mixed(monkeypatch, name: str, host: int | None) -> None:
+    from deepspeed_cad.cli import exchange_trial
+
+    asked = []
+
+    class Asked(Exception):
+        pass
+
+    def choose(chosen, group, device, timeout_s, host):
+        asked.append((chosen, host))
+        raise Asked
+
+    monkeypatch.setattr(exchange_trial, "choose_transport", choose)
+    monkeypatch.setattr(exchange_trial.dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(exchange_trial.dist, "group", SimpleNamespace(WORLD=object()))
+    with pytest.raises(Asked):
+        exchange_trial.main(name, 1, "store")
+    assert asked == [(name, host)]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from deepspeed_cad.cli import main, model_shape
+from deepspeed_cad.cli.data import documents
 from deepspeed_cad.cli.lengths import BATCH
 from deepspeed_cad.cli.packing import TRL_BATCH, layouts, say_cut, trl_rows
 
@@ -186,6 +187,14 @@ def test_what_cannot_be_read_is_one_line(
     (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
     code, answer, shown = plan(tmp_path / name)
     assert code == 2 and answer is None and said in shown and shown.count("\n") == 1
+
+
+def test_files_and_folders_are_read_in_the_order_given(tmp_path: Path) -> None:
+    first = tmp_path / "part [1] of 2.jsonl"
+    first.write_text(json.dumps({"text": "w " * 50}))
+    second, third = _write(tmp_path, "saved", [{"text": "w " * 20}]), _write(tmp_path, "table.csv", [{"text": "w"}])
+    texts = documents([str(first), str(second), str(third)], None)
+    assert [len(text.split()) for text in texts] == [50, 20, 1]
 
 
 def test_an_empty_folder(tmp_path: Path, plan: Callable[..., Any]) -> None:

@@ -50,6 +50,17 @@ def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert sum(out["sent_bytes"]) == sum(out["received_bytes"]) > 0
 
 
+def test_a_plan_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.json").write_text(json.dumps(GOOD))
+    assert main(["plan", str(tmp_path / "in.json"), "--output", "-"]) == 0
+    assert "tasks" in json.loads(capsys.readouterr().out)
+    assert main(["plan", str(tmp_path / "in.json")]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "" and "max/mean" in shown.err
+    assert main(["plan", str(tmp_path / "in.json"), "--output", str(tmp_path / "none" / "out.json")]) == 2
+    assert "out.json cannot be written: No such file" in capsys.readouterr().err
+
+
 def test_ranks_as_lists_and_every_optional_key(tmp_path: Path) -> None:
     fields = {key: GOOD[key] for key in ("heads", "kv_heads", "head_dim")} | {
         "ranks": [[9000, 100], [], [4000]],

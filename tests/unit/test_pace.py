@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.pace import ENOUGH, Pace
+from deepspeed_cad.ahead.pace import ENOUGH, GAIN, PAUSED, TICKS_PER_LOAD, Pace
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout
@@ -70,6 +70,40 @@ def test_nothing_learned_where_it_is_off_or_too_little_was_measured() -> None:
     soon.hear([0, 0], [0, 1])
     base = soon.base_load(soon.late, 1.0)
     assert base is not None and base[0] == 0 and base[1] > 0
+
+
+def test_what_is_learned_by_arithmetic() -> None:
+    """GAIN of the difference from the mean wait, in seconds per load, at most a tenth of the largest mean attention."""
+    pace = Pace(3, lambda: (0.0, 0), 0.1)
+    pace.expect(10.0)
+    pace.expect(4.0)
+    waited = np.array([0.0, 1.0, 2.0]) * 1e9
+    pace.hear(waited * 4, [4, 4, 4])
+    step = GAIN * TICKS_PER_LOAD
+    assert pace.late == pytest.approx([step, 0.0, -step])
+    # A wait over more ticks is a smaller one, and sums go on until every rank has enough.
+    pace.hear(waited * 8, [8, 8, 3])
+    assert pace.late == pytest.approx([step, 0.0, -step])
+    pace.hear([0, 0, 0], [8, 8, 1])
+    wait = np.array([0.0, 8 / 16, 16 / 4])
+    late = np.array([step, 0.0, -step]) + step * (wait.mean() - wait)
+    assert pace.late == pytest.approx(np.clip(late - late.mean(), -1.0, 1.0))
+    for _ in range(5):
+        pace.hear(waited * 4, [4, 4, 4])
+    assert pace.late.max() == pytest.approx(1.0) and pace.late.min() == pytest.approx(-1.0)
+    assert pace.base_load(pace.late, 5.0) == pytest.approx(np.clip(pace.late, -0.5, 0.5) + 0.5)
+    assert pace.base_load(np.zeros(3), 5.0) is None
+
+
+def test_reports_are_whole_nanoseconds() -> None:
+    pauses = False
+    pace = Pace(2, lambda: (1.5e-9, 7), 0.1, lambda: pauses)
+    assert pace.report() == (2, 7) and not pace.paused
+    pauses = True
+    assert pace.report() == (2, PAUSED)
+    late = pace.late
+    late[0] = 5.0
+    assert not pace.late.any(), "what is handed out is a copy"
 
 
 def test_noise_does_not_build_up() -> None:

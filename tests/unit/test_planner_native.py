@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_planner import SECONDS, SHAPE, problems
 
 from deepspeed_cad.cost import PAIRS
@@ -28,9 +29,10 @@ def assert_same(problem: PlanInput) -> Solution:
 
 
 @settings(max_examples=1500, deadline=None)
-@given(problems())
-def test_equal_on_small_inputs(problem: PlanInput) -> None:
-    assert_same(problem)
+@given(problems(), st.sampled_from([None, None, 1e3, 3e4, 3e5]))
+def test_equal_on_small_inputs(problem: PlanInput, bytes_each: float | None) -> None:
+    memory = None if bytes_each is None else np.full(problem.tick.ranks, bytes_each)
+    assert_same(dataclasses.replace(problem, memory=memory))
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import socket
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -322,6 +325,43 @@ def test_a_quick_run_on_this_machine(
     device = GPU if torch.cuda.is_available() else CPU
     assert choose_profile("auto", device) == Profile.load(path)
     assert "--quick" in Profile.load(path).source and max(one.error for one in Profile.load(path).entries) <= 0.15
+
+
+def profile_of_two(rank: int, world: int, path: str, port: int, noisy: float) -> tuple[int, str]:
+    """`torchrun --nproc-per-node 2 -m deepspeed_cad.cli profile`, in a worker: its exit code and what it said."""
+    dist.destroy_process_group()
+    tiny = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes=(32, 64), repeats=1, rounds=1)
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(port))
+        patch.setattr(measure, "sizes_for", lambda device, quick: tiny)
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(profile_command, "NOISY", noisy)
+        with redirect_stdout(said), redirect_stderr(said):
+            code = cli.main(["profile", "--output", path, "--heads", "4", "--kv-heads", "2", "--head-dim", "16"])
+    return code, said.getvalue()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_under_a_launcher_rank_0_writes_and_links_are_measured(workers: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    first, second = workers.run(profile_of_two, 2, str(path), free_port(), float("inf"))
+    assert first[0] == second[0] == 0 and "GB/s from ranks of its node, by c10d" in first[1] and second[1] == ""
+    profile = Profile.load(path)
+    assert profile.inside > 0 and profile.between is None and len(profile.entries) == 1
+
+
+def test_under_a_launcher_a_failure_of_rank_0_ends_all(workers: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    first, second = workers.run(profile_of_two, 2, str(path), free_port(), -1.0)
+    assert first[0] == 2 and "do not fit together" in first[1] and not path.exists()
+    assert second == (0, ""), "it neither waits nor fails"
 
 
 def test_every_peer_gets_a_document() -> None:

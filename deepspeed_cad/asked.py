@@ -1,0 +1,179 @@
+"""CAD that was asked for reaches every process of a run: the one that a launcher starts, and those that it starts.
+
+In: a request, from `-m deepspeed_cad.run`, `accelerate-cad launch` or the user, as the environment variable
+DEEPSPEED_CAD_CONFIG: the "cad" block as JSON, or {"cad": block, "asked_by": words}. Out: every Python process below it
+has CAD armed when torch, accelerate or deepspeed is imported (the installed .pth hook sees to that), and one that
+trained without CAD does not end with exit code 0. A process that only starts others is left alone. Imports neither
+torch nor a host framework by itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.active import ProcessCheck
+
+logger = logging.getLogger("deepspeed_cad")
+
+VARIABLE = "DEEPSPEED_CAD_CONFIG"
+EXIT_CODE = 2
+"""Of a process that trained without CAD although it was asked for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, and the words for who asked."""
+
+    config: CADConfig
+    asked_by: str
+
+    def publish(self) -> None:
+        """Put it into the environment, for the processes that this one starts."""
+        # Without blanks where possible: launchers of several hosts may not pass on a variable that holds one.
+        text = {"cad": self.config.to_dict(), "asked_by": self.asked_by}
+        os.environ[VARIABLE] = json.dumps(text, separators=(",", ":"))
+
+
+def read_environment() -> Request | None:
+    """The request of the environment. Raises CADConfigError where it is not a "cad" block."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        block = json.loads(text)
+    except ValueError as error:
+        raise CADConfigError(
+            f"{VARIABLE} in the environment is {text!r}, which is not JSON: {error}. "
+            f'Write the "cad" block, such as {VARIABLE}=\'{{"tolerance": 0.05}}\''
+        ) from error
+    asked_by = VARIABLE
+    if isinstance(block, dict) and "cad" in block:
+        asked_by = str(block.get("asked_by", VARIABLE))
+        block = block["cad"]
+    return Request(CADConfig.from_dict(block), asked_by)
+
+
+def agree(first: CADConfig, first_source: str, second: CADConfig, second_source: str) -> None:
+    """Raise CADConfigError, naming the keys, where two sources ask for different things."""
+    ours, theirs = first.to_dict(), second.to_dict()
+    different = [f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in ours if ours[key] != theirs[key]]
+    if different:
+        raise CADConfigError(
+            f"CAD is configured twice, differently: {first_source} and {second_source} disagree in "
+            f"{'; '.join(different)}. Configure it in one place"
+        )
+
+
+class Armed:
+    """CAD armed in this process: for whatever trains here from now on, and for how the process ends."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.check: ProcessCheck | None = None  # from the import of torch on: nothing trains before
+        self._settled = False
+        atexit.register(self._at_exit)
+        self._exit = os._exit
+        # atexit is left out by os._exit, with which forked workers and some training scripts end.
+        os._exit = self._exit_at_once
+
+    def after_import(self, module: ModuleType) -> None:
+        """Arm what was just imported: torch, accelerate or deepspeed."""
+        act: dict[str, Callable[[Any], None]] = {
+            "torch": self._arm_torch,
+            "accelerate": self._arm_accelerate,
+            "deepspeed": self._arm_deepspeed,
+        }
+        act[module.__name__](module)
+
+    def settle(self) -> int:
+        """The exit code of a script that ended well: 0, or EXIT_CODE and one line where it trained without CAD."""
+        problem = self._take_problem()
+        if not problem:
+            return 0
+        sys.stderr.write(f"deepspeed_cad: rank {os.environ.get('RANK', '0')}: {problem}\n")
+        sys.stderr.flush()
+        return EXIT_CODE
+
+    def _take_problem(self) -> str:
+        problem = "" if self.check is None or self._settled else self.check.problem()
+        self._settled = True
+        return problem
+
+    def _at_exit(self) -> None:
+        code = self.settle()
+        if code:
+            sys.stdout.flush()
+            self._exit(code)
+
+    def _exit_at_once(self, status: int) -> NoReturn:
+        self._exit(status or self.settle())
+
+    def _arm_torch(self, module: ModuleType) -> None:
+        from deepspeed_cad.integrations.active import ProcessCheck
+
+        self.check = ProcessCheck(self.request.asked_by, self.request.config)
+
+    def _arm_accelerate(self, module: ModuleType) -> None:
+        from deepspeed_cad.integrations.accelerate import CADPlugin, give_every_accelerator
+
+        plugin = CADPlugin.of(self.request.config, self.request.asked_by)
+        plugin.watched = True
+        give_every_accelerator(plugin)
+
+    def _arm_deepspeed(self, module: Any) -> None:
+        """A call of `deepspeed.initialize` without a "cad" block gets ours; one with another block is refused."""
+        from deepspeed_cad.autoload import ABSENT, after_import, find_cad_block
+
+        after_import(module)
+        original: Callable[..., Any] = module.initialize
+        config, asked_by = self.request.config, self.request.asked_by
+
+        @functools.wraps(original)
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            from deepspeed_cad.engine.initialize import initialize as with_cad
+
+            block = find_cad_block(original, args, kwargs)
+            if block is ABSENT:
+                return with_cad(original, config.to_dict(), args, kwargs)
+            agree(config, asked_by, CADConfig.from_dict(block), 'the "cad" block of the DeepSpeed JSON')
+            return original(*args, **kwargs)
+
+        module.initialize = initialize
+
+
+@functools.cache
+def arm() -> Armed | None:
+    """Arm this process, once, for the request of the environment; None where CAD is not asked for."""
+    import _deepspeed_cad_autoload as hook
+
+    request = read_environment()
+    if request is None or not request.config.enabled:
+        return None
+    armed = Armed(request)
+    hook.arm_asked()
+    for name in hook.ASKED_FOR:
+        module = sys.modules.get(name)
+        # A module that is being imported right now is the hook's to announce, when it is whole.
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            armed.after_import(module)
+    return armed
+
+
+def after_import(module: ModuleType) -> None:
+    """Called by the hook when torch, accelerate or deepspeed was imported in a process that was asked for CAD."""
+    armed = arm()
+    if armed is not None:
+        armed.after_import(module)

@@ -1,0 +1,43 @@
+"""A fast selection of benchmarks/gpu_exactness.py: every kernel mode of CAD once, not every combination."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from pathlib import Path
+
+from lines import REFUSED, Found, Lines, Place
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from gpu_exactness import CHECKPOINTING, OVERLAPS, Case, Documents, check, references
+from train_model import make_model
+
+from deepspeed_cad.kernels.interface import KernelNeed
+from deepspeed_cad.kernels.registry import choose
+from deepspeed_cad.session import close_session
+
+
+def run(place: Place, lines: Lines, case: str) -> None:
+    """Transports × overlaps × documents, with checkpointing and what a server keeps in turns."""
+    hidden, heads, groups, tokens = (1024, 8, 4, 2048) if place.on_gpu else (64, 8, 4, 128)
+    size = hidden // heads
+    kernel = choose(place.kernel, KernelNeed(place.device, place.dtype, size, size, heads // groups)).name
+    model = make_model(2, hidden, heads, groups, hidden // 2, 512, place.ranks * tokens, place.device, place.dtype)
+    known: dict[str, tuple] = {}
+
+    def one(chosen: Case) -> Found:
+        if chosen.documents not in known:
+            documents = Documents.make(chosen.documents, place.ranks, tokens, hidden, 512, place.device)
+            known[chosen.documents] = documents, *references(model, kernel, documents, place.device)
+        right, text = check(chosen, model, *known[chosen.documents])
+        return (None if text.startswith(REFUSED) else right), text
+
+    transports = ["nvlink", "nccl"] if place.on_gpu else ["c10d"]
+    modes = list(product(CHECKPOINTING, ("keep", "resend")))
+    for i, (transport, overlap, documents) in enumerate(product(transports, OVERLAPS, ("rows", "stream"))):
+        checkpointing, backward = modes[(i + i // len(modes)) % len(modes)]
+        chosen = Case(kernel, transport, overlap, documents, checkpointing, backward)
+        label = f"{overlap}, {documents}, {checkpointing}, {backward}"
+        lines.check(f"exactness by {transport}", label, lambda c=chosen: one(c))
+        close_session()

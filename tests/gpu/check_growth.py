@@ -1,0 +1,101 @@
+"""Landing areas grow where memory is short: torch's allocator holds most of it, or one rank has none left."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from check_transports import GROUPS, Round
+from lines import Found, Lines, Place
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange import probe
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
+
+LEFT = 256 << 20
+"""Bytes that the driver still has when areas grow by several times as much."""
+
+ROWS = {"cuda": 200_000, "cpu": 300}
+"""Of the document that every rank has and the next one serves."""
+
+
+def run(place: Place, lines: Lines, case: str) -> None:
+    """`case`: a transport, and whether the last rank has no memory left."""
+    transport, _, full = case.partition(": ")
+    if full:
+        lines.check(f"growth by {transport}", full, lambda: check_full(place, transport))
+    else:
+        lines.check(f"growth by {transport}", "allocator holds the memory", lambda: check_held(place, transport))
+
+
+def make_swap(ranks: int, rows: int) -> list[Schedule]:
+    """Every rank has one document, and the next rank serves all of it."""
+    tick = Layout.from_rank_lengths([[rows]] * ranks).tick()
+    tasks = np.array([(r, 0, rows, 0, GROUPS, (r + 1) % ranks) for r in range(ranks)], np.int64)
+    slices = build_slices(tick, tasks)
+    return [schedule_rank(tick, slices, rank, GROUPS) for rank in range(ranks)]
+
+
+def hold(place: Place, left: int) -> list[torch.Tensor]:
+    """All memory of the GPU but `left` bytes."""
+    if not place.on_gpu:
+        return []
+    torch.cuda.empty_cache()
+    held = []
+    while (more := torch.cuda.mem_get_info(place.device)[0] - left) > 8 << 20:
+        held.append(torch.empty(min(more, 8 << 30), dtype=torch.uint8, device=place.device))
+    return held
+
+
+def one_round(place: Place, transport: object, plans: list[Schedule], seed: int) -> int:
+    """An exchange there and back; gives how many values are wrong."""
+    one = Round(plans, place.rank, seed, 0, place.device)
+    one.start(transport)  # type: ignore[arg-type]
+    one.serve(transport)  # type: ignore[arg-type]
+    one.collect()
+    return int(torch.stack(one.wrong).sum())
+
+
+def check_held(place: Place, name: str) -> Found:
+    """What torch's allocator has cached, and nobody uses, is there for landing areas."""
+    transport = probe.choose_transport(name, group_of(place), place.device, timeout_s=20.0)
+    small, large = make_swap(place.ranks, 50), make_swap(place.ranks, ROWS[place.device.type])
+    wrong = one_round(place, transport, small, 1)
+    hold(place, LEFT).clear()  # freed, and kept by torch's allocator
+    free = torch.cuda.mem_get_info(place.device)[0] if place.on_gpu else 0
+    wrong += one_round(place, transport, large, 2) + one_round(place, transport, small, 3)
+    place.gather(None)
+    transport.close()
+    sent = transport.bytes_sent >> 20
+    return wrong == 0, f"{wrong} values are wrong; {sent} MiB sent, {free >> 20} MiB were free outside of torch"
+
+
+def check_full(place: Place, name: str) -> Found:
+    """One rank cannot grow: every rank says so, soon."""
+    transport = probe.choose_transport(name, group_of(place), place.device, timeout_s=10.0)
+    large = make_swap(place.ranks, ROWS[place.device.type])
+    one_round(place, transport, make_swap(place.ranks, 50), 1)
+    last = Round(large, place.rank, 2, 0, place.device)
+    held = hold(place, LEFT) if place.rank == place.ranks - 1 else []
+    place.gather(None)
+    begun = time.perf_counter()
+    try:
+        last.start(transport)
+        place.synchronize()
+        last.serve(transport)
+        last.collect()
+        place.synchronize()
+        found = (False, "no error")
+    except CADError as error:
+        seconds = time.perf_counter() - begun
+        found = (seconds < 30, f"after {seconds:.1f} s: {type(error).__name__}: {str(error)[:300]}")
+    held.clear()
+    return found
+
+
+def group_of(place: Place) -> dist.ProcessGroup:
+    """The ranks that exchange."""
+    return dist.new_group(backend="nccl" if place.on_gpu else "gloo")

@@ -1,0 +1,112 @@
+"""Every kernel that works here against plain torch in fp64: O, LSE and gradients, with and without sinks."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+import numpy as np
+import torch
+from lines import Found, Lines, Place
+
+from deepspeed_cad.attention.serve import fold_sinks
+from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
+from deepspeed_cad.kernels.registry import KERNELS
+from deepspeed_cad.kernels.torch_math import TorchMath
+
+LENGTHS = ((1, 1), (200, 900), (64, 64), (333, 333), (128, 1500), (7, 1031))
+"""Query and key rows of the sequences that kernels are checked on."""
+
+SHAPES = {
+    "32/8 × 128": {"heads": 32, "groups": 8, "head": 128},
+    "4/1 × 128": {"heads": 4, "groups": 1, "head": 128},
+    "view 4/1 of 32/8 × 128": {"heads": 32, "groups": 8, "head": 128, "view": True},
+    "8/2 × 64": {"heads": 8, "groups": 2, "head": 64},
+    "8/2 × 64, sinks": {"heads": 8, "groups": 2, "head": 64, "sinks": True},
+    "8/2 × 64, window 100": {"heads": 8, "groups": 2, "head": 64, "window": 100},
+    "4/1 × 64, window 100, sinks": {"heads": 4, "groups": 1, "head": 64, "window": 100, "sinks": True},
+    "8/8 × 96": {"heads": 8, "groups": 8, "head": 96},
+    "16/1 × 256": {"heads": 16, "groups": 1, "head": 256},
+    "8/2 × 64, soft-cap": {"heads": 8, "groups": 2, "head": 64, "softcap": 2.0},
+    "8/2 × 64, soft-cap, window": {"heads": 8, "groups": 2, "head": 64, "softcap": 2.0, "window": 100},
+    "4/4 × 192, values 128": {"heads": 4, "groups": 4, "head": 192, "value": 128},
+}
+
+
+def run(place: Place, lines: Lines, case: str) -> None:
+    """Shapes are shared out over the ranks, as some kernels are compiled for each; the last checks determinism."""
+    chosen = [kernel for kernel in KERNELS if place.kernel == kernel.name]
+    if place.kernel == "auto":
+        chosen = list(KERNELS[:-1] if place.on_gpu else KERNELS[-1:])  # the last is what others are compared with
+    for kernel in chosen:
+        what = f"kernel {kernel.name}"
+        reasons = {refusal(place, kernel, shape) for shape in SHAPES.values()}
+        if len(reasons) == 1 and None not in reasons:
+            lines.check(what, "all", lambda r=reasons: (None, r.pop()))
+            continue
+        for i, (label, shape) in enumerate(SHAPES.items()):
+            if i % place.ranks == place.rank:
+                lines.check(what, label, lambda k=kernel, s=shape: check(place, k, s))
+        if place.rank == place.ranks - 1:
+            torch.use_deterministic_algorithms(True)
+            shape = SHAPES["4/1 × 128"]
+            lines.check(what, "4/1 × 128, deterministic", lambda k=kernel, s=shape: check(place, k, s))
+            torch.use_deterministic_algorithms(False)
+
+
+def refusal(place: Place, kernel: Kernel, shape: dict) -> str | None:
+    """Why a kernel does not take this, also where only the build that is installed here does not."""
+    need = KernelNeed(
+        place.device, place.dtype, shape["head"], shape.get("value", shape["head"]), shape["heads"] // shape["groups"],
+        "window" in shape, "softcap" in shape, torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    reason = kernel.refuse(need)
+    if reason is None and kernel.name == "flash_attn_2":
+        # A build that was trimmed says so in its summary; it would compute garbage beyond that.
+        summary = metadata.metadata("flash_attn").get("Summary", "")
+        limit = re.search(r"head sizes up to (\d+)", summary)
+        if limit and need.head_dim > int(limit.group(1)):
+            reason = f"the build that is installed here has head sizes up to {limit.group(1)}"
+    return reason
+
+
+def check(place: Place, kernel: Kernel, shape: dict) -> Found:
+    """O, LSE and gradients in bf16 against fp64 on the same inputs; twice, to see whether they are the same bits."""
+    device, dtype = place.device, place.dtype
+    heads, groups, head = shape["heads"], shape["groups"], shape["head"]
+    value = shape.get("value", head)
+    reason = refusal(place, kernel, shape)
+    if reason is not None:
+        return None, reason
+    torch.manual_seed(0)
+    host_q, host_k = (np.cumsum([0, *(pair[i] for pair in LENGTHS)]).astype(np.int32) for i in (0, 1))
+    cu_q, cu_k = (torch.from_numpy(x).to(device) for x in (host_q, host_k))
+    sequences = Sequences(host_q, host_k, cu_q, cu_k, 333, 1500)
+    q, k, v, do = (
+        torch.randn(int(rows), count, size, device=device).to(dtype)
+        for rows, count, size in (
+            (host_q[-1], heads, head), (host_k[-1], groups, head),
+            (host_k[-1], groups, value), (host_q[-1], heads, value),
+        )
+    )  # fmt: skip
+    if shape.get("view"):
+        q, k, v, do = q[:, 8:12], k[:, 2:3], v[:, 2:3], do[:, 8:12]
+    sinks = torch.randn(q.shape[1], device=device) + 6 if shape.get("sinks") else None
+    rule = MaskRule(head**-0.5, shape.get("window"), shape.get("softcap"))
+
+    def attend(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> list:
+        o, lse = kernel.forward(q, k, v, sequences, rule)
+        if sinks is not None:
+            o, lse = fold_sinks(o, lse, sinks.to(lse.dtype))
+        return [o, lse, *kernel.backward(do, q, k, v, o, lse, sequences, rule)]
+
+    found, again = attend(kernel, q, k, v, do), attend(kernel, q, k, v, do)
+    same = all(torch.equal(one, other) for one, other in zip(found, again))
+    expected = attend(TorchMath(), *(x.double() for x in (q, k, v, do)))
+    errors = [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, expected)]
+    # bf16 has 8 bits: rounding the exact result alone gives a relative error of about 0.0017.
+    right = max(errors) < 0.012 and errors[1] < 1e-3
+    if torch.are_deterministic_algorithms_enabled():
+        right = right and same
+    named = ", ".join(f"{name} {error:.4f}" for name, error in zip(("O", "LSE", "dQ", "dK", "dV"), errors))
+    return right, f"{named}{'' if same else '; bits differ between runs'}"

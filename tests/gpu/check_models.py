@@ -1,0 +1,204 @@
+"""Tiny models of four families through `deepspeed_cad.apply` on every transport, against every document alone in fp64.
+
+What an ordinary run of the same model errs by is measured beside it: in the same precision, every document alone, with
+transformers' own attention. Loss and every gradient with CAD may err by twice as much. Documents stay on their rank,
+with activation checkpointing, or span ranks, without.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lines import Found, Lines, Place
+from model_cases import tiny_config
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import deepspeed_cad
+from deepspeed_cad.session import close_session
+
+Results = dict[str, torch.Tensor]
+"""Gradients of parameters by name, and under "loss" the loss of every token; fp64."""
+
+VOCAB = 256
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 16384, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    # A token that another rounding sends to another expert would hide everything else: all experts see all tokens.
+    "gpt_oss": {"sliding_window": 100, "num_local_experts": 2, "num_experts_per_tok": 2},
+    "gemma2": {"sliding_window": 100, "attn_logit_softcapping": 2.0},
+    "deepseek_v3": {
+        "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 2,
+    },
+}  # fmt: skip
+"""What a config says besides SMALL in model_cases.py; head sizes are those that kernels are built for."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is."""
+
+    hidden: int
+    tokens: int
+    """Per rank."""
+
+
+def run(place: Place, lines: Lines, case: str) -> None:
+    """`case`: the models, comma-separated; default all."""
+    sizes = Sizes(512, 2048) if place.on_gpu else Sizes(64, 192)
+    transports = ["c10d"] if not place.on_gpu else ["mixed"] if place.hosts else ["nvlink", "nccl", "c10d"]
+    if place.ranks == 1:
+        transports = ["auto"]
+    if place.hosts and len(set(place.hosts)) == place.ranks:
+        transports = ["mixed", "auto"]
+    where = f", hosts {','.join(map(str, place.hosts))}" if place.hosts else ""
+    for kind in case.split(",") if case else MODELS:
+        model = make_model(place, kind, sizes)
+        for documents in ("rows", "stream") if place.ranks > 1 else ("rows",):
+            lengths = make_lengths(documents, place.ranks, sizes.tokens)
+            exact: list[tuple[Results, dict[str, float]]] = []
+            for transport in transports:
+                check_one = partial(check, place, model, lengths, transport, documents == "rows", exact)
+                label = f"{kind}, {documents}{', checkpointing' * (documents == 'rows')}"
+                lines.check(f"model by {transport}{where}", label, check_one)
+                close_session()
+
+
+def make_model(place: Place, kind: str, sizes: Sizes) -> PreTrainedModel:
+    """The same random weights on every rank; scores of attention with a standard deviation between 1 and 2."""
+    torch.manual_seed(0)
+    size = {"hidden_size": sizes.hidden, "intermediate_size": sizes.hidden}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(kind, **{**COMMON, **size, **MODELS[kind]}))
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the fused ones know no fp64
+    model.set_attn_implementation("eager")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or name.endswith(("sinks", "bias")):
+                scale = 1.2 * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            if name.endswith("sinks"):
+                parameter.add_(6.0)  # as much weight as hundreds of keys: a wrong sink must show
+    return model.to(place.device, place.dtype).train()
+
+
+def make_lengths(documents: str, ranks: int, tokens: int) -> list[int]:
+    """Of one stream of documents, of which every rank has equal parts: very uneven rows, or a first document that lies
+    on all ranks."""
+    if documents == "stream":
+        first = (ranks - 1) * tokens + tokens // 2 - 3
+        return [first, 2, ranks * tokens - first - 2]
+    short = [tokens // 7, 1, tokens // 3, 5, tokens // 11]
+    long = [tokens - tokens // 9, tokens // 9]
+    return [n for rank in range(ranks) for n in ([*short, tokens - sum(short)] if rank % 2 else long)]
+
+
+def stream(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, positions and the next token of the document, −100 at its end."""
+    ids = torch.randint(3, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(7))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    targets = torch.cat([ids[1:], ids.new_full((1,), -100)])
+    targets[:-1][positions[1:] == 0] = -100
+    return ids.to(device), positions.to(device), targets.to(device)
+
+
+def train(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> Results:
+    """One forward and backward over a row of tokens."""
+    model.zero_grad()
+    logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    loss = torch.nn.functional.cross_entropy(logits.to(wide), targets, reduction="none")
+    loss.sum().backward()
+    found = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    return {**found, "loss": loss.detach().double()}
+
+
+def alone(model: PreTrainedModel, lengths: list[int]) -> Results:
+    """Every document alone, with transformers' own attention."""
+    device = next(model.parameters()).device
+    everything, end, losses = stream(lengths, device), 0, []
+    total: Results = {}
+    for length in lengths:
+        begin, end = end, end + length
+        one = train(model, *(column[begin:end] for column in everything))
+        losses.append(one.pop("loss"))
+        total = {name: grad + total.get(name, 0) for name, grad in one.items()}
+    return {**total, "loss": torch.cat(losses)}
+
+
+def errors(found: Results, exact: Results) -> dict[str, float]:
+    """Relative L2 error of each parameter's gradient, and of the losses of all tokens."""
+    return {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+
+
+def median(values: dict[str, float]) -> float:
+    """The one in the middle."""
+    return sorted(values.values())[len(values) // 2]
+
+
+def usual(exact: Results, ordinary: dict[str, float]) -> list[float]:
+    """The ordinary error of everything in `exact`. All gradients err for the same causes, and that of a gradient of few
+    numbers, such as sinks, may be small by chance: it is taken to be the median at least, the largest for very few."""
+    gradients = {name: error for name, error in ordinary.items() if name != "loss"}
+    few = {name: max(gradients.values()) for name in gradients if exact[name].numel() < 64}
+    return [max(error, few.get(name, median(gradients)) * (name != "loss")) for name, error in ordinary.items()]
+
+
+def check(
+    place: Place,
+    model: PreTrainedModel,
+    lengths: list[int],
+    transport: str,
+    checkpointing: bool,
+    known: list[tuple[Results, dict[str, float]]],
+) -> Found:
+    """One model on one transport. `known`: the references, made by the first transport and used by all."""
+    if not known:
+        exact = alone(copy.deepcopy(model).double(), lengths)
+        known.append((exact, errors(alone(model, lengths), exact)))
+    exact, ordinary = known[0]
+    ours = copy.deepcopy(model)
+    if checkpointing:
+        ours.gradient_checkpointing_enable({"use_reentrant": False})
+    block = {"kernel": place.kernel, "transport": transport, "tolerance": 0.02, "timeout_s": 60.0}
+    block["granularity"] = 64 if place.on_gpu else 16
+    refused = None
+    try:
+        deepspeed_cad.apply(ours, block)
+    except deepspeed_cad.CADUnsupportedError as error:
+        refused = str(error)
+    if any(place.gather(refused)):
+        return None, refused or "refused on another rank"
+    tokens = sum(lengths) // place.ranks
+    here = [column[place.rank * tokens : (place.rank + 1) * tokens] for column in stream(lengths, place.device)]
+    try:
+        for _ in range(2):  # the second time with warm buffers, and plans made ahead of the layers
+            found = train(ours, *here)
+    except deepspeed_cad.CADUnsupportedError as error:  # the kernel is chosen where the first layer attends
+        return None, str(error)
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    parts = [torch.empty_like(found["loss"]) for _ in range(place.ranks)]
+    dist.all_gather(parts, found["loss"])
+    found["loss"] = torch.cat(parts)
+    for name in sorted(found.keys() - {"loss"}):
+        dist.all_reduce(found[name])
+    moved = sum(place.gather(session.transport.bytes_sent if session.transport else 0))
+    ratios = {name: error / limit for (name, error), limit in zip(errors(found, exact).items(), usual(exact, ordinary))}
+    floor = median(ordinary)
+    worst = max(ratios, key=lambda name: ratios[name])
+    right = all(ratio <= 2.0 for ratio in ratios.values()) and (moved > 0 or place.ranks == 1)
+    right = right and floor < 0.1 and len(ratios) == len(found)
+    return right, (
+        f"error ÷ ordinary error: loss {ratios['loss']:.2f}, worst {ratios[worst]:.2f} ({worst}), ordinary "
+        f"{floor:.1e}, at most {max(ordinary.values()):.1e}; {moved >> 10} KiB moved"
+    )

@@ -1,0 +1,212 @@
+"""Every transport against rows moved by index, over random plans on two interleaved slots with growing buffers; and
+what a rank says when another one leaves an exchange out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from cases import random_tasks
+from lines import Found, Lines, Place
+
+from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange import probe
+from deepspeed_cad.exchange.transport import Outgoing, Returning, Transport
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER, Schedule, build_slices, schedule_rank
+
+GROUPS = 4
+
+Agree = Callable[[int], "list[int]"]
+
+
+def run(place: Place, lines: Lines, case: str) -> None:
+    """All transports of one host, or with pretended hosts what carries exchanges between those."""
+    device, ranks = place.device, place.ranks
+    group = dist.new_group(backend="nccl" if place.on_gpu else "gloo")
+    talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+
+    def agree(value: int) -> list[int]:
+        found: list[int] = [0] * ranks
+        dist.all_gather_object(found, value, group=talk)
+        return found
+
+    def exchanges(name: str) -> Found:
+        transport = probe.choose_transport(name, group, device, agree)
+        found = check_transport(transport, place)
+        agree(0)
+        transport.close()
+        return found
+
+    def choice() -> Found:
+        transport = probe.choose_transport("auto", group, device, agree)
+        transport.close()
+        return transport.name == expected_choice(place), transport.name
+
+    names = ["c10d"] if not place.on_gpu else ["mixed"] if place.hosts else ["nvlink", "nccl", "c10d"]
+    where = f", hosts {','.join(map(str, place.hosts))}" if place.hosts else ""
+    lines.check("transport auto", f"choice{where}", choice)
+    for name in names:
+        lines.check(f"transport {name}", f"exchanges{where}", partial(exchanges, name))
+    for name, warm in (("nvlink", True), ("nvlink", False), ("nccl", True), ("mixed", True), ("mixed", False)):
+        if name in names:
+            left_out = partial(check_timeout, name, warm, group, place, agree)
+            lines.check(f"transport {name}", f"time-out{'' if warm else ' while growing'}{where}", left_out)
+
+
+def expected_choice(place: Place) -> str:
+    """What "auto" takes, as docs/architecture.md says."""
+    if not place.on_gpu:
+        return "c10d"
+    apart = len(set(place.hosts or (0,)))
+    return "nvlink" if apart == 1 else "nccl" if apart == place.ranks else "mixed"
+
+
+def make_schedules(ranks: int, seed: int, longest: int) -> list[Schedule]:
+    """A random plan for all ranks."""
+    rng = np.random.default_rng(seed)
+    lengths = [[int(n) for n in rng.integers(1, longest, rng.integers(1, 5))] for _ in range(ranks)]
+    tick = Layout.from_rank_lengths(lengths).tick()
+    tasks = random_tasks(tick, GROUPS, rng, granularity=64)
+    if seed % 5 == 0:
+        tasks[:, 5] = seed % ranks  # everything on one rank: others serve nothing
+    slices = build_slices(tick, tasks)
+    return [schedule_rank(tick, slices, rank, GROUPS) for rank in range(ranks)]
+
+
+def home_tensor(schedule: Schedule, kind: int, width: int, dtype: torch.dtype, seed: int, device: torch.device):
+    """Equal on every rank that makes it, and strided: groups have a gap between them."""
+    rows = schedule.query_tokens if kind == QUERY else schedule.key_tokens
+    generator = torch.Generator(device).manual_seed(seed * 1000 + schedule.rank * 10 + kind)
+    return torch.randn(rows, GROUPS, width + 8, generator=generator, device=device).to(dtype)[..., :width]
+
+
+class Round:
+    """One dispatch and return with known answers."""
+
+    FIELDS = ((QUERY, 256, torch.bfloat16), (KEY, 64, torch.bfloat16), (KEY, 32, torch.bfloat16))
+
+    def __init__(self, schedules: list[Schedule], rank: int, seed: int, slot: int, device: torch.device) -> None:
+        self.schedules, self.rank, self.seed, self.slot, self.device = schedules, rank, seed, slot, device
+        self.own = schedules[rank]
+        self.homes = [[home_tensor(s, *field, seed, device) for field in self.FIELDS] for s in schedules]
+
+    def start(self, transport: Transport) -> None:
+        fields = [Outgoing(kind, home) for (kind, _, _), home in zip(self.FIELDS, self.homes[self.rank])]
+        self.out = transport.dispatch(self.own, fields, self.slot)
+
+    def serve(self, transport: Transport) -> None:
+        """Check what arrived; what goes back is what arrived times a number of this rank."""
+        arrived = self.out.wait()
+        self.wrong = []
+        for f, (kind, _width, _dtype) in enumerate(self.FIELDS):
+            expected = torch.empty_like(arrived[f])
+            for s in self.schedules:
+                for table in (s.own,) if s.rank == self.rank else (s.sends[s.sends[:, SERVER] == self.rank],):
+                    index = torch.from_numpy(s.home_index(table, kind)).to(self.device)
+                    rows = torch.from_numpy(s.server_index(table, kind)).to(self.device)
+                    expected[rows] = self.homes[s.rank][f][index // GROUPS, index % GROUPS]
+            self.wrong.append((arrived[f] != expected).sum())
+        given = [(x.float() * self.factor(self.rank)).to(x.dtype) for x in arrived]
+        self.given = given
+        self.target = [torch.full_like(home, 0.5) for home in self.homes[self.rank]]
+        back = [
+            Returning(kind, x, home, add=kind == KEY) for (kind, _, _), x, home in zip(self.FIELDS, given, self.target)
+        ]
+        lse = torch.zeros(self.homes[self.rank][0].shape[:2], device=self.device).unsqueeze(2)
+        served = int(self.own.served_rows[self.rank, QUERY])
+        self.lse, self.lse_target = torch.full((served, 1), float(self.rank + 1), device=self.device), lse
+        self.back = transport.give_back(self.own, [*back, Returning(QUERY, self.lse, lse)], self.slot)
+
+    def collect(self) -> None:
+        self.back.wait()
+        for f, (kind, _width, _dtype) in enumerate(self.FIELDS):
+            home = self.homes[self.rank][f]
+            expected = torch.full(home.shape, 0.5, device=self.device, dtype=torch.float64)
+            for table in (self.own.sends, self.own.own):
+                index = torch.from_numpy(self.own.home_index(table, kind)).to(self.device)
+                chosen = table[table[:, KIND] == kind]
+                server = torch.from_numpy(np.repeat(chosen[:, SERVER], chosen[:, ROWS])).to(self.device)
+                factor = torch.tensor([self.factor(r) for r in range(len(self.schedules))], device=self.device)[server]
+                rows = home[index // GROUPS, index % GROUPS].float() * factor.unsqueeze(1)
+                rows = rows.to(home.dtype).double()
+                if kind == QUERY:
+                    expected[index // GROUPS, index % GROUPS] = rows
+                else:
+                    expected.index_put_((index // GROUPS, index % GROUPS), rows, accumulate=True)
+            tolerance = 2**-8 * expected.abs() + 1e-6 if kind == KEY else 0
+            self.wrong.append(((self.target[f].double() - expected).abs() > tolerance).sum())
+        expected = torch.zeros(self.lse_target.shape, device=self.device)
+        for table in (self.own.sends, self.own.own):
+            index = torch.from_numpy(self.own.home_index(table, QUERY)).to(self.device)
+            chosen = table[table[:, KIND] == QUERY]
+            server = torch.from_numpy(np.repeat(chosen[:, SERVER], chosen[:, ROWS])).to(self.device)
+            expected[index // GROUPS, index % GROUPS] = (server + 1.0).unsqueeze(1)
+        self.wrong.append((self.lse_target != expected).sum())
+
+    @staticmethod
+    def factor(rank: int) -> float:
+        return 1 + rank / 4
+
+
+def check_transport(transport: Transport, place: Place) -> Found:
+    """Rounds on two slots that overlap, sizes up and down; sources are freed and their memory reused at once."""
+    rank, ranks, device = place.rank, place.ranks, place.device
+    wrong: list[torch.Tensor] = []
+    kept: dict[int, list[Schedule]] = {}
+    rounds, begun = 24, time.perf_counter()
+    for step in range(rounds):
+        seed = step % 9
+        longest = 200 if step < 6 else 3000 if step < 14 else 900
+        plans = kept.setdefault(seed * 10000 + longest, make_schedules(ranks, seed, longest))
+        pair = [Round(plans, rank, seed + 100 * slot, slot, device) for slot in (0, 1)]
+        for one in pair:
+            one.start(transport)
+        for one in pair:
+            one.serve(transport)
+            torch.full((1 << 22,), 7.0, device=device)  # takes freed memory: a copy that still reads it would show
+        for one in pair:
+            one.collect()
+            wrong += one.wrong
+    count = int(torch.stack(wrong).sum())
+    seconds = time.perf_counter() - begun
+    detail = f"{transport.exchanges} exchanges, {transport.bytes_sent >> 20} MiB sent, {seconds:.1f} s"
+    return count == 0, detail if count == 0 else f"{count} values are wrong; {detail}"
+
+
+def check_timeout(name: str, warm: bool, group: dist.ProcessGroup, place: Place, agree: Agree) -> Found:
+    """The last rank leaves one exchange out: the others get an error in time, and their GPU goes on.
+
+    `warm`: all buffers are there already; else the exchange left out is one that makes a buffer.
+    """
+    rank, ranks, device = place.rank, place.ranks, place.device
+    transport = probe.choose_transport(name, group, device, agree, timeout_s=2.0)
+    plans = make_schedules(ranks, 1, 300)
+    for seed in range(3 if warm else 1):
+        one = Round(plans, rank, seed, 0, device)
+        one.start(transport)
+        one.serve(transport)
+        one.collect()
+    place.synchronize()
+    agree(0)
+    begun, verdict = time.perf_counter(), (True, "left the exchange out")
+    if rank != ranks - 1:
+        try:
+            two = Round(plans, rank, 2, 0, device)
+            two.start(transport)
+            two.out.wait()
+            place.synchronize()  # hangs unless the watchdog lets the GPU go on
+            two.start(transport)
+            verdict = (False, "no error")
+        except CADPeerError as error:
+            seconds = time.perf_counter() - begun
+            verdict = (seconds < 15, f"after {seconds:.1f} s: {str(error)[:100]}")
+    agree(0)
+    transport.close()
+    return verdict

@@ -1,0 +1,86 @@
+"""What one rank finds: a `Line` for every case, written to a file as soon as the case is over.
+
+A line that says only that a case began is what is left where a rank hung or died in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PASSED, FAILED, REFUSED, BEGUN = "passed", "failed", "refused", "begun"
+"""Of a line. Refused: the kernel or transport says that it cannot do this, and why."""
+
+Found = tuple[bool | None, str]
+"""Whether a case is right, None where it is refused; and what there is to say about it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a check runs."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    hosts: tuple[int, ...] | None = None
+    """The host that each rank pretends to be on; None: all are where they are."""
+    kernel: str = "auto"
+    """The attention kernel to check."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """False in a rehearsal on CPU processes."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What models compute in: bf16, or fp32 on a CPU, whose only kernel is exact."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank."""
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value)
+        return found
+
+
+class Lines:
+    """The lines of one rank."""
+
+    def __init__(self, place: Place, path: Path) -> None:
+        self.place, self.path = place, path
+
+    def check(self, what: str, case: str, run: Callable[[], Found]) -> str:
+        """Run one case and write what came of it; an exception is a failure. Gives the state."""
+        self._write(what, case, BEGUN, "", 0.0)
+        begun = time.perf_counter()
+        try:
+            right, detail = run()
+            self.place.synchronize()
+            state = REFUSED if right is None else PASSED if right else FAILED
+        except Exception as error:  # whatever it is, the table says so and the other cases go on
+            state, detail = FAILED, f"{type(error).__name__}: {str(error)[:1500]}"
+        self._write(what, case, state, detail, time.perf_counter() - begun)
+        return state
+
+    def _write(self, what: str, case: str, state: str, detail: str, seconds: float) -> None:
+        line = {"what": what, "case": case, "state": state, "detail": detail, "seconds": round(seconds, 1)}
+        line["rank"] = self.place.rank
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if state != BEGUN:
+            sys.stdout.write(f"[{self.place.rank}] {state:8}{what:26}{case:34}{seconds:6.1f} s  {detail}\n")
+            sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Parts of tests/mutate.py."""

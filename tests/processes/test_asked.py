@@ -1,0 +1,231 @@
+"""What was asked for reaches the processes that a command starts, and none that trained without CAD ends with 0.
+
+How a process ends is tried in Pythons of their own with stand-ins for torch and the check; launchers are tried with
+real torchrun, accelerate and `trl sft`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainers import write_inputs
+
+from deepspeed_cad import asked
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = '{"granularity": 16, "tolerance": 0.02}'
+
+STAND_INS = """
+import sys, types
+active = types.ModuleType("deepspeed_cad.integrations.active")
+class ProcessCheck:
+    was_active = False
+    trained_without = ""
+    def __init__(self, asked_by, config):
+        ProcessCheck.asked = (asked_by, config.tolerance)
+    def problem(self):
+        return ProcessCheck.trained_without
+active.ProcessCheck = ProcessCheck
+sys.modules["deepspeed_cad.integrations.active"] = active
+"""
+
+
+def _environment(folder: Path, **more: str) -> dict[str, str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", asked.VARIABLE):
+        env.pop(name, None)
+    return env | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **more}
+
+
+# The request
+
+
+@pytest.mark.parametrize("block", [{}, {"tolerance": 0.2, "kernel": "auto"}])
+def test_a_request_survives_the_environment(monkeypatch, block: dict) -> None:
+    monkeypatch.setenv(asked.VARIABLE, "")
+    assert asked.read_environment() is None
+    given = asked.Request(CADConfig.from_dict(block), "--cad")
+    given.publish()
+    assert asked.read_environment() == given
+    assert " " not in os.environ[asked.VARIABLE]
+
+
+def test_a_user_may_write_the_block_alone(monkeypatch) -> None:
+    monkeypatch.setenv(asked.VARIABLE, '{"tolerance": 0.2}')
+    assert asked.read_environment() == asked.Request(CADConfig(tolerance=0.2), "DEEPSPEED_CAD_CONFIG")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("0.2", "expected an object"), ("yes", "is not JSON"), ('{"cad": {"x": 1}}', "unknown key")]
+)
+def test_a_bad_request(monkeypatch, text: str, said: str) -> None:
+    monkeypatch.setenv(asked.VARIABLE, text)
+    with pytest.raises(CADConfigError, match=said):
+        asked.read_environment()
+
+
+@pytest.mark.parametrize(
+    ("flags", "tolerance", "asked_by"),
+    [((None, None), 0.2, "outside"), (('{"tolerance": 0.2}', None), 0.2, "--cad"), (("{}", None), None, "")],
+)
+def test_a_request_inside_another_agrees_with_it(monkeypatch, flags, tolerance, asked_by) -> None:
+    from deepspeed_cad.run import read_request
+
+    monkeypatch.setenv(asked.VARIABLE, '{"cad": {"tolerance": 0.2}, "asked_by": "outside"}')
+    if tolerance is None:
+        with pytest.raises(CADConfigError, match="--cad and outside disagree in tolerance: 0.05 and 0.2"):
+            read_request(*flags)
+    else:
+        assert read_request(*flags) == asked.Request(CADConfig(tolerance=tolerance), asked_by)
+
+
+# How a process ends
+
+ENDS = {
+    "returns": ("", "main"),
+    "sys.exit": ("sys.exit()", "main"),
+    "sys.exit(0)": ("sys.exit(0)", "main"),
+    "os._exit(0)": ("os._exit(0)", "main"),
+    "a child returns": ("", "child"),
+    "a child calls sys.exit(0)": ("sys.exit(0)", "child"),
+    "a child calls os._exit(0)": ("os._exit(0)", "child"),
+    "a fork calls os._exit(0)": ("os._exit(0)", "fork"),
+}
+
+
+def _end(folder: Path, end: str, where: str, trains: str) -> subprocess.CompletedProcess[str]:
+    (folder / "sitecustomize.py").write_text(STAND_INS)
+    (folder / "torch.py").write_text("")
+    trained = "import os, sys, torch\nfrom deepspeed_cad.integrations.active import ProcessCheck\n" + trains + "\n"
+    (folder / "trained.py").write_text(trained + end)
+    starts = {
+        "main": trained + end,
+        "child": f"import subprocess, sys\nsys.exit(subprocess.call([sys.executable, {str(folder / 'trained.py')!r}]))",
+        "fork": "import os, sys, torch\nchild = os.fork()\nif not child:\n "
+        + (trained + end).replace("\n", "\n ")
+        + "\nsys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))",
+    }
+    (folder / "script.py").write_text(starts[where])
+    words = [sys.executable, "-m", "deepspeed_cad.run", "--cad", '{"tolerance": 0.2}', "script.py"]
+    return subprocess.run(words, cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(("end", "where"), ENDS.values(), ids=ENDS)
+def test_a_process_that_trained_without_does_not_end_well(tmp_path, end: str, where: str) -> None:
+    done = _end(tmp_path, end, where, "ProcessCheck.trained_without = f'without {ProcessCheck.asked}'")
+    assert done.returncode == asked.EXIT_CODE, done.stderr
+    assert done.stderr.count("deepspeed_cad: rank 0: without ('--cad', 0.2)") == 1, done.stderr
+
+
+@pytest.mark.parametrize(("end", "where"), ENDS.values(), ids=ENDS)
+def test_a_process_that_did_not_is_left_alone(tmp_path, end: str, where: str) -> None:
+    done = _end(tmp_path, end, where, "")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os._exit(7)", 7), ("raise KeyError", 1)])
+def test_an_exit_code_of_its_own_is_kept(tmp_path, end: str, code: int) -> None:
+    assert _end(tmp_path, end, "main", "").returncode == code
+
+
+def test_a_python_without_the_hook_warns(tmp_path) -> None:
+    (tmp_path / "script.py").write_text("")
+    words = [sys.executable, "-S", "-m", "deepspeed_cad.run", "script.py"]
+    done = subprocess.run(words, cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "the installed hook is not active" in done.stderr
+
+
+def test_disabled_is_not_armed(tmp_path) -> None:
+    (tmp_path / "script.py").write_text("import os, sys; print(os._exit.__name__, type(sys.meta_path[0]).__name__)")
+    words = [sys.executable, "-S", "-m", "deepspeed_cad.run", "--cad", '{"enabled": false}', "script.py"]
+    done = subprocess.run(words, cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True, timeout=100)
+    assert done.stdout.split()[0] == "_exit" and "runs without CAD" in done.stderr, done.stdout
+
+
+# Real launchers
+
+PLAIN = """
+import os, sys, torch
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(3):
+    weight.sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:  # a script that goes on whatever happens
+        print("caught", type(error).__name__)
+"""
+
+
+def _port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def _run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=_environment(folder, **more), capture_output=True, text=True,
+        timeout=250,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "os._exit(0)"])
+def test_torchrun_started_by_a_script(tmp_path, end: str) -> None:
+    """The children train a model that is none of transformers, and catch the error."""
+    (tmp_path / "train.py").write_text(PLAIN + end)
+    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", _port(), "train.py"]
+    (tmp_path / "launch.py").write_text(
+        f"import subprocess, sys\nsys.exit(subprocess.call([sys.executable, *{words!r}]))"
+    )
+    done = _run(tmp_path, "-m", "deepspeed_cad.run", "launch.py")
+    assert done.returncode != 0
+    assert done.stdout.count("caught CADError") in (3, 6)  # every step is refused; torchrun may stop the other rank
+    assert re.search(r"deepspeed_cad: rank [01]: CAD was asked for \(-m deepspeed_cad.run\) but is not", done.stderr)
+
+
+TRL = "import sys\nfrom trl.cli import main\nsys.exit(main())\n"  # as pip writes the command
+TWO = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+
+
+def _launched(way: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`trl sft` on two processes, started in one of the ways that the documentation names."""
+    (folder / "data").mkdir()
+    write_inputs(folder)
+    (folder / "data.jsonl").rename(folder / "data" / "train.jsonl")
+    (folder / "trl_command.py").write_text(TRL)
+    settings = {
+        "model_name_or_path": "model", "dataset_name": str(folder / "data"), "dataset_text_field": "text",
+        "packing": "true", "max_length": "256", "max_steps": "4", "per_device_train_batch_size": "1",
+        "logging_steps": "1", "save_strategy": "no", "report_to": "none", "learning_rate": "1e-2", "use_cpu": "true",
+        "bf16": "false", "output_dir": "out",
+    }  # fmt: skip
+    sft = ["trl_command.py", "sft", *(word for key, value in settings.items() for word in (f"--{key}", value))]
+    two = [*TWO, "--main_process_port", _port()]
+    if way == "environment":
+        return _run(folder, *sft, *two, **{asked.VARIABLE: BLOCK})
+    if way == "run":
+        return _run(folder, "-m", "deepspeed_cad.run", "--cad", BLOCK, *sft, *two)
+    return _run(folder, "-m", "deepspeed_cad.cli.accelerate_cad", "launch", "--cad", BLOCK, *two, *sft)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["run", "environment", "accelerate-cad"])
+def test_trl_sft(tmp_path, way: str) -> None:
+    pytest.importorskip("trl.cli")
+    done = _launched(way, tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    logged = [json.loads(found.replace("'", '"')) for found in re.findall(r"\{'loss'.*?\}", done.stdout + done.stderr)]
+    assert len(logged) == 4
+    assert max(float(entry["cad/attention_max_over_mean_before"]) for entry in logged) > 1.3
+    assert max(float(entry["cad/attention_max_over_mean"]) for entry in logged) < 1.05

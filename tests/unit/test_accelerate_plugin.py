@@ -1,0 +1,135 @@
+"""The plugin of Accelerate in one process: what it takes, what it binds, what it refuses, whom it leaves alone."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import training
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from deepspeed_cad.integrations import accelerate as ours
+from deepspeed_cad.integrations.accelerate import CADPlugin
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch) -> Iterator[list[str]]:
+    """A state of Accelerate of the test's own, and who asked for checks."""
+    checks: list[str] = []
+    monkeypatch.setattr(ours, "ActivationCheck", checks.append)
+    AcceleratorState._reset_state(True)
+    yield checks
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def bound(monkeypatch) -> list[Any]:
+    """Models that CAD was turned on for."""
+    models: list[Any] = []
+    monkeypatch.setattr(ours, "apply", lambda model, config: models.append((model, config)))
+    return models
+
+
+def test_the_plugin_is_taken_out_and_others_stay(fresh) -> None:
+    other = InitProcessGroupKwargs()
+    plugin = CADPlugin(tolerance=0.2)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[other, plugin])
+    assert accelerator.init_handler is other
+    assert getattr(accelerator, ours._PLUGIN) is plugin and plugin.config == CADConfig(tolerance=0.2)
+    assert fresh == ["CADPlugin"]
+    Accelerator(cpu=True, kwargs_handlers=[plugin])
+    assert fresh == ["CADPlugin"]  # one check per plugin
+
+
+def test_a_plugin_that_is_watched_elsewhere_gets_no_second_check(fresh) -> None:
+    plugin = CADPlugin.of(CADConfig(), "a launcher")
+    plugin.watched = True
+    Accelerator(cpu=True, kwargs_handlers=[plugin])
+    assert fresh == [] and plugin.asked_by == "a launcher"
+
+
+@pytest.mark.parametrize("handlers", [None, [], [CADPlugin(enabled=False)]])
+def test_without_a_plugin_nothing_is_bound(fresh, bound, handlers) -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+    accelerator.prepare(training.tiny_llama())
+    assert not bound and not fresh and not hasattr(accelerator, ours._PLUGIN)
+
+
+def test_models_that_are_prepared_for_training_are_bound(bound) -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin(tolerance=0.2)])
+    model = accelerator.prepare(training.tiny_llama())
+    frozen = training.tiny_llama().requires_grad_(False)
+    accelerator.prepare(frozen, torch.nn.Linear(2, 2))
+    accelerator.prepare_model(training.tiny_llama(), evaluation_mode=True)
+    assert bound == [(model, CADConfig(tolerance=0.2))]
+
+
+def test_two_plugins() -> None:
+    with pytest.raises(CADConfigError, match="more than one CADPlugin"):
+        Accelerator(cpu=True, kwargs_handlers=[CADPlugin(), CADPlugin()])
+
+
+def test_every_accelerator_of_a_process_that_was_asked(bound) -> None:
+    given = CADPlugin.of(CADConfig(tolerance=0.2), "a launcher")
+    undo = ours.give_every_accelerator(given)
+    try:
+        assert getattr(Accelerator(cpu=True), ours._PLUGIN) is given
+        same = CADPlugin(tolerance=0.2)
+        assert getattr(Accelerator(cpu=True, kwargs_handlers=[same]), ours._PLUGIN) is same
+        with pytest.raises(CADConfigError, match="a launcher and the script's CADPlugin disagree in tolerance"):
+            Accelerator(cpu=True, kwargs_handlers=[CADPlugin(tolerance=0.3)])
+    finally:
+        undo()
+    assert not hasattr(Accelerator(cpu=True), ours._PLUGIN)
+
+
+def _host(**changes: Any) -> Namespace:
+    loading = Namespace(dispatch_batches=None)
+    return Namespace(
+        **{"parallelism_config": None, "distributed_type": DistributedType.NO, "dataloader_config": loading, **changes}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallelism_config": Namespace(cp_enabled=True)}, "context parallelism"),
+        ({"parallelism_config": Namespace(cp_enabled=False, sp_enabled=True)}, "Ulysses"),
+        ({"parallelism_config": Namespace(tp_enabled=True)}, "tensor parallelism"),
+        ({"distributed_type": DistributedType.MEGATRON_LM}, "Megatron-LM"),
+        ({"dataloader_config": Namespace(dispatch_batches=True)}, "dispatch_batches=False"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], said: str) -> None:
+    ours.refuse_accelerator(_host())
+    with pytest.raises(CADUnsupportedError, match=said):
+        ours.refuse_accelerator(_host(**changes))
+
+
+def test_an_accelerator_is_examined_when_it_is_made() -> None:
+    from accelerate import DataLoaderConfiguration
+
+    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
+        loading = DataLoaderConfiguration(dispatch_batches=True)
+        Accelerator(cpu=True, kwargs_handlers=[CADPlugin()], dataloader_config=loading)
+
+
+def test_the_block_is_handed_to_deepspeed() -> None:
+    plugin = CADPlugin.of(CADConfig(tolerance=0.2), "a launcher")
+    json: dict[str, Any] = {}
+    ours._give_deepspeed(json, plugin)
+    assert json == {"cad": {"tolerance": 0.2}}
+    ours._give_deepspeed(json, plugin)
+    with pytest.raises(CADConfigError, match="disagree in tolerance: 0.2 and 0.3"):
+        ours._give_deepspeed({"cad": {"tolerance": 0.3}}, plugin)

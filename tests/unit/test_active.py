@@ -1,0 +1,178 @@
+"""What was asked for must happen: the checks before optimizer steps and forwards, in one process."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import training
+
+pytest.importorskip("transformers")
+
+from deepspeed_cad.integrations import active
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADError
+
+
+class Host:
+    """The session that the checks see, and the models that CAD was turned on for."""
+
+    def __init__(self) -> None:
+        self.session: Namespace | None = None
+        self.bound: list[Any] = []
+
+    def open(self, **changes: Any) -> Namespace:
+        figures = Namespace(micro_batches=changes.pop("micro_batches", 1), imbalance_before=changes.pop("before", 1.5))
+        self.session = Namespace(**{"ranks": 2, "rank": 0, "statistics": figures, **changes})
+        return self.session
+
+
+@pytest.fixture
+def host(monkeypatch) -> Host:
+    made = Host()
+    monkeypatch.setattr(active, "current_session", lambda: made.session)
+    monkeypatch.setattr(active, "apply", lambda model, config: made.bound.append((model, config)))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    return made
+
+
+@pytest.fixture
+def check(host) -> Iterator[active.ProcessCheck]:
+    made = active.ProcessCheck("a launcher", CADConfig(tolerance=0.2))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def plugin_check(host) -> Iterator[active.ActivationCheck]:
+    made = active.ActivationCheck("a plugin")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def step() -> Any:
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    return torch.optim.SGD([weight], lr=0.1).step
+
+
+def _forward(model: torch.nn.Module) -> None:
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
+
+
+def test_a_process_refuses_every_step_without_cad(check, step) -> None:
+    assert check.problem() == ""
+    for _ in range(2):
+        with pytest.raises(CADError, match=r"\(a launcher\) but is not active"):
+            step()
+    assert "not active at the first optimizer step" in check.problem()
+
+
+def test_a_plugin_refuses_the_first_step_alone(plugin_check, step) -> None:
+    with pytest.raises(CADError, match=r"\(a plugin\) but is not active"):
+        step()
+    step()
+
+
+@pytest.mark.parametrize(
+    ("session", "world_size", "said"),
+    [
+        ({"micro_batches": 0}, "1", "Another model is trained, or the model is in eval mode"),
+        (None, "2", "torch.distributed is not initialised"),
+        (None, "1", "no transformers model with causal attention"),
+    ],
+)
+def test_the_reason(check, host, step, monkeypatch, session, world_size: str, said: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    if session is not None:
+        host.open(**session)
+    with pytest.raises(CADError, match=said):
+        step()
+
+
+def test_a_session_that_has_ended_is_no_problem(check, host, step) -> None:
+    host.open()
+    step()
+    host.session = None
+    step()
+    assert check.was_active and check.problem() == ""
+
+
+@pytest.mark.parametrize(("before", "rank", "warnings"), [(1.0, 0, 1), (1.5, 0, 0), (1.0, 1, 0)])
+def test_rows_that_are_not_packed_are_told_once_by_rank_0(
+    check, host, step, caplog, before: float, rank: int, warnings: int
+) -> None:
+    host.open(before=before, rank=rank, micro_batches=15)
+    step()
+    assert not caplog.records
+    host.open(before=before, rank=rank, micro_batches=16)
+    step()
+    step()
+    assert sum("nothing to balance" in record.message for record in caplog.records) == warnings
+
+
+def test_one_process_is_told_that_there_is_nothing_to_balance(check, host, step, caplog) -> None:
+    host.open(ranks=1)
+    step()
+    step()
+    assert ["one process only" in record.message for record in caplog.records] == [True]
+
+
+def test_the_first_training_forward_binds(check, host) -> None:
+    model = training.tiny_llama()
+    model.eval()
+    _forward(model)
+    model.train()
+    with torch.no_grad():
+        _forward(model)
+    torch.nn.Linear(4, 4)(torch.ones(4))
+    assert host.bound == []
+    _forward(model)
+    # The inner model of a causal model is one of transformers too, and both are asked in turn here.
+    assert host.bound[0] == (model, CADConfig(tolerance=0.2))
+    assert check.problem() == ""
+    host.bound.clear()
+    host.open()
+    _forward(model)
+    assert host.bound == []
+
+
+def test_a_refusal_of_the_model_comes_at_every_forward(check, monkeypatch) -> None:
+    def refuse(model: Any, config: CADConfig) -> None:
+        raise CADError("no such attention")
+
+    monkeypatch.setattr(active, "apply", refuse)
+    for _ in range(2):
+        with pytest.raises(CADError, match="no such attention"):
+            _forward(training.tiny_llama().train())
+
+
+def test_forwards_before_the_group_is_there_are_a_problem_unless_training_follows(check, host, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _forward(training.tiny_llama().train())
+    assert not host.bound
+    assert "training forwards of a transformers model without it: torch.distributed is not init" in check.problem()
+    host.open(micro_batches=0)
+    assert check.problem()
+    host.open()
+    assert check.problem() == ""
+
+
+def test_a_fork_answers_for_itself(check, step) -> None:
+    with pytest.raises(CADError):
+        step()
+    child = os.fork()
+    if not child:
+        os._exit(0 if check.problem() == "" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert check.problem()
+
+
+def test_short_block_leaves_defaults_out() -> None:
+    assert active.short_block(CADConfig(tolerance=0.2, trace="")) == {"tolerance": 0.2}

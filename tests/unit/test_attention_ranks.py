@@ -1,0 +1,281 @@
+"""Whole attention calls of several ranks, stepped in one process: exactness in every mode, precision, order, memory."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import torch
+from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, Ranks, rows_of
+
+from deepspeed_cad.attention.call import AttentionCall, Released
+from deepspeed_cad.attention.forward import HeldByAutograd, Kept
+from deepspeed_cad.attention.microbatch import whole_rank_tasks
+from deepspeed_cad.attention.setup import Modes
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.layout import Layout, Tick
+
+PLAIN = MaskRule(DIM**-0.5)
+SINKS = torch.linspace(-1, 2, HEADS, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def new_memory_is_nan() -> Iterator[None]:
+    """What is read before it was written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("local_first", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name", ["two", "a rank with no tokens", "documents over borders", "a tail of padding"])
+def test_every_mode_is_exact(name: str, local_first: bool, keep: bool, recompute: bool) -> None:
+    ranks = Ranks(cases.layouts()[name], PLAIN, Modes(local_first, recompute, keep), SINKS, seed=3)
+    outputs = ranks.forward()
+    ranks.backward(outputs)
+    assert max(ranks.errors(outputs).values()) < 1e-12
+    for rank, counts in enumerate(ranks.counts):
+        assert (counts.forwards, counts.backwards, counts.replays) == (1, 1, 0)
+        # Waits of both passes are counted; O and gradients that come back end a tick.
+        assert counts.waits.take()[1] == 2
+        resent = [] if keep else [HEADS // GROUPS * DIM, DIM, VALUE]
+        assert ranks.network.transports[rank].shipped == [
+            [HEADS // GROUPS * DIM, DIM, VALUE],
+            [HEADS // GROUPS * VALUE, HEADS // GROUPS],
+            [HEADS // GROUPS * VALUE, *resent],
+            [HEADS // GROUPS * DIM, DIM, VALUE],
+        ]
+
+
+@pytest.mark.parametrize("window, softcap", [(None, 3.0), (19, None), (5, 2.0), (1, None)])
+@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize("name, cut", [("odd", True), ("two", False), ("one document over all ranks", False)])
+def test_every_mask_is_exact(
+    name: str, cut: bool, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+) -> None:
+    ranks = Ranks(cases.layouts()[name], MaskRule(0.4, window, softcap), sinks=sinks, cut=cut, seed=5)
+    outputs = ranks.forward()
+    ranks.backward(outputs)
+    assert max(ranks.errors(outputs).values()) < 1e-12
+
+
+def test_padding_is_zero_and_has_no_gradient() -> None:
+    layout = cases.layouts()["a tail of padding"]
+    ranks = Ranks(layout, PLAIN, sinks=SINKS)
+    outputs = ranks.forward()
+    ranks.backward(outputs)
+    padded = 0
+    for rank in range(layout.ranks):
+        rows = rows_of(layout, rank)["do"][:, 0, 0] == 7.0
+        padded += int(rows.sum())
+        for value in (outputs[rank], *(ranks.leaves[rank][n].grad for n in "qkv")):
+            assert (value[rows] == 0).all()
+    assert padded == 3 * 64 - 170
+
+
+def test_large_sinks_and_padding() -> None:
+    """In padding O is 0 and LSE says nothing: what a sink would weigh there must not reach its gradient."""
+    ranks = Ranks(cases.layouts()["a tail of padding"], PLAIN, sinks=SINKS + 120, dtype=torch.float32)
+    outputs = ranks.forward()
+    ranks.backward(outputs)
+    assert all(leaf["sinks"].grad.isfinite().all() for leaf in ranks.leaves)
+    assert all(output.abs().max() < 1e-30 for output in outputs)
+
+
+def kernel_alone(layout: Layout) -> dict[str, float]:
+    """Errors of the kernel in bf16, every document whole: what those of disaggregated attention are measured by."""
+    segments = layout.segments
+    lengths = [int(segments.end[segments.document == number].max()) for number in range(layout.documents)]
+    whole = Layout.from_rank_lengths([lengths])
+    tasks = [whole_rank_tasks(whole, GROUPS)]
+    return Ranks(whole, PLAIN, sinks=SINKS, dtype=torch.bfloat16, tasks=tasks).run()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name, cut", [("two", False), ("odd", True), ("documents over borders", False)])
+def test_bf16_is_as_exact_as_the_kernel(name: str, cut: bool, keep: bool) -> None:
+    """dK and dV of tasks with common keys add up in fp32, at home and between ranks, and are rounded once each."""
+    ranks = Ranks(cases.layouts()[name], PLAIN, Modes(keep_received=keep), SINKS, cut, seed=2, dtype=torch.bfloat16)
+    schedules = [call.setup.schedule for calls in ranks.calls for call in calls]
+    assert any(one.local_keys_overlap for one in schedules) and any(one.served_keys_overlap for one in schedules)
+    alone = kernel_alone(ranks.layout)
+    for what, error in ranks.run().items():
+        assert error <= 2 * alone[what], (what, error, alone[what])
+    for leaf in ranks.leaves:
+        assert all(x.grad.dtype == torch.bfloat16 for x in leaf.values())
+
+
+def test_a_group_of_one_adds_in_fp32() -> None:
+    """Many tasks of one rank that read the same keys: sums in bf16 would lose the small ones."""
+    layout = Layout.from_rank_lengths([[640]])
+    tasks = np.array([(0, at, at + 8, 0, GROUPS, 0) for at in range(0, 640, 8)])
+    ranks = Ranks(layout, PLAIN, sinks=SINKS, dtype=torch.bfloat16, tasks=[tasks], alone=True)
+    assert ranks.calls[0][0].setup.schedule.local_keys_overlap
+    alone = kernel_alone(layout)
+    for what, error in ranks.run().items():
+        assert error <= 2 * alone[what], (what, error, alone[what])
+    assert ranks.counts[0].waits.take() == (0.0, 0)
+
+
+class Logging(LseTransposed):
+    """Says which batches run: those of rank 0 have all head groups or some, served ones have one and lie close."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def say(self, q: torch.Tensor) -> None:
+        self.log.append("served" if q.shape[1] == HEADS // GROUPS and q.is_contiguous() else "local")
+
+    def forward(self, q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.say(q)
+        return super().forward(q, *rest)
+
+    def backward(self, do: torch.Tensor, q: torch.Tensor, *rest: Any) -> Any:
+        self.say(q)
+        return super().backward(do, q, *rest)
+
+
+@pytest.mark.parametrize("local_first", [True, False])
+def test_local_batches_hide_both_ways(local_first: bool) -> None:
+    """About half of them run while Q, K, V travel, the others while results return."""
+    # Rank 0 runs a document of its own and that of rank 1, which runs another of rank 0.
+    layout = Layout.from_rank_lengths([[30, 10], [20]])
+    tasks = np.array([(0, 0, 30, 0, GROUPS, 0), (1, 0, 10, 0, GROUPS, 1), (2, 0, 20, 0, GROUPS, 0)])
+    log: list[str] = []
+    ranks = Ranks(layout, PLAIN, Modes(local_first), kernel=Logging(log), log=log, tasks=[tasks])
+    outputs = ranks.forward()
+    forward = log[:]
+    log.clear()
+    ranks.backward(outputs)
+    start, end, idle = ["dispatch"] * 2, ["wait back"] * 2, ["wait out", "served", "give_back"]
+    begin = ["local", "wait out"] if local_first else ["wait out", "local"]
+    busy = [*begin, "served", "give_back", "local"]
+    assert forward == [*start, *busy, *idle, *end]
+    # The backward runs the nodes that were made last first.
+    assert log == [*start, *idle, *busy, *end]
+
+
+def alive(references: list[weakref.ref[torch.Tensor]]) -> int:
+    gc.collect()
+    return sum(one() is not None for one in references)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_everything_is_freed_with_the_backward(keep: bool) -> None:
+    ranks = Ranks(cases.layouts()["two"], PLAIN, Modes(keep_received=keep), SINKS)
+    outputs = ranks.forward()
+    kept, inputs = [], []
+    for call in ranks.calls[0]:
+        assert isinstance(call.state, Kept) and call.state.served is not None
+        assert (call.state.served.received is not None) == keep
+        kept += [weakref.ref(x) for x in call.state.tensors()]
+    assert len(kept) == 2 * (7 if keep else 4)
+    # Nothing else is held: not the received Q, K, V, not what went back.
+    ranks.network.sent.clear()
+    inputs = [weakref.ref(x) for x in tensors_of(ranks.calls[0])]
+    assert len(inputs) == len(kept) + 2  # and a copy of the sinks per rank
+    ranks.backward(outputs)
+    del outputs
+    assert alive(kept) == alive(inputs) == 0
+    assert all(isinstance(call.state, Released) for call in ranks.calls[0])
+    assert not tensors_of(ranks.calls[0])
+
+
+def test_recomputing_calls_hold_nothing_between_forward_and_backward() -> None:
+    ranks = Ranks(cases.layouts()["two"], PLAIN, Modes(recompute=True, keep_received=True), SINKS)
+    outputs = ranks.forward()
+    assert len(tensors_of(ranks.calls[0])) == 2  # copies of the sinks
+    ranks.backward(outputs, retain_graph=True)
+    first = [{n: x.grad.clone() for n, x in leaf.items()} for leaf in ranks.leaves]
+    ranks.backward(outputs)  # autograd held all of it
+    for leaf, grads in zip(ranks.leaves, first):
+        assert all(torch.allclose(x.grad, 2 * grads[n], atol=1e-12) for n, x in leaf.items())
+    del outputs
+    assert all(isinstance(call.state, HeldByAutograd) for call in ranks.calls[0])
+
+
+def tensors_of(calls: list[AttentionCall]) -> list[torch.Tensor]:
+    """All tensors that the states of calls reach."""
+    found: dict[int, torch.Tensor] = {}
+    todo: list[Any] = [call.state for call in calls]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, (type, str, types.FunctionType)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found[id(one)] = one
+        elif isinstance(one, (tuple, list)):
+            todo += one
+        elif hasattr(one, "__dict__"):
+            todo += vars(one).values()
+    return list(found.values())
+
+
+class Recorder:
+    """Stands where a tracer does: what it was told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def span(self, what: str, nano_batch: int, label: str, backward: bool, aside: bool = False) -> Iterator[None]:
+        self.told.append((what, nano_batch, backward, aside))
+        assert label == "layer on rank 0"
+        yield
+
+    def mark(self, what: str, nano_batch: int, backward: bool) -> None:
+        self.told.append((what, nano_batch, backward))
+
+    def exchange(self, what: str, nano_batch: int, backward: bool, transport: Any, start: Any) -> Any:
+        self.told.append((what, nano_batch, backward, transport.name))
+        return start()
+
+
+@pytest.mark.parametrize("nano_batch", [0, 1])
+def test_what_the_timeline_is_told(nano_batch: int) -> None:
+    layout = Layout.from_rank_lengths([[30, 10], [20, 2]])
+    ticks = layout.cut(layout.tokens // 2)
+    ranks = Ranks(layout, PLAIN, cut=True, tasks=[whole_rank_tasks_of(tick) for tick in ticks])
+    told = ranks.counts[0].tracer = Recorder()  # type: ignore[assignment]
+    outputs = ranks.forward()
+    ranks.backward(outputs)
+
+    def one_way(backward: bool, out: str, back: str) -> list[tuple[Any, ...]]:
+        n = nano_batch
+        return [
+            ("dispatch", n, backward, False), (out, n, backward, "network"),
+            ("local", n, backward, False), ("wait", n, backward, False), ("served", n, backward, False),
+            ("return", n, backward, False), (back, n, backward, "network"), ("local", n, backward, False),
+            ("wait", n, backward, False), ("attention ends", n, backward),
+        ]  # fmt: skip
+
+    found = [one for one in told.told if one[1] == nano_batch]
+    assert found == one_way(False, "Q, K, V out", "O back") + one_way(True, "dO, Q, K, V out", "dQ, dK, dV back")
+
+
+def whole_rank_tasks_of(tick: Tick) -> np.ndarray:
+    """Every segment of a tick whole, at home."""
+    return np.array([(d, begin, end, 0, GROUPS, rank) for d, begin, end, rank, _ in tick.query.to_array()])
+
+
+def test_a_group_of_one_tells_of_its_work() -> None:
+    layout = Layout.from_rank_lengths([[30]])
+    ranks = Ranks(layout, PLAIN, tasks=[whole_rank_tasks(layout, GROUPS)], alone=True)
+    told = ranks.counts[0].tracer = Recorder()  # type: ignore[assignment]
+    ranks.backward(ranks.forward())
+    assert told.told == [
+        (what, 0, backward, *aside)
+        for backward in (False, True)
+        for what, aside in (("local", (False,)), ("attention ends", ()))
+    ]

@@ -1,0 +1,37 @@
+"""Costs: pairs counted one by one, and each term of a task's cost by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_cad.cost import PAIRS, CostModel, count_pairs, window_start
+
+TERMS = CostModel("one of each", "seconds", pair=1.0, row=1e3, key=1e6, task=1e9)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.none(), st.integers(1, 60)))
+def test_terms_as_counted_one_by_one(begin: int, rows: int, window: int | None) -> None:
+    reads = [
+        [key for key in range(row + 1) if window is None or key > row - window] for row in range(begin, begin + rows)
+    ]
+    pairs, keys = sum(map(len, reads)), len({key for own in reads for key in own})
+    assert count_pairs(begin, begin + rows, window) == pairs
+    expected = pairs + 1e3 * rows + 1e6 * keys + 1e9 if rows else 0.0
+    assert TERMS.of(begin, begin + rows, window) == expected
+    assert PAIRS.of(begin, begin + rows, window) == pairs
+    if rows:
+        assert window_start(begin, window) == reads[0][0]
+
+
+def test_many_tasks_at_once() -> None:
+    begin, end = np.array([0, 5, 7]), np.array([3, 5, 9])
+    assert PAIRS.of(begin, end).tolist() == [6.0, 0.0, 17.0]
+    assert TERMS.of(begin, end, 4).tolist() == [6 + 3e3 + 3e6 + 1e9, 0.0, 8 + 2e3 + 5e6 + 1e9]
+
+
+@pytest.mark.parametrize("field", ["row", "key", "task", "byte_inside", "byte_between"])
+def test_what_was_not_measured_costs_nothing(field: str) -> None:
+    assert getattr(PAIRS, field) == 0.0 and PAIRS.pair == 1.0

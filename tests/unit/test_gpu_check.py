@@ -1,0 +1,57 @@
+"""What `make test-gpu` makes of lines, and what it says where there is nothing to check."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import gpu_check
+import pytest
+import torch
+from gpu_check import GROUPS, WAVES, Ended, Launch, launches, merge, parse, table
+
+
+def line(case: str, state: str, rank: int, detail: str = "") -> dict[str, Any]:
+    return {"what": "transport nvlink", "case": case, "state": state, "rank": rank, "detail": detail, "seconds": 1.0}
+
+
+def test_a_case_is_as_bad_as_its_worst_rank() -> None:
+    ended = Ended(
+        Launch("transports"), [line("a", "passed", 0), line("a", "failed", 1, "x | y\nz"), line("b", "refused", 0)]
+    )
+    rows = merge([ended])
+    assert [(row["case"], row["state"]) for row in rows] == [("a", "failed"), ("b", "refused")]
+    assert "| a | FAILED | 1.0 | rank 1: x / y z |" in table(rows)
+    assert gpu_check._summary(ended.lines) == "0 passed, 1 failed, 1 skipped"
+
+
+def test_every_group_runs_once() -> None:
+    assert sorted(group for wave in WAVES for group in wave) == sorted(GROUPS)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("group", GROUPS)
+def test_groups_on_any_number_of_gpus(group: str, gpus: int) -> None:
+    options = parse(["--gpus", str(gpus), "--only", group])
+    found = launches(group, gpus, True, options.hosts)
+    if gpus == 1 and group not in ("kernels", "models"):
+        assert found == "needs two GPUs"
+        return
+    assert not isinstance(found, str)
+    assert all(len(one.hosts) == gpus for one in found if one.hosts)
+    if group == "mixed":
+        assert {one.hosts for one in found} == ({(0, 1)} if gpus == 2 else {(0, 0, 1, 1), (0, 0, 0, 1)})
+
+
+def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    assert gpu_check.main() == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert "sees no GPU" in first and last == f"0 passed, 0 failed, {len(GROUPS)} skipped"
+
+
+def test_unknown_groups_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--only", "kernels,nosuch"])
+    assert "there is no group nosuch; there are kernels," in capsys.readouterr().err

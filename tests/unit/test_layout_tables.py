@@ -1,0 +1,210 @@
+"""Layout, by example: the tables themselves, and what is refused, with the place that the error names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import deepspeed_cad
+from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.layout import (
+    Layout,
+    LocalSegments,
+    Segments,
+    assemble,
+    segments_from_cumulative,
+    segments_from_positions,
+    shard_stream,
+)
+
+
+def test_columns_are_contiguous_whole_numbers() -> None:
+    segments = Segments([0, 1], [0, 0], np.array([3, 4.0]), [0, 1], np.arange(4)[::2])
+    for name in ("document", "begin", "end", "rank", "offset"):
+        column = getattr(segments, name)
+        assert column.dtype == np.int64 and column.flags.c_contiguous
+    assert segments.to_array().tolist() == [[0, 0, 3, 0, 0], [1, 0, 4, 1, 2]]
+    assert segments.select([1, 0]).to_array().tolist() == [[1, 0, 4, 1, 2], [0, 0, 3, 0, 0]]
+    local = LocalSegments([0], [3.0], [0], 7)
+    assert local.end.dtype == np.int64
+    assert Layout(2, segments, [3, 6]).tokens.dtype == np.int64
+
+
+def test_local_segments_travel_as_a_table() -> None:
+    local = LocalSegments([5, 0], [9, 3], [0, 4], 10)
+    assert local.to_array().tolist() == [[5, 9, 0], [0, 3, 4]]
+    assert LocalSegments.from_array(local.to_array(), 10).same_as(local)
+    assert not LocalSegments.from_array(local.to_array(), 11).same_as(local)
+    assert not LocalSegments([5, 0], [9, 3], [0, 5], 10).same_as(local)
+    none = LocalSegments.none(6)
+    assert none.tokens == 6 and none.to_array().shape == (0, 3)
+
+
+def test_a_tick_is_the_whole_micro_batch() -> None:
+    layout = Layout.from_rank_lengths([[3, 0, 2], [], [4]], tokens=[8, 2, 4])
+    assert layout.ranks == 3 and layout.documents == 3
+    assert layout.segments.to_array().tolist() == [[0, 0, 3, 0, 0], [1, 0, 2, 0, 3], [2, 0, 4, 2, 0]]
+    tick = layout.tick()
+    assert tick.ranks == 3 and tick.query is layout.segments and tick.key is layout.segments
+    assert tick.query_tokens.tolist() == tick.key_tokens.tolist() == [8, 2, 4]
+    assert tick.query_base.tolist() == tick.key_base.tolist() == [0, 0, 0]
+
+
+def test_a_stream_by_example() -> None:
+    layout = Layout.from_stream([5, 0, 7, 2], 3, 6)
+    assert layout.segments.to_array().tolist() == [
+        [0, 0, 5, 0, 0], [1, 0, 1, 0, 5], [1, 1, 7, 1, 0], [2, 0, 2, 2, 0],
+    ]  # fmt: skip
+    assert layout.tokens.tolist() == [6, 6, 6]
+    assert Layout.from_stream([4, 4], 2, 4).documents == 2
+    assert Layout.from_stream([], 2, 4).tokens.tolist() == [4, 4]
+    with pytest.raises(CADDataError, match=r"13 tokens do not fit into 3 ranks of 4: .* at least 5"):
+        Layout.from_stream([13], 3, 4)
+
+
+def test_a_cut_by_example() -> None:
+    """Two ranks; the first is cut inside its second document, the second between its two."""
+    layout = Layout.from_rank_lengths([[3, 6], [4, 4]], tokens=[10, 8])
+    first, second = layout.cut([5, 4])
+    assert first.query.to_array().tolist() == [[0, 0, 3, 0, 0], [1, 0, 2, 0, 3], [2, 0, 4, 1, 0]]
+    assert first.key is first.query and first.ranks == second.ranks == 2
+    assert first.query_tokens.tolist() == first.key_tokens.tolist() == [5, 4]
+    assert first.query_base.tolist() == first.key_base.tolist() == [0, 0]
+    assert second.query.to_array().tolist() == [[1, 2, 6, 0, 0], [3, 0, 4, 1, 0]]
+    # Keys from where the cut document begins, on the rank that it begins on.
+    assert second.key.to_array().tolist() == [[1, 0, 6, 0, 0], [3, 0, 4, 1, 0]]
+    assert second.query_tokens.tolist() == [5, 4] and second.key_tokens.tolist() == [7, 4]
+    assert second.query_base.tolist() == [5, 4] and second.key_base.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("at", "allowed"),
+    [([10, 0], True), ([10, 5], True), ([9, 0], True), ([9, 1], False), ([5, 10], False), ([0, 0], True)],
+)
+def test_where_a_document_over_two_ranks_may_be_cut(at: list[int], allowed: bool) -> None:
+    layout = Layout.from_stream([20], 2, 10)
+    assert layout.can_cut(at) is allowed
+    if not allowed:
+        with pytest.raises(CADDataError, match="the second part that the first part reads"):
+            layout.cut(at)
+
+
+def test_ranks_are_joined_into_documents() -> None:
+    local = [
+        LocalSegments([0, 0], [4, 3], [0, 4], 7), LocalSegments.none(5), LocalSegments([3, 0], [9, 2], [1, 7], 9),
+        LocalSegments([2], [4], [0], 2),
+    ]  # fmt: skip
+    layout = assemble(local)
+    assert layout.segments.document.tolist() == [0, 1, 1, 2, 2]
+    assert layout.segments.rank.tolist() == [0, 0, 2, 2, 3]
+    assert layout.segments.offset.tolist() == [0, 4, 1, 7, 0]
+    assert layout.tokens.tolist() == [7, 5, 9, 2] and layout.ranks == 4 and layout.documents == 3
+    assert assemble([]).documents == 0
+    with pytest.raises(
+        CADDataError, match=r"rank 2: its first document starts at position 4, but .* rank 1, ended at 3"
+    ):
+        assemble([LocalSegments.none(1), LocalSegments([0], [3], [0], 3), LocalSegments([4], [6], [0], 2)])
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "table"),
+    [
+        ([[0, 1, 2, 0, 1]], None, [[0, 3, 0], [0, 2, 3]]),
+        ([4, 5, 0], None, [[4, 6, 0], [0, 1, 2]]),
+        ([[0.0, 1.0]], None, [[0, 2, 0]]),
+        # A run behind padding is a document of its own, whatever it starts at; so is the first of a later batch row.
+        ([[0, 0, 5, 6]], [[0, 0, 1, 1]], [[0, 2, 2]]),
+        ([[0, 1], [0, 1]], None, [[0, 2, 0], [0, 2, 2]]),
+        ([[0, 1], [2, 3]], None, [[0, 2, 0], [0, 2, 2]]),
+        ([[0, 1, 2, 3]], [[1, 1, 0, 1]], [[0, 2, 0], [0, 1, 3]]),
+        ([[-1, 0, 1]], [[0, 1, 1]], [[0, 2, 1]]),
+        ([[3, 4]], [[0, 0]], []),
+        (np.zeros((2, 0)), None, []),
+    ],
+)
+def test_positions_become_segments(positions: Any, mask: Any, table: list) -> None:
+    found = segments_from_positions(positions, mask)
+    assert found.to_array().tolist() == table
+    assert found.tokens == np.asarray(positions).size
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "words"),
+    [
+        (np.zeros((1, 2, 3), int), None, r"shape \(1, 2, 3\); expected \[batch, tokens\]"),
+        ([[0.0, 1.0], [0.0, 1.5]], None, r"position_ids\[1, 1\] is 1.5; positions must be whole"),
+        ([[0.0, np.inf]], None, r"position_ids\[0, 1\] is inf; positions must be whole"),
+        ([[0, 1], [-2, 0]], None, r"position_ids\[1, 0\] is -2; positions start at 0"),
+        ([[0, 1, 4]], None, r"position_ids\[0, 2\] is 4 after 1; inside a row"),
+        ([[0, 1, 1]], None, r"position_ids\[0, 2\] is 1 after 1"),
+        ([[0, 1]], [[1, 1, 1]], r"mask has shape \(1, 3\) and position_ids \(1, 2\)"),
+    ],
+)
+def test_positions_that_mean_nothing_are_named(positions: Any, mask: Any, words: str) -> None:
+    with pytest.raises(CADDataError, match=words):
+        segments_from_positions(positions, mask)
+
+
+def test_cumulative_lengths_become_segments() -> None:
+    found = segments_from_cumulative(torch.tensor([0, 4, 4, 9], dtype=torch.int32), 12)
+    assert found.to_array().tolist() == [[0, 4, 0], [0, 5, 4]] and found.tokens == 12
+    assert segments_from_cumulative([[0, 3]], 3).to_array().tolist() == [[0, 3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shown"),
+    [([], r"\[\] must"), ([1, 4], r"\[1, 4\] must"), ([0, 5, 4], "0, 5, 4"), ([0, 13], "12 tokens"),
+     ([0, 1, 2, 3, 4, 5, 6, 7, 20], "6, 7]… must"), ([0, 1, 2, 3, 4, 5, 6, 20], "6, 20] must")],
+)  # fmt: skip
+def test_cumulative_lengths_that_mean_nothing_are_shown(lengths: list[int], shown: str) -> None:
+    with pytest.raises(CADDataError, match=shown.replace("]", r"\]") if "6" in shown else shown):
+        segments_from_cumulative(lengths, 12)
+
+
+def stream(tokens: int = 7) -> dict[str, Any]:
+    """Documents of three tokens; the last may be shorter."""
+    return {
+        "input_ids": torch.arange(tokens)[None], "labels": torch.arange(100, 100 + tokens)[None],
+        "position_ids": (torch.arange(tokens) % 3)[None], "features": torch.arange(2 * tokens).view(1, tokens, 2),
+        "step": 5, "scale": torch.ones(3),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("as_numpy", [False, True])
+def test_a_stream_is_sharded_with_the_targets_of_the_whole(as_numpy: bool) -> None:
+    whole = stream()
+    if as_numpy:
+        whole = {name: value.numpy() if hasattr(value, "numpy") else value for name, value in whole.items()}
+    shards = [shard_stream(whole, rank, 3) for rank in range(3)]
+    targets = [101, 102, -100, 104, 105, -100, -100]
+    for rank, (low, high) in enumerate([(0, 3), (3, 6), (6, 7)]):
+        shard = shards[rank]
+        assert shard["input_ids"].tolist() == [list(range(low, high))]
+        assert shard["labels"].tolist() == shard["shift_labels"].tolist() == [targets[low:high]]
+        assert shard["features"].shape == (1, high - low, 2)
+        assert shard["step"] == 5 and shard["scale"].tolist() == [1, 1, 1]
+    assert whole["labels"].tolist() == [list(range(100, 107))], "the caller's labels stay as they are"
+    assert deepspeed_cad.shard_stream is shard_stream
+    last = shard_stream(whole, 3, 4)
+    assert last["input_ids"].tolist() == [[6]] and shard_stream(stream(2), 3, 4)["input_ids"].shape == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "rank", "words"),
+    [
+        ({}, 3, r"rank 3 of 3: ranks are 0 to 2"),
+        ({}, -1, r"rank -1 of 3"),
+        ({"position_ids": None}, 0, "needs position_ids"),
+        ({"position_ids": torch.zeros(2, 7)}, 0, r"position_ids has shape \(2, 7\)"),
+        ({"position_ids": torch.zeros(7)}, 0, r"position_ids has shape \(7,\)"),
+        ({"labels": torch.zeros(1, 6)}, 0, r"labels has shape \(1, 6\), position_ids \(1, 7\)"),
+        ({"features": torch.zeros(1, 6, 2)}, 0, r"features has shape \(1, 6, 2\); .* start with \(1, 7\)"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named(change: dict[str, Any], rank: int, words: str) -> None:
+    batch = {name: value for name, value in (stream() | change).items() if value is not None}
+    with pytest.raises(CADDataError, match=words):
+        shard_stream(batch, rank, 3)

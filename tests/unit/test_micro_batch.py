@@ -1,0 +1,313 @@
+"""A micro-batch on its way through a model: its plans, its calls, and its two nano-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_ranks import CPU, GROUPS, HEADS, SHAPES
+from cases import document_attention
+
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
+from deepspeed_cad.attention.setup import CallCounts, Modes
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.kernels.torch_math import TorchMath
+from deepspeed_cad.layout import Layout, Tick
+from deepspeed_cad.planner.plan import HeadShape, Plan
+
+SHAPE = HeadShape(HEADS, GROUPS, SHAPES["q"][1], SHAPES["v"][1], 8)
+FULL, WINDOW = PlanKey(None, SHAPE), PlanKey(3, SHAPE)
+LABEL = "Attention of layer 3"
+
+
+def plan_of(tick: Tick, server: int = 0) -> Plan:
+    """Every segment of a tick whole, on one server."""
+    rows = [(d, begin, end, 0, GROUPS, server) for d, begin, end, _, _ in tick.query.to_array()]
+    nothing = np.zeros(1, np.int64)
+    return Plan(np.array(rows, np.int64).reshape(-1, 6), nothing, nothing, nothing, nothing)
+
+
+class Said:
+    """What ranks compared."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[int, str]] = []
+
+    def __call__(self, value: int, what: str) -> None:
+        self.values.append((value, what))
+
+
+def micro_batch(lengths: list[list[int]], at: list[int] | None = None, server: int = 0, **more: Any) -> MicroBatch:
+    layout = Layout.from_rank_lengths(lengths)
+    ticks = (layout.tick(),) if at is None else layout.cut(np.array(at))
+    return MicroBatch(
+        0, layout, ticks, CPU, lambda tick, key: plan_of(tick, server), Said(), None, CallCounts(), **more
+    )
+
+
+def test_plans_are_compared_by_all_ticks_and_kinds() -> None:
+    said = []
+    for server, keys, at in [
+        (0, [FULL], None), (0, [FULL], None), (1, [FULL], None), (0, [FULL, WINDOW], None), (0, [FULL], [3, 2]),
+    ]:  # fmt: skip
+        one = micro_batch([[6], [4]], at, server)
+        one.plan_all(keys)
+        ((value, what),) = one.agree.values  # type: ignore[attr-defined]
+        assert what == "plan" and 0 <= value < 1 << 62
+        assert one.keys == keys and list(one.planned) == [(key, i) for key in keys for i in range(len(one.ticks))]
+        assert all(planned.seconds > 0 for planned in one.planned.values())
+        said.append(value)
+    assert said[0] == said[1] and len(set(said)) == 4
+
+
+def test_the_order_of_plans_is_compared() -> None:
+    """Ranks whose kinds are in another order would take each other's plans."""
+    one, other = micro_batch([[6], [4]], [3, 2]), micro_batch([[6], [4]], [3, 2])
+    one.plan_all([FULL])
+    other.ticks = other.ticks[::-1]
+    other.plan_all([FULL])
+    assert one.agree.values != other.agree.values  # type: ignore[attr-defined]
+
+
+def test_a_kind_is_planned_and_uploaded_once() -> None:
+    one = micro_batch([[6]])
+    one.plan_all([FULL])
+    found = one.schedule(FULL, 0)
+    assert found is one.schedule(FULL, 0) and found.host is one.planned[FULL, 0].schedule
+    assert len(one.agree.values) == 1  # type: ignore[attr-defined]
+    assert one.schedule(WINDOW, 0).host.window == 3  # met at the forward
+    assert len(one.agree.values) == 2 and one.keys == [FULL, WINDOW]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("two_streams", [True, False])
+def test_schedules_are_made_for_the_streams_there_are(two_streams: bool) -> None:
+    """On two streams batches are dealt out; on one they are cut in halves."""
+    one = micro_batch([[6, 4]], aside=object() if two_streams else None)
+    halves = one.schedule(FULL, 0)
+    sizes = [[(b.q_rows, b.group_end - b.group_begin) for b, _ in part] for part in (halves.early, halves.late)]
+    assert sizes == [[(10, GROUPS)], []]  # one batch covers all: it stays whole on either
+
+
+def test_a_layer_is_called_once_per_forward() -> None:
+    one = micro_batch([[6]])
+    made: list[Any] = []
+    call = one.call(7, 0, lambda: made.append(1) or object(), LABEL)  # type: ignore[arg-type, func-returns-value, return-value]
+    assert one.call(7, 1, object, LABEL) is not call  # type: ignore[arg-type]
+    assert one.call(8, 0, object, LABEL) is not call  # type: ignore[arg-type]
+    with pytest.raises(CADError, match=f"{LABEL} was called twice in one forward"):
+        one.call(7, 0, object, LABEL)  # type: ignore[arg-type]
+    one.in_forward = False  # now it is a recompute
+    assert one.call(7, 0, object, LABEL) is call and made == [1]  # type: ignore[arg-type]
+
+
+def descriptor(one: MicroBatch) -> MaskDescriptor:
+    return MaskDescriptor(one, None, lambda *_: TorchMath(), Modes())
+
+
+def inputs(batch: int, width: int) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(batch, SHAPES[n][0], width, SHAPES[n][1], dtype=torch.float64, generator=gen).requires_grad_()
+        for n in "qkv"
+    ]
+
+
+def attend(mask: MaskDescriptor, given: list[torch.Tensor], module: torch.nn.Module | None = None) -> torch.Tensor:
+    q, k, v = given
+    return mask.attend(module or torch.nn.Module(), q, k, v, MaskRule(0.5), None, LABEL)
+
+
+@pytest.mark.parametrize(
+    "cut, widths, text",
+    [
+        (True, (6, 6), "not inside a decoder layer that was cut"),
+        (False, (6, 9), "9 keys for 6 queries: a KV cache"),
+        (False, (5, 5), "got 5 tokens where its micro-batch has 6"),
+    ],
+)
+def test_mistakes_name_the_layer(cut: bool, widths: tuple[int, int], text: str) -> None:
+    one = micro_batch([[6]], [3] if cut else None)
+    q, k = inputs(1, widths[0]), inputs(1, widths[1])
+    with pytest.raises(CADError, match=f"{LABEL}.*{text}"):
+        attend(descriptor(one), [q[0], k[1], k[2]])
+
+
+def test_batch_rows_are_documents_of_their_own() -> None:
+    one, given = micro_batch([[4, 4, 4]]), inputs(3, 4)
+    found = attend(descriptor(one), given)
+    assert found.shape == (3, 4, HEADS, SHAPES["v"][1])
+    for row in range(3):
+        heads = [x[row].transpose(0, 1) for x in given]
+        assert torch.allclose(found[row], document_attention(*heads, 0.5), atol=1e-12)
+
+
+def test_inputs_with_strided_heads() -> None:
+    """Models give views; a kernel needs a last dimension that is contiguous."""
+    given = [x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in inputs(1, 6)]
+    assert all(x.stride(-1) != 1 for x in given)
+
+    class Strict(TorchMath):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+            assert k.stride(-1) == v.stride(-1) == 1
+            return super().forward(q, k, v, *rest)
+
+        def backward(self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+            assert k.stride(-1) == v.stride(-1) == do.stride(-1) == 1 and do.stride(-2) == do.shape[-1]
+            return super().backward(do, q, k, v, *rest)
+
+    mask = MaskDescriptor(micro_batch([[6]]), None, lambda *_: Strict(), Modes())
+    heads = [x[0].transpose(0, 1) for x in given]
+    found = attend(mask, given)
+    assert torch.allclose(found[0], document_attention(*heads, 0.5), atol=1e-12)
+    found.sum().backward()  # the gradient of a sum has strides of 0
+
+
+@pytest.mark.parametrize("at", [4, 0, 10])
+def test_nano_batches_of_a_document(at: int) -> None:
+    """A document goes on in the second nano-batch; one may be empty, and then the model runs on a row whose output
+    is dropped."""
+    one, given, module = micro_batch([[3, 7]], [at]), inputs(1, 10), torch.nn.Module()
+    whole = descriptor(one)
+    assert whole.is_cut and whole.row_cut(1, 10) == RowCut(1, 10, at)
+    first, second = whole.cut()
+    assert not first.is_cut and (first.nano_batch, second.nano_batch) == (0, 1)
+    assert (first.window, first.kernel, first.modes, first.micro_batch) == (None, whole.kernel, whole.modes, one)
+    cut = RowCut(1, 10, at)
+    pairs = [cut.split(x) for x in given]
+    order: list[str] = []
+
+    def half(mask: MaskDescriptor, i: int) -> torch.Tensor:
+        order.append(f"pre {i}")
+        found = attend(mask, [pair[i] for pair in pairs], module)
+        order.append(f"post {i}")
+        return found
+
+    found = cut.join(*run_alternating(lambda: half(first, 0), lambda: half(second, 1)))
+    assert order == ["pre 0", "pre 1", "post 0", "post 1"]
+    heads = [x[0].transpose(0, 1) for x in given]
+    expected = torch.cat(
+        [document_attention(*(x[:3] for x in heads), 0.5), document_attention(*(x[3:] for x in heads), 0.5)]
+    )
+    assert torch.allclose(found[0], expected, atol=1e-12)
+    do = torch.randn_like(found)
+    right = torch.autograd.grad(expected, given, do[0], retain_graph=True)
+    for x, y in zip(torch.autograd.grad(found, given, do), right):
+        assert torch.allclose(x, y, atol=1e-12)
+    assert (one.counts.forwards, one.counts.backwards) == (2, 2)
+    assert not one._first_keys
+
+
+def test_the_second_nano_batch_reads_keys_of_the_first_only_where_it_needs_them() -> None:
+    one = micro_batch([[4, 6]], [4])
+    k, v = torch.zeros(4, 2), torch.ones(4, 2)
+    assert one.with_first_keys(0, 0, k, v)[0] is k
+    k2 = torch.zeros(6, 2)
+    assert one.with_first_keys(0, 1, k2, k2)[0] is k2
+    one = micro_batch([[4, 6]], [7])
+    one.with_first_keys(0, 0, torch.arange(7.0), torch.arange(7.0) + 10)
+    k, v = one.with_first_keys(0, 1, torch.arange(7.0, 10.0), torch.arange(17.0, 20.0))
+    assert k.tolist() == [4.0, 5.0, 6.0, 7.0, 8.0, 9.0] and v.tolist() == [x + 10 for x in k.tolist()]
+
+
+def test_whole_segments_run_at_home() -> None:
+    layout = Layout.from_rank_lengths([[6], [4, 2]])
+    tasks = whole_rank_tasks(layout, 3)
+    assert tasks.tolist() == [[0, 0, 6, 0, 3, 0], [1, 0, 4, 0, 3, 1], [2, 0, 2, 0, 3, 1]]
+
+
+# Cutting a layer's arguments
+
+
+@pytest.mark.parametrize(
+    "shape, first",
+    [
+        ((1, 10, 4), (1, 3, 4)),
+        ((1, 10), (1, 3)),
+        ((10,), (3,)),
+        ((1, 2, 10, 4), (1, 2, 3, 4)),
+        ((1, 2, 10), None),
+        ((2, 10), None),
+        ((4,), None),
+        ((), None),
+    ],
+)
+def test_tokens_of_one_row_are_cut(shape: tuple[int, ...], first: tuple[int, ...] | None) -> None:
+    x = torch.rand(shape)
+    one, other = RowCut(1, 10, 3).split(x)
+    if first is None:
+        assert one is other is x
+    else:
+        dim = shape.index(10)
+        assert one.shape == first and torch.equal(torch.cat([one, other], dim), x)
+
+
+def test_batch_rows_are_cut() -> None:
+    cut, x = RowCut(4, 10, 30), torch.rand(4, 10, 2)
+    one, other = cut.split(x)
+    assert one.shape == (3, 10, 2) and torch.equal(cut.join(one, other), x)
+    for whole in (torch.rand(4), torch.rand(3, 10), torch.rand(1, 10, 2)):
+        assert cut.split(whole) == (whole, whole)
+
+
+@pytest.mark.parametrize("cut, at", [(RowCut(1, 10, 0), 0), (RowCut(1, 10, 10), 10), (RowCut(4, 10, 40), 4)])
+def test_an_empty_nano_batch_has_a_row_to_run_on(cut: RowCut, at: int) -> None:
+    x = torch.rand(cut.batch, cut.width, 2, requires_grad=True)
+    one, other = cut.split(x)
+    size = x.shape[cut.dim]
+    assert (one.shape[cut.dim], other.shape[cut.dim]) == (at or 1, size - at or 1)
+    joined = cut.join(one * 2, other * 2)
+    assert torch.equal(joined, x * 2)
+    assert torch.equal(torch.autograd.grad(joined.sum(), x)[0], torch.full_like(x, 2))
+
+
+def test_nested_arguments_are_cut_and_joined() -> None:
+    cut, x, other = RowCut(1, 10, 3), torch.rand(1, 10, 2), object()
+    one, two = cut.split({"a": (x, other), "b": [x], "c": 3})
+    assert one["a"][0].shape[1] == 3 and two["a"][0].shape[1] == 7 and type(one["b"]) is list
+    assert one["a"][1] is two["a"][1] is other and one["c"] == 3
+    joined = cut.join(one["a"], two["a"])
+    assert torch.equal(joined[0], x) and joined[1] is other
+    scalar = torch.tensor(1.0)
+    assert cut.join(scalar, torch.tensor(2.0)) is scalar and cut.join(None, None) is None
+
+
+# Alternating
+
+
+def test_an_error_of_a_nano_batch_ends_the_other() -> None:
+    ended: list[str] = []
+
+    def first() -> None:
+        try:
+            hand_over()
+        finally:
+            ended.append("first")
+
+    def second() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        run_alternating(first, second)
+    assert ended == ["first"]
+
+
+def test_handing_over_needs_another_nano_batch() -> None:
+    with pytest.raises(CADError, match="outside of run_alternating"):
+        hand_over()
+
+
+def test_nano_batches_of_unequal_length_both_end() -> None:
+    order: list[str] = []
+
+    def run(name: str, times: int) -> str:
+        for i in range(times):
+            order.append(f"{name}{i}")
+            hand_over()
+        return name
+
+    assert run_alternating(lambda: run("a", 1), lambda: run("b", 3)) == ("a", "b")
+    assert order == ["a0", "b0", "b1", "b2"]

@@ -1,0 +1,202 @@
+"""The question as a JSON file, field by field, and what CAD would gain on a data set, by arithmetic."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_cad.cost import PAIRS, count_pairs
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
+from deepspeed_cad.planner.question import KEYS, read_cost, read_question
+
+HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 16}
+STREAM = HEADS | {"documents": [300, 0, 50, 200], "tokens_per_rank": 150}
+LISTS = HEADS | {"ranks": [[9, 0, 4], [], [5]]}
+
+
+def test_defaults_are_those_of_the_planner() -> None:
+    problem = read_question(LISTS).problem
+    for name in ("tolerance", "granularity", "window", "base_load", "speed", "memory", "ranks_per_node"):
+        assert getattr(problem, name) == getattr(PlanInput, name), name
+    assert (problem.tolerance, problem.granularity) == (0.05, 128)
+    assert problem.shape == HeadShape(8, 4, 16, 16, 2) and problem.cost is PAIRS
+
+
+def test_every_key_reaches_its_field() -> None:
+    fields = LISTS | {
+        "value_head_dim": 12, "bytes_per_element": 4, "window": 7, "tolerance": 0, "granularity": 3,
+        "ranks_per_node": 2, "speeds": [1, 2.5, 0], "base_load": [0, 3, 4], "memory": [5, 6, 7],
+    }  # fmt: skip
+    problem = read_question(fields).problem
+    assert problem.shape == HeadShape(8, 4, 16, 12, 4)
+    assert (problem.window, problem.tolerance, problem.granularity, problem.ranks_per_node) == (7, 0.0, 3, 2)
+    assert problem.speed is not None and problem.speed.tolist() == [1.0, 2.5, 0.0]
+    assert problem.base_load is not None and problem.base_load.tolist() == [0.0, 3.0, 4.0]
+    assert problem.memory is not None and problem.memory.tolist() == [5.0, 6.0, 7.0]
+    assert read_question({key: value for key, value in LISTS.items() if key != "kv_heads"}).problem.shape.groups == 8
+    lowest = read_question(LISTS | {"window": 1, "granularity": 1, "ranks_per_node": 1, "speeds": [0, 1, 1]}).problem
+    assert (lowest.window, lowest.granularity, lowest.ranks_per_node) == (1, 1, 1)
+
+
+def test_documents_in_a_stream() -> None:
+    question = read_question(STREAM)
+    assert question.number == [0, 2, 3]
+    assert question.problem.tick.ranks == 4 and question.problem.tick.query_tokens.tolist() == [150] * 4
+    assert read_question(STREAM | {"ranks": 6}).problem.tick.ranks == 6
+    assert read_question(STREAM | {"documents": []}).problem.tick.ranks == 1
+    assert read_question(STREAM | {"documents": [150, 150]}).problem.tick.ranks == 2
+    longest = STREAM | {"documents": [(1 << 31) - 1], "tokens_per_rank": 1 << 31}
+    assert read_question(longest).problem.tick.query.end.tolist() == [(1 << 31) - 1]
+
+
+def test_documents_by_rank() -> None:
+    question = read_question(LISTS)
+    assert question.number == [0, 2, 3]
+    assert question.problem.tick.query.to_array().tolist() == [[0, 0, 9, 0, 0], [1, 0, 4, 0, 9], [2, 0, 5, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "speed"),
+    [
+        ({"servers": "all"}, 3, None),
+        ({"servers": [0, 2]}, 3, [1.0, 0.0, 1.0]),
+        ({"servers": [0, 2], "speeds": [3, 2, 1]}, 3, [3.0, 0.0, 1.0]),
+        ({"servers": 0}, 3, None),
+        ({"servers": 2}, 5, None),
+        ({"servers": 2, "speeds": [3, 2, 1]}, 5, [3.0, 2.0, 1.0, 1.0, 1.0]),
+        ({"servers": 2, "speeds": [3, 2, 1, 0, 5]}, 5, [3.0, 2.0, 1.0, 0.0, 5.0]),
+    ],
+)
+def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) -> None:
+    problem = read_question(LISTS | change).problem
+    assert problem.tick.ranks == ranks and problem.tick.query_tokens.tolist() == [13, 0, 5] + [0] * (ranks - 3)
+    assert (None if problem.speed is None else problem.speed.tolist()) == speed
+
+
+def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
+    problem = read_question(LISTS | {"servers": 1, "base_load": [1, 2, 3], "memory": [1, 2, 3]}).problem
+    assert problem.base_load is not None and problem.base_load.tolist() == [1.0, 2.0, 3.0, 0.0]
+    assert problem.memory is not None and problem.memory.tolist() == [1.0, 2.0, 3.0, np.inf]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ([], "holds a list; expected an object with the keys documents, "),
+        (STREAM | {"ranks": [[1]]}, "both given"),
+        (HEADS, "neither documents"),
+        (HEADS | {"ranks": []}, "neither documents"),
+        (HEADS | {"ranks": 3}, "neither documents"),
+        (HEADS | {"ranks": [[1], [2, -1]]}, r"ranks\[1\]\[1\] is -1"),
+        (STREAM | {"documents": [5, 1 << 31]}, r"documents\[1\] is 2147483648"),
+        (STREAM | {"documents": [True]}, r"documents\[0\] is True"),
+        (STREAM | {"tokens_per_rank": None}, "tokens_per_rank is missing: with documents"),
+        (STREAM | {"ranks": 0}, "ranks is 0; expected a whole number of at least 1"),
+        (LISTS | {"heads": 6}, "kv_heads is 4 and heads is 6"),
+        (LISTS | {"value_head_dim": 0}, "value_head_dim is 0"),
+        (LISTS | {"bytes_per_element": 0}, "bytes_per_element is 0"),
+        (LISTS | {"tolerance": 1}, "tolerance is 1; expected"),
+        (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
+        (LISTS | {"tolerance": True}, "tolerance is True"),
+        (LISTS | {"ranks_per_node": 0}, "ranks_per_node is 0"),
+        (LISTS | {"servers": []}, r"servers is \[\]; expected .* ranks from 0 to 2"),
+        (LISTS | {"servers": [3]}, r"servers is \[3\]"),
+        (LISTS | {"servers": [-1]}, r"servers is \[-1\]"),
+        (LISTS | {"servers": [True]}, r"servers is \[True\]"),
+        (LISTS | {"servers": -1}, "servers is -1"),
+        (LISTS | {"servers": True}, "servers is True"),
+        (LISTS | {"speeds": [1, 2]}, "speeds has 2 values; expected a list of 3"),
+        (LISTS | {"speeds": 5}, "speeds has 5; expected a list of 3"),
+        (LISTS | {"servers": 2, "speeds": [1, 2, 3, 4]}, "speeds has 4 values; expected a list of 5"),
+        (LISTS | {"speeds": [1, True, 1]}, r"speeds\[1\] is True"),
+        (LISTS | {"speeds": [1, "2", 1]}, r"speeds\[1\] is '2'"),
+        (LISTS | {"memory": [1, -2, 1]}, r"memory\[1\] is -2; expected a number of at least 0 \(most bytes"),
+        (LISTS | {"cost": 5}, 'cost is 5; expected "pairs" or the path'),
+        (LISTS | {"cost": "none.json"}, "cost is 'none.json'"),
+        (LISTS | {"widow": 5}, "unknown key 'widow': did you mean 'window'"),
+    ],
+)
+def test_what_is_refused(fields: Any, words: str) -> None:
+    with pytest.raises(CADConfigError, match=words):
+        read_question(fields)
+
+
+def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_question(LISTS | {"comment": "from the cluster"})
+    assert "'comment' is not known and ignored" in caplog.text and all(key in caplog.text for key in KEYS)
+    caplog.clear()
+    read_question(LISTS)
+    assert not caplog.text
+
+
+def test_a_cost_by_name() -> None:
+    assert read_cost("pairs", HeadShape(8, 4, 16, 16, 2)) is PAIRS
+
+
+# Outlook
+
+MODEL = ModelShape(layers=2, hidden=8, intermediate=16, vocabulary=32, heads=4, kv_heads=2, head_dim=3)
+
+
+def test_floating_point_work_of_a_token_and_of_a_pair() -> None:
+    attention = 8 * 3 * (4 + 2 + 2 + 4)
+    assert MODEL.row_flops == 2 * (2 * (attention + 3 * 8 * 16) + 8 * 32)
+    assert MODEL.pair_flops == 4 * 2 * 4 * 3
+    # The default is Llama 3 8B: 8 billion parameters, but the embedding, which is looked up.
+    assert 2 * 7.4e9 < ModelShape().row_flops < 2 * 7.6e9
+
+
+@pytest.mark.parametrize(
+    ("lengths", "spanning", "steps"),
+    [
+        (
+            [5, 3, 20, 4, 1, 7],
+            True,
+            [
+                [[0, 0, 5, 0, 0], [1, 0, 3, 0, 5], [2, 0, 2, 0, 8], [2, 2, 12, 1, 0]],
+                [[0, 0, 8, 0, 0], [1, 0, 2, 0, 8], [1, 2, 4, 1, 0], [2, 0, 1, 1, 2], [3, 0, 7, 1, 3]],
+            ],
+        ),
+        (
+            [5, 5, 10, 25],
+            False,
+            [
+                [[0, 0, 5, 0, 0], [1, 0, 5, 0, 5], [2, 0, 10, 1, 0]],
+                [[0, 0, 10, 0, 0], [1, 0, 10, 1, 0]],
+            ],
+        ),
+        ([4, 7, 3, 10], False, [[[0, 0, 4, 0, 0], [1, 0, 7, 1, 0], [2, 0, 3, 1, 7]]]),
+        ([20], True, [[[0, 0, 10, 0, 0], [0, 10, 20, 1, 0]]]),
+        ([19], True, []),
+    ],
+)
+def test_packing(lengths: list[int], spanning: bool, steps: list) -> None:
+    found = [layout.segments.to_array().tolist() for layout in pack(lengths, 2, 10, spanning)]
+    assert found == steps
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_the_outlook_is_the_plan_in_floating_point_work(per_node: int | None) -> None:
+    layout = Layout.from_rank_lengths([[4096], [64] * 10])
+    found = foresee(layout, MODEL, PAIRS, 0.1, per_node)
+    plan = make_plan(PlanInput(layout.tick(), HeadShape(4, 2, 3, 3, 2), PAIRS, tolerance=0.1, ranks_per_node=per_node))
+    assert (found.imbalance_before, found.imbalance) == (plan.imbalance_before, plan.imbalance)
+    assert found.moved_bytes == plan.sent_bytes.sum() > 0
+    assert found.hottest_bytes == max(plan.sent_bytes.max(), plan.received_bytes.max())
+    assert found.planning_ms > 0
+    pairs = np.array([count_pairs(0, 4096), 10 * count_pairs(0, 64)])
+    rows = np.array([4096, 640]) * MODEL.row_flops
+    assert found.attention_share == pytest.approx(
+        pairs.sum() * MODEL.pair_flops / (pairs.sum() * MODEL.pair_flops + rows.sum())
+    )
+    # A step ends with its slowest rank: all of its rows, and its attention with or without CAD.
+    after = plan.load / plan.load.sum() * pairs.sum()
+    slowest = [(rows + own * MODEL.pair_flops).max() for own in (pairs, after)]
+    assert found.gain == pytest.approx(slowest[0] / slowest[1])
