@@ -23,7 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from deepspeed_cad.integrations.transformers import find_binding  # noqa: E402
 from train_attention import local_attention, make_sequences  # noqa: E402
 from train_model import ChunkedLoss, add_sizes, make_model  # noqa: E402
 from train_workload import Workload  # noqa: E402
@@ -33,6 +32,7 @@ import deepspeed_cad  # noqa: E402
 from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
+from deepspeed_cad.session import find_binding  # noqa: E402
 
 
 class Gathers:

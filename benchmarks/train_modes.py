@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed_cad.integrations.transformers import find_binding
 from train_attention import (
     AttentionFunction,
     TimedKernel,
@@ -34,6 +33,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 import deepspeed_cad
 from deepspeed_cad import session as sessions
 from deepspeed_cad.ahead.step import announce
+from deepspeed_cad.session import find_binding
 
 KINDS = ("dp", "ulysses", "ulysses_joined", "allgather_cp", "allgather_cp_joined", "cad", "bound", "bound_qkv")
 

@@ -1,6 +1,6 @@
 // One exchange by peer copies: every slice of every field is a strided two-dimensional copy into a peer's landing
-// area, on one stream, followed by a write of the exchange number to that peer's flag. Copies run on copy engines;
-// nothing here launches a kernel or waits on the host.
+// area, on one stream, followed by writes of what the exchange is (its name) and then of its number to that peer's flag.
+// Copies run on copy engines; nothing here launches a kernel or waits on the host.
 #include <cstdint>
 
 #include "cuda_driver.h"
@@ -61,10 +61,11 @@ int copy_slice(const cad::CudaDriver& driver, const Field& field, const Slice& s
 //   peers [steps]: the ranks in the order in which they are served; begin [steps + 1]: their parts of `slices`
 //   slices [n, 5]: columns of Slice, grouped by peer; fields [field_count, 5 + ranks]: Field, then landing addresses
 //   flags [ranks]: where this rank's number is written at each rank; value: the number of the exchange
+//   names [ranks]: where its name, of 64 bits, is written ahead of the number; null where none is to be written
 extern "C" __attribute__((visibility("default"))) int cad_nvlink_push(
     void* context, void* stream, std::int64_t ranks, std::int64_t steps, const std::int64_t* peers,
     const std::int64_t* begin, const std::int64_t* slices, std::int64_t field_count, const std::int64_t* fields,
-    const std::int64_t* flags, std::uint32_t value) {
+    const std::int64_t* flags, std::uint32_t value, const std::int64_t* names, std::uint64_t name) {
     const cad::CudaDriver* driver = cad::cuda_driver();
     if (int code = enter(driver, context)) return code;
     const auto* table = reinterpret_cast<const Slice*>(slices);
@@ -76,6 +77,16 @@ extern "C" __attribute__((visibility("default"))) int cad_nvlink_push(
                 const Field& field = *reinterpret_cast<const Field*>(row);
                 if (field.kind != table[i].kind || field.width == 0) continue;
                 if (int code = copy_slice(*driver, field, table[i], row[kFieldColumns + peer], stream)) return code;
+            }
+        }
+        if (names != nullptr) {
+            // Two halves: not every GPU writes 64 bits from a stream. Who sees the flag sees both.
+            for (int half = 0; half < 2; ++half) {
+                const auto at = static_cast<cad::CudaAddress>(names[peer]) + 4 * half;
+                const auto bits = static_cast<std::uint32_t>(name >> (32 * half));
+                if (int code = cad::check_cuda(driver->write_value(stream, at, bits, 0), "cuStreamWriteValue32")) {
+                    return code;
+                }
             }
         }
         const auto flag = static_cast<cad::CudaAddress>(flags[peer]);

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_cad.version import __version__
 
 if TYPE_CHECKING:
+    from deepspeed_cad.api import apply
     from deepspeed_cad.autoload import install
     from deepspeed_cad.config import CADConfig
     from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError, CADUnsupportedError
     from deepspeed_cad.layout import shard_stream
-    from deepspeed_cad.session import apply, current_session
+    from deepspeed_cad.session import current_session
 
 __all__ = [
     "CADConfig",
@@ -50,7 +51,7 @@ _HOME = {
     "CADError": "errors",
     "CADPeerError": "errors",
     "CADUnsupportedError": "errors",
-    "apply": "session",
+    "apply": "api",
     "current_session": "session",
     "install": "autoload",
     "shard_stream": "layout",

@@ -302,16 +302,7 @@ def close_session() -> None:
         _sessions.pop().close()
 
 
-def apply(model: torch.nn.Module, config: CADConfig | dict[str, Any] | None = None) -> torch.nn.Module:
-    """Turn CAD on for one Hugging Face model; call after torch.distributed is initialised, before DDP or FSDP.
-
-    Idempotent, and of no effect on any other model. `config` is a CADConfig, the "cad" block as a dict, or None for the
-    defaults. Returns the model. Raises CADConfigError for a bad configuration and CADUnsupportedError for a model that
-    CAD cannot reproduce exactly.
-    """
-    from deepspeed_cad.integrations.transformers import bind
-
-    checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
-    if checked.enabled:
-        bind(model, checked)
-    return model
+def find_binding(model: torch.nn.Module) -> Any:
+    """What an integration bound to a model, through any wrapper; None where CAD is off for it."""
+    session = current_session()
+    return None if session is None else session.find_binding(model)

@@ -19,11 +19,11 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType, KwargsHandler
 from deepspeed_cad.integrations.active import ActivationCheck, short_block
 
+from deepspeed_cad.api import apply
 from deepspeed_cad.asked import agree
 from deepspeed_cad.autoload import install
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
-from deepspeed_cad.session import apply
 
 _MARK = "__deepspeed_cad__"
 _PLUGIN = "_deepspeed_cad_plugin"

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.session import Session, apply, current_session
+from deepspeed_cad.session import Session, current_session
 
 logger = logging.getLogger("deepspeed_cad")
 

@@ -18,10 +18,10 @@ from deepspeed_cad.integrations.active import ActivationCheck, short_block
 from deepspeed_cad.integrations.callback import CADCallback
 from pydantic import BaseModel
 
+from deepspeed_cad.api import apply
 from deepspeed_cad.asked import agree
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.session import apply
 
 _PARALLEL = ("sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size")
 

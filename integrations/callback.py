@@ -16,16 +16,19 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from deepspeed_cad.integrations.structure import decoder_layers
-from deepspeed_cad.integrations.transformers import Binding, find_binding
 from transformers import TrainerCallback
 
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
+from deepspeed_cad.session import find_binding
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
 
 logger = logging.getLogger("deepspeed_cad")
 

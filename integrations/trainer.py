@@ -12,14 +12,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
-from deepspeed_cad.integrations.transformers import Binding, find_binding
+from deepspeed_cad.integrations.prepared import PreparedIterator
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.step import Step, StepAhead, allow_exchange
 from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.session import find_binding
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -53,6 +57,8 @@ class _AheadIterator:
 
     def __init__(self, source: Iterator[Any], feed: Feed, accumulation: int) -> None:
         self.source = source
+        # A prepared loader of Accelerate announces what it gives; here that is done by the step.
+        self._batches = source.plain() if isinstance(source, PreparedIterator) else source
         self.steps = StepAhead(feed, accumulation)
         self._buffer: deque[Any] = deque()
         self._step: Step | None = None
@@ -61,11 +67,11 @@ class _AheadIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._buffer.popleft() if self._buffer else next(self.source)
+        return self._buffer.popleft() if self._buffer else next(self._batches)
 
     def read_ahead(self, count: int) -> None:
         """Read the next step, up to `count` batches, and begin to arrange it."""
-        self._buffer.extend(itertools.islice(self.source, count))
+        self._buffer.extend(itertools.islice(self._batches, count))
         self._step = self.steps.submit(list(self._buffer), ended=len(self._buffer) < count)
 
     def arrange(self, samples: list[Any]) -> list[Any]:

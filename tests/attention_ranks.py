@@ -68,9 +68,13 @@ class NetworkTransport:
     bytes_sent: int = 0
     shipped: list[list[int]] = field(default_factory=list)
     """The width of every field, by exchange."""
+    landed: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """What arrived, by nano-batch: valid until the next dispatch, as in landing areas that are used again."""
 
     def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, *identity: Any) -> _Dispatched:
-        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields))
+        for area in self.landed.pop(slot, []):
+            area.fill_(float("nan"))
+        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields), slot)
 
     def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, *identity: Any) -> _Returned:
         return _Returned(self, schedule, fields, self._start("give_back", schedule, fields))
@@ -98,6 +102,7 @@ class _Dispatched:
     schedule: Schedule
     fields: list[Outgoing]
     exchange: int
+    slot: int
 
     def wait(self) -> list[torch.Tensor]:
         self.own.network.say("wait out")
@@ -113,7 +118,8 @@ class _Dispatched:
                 rows = data[i].flatten(0, 1)[at] if peer != me else f.home.reshape(-1, f.home.shape[2])[at]
                 landed[torch.from_numpy(mine.server_index(takes, f.kind))] = rows
             arrived.append(landed)
-        return arrived
+        self.own.landed[self.slot] = arrived
+        return list(arrived)
 
 
 @dataclass

@@ -64,6 +64,8 @@ class Feed:
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
         self._epoch = self._index = self._step = 0
         self._counted = dict.fromkeys((What.FORWARD, What.LOOK), 0)
+        self._unannounced = 0
+        """Training forwards in a row that no loader had announced."""
         self._ends: dict[int, End] = {}
         """By epoch, only the last one; changed on the look-ahead thread only, in the same order on every rank."""
 
@@ -146,6 +148,7 @@ class Feed:
             raise CADPeerError(str(self.plans.abandoned))
         if self._ahead and queued:
             announced, future = self._ahead.popleft()
+            self._unannounced = 0
             if mine is not None and not announced.local.same_as(mine.local):
                 self.fail(
                     CADDataError(
@@ -158,7 +161,8 @@ class Feed:
         elif mine is None:
             raise CADError("no micro-batch was announced")
         else:
-            self._plans_at_forward()
+            if queued:
+                self._plans_at_forward()
             future = self._gather_now(mine, What.FORWARD if queued else What.LOOK)
         try:
             micro_batch = self.worker.wait(future, "document lengths and plan")
@@ -227,7 +231,9 @@ class Feed:
 
     def _plans_at_forward(self) -> None:
         """A forward came that no loader had announced: say so, once, where look-ahead is asked for."""
-        if self.config.look_ahead and self.ranks > 1:
+        self._unannounced += 1
+        # Prepared loaders of Accelerate announce from the second micro-batch of an epoch on.
+        if self._unannounced == 3 and self.config.look_ahead and self.ranks > 1:
             self.plans.say_once(
                 "no loader announces micro-batches, so they are planned when their forward starts: read the data "
                 "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"

@@ -41,6 +41,8 @@ class What(IntEnum):
     """Which rank trains which document of a step."""
     PLAN = 6
     """The fingerprint of a plan."""
+    LOADER = 7
+    """Whether the batches of a loader reach the model as they are."""
 
 
 _WORDS = {
@@ -51,6 +53,7 @@ _WORDS = {
     What.STEP: "documents of the step",
     What.ASSIGNMENT: "assignment of documents",
     What.PLAN: "plan",
+    What.LOADER: "answers whether a loader's batches are trained as they are",
 }
 
 

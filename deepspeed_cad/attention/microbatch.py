@@ -73,6 +73,8 @@ class MicroBatch:
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
+    _layers: dict[int, int] = field(default_factory=dict)
+    """Layers in the order in which attention was first called: the same on all ranks."""
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def schedule(self, key: PlanKey, nano_batch: int) -> DeviceSchedule:
@@ -219,7 +221,8 @@ class MaskDescriptor:
             schedule = micro_batch.schedule(PlanKey(self.window, shape), nano_batch)
             setup = CallSetup(
                 schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
-                micro_batch.counts, nano_batch, label, micro_batch.aside,
+                micro_batch.counts, nano_batch, label, micro_batch.aside, micro_batch.turn,
+                micro_batch._layers.setdefault(layer, len(micro_batch._layers)),
             )  # fmt: skip
             return AttentionCall(setup)
 

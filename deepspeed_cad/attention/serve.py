@@ -96,12 +96,11 @@ def run_served(
     results = []
     for batch, sequences in schedule.served:
         rows, keys, _, _ = _ranges(batch, 1)
-        results.append((rows, *kernel.forward(q_RGD[rows], k_S1D[keys], v_S1V[keys], sequences, rule)))
-    if len(results) == 1:
-        _, o, lse = results[0]
-    else:
-        results.sort(key=lambda item: item[0].start)
-        o, lse = torch.cat([item[1] for item in results]), torch.cat([item[2] for item in results])
+        results.append(kernel.forward(q_RGD[rows], k_S1D[keys], v_S1V[keys], sequences, rule))
+    # Served batches lie one after the other and cover the buffer.
+    o, lse = (
+        results[0] if len(results) == 1 else (torch.cat([o for o, _ in results]), torch.cat([x for _, x in results]))
+    )
     if sinks_H is not None:
         o, lse = fold_sinks(o, lse, sinks_H.view(-1, q_RGD.shape[1])[schedule.served_group])
     return o, lse

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
+from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
@@ -54,6 +55,9 @@ class CallSetup:
     """The layer, in error messages and on the timeline."""
     aside: torch.cuda.Stream | None = None
     """On which served batches run beside local ones; None: all run on the current stream, one after the other."""
+    turn: int = 0
+    layer: int = 0
+    """Which micro-batch and which of its layers: equal on all ranks, see exchange.identity.Moment."""
 
     @property
     def device(self) -> torch.device:
@@ -65,9 +69,10 @@ class CallSetup:
         transport, tracer = self.transport, self.counts.tracer
         if transport is None:
             return None
+        moment = Moment(self.turn, self.layer, backward)
 
         def start() -> Dispatched:
-            return transport.dispatch(self.schedule.host, fields, self.nano_batch)
+            return transport.dispatch(self.schedule.host, fields, self.nano_batch, moment)
 
         with self.span("dispatch", backward):
             return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
@@ -76,9 +81,10 @@ class CallSetup:
         """Start an exchange back, on the stream that runs served tasks."""
         transport, tracer = self.transport, self.counts.tracer
         assert transport is not None  # nothing was served without one
+        moment = Moment(self.turn, self.layer, backward)
 
         def start() -> Returned:
-            return transport.give_back(self.schedule.host, fields, self.nano_batch)
+            return transport.give_back(self.schedule.host, fields, self.nano_batch, moment)
 
         with self.span("return", backward, aside=self.aside is not None):
             return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)

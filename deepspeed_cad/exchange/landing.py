@@ -7,13 +7,13 @@ collective: every rank decides it from the same plan, at the same exchange.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 from deepspeed_cad.exchange.peers import PeerGroup
 
@@ -27,16 +27,18 @@ GRAIN = 8 << 20
 class SymmetricBuffer:
     """Memory of equal size on every rank, mapped by all. Making one is collective."""
 
-    def __init__(self, size: int, peers: PeerGroup, device: torch.device) -> None:
+    def __init__(self, size: int, peers: PeerGroup, device: torch.device, meeting: Meeting, what: str) -> None:
+        """`what`: for an error, which is the same on all members where one of them has no memory left."""
+        memory: Any = torch if peers.handle is None else symmetric_memory()
+        tensor, problem = _allocate(memory, size, device)
+        # Before the ranks map each other's memory: who waits there for a rank that has none waits for half an hour.
+        meeting.agree(what, problem)
+        assert tensor is not None
+        self.tensor: torch.Tensor = tensor
         if peers.handle is None:
-            self.tensor: torch.Tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-            torch.cuda.synchronize(device)
             self.addresses: Table = np.array([self.tensor.data_ptr()], np.int64)
             return
-        memory: Any = symmetric_memory()
         with torch.cuda.device(device):
-            self.tensor = memory.empty(size, dtype=torch.uint8, device=device).fill_(0)
-            torch.cuda.synchronize(device)
             self._handle = memory.rendezvous(self.tensor, peers.handle)
         shift = int(getattr(self._handle, "offset", 0) or 0)
         self.addresses = np.array([int(p) + shift for p in self._handle.buffer_ptrs], np.int64)
@@ -49,12 +51,32 @@ class SymmetricBuffer:
             )
 
 
+def _allocate(memory: Any, size: int, device: torch.device) -> tuple[torch.Tensor | None, str]:
+    """Zeros of `size` bytes, or why there are none."""
+    problem = ""
+    for attempt in range(2):
+        try:
+            with torch.cuda.device(device):
+                tensor = memory.empty(size, dtype=torch.uint8, device=device).fill_(0)
+                torch.cuda.synchronize(device)
+            return tensor, ""
+        except RuntimeError as error:
+            problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if attempt == 0:
+            # Memory that torch keeps for later tensors is not free for the driver, of whom this memory is asked.
+            torch.cuda.empty_cache()
+    free, whole = torch.cuda.mem_get_info(device)
+    return None, (
+        f"{size >> 20} MiB were wanted, {free >> 20} of {whole >> 20} MiB are free on {device} after torch gave back "
+        f"what it had cached ({problem}); use smaller micro-batches, or more checkpointing"
+    )
+
+
 class LandingArea:
     """One landing area that grows in lockstep."""
 
-    def __init__(self, label: str, peers: PeerGroup, device: torch.device, meet: Callable[[str], None]) -> None:
-        """`meet` returns once all ranks have called it with the same words, or raises in time."""
-        self.label, self.peers, self.device, self.meet = label, peers, device, meet
+    def __init__(self, label: str, peers: PeerGroup, device: torch.device, meeting: Meeting) -> None:
+        self.label, self.peers, self.device, self.meeting = label, peers, device, meeting
         self.capacity = 0
         self.generation = 0
         """How often it was made anew."""
@@ -84,8 +106,8 @@ class LandingArea:
             # Copies and waits under way on this rank end here; making the new buffer meets all other ranks, so
             # afterwards nobody can still write into the old one.
             torch.cuda.synchronize(self.device)
-            self.meet(f"the growth of landing area {self.label}")
-            grown = SymmetricBuffer(capacity, self.peers, self.device)
+            what = f"the growth of landing area {self.label}"
+            grown = SymmetricBuffer(capacity, self.peers, self.device, self.meeting, what)
             self._buffer, self.capacity = grown, capacity
             self.last_operation = 0
             self.generation += 1

@@ -20,14 +20,16 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.native_calls import NativeCallError, Table
-from deepspeed_cad.exchange.nccl import join_ranks
+from deepspeed_cad.exchange.messages import Messenger
+from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.nvlink import NvlinkTransport, _Dispatched, _Returned, _UnderWay
 from deepspeed_cad.exchange.peers import host_group
 from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.exchange.split import FarPart, far_part, list_messages
-from deepspeed_cad.exchange.transport import Outgoing, Returning
+from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 
 
@@ -60,20 +62,20 @@ class MixedTransport(NvlinkTransport):
         """
         if len(near) != dist.get_world_size(group):
             raise CADError(f"{len(near)} numbers of neighbourhoods for a group of {dist.get_world_size(group)} ranks")
+        alarm = Alarm(dist.get_rank(group), liveness, timeout_s)
         # First what all ranks take part in: making landing areas can fail on one host alone.
-        self.messages = join_ranks(group, device)
+        self.messages = Messenger(group, device, alarm)
         try:
-            super().__init__(group, device, liveness, timeout_s, host_group(group, near))
+            super().__init__(group, device, liveness, timeout_s, host_group(group, near), alarm)
         except BaseException:
-            self.messages.leave(abort=True)
+            self.messages.leave()
             raise
-        self.message_stream = torch.cuda.Stream(device)
         self.stream = None
         self._far: WeakKeyDictionary[Schedule, tuple[_Far, _Far]] = WeakKeyDictionary()
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> _Dispatched:
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, moment: Moment = UNNAMED) -> _Dispatched:
         """See NvlinkTransport.dispatch."""
-        out = super().dispatch(schedule, fields, slot)
+        out = super().dispatch(schedule, fields, slot, moment)
         far = self._look_up(schedule)
         packed = [f.home[far[f.kind].home_row, far[f.kind].home_group] for f in fields]
         table = []
@@ -84,9 +86,9 @@ class MixedTransport(NvlinkTransport):
         self._exchange(out.under_way, table, packed)
         return out
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> _Returned:
+    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, moment: Moment = UNNAMED) -> _Returned:
         """See NvlinkTransport.give_back."""
-        back = super().give_back(schedule, fields, slot)
+        back = super().give_back(schedule, fields, slot, moment)
         far = self._look_up(schedule)
         table = []
         for f, landed in zip(fields, back.landed):
@@ -98,31 +100,24 @@ class MixedTransport(NvlinkTransport):
 
     def close(self) -> None:
         """Release the landing areas and leave the communicator."""
-        super().close()
-        # Nothing is under way any more; leaving in good order would wait for ranks that may be gone.
-        self.messages.leave(abort=True)
-        self.peers.forget()
+        try:
+            super().close()
+        finally:
+            self.messages.leave()
+            self.peers.forget()
 
     def _exchange(self, under_way: _UnderWay, table: list[Table], packed: list[torch.Tensor]) -> None:
-        """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both."""
+        """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both.
+
+        The watchdog looks after messages apart from the wait of whoever uses what arrives: growing a landing area waits
+        for the whole device before.
+        """
         messages = np.ascontiguousarray(np.concatenate([np.zeros((0, 4), np.int64), *table]))
-        stream = self.message_stream
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        if not len(messages):
-            return
-        label = f"core-attention exchange {under_way.number}"
-        before = stream.record_event()
-        try:
-            with torch.cuda.device(self.device):
-                self.messages.exchange(stream.cuda_stream, messages)
-        except NativeCallError as error:
-            raise self._explain(label, error) from error
-        done = stream.record_event()
-        under_way.done.append(done)
-        under_way.sources.extend(packed)
-        self.bytes_sent += int(messages[messages[:, 0] == 1, 3].sum())
-        # Apart from the wait of whoever uses what arrives: growing a landing area waits for the whole device before.
-        self._watchdog.track(before, done, label)
+        done = self.messages.exchange(under_way.identity, messages, self._comparison, self._watchdog)
+        if done is not None:
+            under_way.done.append(done)
+            under_way.sources.extend(packed)
+            self.bytes_sent += int(messages[messages[:, 0] == 1, 3].sum())
 
     def _look_up(self, schedule: Schedule) -> tuple[_Far, _Far]:
         found = self._far.get(schedule)
@@ -135,9 +130,9 @@ class MixedTransport(NvlinkTransport):
         row, group = np.divmod(part.home_index, schedule.groups)
         return _Far(part, upload(row, self.device), upload(group, self.device))
 
-    def _give_up(self, waited_for: str) -> None:
+    def _give_up(self) -> None:
         """See NvlinkTransport: first the waits for neighbours end, so that messages behind them can be stopped."""
         try:
-            super()._give_up(waited_for)
+            super()._give_up()
         finally:
-            self.messages.leave(abort=True)
+            self.messages.leave()

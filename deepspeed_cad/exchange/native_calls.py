@@ -23,7 +23,7 @@ _P, _I, _L, _U = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint32
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cad_cuda_open": (ctypes.c_char_p,),
     "cad_cuda_context": (ctypes.POINTER(_P),),
-    "cad_nvlink_push": (_P, _P, _L, _L, _P, _P, _P, _L, _P, _P, _U),
+    "cad_nvlink_push": (_P, _P, _L, _L, _P, _P, _P, _L, _P, _P, _U, _P, ctypes.c_uint64),
     "cad_nvlink_wait": (_P, _P, _L, _P, _U),
     "cad_nccl_open": (ctypes.c_char_p,),
     "cad_nccl_version": (ctypes.POINTER(_I),),
@@ -75,12 +75,21 @@ class CudaCalls:
         self._library, self._context = library, context
 
     def push(
-        self, stream: int, peers: Table, begin: Table, slices: Table, fields: Table, flags: Table, value: int
+        self,
+        stream: int,
+        peers: Table,
+        begin: Table,
+        slices: Table,
+        fields: Table,
+        flags: Table,
+        value: int,
+        names: Table | None = None,
+        name: int = 0,
     ) -> None:
         """Queue one exchange: see cad_nvlink_push in csrc/nvlink.cpp for the tables, all contiguous int64."""
         self._library.call(
             "cad_nvlink_push", self._context, stream, len(flags), len(peers), _at(peers), _at(begin), _at(slices),
-            len(fields), _at(fields), _at(flags), value & 0xFFFFFFFF,
+            len(fields), _at(fields), _at(flags), value & 0xFFFFFFFF, None if names is None else _at(names), name,
         )  # fmt: skip
 
     def wait(self, stream: int, flags: Table, value: int) -> None:

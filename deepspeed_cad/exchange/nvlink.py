@@ -1,8 +1,9 @@
 """The `nvlink` transport: peer copies by copy engines into landing areas that all ranks of a node map.
 
 One C++ call per exchange queues strided copies of every slice straight from the producer's tensors on one stream, and
-behind each peer's copies a write of the exchange's number to that peer's flag. Consumers wait for their own flags on
-their own stream. No kernel, no packing, no host synchronisation.
+behind each peer's copies writes of the exchange's identity and of its number to that peer's flag. Consumers wait for
+their own flags on their own stream. No kernel, no packing, no host synchronisation. What identities say is compared by
+the watchdog's thread (comparison.py).
 
 Why memory is never overwritten too early. All ranks start the same exchanges in the same order, numbered 1, 2, …; flag
 p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
@@ -17,16 +18,18 @@ served tasks run beside local ones: the training stream waits for that before it
 
 from __future__ import annotations
 
-import logging
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.comparison import RING, Comparison
 from deepspeed_cad.exchange.copies import (
     PushTable,
     address_fields,
@@ -35,19 +38,21 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
+from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.landing import LandingArea, SymmetricBuffer
 from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
 from deepspeed_cad.exchange.peers import PeerGroup, whole_group
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
 from deepspeed_cad.exchange.split import near_part
-from deepspeed_cad.exchange.transport import Outgoing, Returning
+from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 
-logger = logging.getLogger(__name__)
-
-FLAG_BYTES = 4
+FLAG_BYTES, NAME_BYTES = 4, 8
+PAGE = 4096
+"""Bytes: names lie behind the flags, from a multiple on."""
 RESCUE_STREAMS = 9
 POISON = 1 << 30
 """Added to an exchange's number to let its waits end after a failure."""
@@ -105,17 +110,21 @@ class NvlinkTransport:
         liveness: Liveness | None = None,
         timeout_s: float = 300.0,
         peers: PeerGroup | None = None,
+        alarm: Alarm | None = None,
     ) -> None:
         """Collective: every rank of the group makes one at the same time.
 
         Slices of schedules move between `peers`, by default all ranks of the group; the rows that other ranks send
         have their places in what lands, and somebody else brings them.
         """
-        self.group, self.device, self.liveness, self.timeout_s = group, device, liveness, timeout_s
+        self.group, self.device = group, device
         self.peers = peers = peers or whole_group(group)
         self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
         self.exchanges = 0
         self.bytes_sent = 0
+        self.register = Register()
+        self._alarm = alarm = alarm or Alarm(self.rank, liveness, timeout_s)
+        self._meeting = Meeting(peers.store, peers.members, peers.place, alarm)
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()
             self.calls: CudaCalls = cuda_calls()
@@ -123,17 +132,24 @@ class NvlinkTransport:
             self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
         self.stream: torch.cuda.Stream | None = self._copies
         """Where the transfers of an exchange end, if that is one stream: for timelines."""
-        self._flags = SymmetricBuffer(max(FLAG_BYTES * self.ranks, 4096), peers, device)
+        whole = dist.get_world_size(group)
+        ahead = -(-FLAG_BYTES * self.ranks // PAGE) * PAGE
+        size = ahead + RING * whole * NAME_BYTES
+        self._flags = SymmetricBuffer(size, peers, device, self._meeting, "making flags for exchanges")
         self._flag_of_rank: Table = self._flags.addresses + FLAG_BYTES * self.place
         """Where this rank's number is written at each rank."""
         self._own_flags: Table = self._flags.addresses[self.place] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
+        self._name_of_rank: Table = self._flags.addresses + ahead + NAME_BYTES * self.rank
+        """Where this rank's names are written at each rank: in the first row of a ring, [RING, ranks of the group]."""
+        self._name_row = NAME_BYTES * whole
+        names = self._flags.tensor[ahead:size].view(torch.int64).view(RING, whole)
+        self._comparison = Comparison(names, self.rank)
+        self._neighbours: Sequence[int] = [int(rank) for rank in peers.members if rank != self.rank]
         self._slots: dict[int, _Slot] = {}
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
-        self._meetings = 0
-        self._stuck = ""
-        self._watchdog = Watchdog(timeout_s, self._give_up, device)
+        self._watchdog = Watchdog(alarm, self._give_up, device, self._comparison)
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> _Dispatched:
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, moment: Moment = UNNAMED) -> _Dispatched:
         """See Transport.dispatch. What arrives is valid until the next dispatch on the same slot."""
         tables, state = self._begin(schedule, slot)
         area = state.dispatch[state.dispatches % 2]
@@ -143,12 +159,13 @@ class NvlinkTransport:
             _check_home(f.home, schedule, int(tables.dispatch.source_rows[f.kind]))
             size = f.home.element_size()
             row[1:4] = f.home.data_ptr(), f.home.stride(0) * size, f.home.stride(1) * size
-        done = self._push(tables.dispatch, prepared, area, guard=state.last_dispatch)
+        identity = self._next(moment, slot, False, schedule)
+        done = self._push(identity, tables.dispatch, prepared, area, guard=state.last_dispatch)
         state.dispatches += 1
         state.last = state.last_dispatch = self.exchanges
-        return _Dispatched(self, self._under_way(done, [f.home for f in fields]), prepared.landed)
+        return _Dispatched(self, self._under_way(identity, done, [f.home for f in fields]), prepared.landed)
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> _Returned:
+    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, moment: Moment = UNNAMED) -> _Returned:
         """See Transport.give_back. It must be waited for before the next exchange on the same slot."""
         tables, state = self._begin(schedule, slot)
         if state.last != state.last_dispatch:
@@ -159,50 +176,54 @@ class NvlinkTransport:
         for row, f in zip(prepared.addresses, fields):
             _check_served(f.served, int(tables.served_rows[self.place, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
-        done = self._push(tables.give_back, prepared, area, guard=state.last_dispatch)
+        identity = self._next(moment, slot, True, schedule)
+        done = self._push(identity, tables.give_back, prepared, area, guard=state.last_dispatch)
         state.last = self.exchanges
-        under_way = self._under_way(done, [f.served for f in fields])
+        under_way = self._under_way(identity, done, [f.served for f in fields])
         state.unfinished = _Returned(self, under_way, fields, prepared.landed, tables.placements)
         return state.unfinished
 
     def close(self) -> None:
         """Release the landing areas; the next transport on this group makes its own."""
         torch.cuda.synchronize(self.device)  # the watchdog ends what a dead peer never will
-        self._watchdog.close()
-        for slot in self._slots.values():
-            for area in (*slot.dispatch, slot.give_back):
-                area.release()
-        self._slots.clear()
-        self._tables.clear()
+        try:
+            self._watchdog.close()
+        finally:
+            for slot in self._slots.values():
+                for area in (*slot.dispatch, slot.give_back):
+                    area.release()
+            self._slots.clear()
+            self._tables.clear()
 
     def wait(self, under_way: _UnderWay) -> None:
         """Queue on the current stream: until all ranks have pushed this exchange, and its sources have been read."""
-        self._raise_if_stuck()
+        self._alarm.check()
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record(current)
-        self.calls.wait(current.cuda_stream, self._own_flags, under_way.number)
+        self.calls.wait(current.cuda_stream, self._own_flags, under_way.identity.index)
         for done in under_way.done:
             current.wait_event(done)
             if current != under_way.producer:
                 under_way.producer.wait_event(done)
         after.record(current)
         under_way.sources.clear()
-        self._watchdog.track(before, after, f"core-attention exchange {under_way.number}")
+        identity = under_way.identity
+        self._watchdog.track(before, after, identity, partial(self._comparison.arrived, identity, self._neighbours))
 
     def _begin(self, schedule: Schedule, slot: int) -> tuple[_Tables, _Slot]:
-        self._raise_if_stuck()
+        self._alarm.check()
         state = self._slots.get(slot)
         if state is None:
             even, odd, back = (
-                LandingArea(f"{what} {slot}", self.peers, self.device, self._meet)
+                LandingArea(f"{what} {slot}", self.peers, self.device, self._meeting)
                 for what in ("out", "out (odd)", "back")
             )
             state = self._slots[slot] = _Slot((even, odd), back)
         if state.unfinished is not None and not state.unfinished.waited:
             raise CADError(
                 f"rank {self.rank}: an exchange on slot {slot} starts before the return of exchange "
-                f"{state.unfinished.under_way.number} on that slot was waited for"
+                f"{state.unfinished.under_way.identity.index} on that slot was waited for"
             )
         state.unfinished = None
         tables = self._tables.get(schedule)
@@ -240,27 +261,33 @@ class NvlinkTransport:
         tables.prepared[area.label, shapes] = made
         return made
 
-    def _push(self, table: PushTable, prepared: _Prepared, area: LandingArea, guard: int) -> torch.cuda.Event:
+    def _next(self, moment: Moment, slot: int, is_return: bool, schedule: Schedule) -> Identity:
         self.exchanges += 1
+        self._comparison.newest = self.exchanges
+        return self.register.next(self.exchanges, moment, slot, is_return, schedule)
+
+    def _push(
+        self, identity: Identity, table: PushTable, prepared: _Prepared, area: LandingArea, guard: int
+    ) -> torch.cuda.Event:
         stream = self._copies
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if area.last_operation:
             self.calls.wait(stream.cuda_stream, self._own_flags, guard)
         area.last_operation = self.exchanges
         fields = prepared.addresses
+        names = self._name_of_rank + self._name_row * (identity.index % RING)
         self.calls.push(
-            stream.cuda_stream, table.peers, table.begin, table.slices, fields, self._flag_of_rank, self.exchanges
-        )
+            stream.cuda_stream, table.peers, table.begin, table.slices, fields,
+            self._flag_of_rank, identity.index, names, identity.number,
+        )  # fmt: skip
         self.bytes_sent += int((table.rows_sent[fields[:, 0]] * fields[:, 4]).sum())
         return stream.record_event()
 
-    def _under_way(self, done: torch.cuda.Event, sources: list[torch.Tensor]) -> _UnderWay:
-        return _UnderWay(self.exchanges, [done], sources, torch.cuda.current_stream(self.device))
+    def _under_way(self, identity: Identity, done: torch.cuda.Event, sources: list[torch.Tensor]) -> _UnderWay:
+        return _UnderWay(identity, [done], sources, torch.cuda.current_stream(self.device))
 
-    def _give_up(self, waited_for: str) -> None:
+    def _give_up(self) -> None:
         """Called by the watchdog: end the waits of this rank; what landed becomes NaN, the next call raises."""
-        self._stuck = waited_for
-        logger.error("rank %d: %s did not end in time; a peer died or hangs", self.rank, waited_for)
         everyone, no_slices = np.arange(self.ranks, dtype=np.int64), np.zeros((0, 5), np.int64)
         nothing, no_fields = np.zeros(self.ranks + 1, np.int64), np.zeros((0, 5 + self.ranks), np.int64)
         # A stream that shares a hardware queue with the stuck one would wait behind it: one of several gets through.
@@ -275,39 +302,10 @@ class NvlinkTransport:
                     self.exchanges + POISON,
                 )  # fmt: skip
 
-    def _meet(self, what: str) -> None:
-        """Return once every rank is here; torch's rendezvous would wait for a dead one for half an hour."""
-        store = self.peers.store
-        if store is None:
-            return
-        self._meetings += 1
-        keys = [f"{self._meetings}/{rank}" for rank in range(self.ranks)]
-        deadline = time.monotonic() + self.timeout_s
-        try:
-            store.set(keys[self.place], "here")
-            while not store.check(keys):
-                self._raise_if_stuck()
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"not every rank came within {self.timeout_s:g} s")
-                time.sleep(0.001)
-        except CADError:
-            raise
-        except RuntimeError as error:
-            raise self._explain(what, error) from error
-
-    def _raise_if_stuck(self) -> None:
-        if self._stuck:
-            raise self._explain(self._stuck, RuntimeError(f"no sign of it within {self.timeout_s:g} s"))
-
-    def _explain(self, waited_for: str, error: BaseException) -> CADPeerError:
-        if self.liveness is None:
-            return CADPeerError(f"rank {self.rank} waited for {waited_for}: {error}")
-        return self.liveness.explain(waited_for, error)
-
 
 @dataclass(eq=False)
 class _UnderWay:
-    number: int
+    identity: Identity
     done: list[torch.cuda.Event]
     """On the copy stream, behind this rank's own pushes; and on streams of other parts of the exchange."""
     sources: list[torch.Tensor]

@@ -114,7 +114,7 @@ def _make(
         elif name == "nccl":
             made = NcclTransport(group, device, liveness, timeout_s)
         else:
-            made = C10dTransport(group, device, liveness)
+            made = C10dTransport(group, device, liveness, timeout_s)
     except (RuntimeError, OSError, AttributeError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
     if min(gather(int(made is not None))):

@@ -4,6 +4,9 @@ A `Field` is one tensor of one exchange. On the way out its `home` is [rows, gro
 rank's own Q, K, V or dO with a contiguous last dimension) and it arrives in a group-major buffer [served rows, width].
 On the way back `served` is that group-major buffer; it lands at home in table order and is then placed: written
 (O, dQ: every row comes from one place) or added (dK, dV: several servers may have read the same keys).
+
+Exchanges of ranks are paired by order. Every transport sends the identity of an exchange along (identity.py) and
+raises CADPeerError, on all ranks, where those that met do not belong together.
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ from typing import Protocol
 
 import torch
 
+from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.schedule import Schedule
+
+UNNAMED = Moment()
+"""For whoever runs exchanges outside of training."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,10 @@ class Transport(Protocol):
     """Exchanges started so far: tests count them."""
     bytes_sent: int
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int) -> Dispatched:
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, moment: Moment = UNNAMED) -> Dispatched:
         """Start sending. `slot` (0 or 1) is the nano-batch: exchanges of different slots may overlap."""
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int) -> Returned:
+    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, moment: Moment = UNNAMED) -> Returned:
         """Start returning."""
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
-"""Notices exchanges that do not end: a thread that looks at the waits queued on CUDA streams.
+"""Notices exchanges that do not end, and those that are not the same on all ranks: a thread that looks a few times
+per second.
 
-In: the events before and after each wait. A wait that its stream has reached and not left for `timeout_s` is stuck: a
-peer died or hangs. Out: one call of `on_stuck` with what was waited for, from the thread; nothing else is done here.
+In: the events before and after each wait on a CUDA stream, what arrives with it, and calls in which the host may
+wait. A wait that its stream has reached and not left for `timeout_s` is stuck: a peer died or hangs. Out: the alarm,
+and a call of `give_up` from the thread, which is to let the streams go on.
 """
 
 from __future__ import annotations
@@ -10,14 +12,23 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.comparison import Comparison
 from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger(__name__)
+
+PAUSE_S = 0.2
+BOARD_S = 0.5
+"""Between two looks at the error board, while this rank waits for others."""
+AGAIN_S, AGAIN = 1.0, 5
+"""A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
 
 
 class Event(Protocol):
@@ -26,44 +37,115 @@ class Event(Protocol):
     def query(self) -> bool: ...
 
 
+class _Wait(NamedTuple):
+    before: Event
+    after: Event
+    label: object
+    then: Callable[[], None] | None
+
+
 class Watchdog:
     """Watches the waits of one transport, oldest first."""
 
-    def __init__(self, timeout_s: float, on_stuck: Callable[[str], None], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        alarm: Alarm,
+        give_up: Callable[[], None],
+        device: torch.device | None = None,
+        comparison: Comparison | None = None,
+    ) -> None:
         """`device`: that of the events."""
-        self.timeout_s, self.on_stuck, self.device = timeout_s, on_stuck, device
-        self._waits: deque[tuple[Event, Event, str]] = deque()
+        self.alarm, self.give_up, self.device, self.comparison = alarm, give_up, device, comparison
+        self._waits: deque[_Wait] = deque()
+        self._host: tuple[object, float] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._given_up = 0
+        self._gave_up_at = 0.0
+        self._read_board_at = 0.0
 
-    def track(self, before: Event, after: Event, label: str) -> None:
-        """Watch one wait; the thread starts with the first."""
-        self._waits.append((before, after, label))
-        if self._thread is None:
-            self._thread = start_daemon("watchdog", self._run, self.device)
+    def track(self, before: Event, after: Event, label: object, then: Callable[[], None] | None = None) -> None:
+        """Watch one wait; the thread starts with the first.
+
+        `label` is asked for its words if they are needed; `then` is called from the thread when the wait is over.
+        """
+        self._waits.append(_Wait(before, after, label, then))
+        self._start()
+
+    @contextmanager
+    def inside(self, label: object) -> Iterator[None]:
+        """Watch a call in which the host may wait for other ranks, as NCCL does when it first connects to one."""
+        self._host = (label, time.monotonic())
+        self._start()
+        try:
+            yield
+        finally:
+            self._host = None
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; CADPeerError if what arrived last came from another exchange. Nothing is under way."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
+        if self.alarm.sounded or self.comparison is None:
+            return
+        self._pop()
+        if found := self.comparison.finish():
+            self.alarm.stop(found)
+            self.alarm.check()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = start_daemon("watchdog", self._run, self.device)
 
     def _run(self) -> None:
-        pause = min(max(self.timeout_s / 20, 0.02), 1.0)
+        pause = min(max(self.alarm.timeout_s / 20, 0.02), PAUSE_S)
         reached: tuple[Event, float] | None = None
         try:
             while not self._stop.wait(pause):
-                while self._waits and self._waits[0][1].query():
-                    self._waits.popleft()
-                if not self._waits:
+                self._pop()
+                now = time.monotonic()
+                if self.alarm.sounded:
+                    self._let_go(now)
                     continue
-                before, _, label = self._waits[0]
-                if not before.query():
+                if found := self._differs(now):
+                    self.alarm.stop(found)
+                    self._let_go(now)
                     continue
-                if reached is None or reached[0] is not before:
-                    reached = (before, time.monotonic())
-                elif time.monotonic() - reached[1] > self.timeout_s:
-                    self.on_stuck(label)
-                    return
+                if (host := self._host) is not None and now - host[1] > self.alarm.timeout_s:
+                    self._time_out(host[0], now)
+                    continue
+                if not self._waits or not self._waits[0].before.query():
+                    continue
+                oldest = self._waits[0]
+                if reached is None or reached[0] is not oldest.before:
+                    reached = (oldest.before, now)
+                elif now - reached[1] > self.alarm.timeout_s:
+                    self._time_out(oldest.label, now)
         except RuntimeError as error:
             logger.debug("the watchdog of the exchange ends with the CUDA context: %s", error)
+
+    def _pop(self) -> None:
+        while self._waits and self._waits[0].after.query():
+            wait = self._waits.popleft()
+            if wait.then is not None:
+                wait.then()
+
+    def _differs(self, now: float) -> str:
+        """Why ranks do not run the same exchanges, as far as this rank or another one knows."""
+        found = "" if self.comparison is None else self.comparison.look()
+        if not found and (self._waits or self._host) and now - self._read_board_at > BOARD_S:
+            self._read_board_at = now
+            found = self.alarm.heard()
+        return found
+
+    def _time_out(self, label: object, now: float) -> None:
+        self.alarm.time_out(str(label))
+        logger.error("%s did not end in time; a peer died or hangs", label)
+        self._let_go(now)
+
+    def _let_go(self, now: float) -> None:
+        first = not self._given_up
+        if first or (self._given_up < AGAIN and (self._waits or self._host) and now - self._gave_up_at > AGAIN_S):
+            self._given_up, self._gave_up_at = self._given_up + 1, now
+            self.give_up()

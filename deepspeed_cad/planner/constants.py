@@ -3,11 +3,11 @@
 The heuristic in words: `deepspeed_cad.planner`. csrc/planner_constants.h has those that C++ needs, with the same names
 (kLeftoverPrice is LEFTOVER_PRICE) and values; a test compares them.
 
-None is measured on a GPU: those that are not arithmetic are choices by trial. *Trial* below means: this number alone
-was changed, and the 18 inputs of benchmarks/results/planner.md planned at tolerance 0.02, once by pairs and once with a
-KV row at 250 pairs. As the numbers are, the plans move 0.491 of the published bytes, 0.359 at the hottest rank, with
-max/mean 1.009 and min/mean 0.991. *Optimum* means the 16 small inputs of tests/unit/test_planner_optimum.py: plans
-move 1.05 times the least possible bytes on average.
+None is measured on a GPU: those that are not arithmetic are choices by trial. *Trial* below means
+benchmarks/planner_trials.py: this number alone is changed, and the 18 inputs of benchmarks/results/planner.md are
+planned at tolerance 0.02, once by pairs and once with a KV row at 250 pairs. As the numbers are, the plans move 0.491
+of the published bytes, 0.359 at the hottest rank, with max/mean 1.009 and min/mean 0.991. *Optimum* means the 16 small
+inputs of tests/unit/test_planner_optimum.py: plans move 1.05 times the least possible bytes on average.
 """
 
 # How far ranks are brought

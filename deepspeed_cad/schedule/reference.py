@@ -10,6 +10,7 @@ home to a server; the way back uses the same slices.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,18 +62,6 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Scatter:
-    """How rows that land at home are added to the home's buffer: `target` rows, one per distinct (row, group).
-
-    `levels[i]` is a pair (position in `target`, landed row): level 0 has every target once, level 1 those that
-    receive a second contribution, and so on, so that each level can be added without collisions.
-    """
-
-    target: Ints
-    levels: tuple[tuple[Ints, Ints], ...]
-
-
-@dataclass(frozen=True, eq=False)
 class Schedule:
     """What one rank sends, receives and runs in one tick."""
 
@@ -111,18 +100,11 @@ class Schedule:
         return _expand(rows[:, SERVER_ROW], rows[:, ROWS])
 
     @cached_property
-    def key_scatter(self) -> Scatter:
-        """How landed dK/dV rows (first those of `sends` in order, then those of `own`) add up at home."""
-        index = np.concatenate([self.home_index(self.sends, KEY), self.home_index(self.own, KEY)])
-        target, inverse = np.unique(index, return_inverse=True)
-        order = np.argsort(inverse, kind="stable")
-        first = np.searchsorted(inverse[order], np.arange(len(target)))
-        level = np.arange(len(order)) - first[inverse[order]] if len(order) else order
-        levels = tuple(
-            (inverse[order[level == depth]], order[level == depth])
-            for depth in range(int(level.max()) + 1 if len(level) else 0)
-        )
-        return Scatter(target, levels)
+    def digest(self) -> int:
+        """32 bits over what all ranks know of the schedule: equal on all, different for (nearly) all others."""
+        head = np.array([self.ranks, self.groups, self.window or 0], np.int64)
+        rows = np.concatenate([head, self.served_rows.reshape(-1), self.landed_rows.reshape(-1)])
+        return zlib.crc32(rows.astype("<i8").tobytes())
 
     @cached_property
     def padding_rows(self) -> Ints:

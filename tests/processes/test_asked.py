@@ -29,9 +29,10 @@ import sys, types
 active = types.ModuleType("deepspeed_cad.integrations.active")
 class ProcessCheck:
     was_active = False
-    trained_without = ""
+    trained_without, made = "", 0
     def __init__(self, asked_by, config):
         ProcessCheck.asked = (asked_by, config.tolerance)
+        ProcessCheck.made += 1
     def problem(self):
         return ProcessCheck.trained_without
 active.ProcessCheck = ProcessCheck
@@ -121,9 +122,11 @@ def _end(folder: Path, end: str, where: str, trains: str) -> subprocess.Complete
 
 @pytest.mark.parametrize(("end", "where"), ENDS.values(), ids=ENDS)
 def test_a_process_that_trained_without_does_not_end_well(tmp_path, end: str, where: str) -> None:
-    done = _end(tmp_path, end, where, "ProcessCheck.trained_without = f'without {ProcessCheck.asked}'")
+    done = _end(
+        tmp_path, end, where, "ProcessCheck.trained_without = f'without {ProcessCheck.asked} {ProcessCheck.made}'"
+    )
     assert done.returncode == asked.EXIT_CODE, done.stderr
-    assert done.stderr.count("deepspeed_cad: rank 0: without ('--cad', 0.2)") == 1, done.stderr
+    assert done.stderr.count("deepspeed_cad: rank 0: without ('--cad', 0.2) 1") == 1, done.stderr
 
 
 @pytest.mark.parametrize(("end", "where"), ENDS.values(), ids=ENDS)
@@ -135,6 +138,34 @@ def test_a_process_that_did_not_is_left_alone(tmp_path, end: str, where: str) ->
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os._exit(7)", 7), ("raise KeyError", 1)])
 def test_an_exit_code_of_its_own_is_kept(tmp_path, end: str, code: int) -> None:
     assert _end(tmp_path, end, "main", "").returncode == code
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"), [(["script.py"], "inner"), (["inner/script.py"], "inner"), (["-m", "inner.script"], "")]
+)
+@pytest.mark.parametrize("local_rank", [[], ["--local_rank=3"]])
+def test_a_script_finds_itself_as_if_started_alone(tmp_path, words, folder: str, local_rank: list[str]) -> None:
+    (tmp_path / "inner").mkdir()
+    code = "import os, sys; print(__name__, sys.path[0], *sys.argv[1:], os.path.basename(sys.argv[0]))"
+    (tmp_path / "inner" / "script.py").write_text(code)
+    here = tmp_path / "inner" if words == ["script.py"] else tmp_path
+    command = [sys.executable, "-m", "deepspeed_cad.run", *local_rank, *words, "--its", "own"]
+    done = subprocess.run(command, cwd=here, env=_environment(tmp_path), capture_output=True, text=True, timeout=100)
+    path = str(tmp_path / folder) if folder else str(tmp_path)
+    assert done.stdout.split() == ["__main__", path, *local_rank, "--its", "own", "script.py"], done.stderr
+
+
+def test_every_accelerator_gets_the_plugin_of_the_request(tmp_path) -> None:
+    (tmp_path / "accelerate.py").write_text("")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\nours = types.ModuleType('deepspeed_cad.integrations.accelerate')\n"
+        "class CADPlugin(types.SimpleNamespace):\n @classmethod\n def of(cls, config, asked_by):\n"
+        "  return cls(tolerance=config.tolerance, asked_by=asked_by, watched=False)\n"
+        "ours.CADPlugin, ours.give_every_accelerator = CADPlugin, print\nsys.modules[ours.__name__] = ours\n"
+    )
+    env = _environment(tmp_path, **{asked.VARIABLE: '{"tolerance": 0.2}'})
+    done = subprocess.run([sys.executable, "-c", "import accelerate"], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "CADPlugin(tolerance=0.2, asked_by='DEEPSPEED_CAD_CONFIG', watched=True)", done.stderr
 
 
 def test_a_python_without_the_hook_warns(tmp_path) -> None:

@@ -247,6 +247,29 @@ def test_a_request_in_the_environment_is_told_of_what_trains(python, autoload: s
     assert told == ["torch True", "accelerate True", "deepspeed True", "0"]
 
 
+@pytest.mark.parametrize("autoload", ["1", "0"])
+@pytest.mark.parametrize(
+    ("config", "got"),
+    [
+        ("{}", "cad 0.2"),
+        ("{'cad': {'tolerance': 0.2}}", "cad 0.2"),
+        ("{'cad': {}}", 'DEEPSPEED_CAD_CONFIG and the "cad" block of the DeepSpeed JSON disagree in tolerance'),
+    ],
+)
+def test_a_request_is_the_block_of_every_json(python, autoload: str, config: str, got: str) -> None:
+    code = (
+        ARM
+        + ENGINE
+        + (
+            "import deepspeed\ntry:\n"
+            f" kind, block, *_ = deepspeed.initialize(config={config}); print(kind, block['tolerance'])\n"
+            "except ValueError as error:\n print(error)"
+        )
+    )
+    said = python(code, DEEPSPEED_CAD_CONFIG='{"tolerance": 0.2}', DEEPSPEED_CAD_AUTOLOAD=autoload)
+    assert got in said
+
+
 def test_no_request_no_word(python) -> None:
     assert python(ARM + RECORD + "import torch, accelerate, deepspeed", DEEPSPEED_CAD_CONFIG="") == ""
 

@@ -99,9 +99,8 @@ def _contradicting_neighbours(rank: int, world: int) -> None:
 
 
 def _announced_another(rank: int, world: int) -> None:
-    from deepspeed_cad.integrations.transformers import find_binding
-
     from deepspeed_cad.ahead.step import announce
+    from deepspeed_cad.session import find_binding
 
     model = training.tiny_llama()
     deepspeed_cad.apply(model, BLOCK)

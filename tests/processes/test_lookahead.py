@@ -40,7 +40,7 @@ class _Counter:
 
 
 def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -> dict[str, int]:
-    from deepspeed_cad.integrations.transformers import find_binding
+    from deepspeed_cad.session import find_binding
 
     model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "overlap": overlap})
     if checkpoint:

@@ -133,3 +133,22 @@ def test_the_block_is_handed_to_deepspeed() -> None:
     ours._give_deepspeed(json, plugin)
     with pytest.raises(CADConfigError, match="disagree in tolerance: 0.2 and 0.3"):
         ours._give_deepspeed({"cad": {"tolerance": 0.3}}, plugin)
+
+
+@pytest.mark.parametrize("cad", [{"cad": {}}, {"cad": {"enabled": False}}, {}])
+def test_a_json_that_accelerate_does_not_read_on_a_cpu(monkeypatch, cad: dict[str, Any]) -> None:
+    """ACCELERATE_USE_CPU leaves DeepSpeed out without a word."""
+    pytest.importorskip("deepspeed")
+    from accelerate import DeepSpeedPlugin
+
+    import deepspeed_cad
+
+    deepspeed_cad.install()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")  # set by Accelerate, put back afterwards
+    plugin = DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {}, **cad})
+    if cad.get("cad") == {}:
+        with pytest.raises(CADConfigError, match="Accelerate trains without DeepSpeed and reads neither: it found NO"):
+            Accelerator(deepspeed_plugin=plugin)
+    else:
+        assert Accelerator(deepspeed_plugin=plugin).distributed_type == DistributedType.NO

@@ -143,6 +143,21 @@ def test_the_first_training_forward_binds(check, host) -> None:
     assert host.bound == []
 
 
+def test_a_compiled_model_is_bound_before_it_is_traced(check, host) -> None:
+    compiled = torch.nn.Identity()
+    model = training.tiny_llama().train()
+    object.__setattr__(compiled, "_orig_mod", model)
+    compiled(torch.ones(1))
+    assert [one for one, _ in host.bound] == [model]
+
+
+def test_one_of_several_processes_is_bound_once_the_group_is_there(check, host, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(active.dist, "is_initialized", lambda: True)
+    _forward(training.tiny_llama().train())
+    assert host.bound and not check.problem()
+
+
 def test_a_refusal_of_the_model_comes_at_every_forward(check, monkeypatch) -> None:
     def refuse(model: Any, config: CADConfig) -> None:
         raise CADError("no such attention")

@@ -68,6 +68,14 @@ def test_nothing_is_dealt_for_less_than_it_costs(monkeypatch: pytest.MonkeyPatch
     assert assign_documents(step, step.work(), 0.05).tokens_moved == 0
 
 
+def test_ranks_take_turns_among_rows_that_are_equal() -> None:
+    """Rank 0 hands over its second heavy row, gets a light one when it is free, and ends with its own light one."""
+    step = step_of([[[1000], [1000], [100]], [[100], [100], [100]]])
+    got = assign_documents(step, step.work(), 0.05)
+    assert got.rank.tolist() == [0, 1, 0, 1, 0, 1] and got.micro_batch.tolist() == [0, 0, 2, 1, 1, 2]
+    assert got.source.tolist() == [[0, -1, 2], [-1, 0, 2]]
+
+
 def test_rows_that_are_nearly_equal_stay_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the tolerance of each other, whatever their ids would cost; beyond it they are dealt."""
     monkeypatch.setattr(assign, "TOKENS_PER_ROW", 10**9)

@@ -6,6 +6,7 @@ import gc
 import types
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cases
@@ -19,7 +20,7 @@ from deepspeed_cad.attention.forward import HeldByAutograd, Kept
 from deepspeed_cad.attention.microbatch import whole_rank_tasks
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.kernels.interface import MaskRule
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import Layout, Tick
 
 PLAIN = MaskRule(DIM**-0.5)
 SINKS = torch.linspace(-1, 2, HEADS, dtype=torch.float64)
@@ -79,6 +80,15 @@ def test_padding_is_zero_and_has_no_gradient() -> None:
         for value in (outputs[rank], *(ranks.leaves[rank][n].grad for n in "qkv")):
             assert (value[rows] == 0).all()
     assert padded == 3 * 64 - 170
+
+
+def test_large_sinks_and_padding() -> None:
+    """In padding O is 0 and LSE says nothing: what a sink would weigh there must not reach its gradient."""
+    ranks = Ranks(cases.layouts()["a tail of padding"], PLAIN, sinks=SINKS + 120, dtype=torch.float32)
+    outputs = ranks.forward()
+    ranks.backward(outputs)
+    assert all(leaf["sinks"].grad.isfinite().all() for leaf in ranks.leaves)
+    assert all(output.abs().max() < 1e-30 for output in outputs)
 
 
 def kernel_alone(layout: Layout) -> dict[str, float]:
@@ -210,3 +220,62 @@ def tensors_of(calls: list[AttentionCall]) -> list[torch.Tensor]:
         elif hasattr(one, "__dict__"):
             todo += vars(one).values()
     return list(found.values())
+
+
+class Recorder:
+    """Stands where a tracer does: what it was told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def span(self, what: str, nano_batch: int, label: str, backward: bool, aside: bool = False) -> Iterator[None]:
+        self.told.append((what, nano_batch, backward, aside))
+        assert label == "layer on rank 0"
+        yield
+
+    def mark(self, what: str, nano_batch: int, backward: bool) -> None:
+        self.told.append((what, nano_batch, backward))
+
+    def exchange(self, what: str, nano_batch: int, backward: bool, transport: Any, start: Any) -> Any:
+        self.told.append((what, nano_batch, backward, transport.name))
+        return start()
+
+
+@pytest.mark.parametrize("nano_batch", [0, 1])
+def test_what_the_timeline_is_told(nano_batch: int) -> None:
+    layout = Layout.from_rank_lengths([[30, 10], [20, 2]])
+    ticks = layout.cut(layout.tokens // 2)
+    ranks = Ranks(layout, PLAIN, cut=True, tasks=[whole_rank_tasks_of(tick) for tick in ticks])
+    told = ranks.counts[0].tracer = Recorder()  # type: ignore[assignment]
+    outputs = ranks.forward()
+    ranks.backward(outputs)
+
+    def one_way(backward: bool, out: str, back: str) -> list[tuple[Any, ...]]:
+        n = nano_batch
+        return [
+            ("dispatch", n, backward, False), (out, n, backward, "network"),
+            ("local", n, backward, False), ("wait", n, backward, False), ("served", n, backward, False),
+            ("return", n, backward, False), (back, n, backward, "network"), ("local", n, backward, False),
+            ("wait", n, backward, False), ("attention ends", n, backward),
+        ]  # fmt: skip
+
+    found = [one for one in told.told if one[1] == nano_batch]
+    assert found == one_way(False, "Q, K, V out", "O back") + one_way(True, "dO, Q, K, V out", "dQ, dK, dV back")
+
+
+def whole_rank_tasks_of(tick: Tick) -> np.ndarray:
+    """Every segment of a tick whole, at home."""
+    return np.array([(d, begin, end, 0, GROUPS, rank) for d, begin, end, rank, _ in tick.query.to_array()])
+
+
+def test_a_group_of_one_tells_of_its_work() -> None:
+    layout = Layout.from_rank_lengths([[30]])
+    ranks = Ranks(layout, PLAIN, tasks=[whole_rank_tasks(layout, GROUPS)], alone=True)
+    told = ranks.counts[0].tracer = Recorder()  # type: ignore[assignment]
+    ranks.backward(ranks.forward())
+    assert told.told == [
+        (what, 0, backward, *aside)
+        for backward in (False, True)
+        for what, aside in (("local", (False,)), ("attention ends", ()))
+    ]

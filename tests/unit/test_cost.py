@@ -27,9 +27,9 @@ def test_terms_as_counted_one_by_one(begin: int, rows: int, window: int | None) 
 
 
 def test_many_tasks_at_once() -> None:
-    begin, end = np.array([0, 5, 7]), np.array([3, 5, 9])
-    assert PAIRS.of(begin, end).tolist() == [6.0, 0.0, 17.0]
-    assert TERMS.of(begin, end, 4).tolist() == [6 + 3e3 + 3e6 + 1e9, 0.0, 8 + 2e3 + 5e6 + 1e9]
+    begin, end = np.array([0, 5, 7, 9]), np.array([3, 5, 9, 10])
+    assert PAIRS.of(begin, end).tolist() == [6.0, 0.0, 17.0, 10.0]
+    assert TERMS.of(begin, end, 4).tolist() == [6 + 3e3 + 3e6 + 1e9, 0.0, 8 + 2e3 + 5e6 + 1e9, 4 + 1e3 + 4e6 + 1e9]
 
 
 @pytest.mark.parametrize("field", ["row", "key", "task", "byte_inside", "byte_between"])

@@ -20,7 +20,8 @@ from check_transports import Round, make_schedules
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange import landing, mixed, nvlink
+from deepspeed_cad.exchange import landing, messages, mixed, nvlink, watchdog
+from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
 from deepspeed_cad.exchange.mixed import MixedTransport
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
@@ -76,12 +77,12 @@ def test_every_row_goes_one_way_there_and_back(near: list[int], seed: int) -> No
             assert not set(far.packed[:, 0]) & set(members) and not set(far.served[:, 0]) & set(members)
         assert all((rows == 1).all() for rows in (*served, *landed)), "a row that nobody or that two bring"
         assert sent.keys() == taken.keys()
-        for pair, messages in sent.items():
-            assert [m[0] for m in messages] == [m[0] for m in taken[pair]], "both ends cut the same messages"
+        for pair, runs in sent.items():
+            assert [m[0] for m in runs] == [m[0] for m in taken[pair]], "both ends cut the same messages"
             home = schedules[pair[0]]
             table = home.sends[home.sends[:, SERVER] == pair[1]]
             expected = dict(zip(home.server_index(table, kind), home.home_index(table, kind), strict=True))
-            for (rows, *index), (_, first) in zip(messages, taken[pair], strict=True):
+            for (rows, *index), (_, first) in zip(runs, taken[pair], strict=True):
                 assert [expected[row] for row in range(first, first + rows)] == index
 
 
@@ -175,7 +176,7 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # no
     class Shared:
         """Stands in for SymmetricBuffer: the first member that makes it makes it for all."""
 
-        def __init__(self, size: int, peers: PeerGroup, device: torch.device) -> None:
+        def __init__(self, size: int, peers: PeerGroup, device: torch.device, *_: object) -> None:
             whose = tuple(peers.members)
             count = network.made[whose, peers.place]
             network.made[whose, peers.place] += 1
@@ -199,12 +200,15 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # no
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
+    # No thread: events here are over before messages are delivered. What is compared, is when a transport closes.
+    monkeypatch.setattr(watchdog, "start_daemon", lambda *_: SimpleNamespace(join=lambda timeout: None))
     monkeypatch.setattr(landing, "SymmetricBuffer", Shared)
     monkeypatch.setattr(nvlink, "SymmetricBuffer", Shared)
     monkeypatch.setattr(nvlink, "cuda_calls", lambda: calls)
     monkeypatch.setattr(nvlink, "whole_group", lambda group: group_of(group, [0] * group.size))
     monkeypatch.setattr(mixed, "host_group", group_of)
-    monkeypatch.setattr(mixed, "join_ranks", lambda group, device: Messages(network, group.rank))
+    monkeypatch.setattr(messages, "join_ranks", lambda group, device, alarm: Messages(network, group.rank))
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     return network
 
 
@@ -236,7 +240,7 @@ def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None
     assert bool(network.delivered) == (len(set(near)) > 1)
     for transport in transports:
         transport.close()
-        assert transport.messages.left
+        assert transport.messages.calls.left
     plain = [NvlinkTransport(group(rank, ranks), CPU) for rank in range(ranks)]
     assert run_rounds(plain, network, 4) == sent, "the same bytes, whatever carries them"
 
@@ -267,8 +271,10 @@ def test_giving_up_ends_copies_and_messages(network: Network) -> None:
     plans = make_schedules(3, 1, 300)
     for rank, transport in enumerate(transports):
         Round(plans, rank, 0, 0, CPU).start(transport)
-    transports[1]._give_up("exchange 1")
-    assert transports[1].messages.left
+    transports[1]._alarm.time_out("exchange 1")
+    transports[1]._give_up()
+    assert transports[1].messages.calls.left
+    assert (transports[1]._slots[0].dispatch[0].tensor == 255).all()
     with pytest.raises(CADPeerError, match="rank 1 waited for exchange 1: no sign of it within 0.1 s"):
         Round(plans, 1, 0, 0, CPU).start(transports[1])
 
@@ -276,14 +282,14 @@ def test_giving_up_ends_copies_and_messages(network: Network) -> None:
 def test_what_cannot_start_leaves_the_communicator(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Messages] = []
 
-    def join(group: SimpleNamespace, device: torch.device) -> Messages:
+    def join(group: SimpleNamespace, device: torch.device, alarm: Alarm) -> Messages:
         made.append(Messages(network, group.rank))
         return made[-1]
 
     def broken(*_: object) -> None:
         raise RuntimeError("no symmetric memory")
 
-    monkeypatch.setattr(mixed, "join_ranks", join)
+    monkeypatch.setattr(messages, "join_ranks", join)
     monkeypatch.setattr(nvlink, "SymmetricBuffer", broken)
     with pytest.raises(RuntimeError, match="no symmetric memory"):
         MixedTransport(group(0, 2), CPU, [0, 0])

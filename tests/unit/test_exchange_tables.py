@@ -8,15 +8,19 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cases import layouts, random_tasks
 
-from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange import native_calls
+from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.exchange import liveness, native_calls, watchdog
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.comparison import Comparison
 from deepspeed_cad.exchange.copies import (
     PlacementTable,
     address_fields,
@@ -25,6 +29,7 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
+from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import CudaCalls, NativeCallError, cuda_calls
 from deepspeed_cad.exchange.placement import place, put_on_device
 from deepspeed_cad.exchange.watchdog import Watchdog
@@ -85,6 +90,7 @@ class Cluster:
         self.slices: Slices = build_slices(tick, tasks, window)
         self.schedules = [schedule_rank(tick, self.slices, rank, GROUPS, window) for rank in range(self.ranks)]
         self.flags = np.zeros((self.ranks, self.ranks), np.uint32)
+        self.names = np.zeros((self.ranks, self.ranks), np.int64)
 
     def home(self, rank: int, kind: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """A strided view: every second row, groups with a gap between them."""
@@ -101,8 +107,11 @@ class Cluster:
             table = tables[rank]
             own = np.array([self.flags[p, rank : rank + 1].ctypes.data for p in range(self.ranks)], np.int64)
             addressed = address_fields(sources[rank], at, plan)
-            self.calls.push(0, table.peers, table.begin, table.slices, addressed, own, number)
+            names = self.names.ctypes.data + 8 * (self.ranks * np.arange(self.ranks) + rank)
+            name = (number << 40) + rank
+            self.calls.push(0, table.peers, table.begin, table.slices, addressed, own, number, names, name)
         assert (self.flags == number).all()
+        assert (self.names == (number << 40) + np.arange(self.ranks)).all(), "each rank holds the names of all"
         for area, total in zip(areas, plan.total, strict=True):
             assert (area[int(total) :] == 0xEE).all(), "written behind the end of a landing area"
         landed = []
@@ -160,15 +169,6 @@ def test_an_exchange_there_and_back(name: str, window: int | None, calls: CudaCa
             place(placed[kind], landed[rank][f], given[rank][f], home, add)
             tolerance = 2**-7 if add and dtype == torch.bfloat16 else 0
             torch.testing.assert_close(home.double(), expected, rtol=tolerance, atol=1e-6 if add else 0)
-        check_scatter(schedule)
-
-
-def check_scatter(schedule: Schedule) -> None:
-    """The placement table says the same as Schedule.key_scatter."""
-    table, scatter = placements(schedule, KEY), schedule.key_scatter
-    assert np.array_equal(table.target, scatter.target)
-    assert table.depth == len(scatter.levels)
-    assert sum(len(rows) for _, rows in scatter.levels) == len(table.source)
 
 
 def test_sums_are_rounded_once(calls: CudaCalls) -> None:
@@ -242,21 +242,74 @@ class FakeEvent:
         return self.done
 
 
-def test_the_watchdog_reports_a_wait_that_does_not_end() -> None:
-    found: list[str] = []
-    dog = Watchdog(0.1, found.append)
-    slow = FakeEvent(False)
-    dog.track(FakeEvent(True), FakeEvent(True), "exchange 1")
-    dog.track(FakeEvent(False), slow, "exchange 2")
-    dog.track(FakeEvent(True), FakeEvent(False), "exchange 3")
-    import time
+class Watched:
+    """A watchdog over a store's board, and what it did."""
 
+    def __init__(self, timeout_s: float, comparison: Comparison | None = None) -> None:
+        self.board = dist.HashStore()
+        self.alarm = Alarm(0, Liveness(self.board, 0, 2), timeout_s)
+        self.gave_up: list[float] = []
+        self.dog = Watchdog(self.alarm, lambda: self.gave_up.append(time.monotonic()), comparison=comparison)
+
+    def wait_until_given_up(self) -> None:
+        deadline = time.monotonic() + 10
+        while not self.gave_up and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert self.gave_up
+
+
+def test_the_watchdog_reports_a_wait_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "PATIENCE_S", 0.1)
+    watched = Watched(0.1)
+    slow = FakeEvent(False)
+    watched.dog.track(FakeEvent(True), FakeEvent(True), "exchange 1")
+    watched.dog.track(FakeEvent(False), slow, "exchange 2")
+    watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 3")
     time.sleep(0.3)
-    assert not found, "a wait that its stream has not reached is not stuck"
+    assert not watched.gave_up, "a wait that its stream has not reached is not stuck"
     slow.done = True
-    time.sleep(0.4)
-    dog.close()
-    assert found == ["exchange 3"]
+    watched.wait_until_given_up()
+    watched.dog.close()
+    with pytest.raises(CADPeerError, match="rank 0 waited for exchange 3: rank 1 died.* no sign of it within 0.1 s"):
+        watched.alarm.check()
+
+
+def test_a_stream_that_a_peer_stops_again_is_let_go_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "AGAIN_S", 0.05)
+    watched = Watched(0.1)
+    watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
+    deadline = time.monotonic() + 10
+    while len(watched.gave_up) < watchdog.AGAIN and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    watched.dog.close()
+    assert len(watched.gave_up) == watchdog.AGAIN
+
+
+def test_the_host_is_watched_where_it_may_wait_for_others() -> None:
+    watched = Watched(0.1)
+    with watched.dog.inside("connecting"):
+        watched.wait_until_given_up()
+    watched.dog.close()
+    assert watched.alarm._waited_for == "connecting"
+    quick = Watched(0.1)
+    for _ in range(20):
+        with quick.dog.inside("connecting"):
+            time.sleep(0.01)
+    quick.dog.close()
+    assert not quick.alarm.sounded
+
+
+def test_a_rank_that_waits_hears_why_another_stopped() -> None:
+    watched = Watched(30.0)
+    watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
+    Liveness(watched.board, 1, 2).stop("ranks differ")
+    begin = time.monotonic()
+    watched.wait_until_given_up()
+    assert time.monotonic() - begin < 3
+    watched.dog.close()
+    with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
+        watched.alarm.check()
 
 
 def test_the_native_library_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,9 +155,15 @@ def test_inputs_with_strided_heads() -> None:
             assert k.stride(-1) == v.stride(-1) == 1
             return super().forward(q, k, v, *rest)
 
+        def backward(self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+            assert k.stride(-1) == v.stride(-1) == do.stride(-1) == 1 and do.stride(-2) == do.shape[-1]
+            return super().backward(do, q, k, v, *rest)
+
     mask = MaskDescriptor(micro_batch([[6]]), None, lambda *_: Strict(), Modes())
     heads = [x[0].transpose(0, 1) for x in given]
-    assert torch.allclose(attend(mask, given)[0], document_attention(*heads, 0.5), atol=1e-12)
+    found = attend(mask, given)
+    assert torch.allclose(found[0], document_attention(*heads, 0.5), atol=1e-12)
+    found.sum().backward()  # the gradient of a sum has strides of 0
 
 
 @pytest.mark.parametrize("at", [4, 0, 10])

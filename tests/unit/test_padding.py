@@ -98,6 +98,9 @@ def test_nothing_is_computed_where_nothing_counts() -> None:
     assert _seen(model, padded([24, 9], "right", "none")) is not None
     # The last row of left padding predicts the first token.
     assert _seen(model, padded([24, 9], "left", "masked")) is not None
+    model.config.output_router_logits = True  # a router counts every row
+    assert _seen(model, right) is not None
+    model.config.output_router_logits = False
     binding = deepspeed_cad.current_session().bindings[model]
     binding.original = "flash_attention_2"
     assert _seen(model, padded([24, 9], "right", "copied")) is None

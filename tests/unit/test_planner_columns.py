@@ -13,13 +13,13 @@ from test_planner import SHAPE, problems
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Layout, Segments
-from deepspeed_cad.planner import PlanInput
+from deepspeed_cad.planner import HeadShape, PlanInput
 from deepspeed_cad.planner.checks import check_coverage
 from deepspeed_cad.planner.columns import Columns, link_weights
 from deepspeed_cad.planner.constants import LONGEST, SHORTEST
 from deepspeed_cad.planner.cut import SMALLEST_SHARE, choose_cut
 from deepspeed_cad.planner.levels import finish_time, settle_levels, work_until
-from deepspeed_cad.planner.offers import Item, Levels, counts_to_try
+from deepspeed_cad.planner.offers import Item, Levels, Offer, Prices, counts_to_try
 from deepspeed_cad.planner.round import Round
 from deepspeed_cad.planner.traffic import count_bytes, keys_needed, traffic_matrix
 
@@ -199,6 +199,32 @@ def test_homes_of_keys_are_looked_at() -> None:
 
 
 # Offers, traffic, cuts
+
+
+@pytest.mark.parametrize(
+    ("owner", "home", "memory", "fits"),
+    [
+        # Rank 2 would receive 2 head groups of 5 query rows and 7 KV rows, rank 0 the O of 3 rows.
+        (0, 0, [2 * 3, math.inf, 2 * (5 + 7)], True),
+        (0, 0, [2 * 3 - 1, math.inf, 2 * (5 + 7)], False),
+        (0, 0, [2 * 3, math.inf, 2 * (5 + 7) - 1], False),
+        # O comes home already where another rank runs the rows, and need not travel where the server is their home.
+        (1, 0, [0, 0, 2 * (5 + 7)], True),
+        (1, 0, [0, 0, 2 * (5 + 7) - 1], False),
+        (2, 2, [0, 0, 2 * (5 + 7)], True),
+    ],
+)
+def test_memory_of_server_and_home(owner: int, home: int, memory: list[float], fits: bool) -> None:
+    shape = HeadShape(4, 4, 1, 1, 1)
+    assert (shape.query_bytes, shape.output_bytes, shape.key_value_bytes) == (1, 1, 2)
+    state = Columns(PlanInput(Layout.from_rank_lengths([[32], [], []]).tick(), shape, PAIRS))
+    zeros, far = [0.0] * 3, [1e9] * 3
+    levels = Levels(
+        far, zeros, far, zeros, zeros, [1.0] * 3, [one + 7.0 * 2 * (at == 2) for at, one in enumerate(memory)]
+    )
+    item, prices = Item(0, 0, 4, 0, 32), Prices(1.0, 0, 1.0, 1.0)
+    offer = Offer(state, levels, 0, item, 2, prices)
+    assert offer.has_room(owner, home, 2, 5, 7, 3) is fits
 
 
 def test_numbers_of_head_groups() -> None:

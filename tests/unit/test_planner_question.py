@@ -182,6 +182,12 @@ def test_packing(lengths: list[int], spanning: bool, steps: list) -> None:
     assert found == steps
 
 
+def test_rows_of_documents_that_span_ranks_are_counted_once() -> None:
+    found = foresee(Layout.from_stream([4096, 4096], 4, 2048), MODEL, PAIRS, 0.1)
+    pairs = float(2 * count_pairs(0, 4096)) * MODEL.pair_flops
+    assert found.attention_share == pytest.approx(pairs / (pairs + 8192 * MODEL.row_flops))
+
+
 @pytest.mark.parametrize("per_node", [None, 1])
 def test_the_outlook_is_the_plan_in_floating_point_work(per_node: int | None) -> None:
     layout = Layout.from_rank_lengths([[4096], [64] * 10])

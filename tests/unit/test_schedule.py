@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cad.cost import PAIRS, window_start
+from deepspeed_cad.exchange.copies import placements
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import HeadShape, PlanInput
@@ -87,15 +88,15 @@ def _check(tick: Tick, tasks: np.ndarray, window: int | None) -> list[Schedule]:
             mine = schedule.sends[schedule.sends[:, KIND] == kind]
             assert mine[:, ROWS].sum() == schedule.landed_rows[rank, kind]
             assert np.array_equal(mine[:, STAGE_ROW], np.cumsum(mine[:, ROWS]) - mine[:, ROWS])
-        scatter = schedule.key_scatter
+        # What adds up at home: every row that came back, landed or own, at the place that it was taken from.
+        placed = placements(schedule, KEY)
         landed = np.concatenate([schedule.home_index(schedule.sends, KEY), schedule.home_index(schedule.own, KEY)])
-        seen = np.zeros(len(landed), int)
-        for position, row in scatter.levels:
-            assert len(np.unique(position)) == len(position)
-            assert np.array_equal(scatter.target[position], landed[row])
-            seen[row] += 1
-        assert (seen == 1).all()
+        own = schedule.server_index(schedule.own, KEY).tolist()
+        row = np.concatenate([np.arange(len(landed) - len(own)), -1 - np.array(own, np.int64)])
+        assert sorted(zip(np.repeat(placed.target, np.diff(placed.begin)), placed.source)) == sorted(zip(landed, row))
+        assert len(np.unique(placed.target)) == len(placed.target)
     wanted = {(int(d), p, g) for d, b, e, *_ in tick.query.to_array() for p in range(b, e) for g in range(GROUPS)}
+    assert len({s.digest for s in schedules}) == 1
     assert set(done) == wanted and set(done.values()) <= {1}
     return schedules
 

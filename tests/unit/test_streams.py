@@ -22,7 +22,10 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
+from deepspeed_cad.exchange.rows import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -59,15 +62,19 @@ class Stream:
 class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self.clock: Counter[int] = Counter()
+        self.timed, self.recorded = enable_timing, False
 
     def record(self, stream: Stream | None = None) -> None:
         self.clock = Counter((stream or torch.cuda.current_stream()).clock)
+        self.recorded = True
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, other: Event) -> float:
-        return 0.0
+        """Milliseconds: one per piece of work of any stream that lies between, or its negative."""
+        assert self.timed and other.timed and self.recorded and other.recorded
+        return float(other.clock.total() - self.clock.total())
 
 
 @pytest.fixture()
@@ -91,37 +98,67 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 class NothingMoves:
-    """A transport of one rank: waits and placements are work of the stream that asks for them."""
+    """A transport whose waits and placements are work of the stream that asks for them; what arrives is zero."""
 
     name, exchanges, bytes_sent = "nothing", 0, 0
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
 
-    def dispatch(self, schedule: Any, fields: list[Outgoing], slot: int) -> Any:
+    def dispatch(self, schedule: Any, fields: list[Outgoing], slot: int, moment: Any) -> Any:
+        main: Any = torch.cuda.current_stream()
+        queued = main.clock[id(main)]
+
         def wait() -> list[torch.Tensor]:
-            torch.cuda.current_stream().work()
+            stream: Any = torch.cuda.current_stream()
+            assert stream.clock[id(main)] >= queued, "what is served begins after what was queued before"
+            stream.work()
             if self.fails:
                 raise RuntimeError("out of memory")
-            return [field.home.new_empty(0, field.home.shape[2]) for field in fields]
+            return [f.home.new_zeros(int(schedule.served_rows[0, f.kind]), f.home.shape[2]) for f in fields]
 
         return SimpleNamespace(wait=wait)
 
-    def give_back(self, schedule: Any, fields: list[Any], slot: int) -> Any:
-        torch.cuda.current_stream().work()
-        return SimpleNamespace(wait=lambda: torch.cuda.current_stream().work())
+    def give_back(self, schedule: Any, fields: list[Any], slot: int, moment: Any) -> Any:
+        aside: Any = torch.cuda.current_stream()
+        aside.work()
+
+        def wait() -> None:
+            main: Any = torch.cuda.current_stream()
+            assert main.is_after(aside), "results are placed after everything that ran beside"
+            main.work()
+
+        return SimpleNamespace(wait=wait)
 
     def close(self) -> None: ...
 
 
+class Working(TorchMath):
+    """Every batch is work of the stream that it runs on."""
+
+    def __init__(self) -> None:
+        self.streams: list[Any] = []
+
+    def forward(self, *given: Any) -> Any:
+        self.streams.append(torch.cuda.current_stream())
+        self.streams[-1].work()
+        return super().forward(*given)
+
+    def backward(self, *given: Any) -> Any:
+        self.streams.append(torch.cuda.current_stream())
+        self.streams[-1].work()
+        return super().backward(*given)
+
+
 def make_call(aside: Stream, transport: NothingMoves) -> tuple[AttentionCall, list[torch.Tensor]]:
-    tick = Layout.from_rank_lengths([[5, 3]]).tick()
-    tasks = np.array([[0, 0, 5, 0, 2, 0], [1, 0, 3, 0, 2, 0]])
+    """Of rank 0: two batches of its own document of 8, one of which runs beside, then document 2 served."""
+    tick = Layout.from_rank_lengths([[8, 3], [5]]).tick()
+    tasks = np.array([[0, 0, 8, 0, 1, 0], [0, 0, 8, 1, 2, 0], [1, 0, 3, 0, 2, 1], [2, 0, 5, 0, 2, 0]])
     schedule = upload_schedule(schedule_rank(tick, build_slices(tick, tasks), 0, 2), CPU, two_streams=True)
     setup = CallSetup(
-        schedule, TorchMath(), transport, MaskRule(0.5), Modes(), CallCounts(), aside=aside  # type: ignore[arg-type]
+        schedule, Working(), transport, MaskRule(0.5), Modes(), CallCounts(), aside=aside  # type: ignore[arg-type]
     )  # fmt: skip
-    return AttentionCall(setup), [torch.randn(8, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
+    return AttentionCall(setup), [torch.randn(11, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
 
 
 def test_each_stream_waits_for_what_reads_its_memory(main: Stream) -> None:
@@ -129,13 +166,16 @@ def test_each_stream_waits_for_what_reads_its_memory(main: Stream) -> None:
     call, inputs = make_call(aside, NothingMoves())
     main.work()
     o = call(*inputs)
-    assert aside.clock[id(main)], "served tasks begin after what was queued before"
+    kernel: Any = call.setup.kernel
+    assert kernel.streams == [main, aside, aside], "own batches, served ones, then the own ones that hide the return"
     assert main.is_after(aside) and aside.is_after(main)
     main.work()
     o.sum().backward()
-    assert aside.clock[id(main)] == main.clock[id(main)] == 4, "work before each pass, a placement in each"
-    assert main.is_after(aside)
-    assert call.setup.counts.waits.take() == (0.0, 2)
+    assert kernel.streams == 2 * [main, aside, aside]
+    assert main.is_after(aside) and aside.is_after(main)
+    assert main.clock[id(main)] == 6, "work before each pass, a batch and a placement in each"
+    # Both are idle from the end of what runs beside until results are placed: two pieces of work that time passes by.
+    assert call.setup.counts.waits.take() == (pytest.approx(0.004), 2)
 
 
 def test_an_error_beside_leaves_the_streams_in_order(main: Stream) -> None:
@@ -151,11 +191,11 @@ def test_nccl_frees_what_arrived_once_the_other_stream_has_read_it(main: Stream)
     tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 1]])
     schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
     transport = NcclTransport.__new__(NcclTransport)
-    transport.device, transport._stuck = CPU, ""
+    transport.device, transport._alarm = CPU, Alarm(1, None, 1.0)
     transport._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
-    kind = transport._build(schedule, QUERY)
-    under_way = _UnderWay(1, Event(), [], [torch.ones(8, 3)], main)  # type: ignore[arg-type]
-    out = _Dispatched(transport, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], (kind, kind), under_way)
+    kinds = rows_of_kinds(schedule, CPU)
+    under_way = _UnderWay(Identity(1, 0), Event(), [], [torch.ones(8, 3)], main)  # type: ignore[arg-type]
+    out = _Dispatched(transport, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], kinds, under_way)
     aside = Stream()
     with torch.cuda.stream(aside):  # type: ignore[arg-type]
         aside.work()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADPeerError, CADUnsupportedError
+from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange import peers
 from deepspeed_cad.exchange import probe as probing
-from deepspeed_cad.exchange.nvlink import NvlinkTransport
-from deepspeed_cad.exchange.peers import PeerGroup, host_group
+from deepspeed_cad.exchange.peers import host_group
 from deepspeed_cad.exchange.probe import choose_transport, probe
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -25,7 +22,10 @@ def alone(value: int) -> list[int]:
     return [value]
 
 
-def test_cpu_ranks_use_c10d_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_cpu_ranks_use_c10d_without_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     with caplog.at_level(logging.WARNING):
         assert choose_transport("auto", None, CPU, alone).name == "c10d"  # type: ignore[arg-type]
         assert choose_transport("c10d", None, CPU, alone).name == "c10d"  # type: ignore[arg-type]
@@ -206,19 +206,6 @@ def test_doctor_gets_a_reason_for_each() -> None:
     if not torch.cuda.is_available():
         assert probe("nvlink") == (False, "torch sees no GPU")
         assert probe("nccl") == (False, "torch sees no GPU")
-
-
-def test_growing_waits_for_every_rank_and_not_for_ever() -> None:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=5))
-    one = NvlinkTransport.__new__(NvlinkTransport)
-    one.rank, one.place, one.ranks, one.timeout_s, one.liveness = 0, 0, 2, 0.2, None
-    one.peers = PeerGroup(np.arange(2), 0, "two ranks", store)
-    one._meetings, one._stuck = 0, ""
-    store.set("1/1", "here")
-    one._meet("the growth of area 0")
-    with pytest.raises(CADPeerError, match="rank 0 waited for the growth of area 0: not every rank came within 0.2 s"):
-        one._meet("the growth of area 0")
 
 
 @pytest.mark.parametrize("old_torch", [False, True])

@@ -1,0 +1,54 @@
+"""What stops a transport, kept once for all of them: a wait that did not end, or ranks that run different exchanges.
+
+The watchdog's thread sounds the alarm, the training thread raises it at its next call. The error board tells the other
+ranks.
+"""
+
+from __future__ import annotations
+
+from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange.liveness import Liveness
+
+
+class Alarm:
+    """Of one transport on one rank."""
+
+    def __init__(self, rank: int, liveness: Liveness | None, timeout_s: float) -> None:
+        self.rank, self.liveness, self.timeout_s = rank, liveness, timeout_s
+        self._waited_for, self._reason = "", ""
+
+    @property
+    def sounded(self) -> bool:
+        """Whether the transport has stopped."""
+        return bool(self._waited_for or self._reason)
+
+    def stop(self, reason: str) -> None:
+        """Ranks run different exchanges: say so here and, by the board, on every rank."""
+        if not self.sounded:
+            self._reason = reason
+            if self.liveness is not None:
+                self.liveness.stop(reason)
+
+    def time_out(self, waited_for: str) -> None:
+        """Something did not end in time."""
+        if not self.sounded:
+            self._waited_for = waited_for
+
+    def heard(self) -> str:
+        """Why another rank stopped all, or ""."""
+        return "" if self.liveness is None else self.liveness.stopped()
+
+    def check(self) -> None:
+        """Raise if the alarm was sounded."""
+        if self._reason:
+            raise CADPeerError(f"rank {self.rank} stopped: {self._reason}")
+        if self._waited_for:
+            raise self.explain(self._waited_for, RuntimeError(f"no sign of it within {self.timeout_s:g} s"))
+
+    def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
+        """The error for something that failed while this rank waited for others."""
+        if self._reason:
+            return CADPeerError(f"rank {self.rank} stopped: {self._reason}")
+        if self.liveness is None:
+            return CADPeerError(f"rank {self.rank} waited for {waited_for}: {error}")
+        return self.liveness.explain(waited_for, error)

@@ -1,0 +1,54 @@
+"""Where ranks meet on the host, on the job's store: each leaves a word and reads those of all others, in time.
+
+Whoever makes memory or a communicator together with others meets them here first. Torch's and NCCL's own ways to meet
+wait for a dead rank for half an hour, and know nothing of one that cannot do its part.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.native_calls import Table
+
+
+class Meeting:
+    """The meetings of one transport."""
+
+    def __init__(self, store: dist.Store | None, members: Table, place: int, alarm: Alarm) -> None:
+        """`store` None: a rank alone."""
+        self.store, self.members, self.place, self.alarm = store, members, place, alarm
+        self._held = 0
+
+    def hold(self, what: str, word: str = "") -> list[str]:
+        """The words of all members, in their order. Every member calls it with the same `what`."""
+        if self.store is None:
+            return [word]
+        self._held += 1
+        keys = [f"{self._held}/{rank}" for rank in range(len(self.members))]
+        deadline = time.monotonic() + self.alarm.timeout_s
+        try:
+            # A mark before the word: some stores cannot keep an empty one.
+            self.store.set(keys[self.place], f"={word}")
+            # Asked again and again: waiting inside the store would keep this process's other threads out of it.
+            while not self.store.check(keys):
+                self.alarm.check()
+                if time.monotonic() > deadline:
+                    missing = [int(rank) for rank, key in zip(self.members, keys) if not self.store.check([key])]
+                    raise RuntimeError(f"ranks {missing} did not come within {self.alarm.timeout_s:g} s")
+                time.sleep(0.001)
+            return [self.store.get(key).decode()[1:] for key in keys]
+        except CADError:
+            raise
+        except RuntimeError as error:
+            raise self.alarm.explain(what, error) from error
+
+    def agree(self, what: str, problem: str) -> None:
+        """Go on only where no member has a problem ("" for none); else the same CADError on every member."""
+        words = self.hold(what, problem)
+        told = [f"rank {int(rank)}: {word}" for rank, word in zip(self.members, words) if word]
+        if told:
+            raise CADError(f"{what} failed on {len(told)} of {len(words)} ranks. {'; '.join(told)}")

@@ -1,0 +1,151 @@
+"""Messages by NCCL: a communicator of all ranks of a group, apart from torch's, and a stream of its own.
+
+In: tables of messages. Out: work queued on the stream. Ahead of the messages of an exchange, and in a call of their
+own, travel the numbers of the exchange (identity.py), to whoever gets messages: if two ranks are in different
+exchanges, the sizes that they send and expect differ and NCCL may hang in the messages, but the numbers are there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.comparison import RING, Comparison
+from deepspeed_cad.exchange.identity import Identity
+from deepspeed_cad.exchange.meeting import Meeting
+from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls, Table, new_unique_id, open_nccl
+from deepspeed_cad.exchange.peers import open_store
+from deepspeed_cad.exchange.watchdog import Watchdog
+from deepspeed_cad.threads import start_daemon
+
+NUMBER_BYTES = 8
+
+
+def join_ranks(group: dist.ProcessGroup, device: torch.device, alarm: Alarm) -> NcclCalls:
+    """A communicator of the ranks of a group, apart from torch's. Collective; CADPeerError where a rank is missing."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    # Through the job's store: a broadcast would make a communicator of torch's own first.
+    meeting = Meeting(open_store(group, "nccl"), np.arange(ranks), rank, alarm)
+    unique_id, problem = "", ""
+    try:
+        library, _ = open_nccl()
+        unique_id = new_unique_id(library).hex() if rank == 0 else ""
+    except CADError as error:
+        problem = str(error)
+    # Nobody enters NCCL before all are here: it waits without an end for a rank that never comes.
+    meeting.agree("opening NCCL", problem)
+    unique_id = meeting.hold("opening NCCL", unique_id)[0]
+    return _in_time(
+        lambda: NcclCalls(library, bytes.fromhex(unique_id), ranks, rank),
+        lambda late: late.leave(abort=True),
+        device,
+        alarm.timeout_s,
+    )
+
+
+def _in_time(
+    make: Callable[[], NcclCalls], drop: Callable[[NcclCalls], None], device: torch.device, timeout_s: float
+) -> NcclCalls:
+    """What `make` gives, or an error after `timeout_s`: NCCL cannot be interrupted while it joins ranks.
+
+    It runs on a thread of its own, which stays behind in NCCL where it must; what it makes too late is dropped.
+    """
+    made: list[NcclCalls] = []
+    errors: list[BaseException] = []
+    over = threading.Lock()
+    given_up = False
+
+    def run() -> None:
+        try:
+            found = make()
+        except BaseException as error:
+            errors.append(error)
+            return
+        with over:
+            if not given_up:
+                made.append(found)
+                return
+        drop(found)
+
+    thread = start_daemon("joining NCCL", run, device)
+    thread.join(timeout_s)
+    with over:
+        given_up = True
+    if errors:
+        raise errors[0]
+    if not made:
+        raise NativeCallError(
+            f"NCCL did not join the ranks within {timeout_s:g} s, though all of them were there: they cannot reach "
+            "each other. Set NCCL_SOCKET_IFNAME to the network that connects the hosts; NCCL_DEBUG=INFO says more"
+        )
+    return made[0]
+
+
+class Messenger:
+    """Sends and receives what belongs to the exchanges of one transport."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, alarm: Alarm) -> None:
+        """Collective: every rank of the group makes one at the same time."""
+        self.device, self.alarm = device, alarm
+        self.rank = dist.get_rank(group)
+        self.calls = join_ranks(group, device, alarm)
+        self.stream = torch.cuda.Stream(device)
+        self._numbers = torch.zeros(RING, dtype=torch.int64, device=device)
+        """Of this rank's exchanges, to be sent from here: as many as a ring holds, so none is overwritten too early."""
+
+    def exchange(
+        self, identity: Identity, messages: Table, comparison: Comparison, watchdog: Watchdog
+    ) -> torch.cuda.Event | None:
+        """Queue the messages ([n, 4], see NcclCalls.exchange) of an exchange behind what the current stream holds now.
+
+        Gives what happens when they are over; None where there are none.
+        """
+        stream = self.stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if not len(messages):
+            return None
+        row = identity.index % RING
+        mine, theirs = self._numbers[row : row + 1], comparison.ring[row]
+        numbers = _number_messages(messages, mine.data_ptr(), theirs.data_ptr())
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            mine.fill_(identity.number)
+        before = stream.record_event()
+        self._queue(identity, numbers, watchdog)
+        known = stream.record_event()
+        senders = numbers[numbers[:, 0] == 0, 1].tolist()
+        watchdog.track(before, known, identity, partial(comparison.arrived, identity, senders))
+        self._queue(identity, messages, watchdog)
+        done = stream.record_event()
+        watchdog.track(known, done, identity)
+        return done
+
+    def leave(self) -> None:
+        """Leave the communicator and stop what is under way; harmless when called again.
+
+        Leaving in good order would wait for ranks that may be gone.
+        """
+        self.calls.leave(abort=True)
+
+    def _queue(self, identity: Identity, messages: Table, watchdog: Watchdog) -> None:
+        try:
+            # The first message between two ranks connects them, and the host waits for that inside the call.
+            with torch.cuda.device(self.device), watchdog.inside(identity):
+                self.calls.exchange(self.stream.cuda_stream, messages)
+        except NativeCallError as error:
+            raise self.alarm.explain(str(identity), error) from error
+
+
+def _number_messages(messages: Table, mine: int, theirs: int) -> Table:
+    """A number to every rank that gets messages, and one from every rank that sends some."""
+    pairs = np.unique(messages[:, :2], axis=0)
+    address = np.where(pairs[:, 0] == 1, mine, theirs + pairs[:, 1] * NUMBER_BYTES)
+    return np.ascontiguousarray(
+        np.stack([pairs[:, 0], pairs[:, 1], address, np.full(len(pairs), NUMBER_BYTES)], axis=1), np.int64
+    )

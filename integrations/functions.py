@@ -1,0 +1,123 @@
+"""The functions that transformers calls in place of its own: the mask function and the attention function "cad".
+
+In: what a model's layers pass. Out: a `MaskDescriptor` in place of a mask, and O. Which micro-batch a running forward
+belongs to is in its `Scope`, which the hooks of a binding set; layers carry it on as their descriptor.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed_cad.integrations.mask_check import check_mask
+from deepspeed_cad.integrations.models import refuse_arguments
+from deepspeed_cad.integrations.padding import Padding
+from deepspeed_cad.integrations.positions import Unread
+from deepspeed_cad.integrations.structure import default_attention, local_attention, masked_attention
+from deepspeed_cad.integrations.verify import Alone, Check
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.kernels.interface import MaskRule
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
+
+NAME = "cad"
+"""The attention name; transformers gives special meaning to names with "flash", "sdpa", "flex" or "/" in them."""
+
+
+@dataclass(eq=False)
+class Scope:
+    """One running forward of a bound model."""
+
+    binding: Binding
+    micro_batch: MicroBatch | None
+    """None: the model runs the attention it had before CAD (generation with a cache)."""
+    training: bool = False
+    checkpointed: bool = False
+    unread: Unread | None = None
+    empty: bool = False
+    """This rank has no tokens: the model runs on one row of padding, which is taken out of its output."""
+    alone: Check | None = None
+    """The decoder runs without CAD, to be compared."""
+
+
+running: ContextVar[Scope | None] = ContextVar("deepspeed_cad_scope", default=None)
+
+
+@torch.compiler.disable
+def cad_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask function: the running forward's descriptor, or the model's own mask outside of one."""
+    scope = running.get()
+    if scope is None or scope.micro_batch is None:
+        name = scope.binding.original if scope is not None else default_attention(kwargs.get("config"))
+        known = name in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+        return ALL_MASK_ATTENTION_FUNCTIONS[name if known else "sdpa"](*args, **kwargs)
+    window = kwargs.get("local_size")
+    if scope.alone is not None:
+        return Alone(scope.alone.documents, window, scope.binding.original, scope.micro_batch.padding)
+    session = scope.binding.session
+    if session.config.check == "sampled" and (scope.training or not scope.binding.forwards):
+        try:
+            check_mask(scope.micro_batch.layout, scope.micro_batch.rank, window, kwargs, scope.binding.forwards)
+        except CADError as error:
+            scope.binding.feed.fail(error)
+    return session.descriptor(scope.micro_batch, window, scope.checkpointed)
+
+
+@torch.compiler.disable
+def cad_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]."""
+    if isinstance(attention_mask, Alone):
+        given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        return attention_mask.attend(module, query, key, value, **given), None
+    if not isinstance(attention_mask, MaskDescriptor):
+        scope = running.get()
+        if scope is not None and scope.micro_batch is not None:
+            raise CADUnsupportedError(
+                f"{type(module).__name__} got no mask from the mask function: this model bypasses it, so CAD cannot "
+                "know its documents"
+            )
+        name = scope.binding.original if scope is not None else default_attention(getattr(module, "config", None))
+        return local_attention(module, name)(
+            module, query, key, value, attention_mask,
+            scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux, **kwargs,
+        )  # fmt: skip
+    if dropout:
+        raise CADUnsupportedError(
+            f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"
+        )
+    rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask.window, softcap)
+    label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    refuse_arguments(label, kwargs)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention_mask.attend(module, q, k, v, rule, s_aux, label)
+
+    check: Check | None = attention_mask.micro_batch.check
+    if check is None:
+        o = run(query, key, value)
+    else:
+        o = check.attend(run, query, key, value, rule, s_aux, label)
+    padding: Padding | None = attention_mask.micro_batch.padding
+    if padding is not None:
+        own = masked_attention(
+            module, padding.eager, scaling=rule.scale, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
+        )
+        o = padding.fill(id(module), attention_mask, query, key, value, o, own)
+    return o, None

@@ -1,0 +1,72 @@
+"""What reaches a model on the GPU against what its loader announced, and batches without tokens.
+
+In: the arguments of a decoder. Out: a comparison that is read later, so that nothing waits for the GPU; or arguments
+for one row of padding where a rank has no tokens, and its output without that row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_cad.ahead.documents import Announcement, batch_shape
+from deepspeed_cad.layout import LocalSegments
+
+
+@dataclass(eq=False)
+class Unread:
+    """Positions that lie on the GPU and were taken for the announced ones: compared without waiting, read later."""
+
+    differs: torch.Tensor
+    event: torch.cuda.Event
+    announced: Announcement
+
+
+def compare_later(given: dict[str, Any], announced: Announcement) -> Unread | None:
+    """Compare positions on the GPU with the announced ones without waiting; None where they must be read now."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if not isinstance(positions, torch.Tensor) or positions.device.type != "cuda" or mask is not None:
+        return None
+    batch, width = batch_shape(given)
+    if given.get("cu_seq_lens_q") is not None or positions.shape != (batch, width):
+        return None
+    if announced.local.tokens != batch * width:
+        return None
+    expected = np.full(batch * width, -1, np.int64)
+    local: LocalSegments = announced.local
+    for begin, end, offset in zip(local.begin, local.end, local.offset, strict=True):
+        expected[offset : offset + end - begin] = np.arange(begin, end)
+    wanted = torch.from_numpy(expected).pin_memory().to(positions.device, non_blocking=True)
+    differs = torch.empty((), dtype=torch.bool, pin_memory=True)
+    differs.copy_((wanted != positions.reshape(-1)).any(), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return Unread(differs, event, announced)
+
+
+def one_row(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for one row of padding instead of none: transformers cannot make masks for an empty batch."""
+    changed: dict[str, Any] = {"attention_mask": None}
+    for name in ("input_ids", "inputs_embeds", "position_ids"):
+        value = given.get(name)
+        if value is not None:
+            changed[name] = value.new_zeros(1, 1, *value.shape[2:])
+    if given.get("inputs_embeds") is not None:
+        # Keeps the graph: the embedding takes part in the backward on every rank.
+        changed["inputs_embeds"] = changed["inputs_embeds"] + given["inputs_embeds"].sum()
+    return changed
+
+
+def no_rows(output: Any) -> Any:
+    """The output without its row of padding."""
+    if isinstance(output, torch.Tensor):
+        return output[:, :0] if output.ndim >= 2 and output.shape[:2] == (1, 1) else output
+    if isinstance(output, tuple):
+        return tuple(no_rows(item) for item in output)
+    if isinstance(output, dict):
+        for name, value in output.items():
+            output[name] = no_rows(value)
+    return output

@@ -1,0 +1,126 @@
+"""Prepared loaders of Accelerate: each micro-batch is announced while the one before it trains.
+
+In: the class `accelerate.data_loader.DataLoaderShard`, whose iteration is wrapped once per process. A loader stays what
+it is; only its iterator changes, and only where it is seen that its batches are trained as they are: CAD is on for one
+model, the first batch of the epoch was its next training forward, unchanged, on every rank. So loaders of evaluation,
+loaders that a script only looks at, and batches that a script shortens or joins go straight through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from deepspeed_cad.integrations.transformers import Binding
+
+from deepspeed_cad.ahead.documents import read_documents
+from deepspeed_cad.ahead.loader import LookAheadLoader
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.session import current_session
+
+_MARK = "__deepspeed_cad__"
+
+
+def install_loader_hooks(module: ModuleType) -> None:
+    """Wrap the iteration of prepared loaders of the module `accelerate.data_loader`. Idempotent."""
+    original = module.DataLoaderShard.__iter__
+    if not hasattr(original, _MARK):
+        wrapped = wraps(original)(_wrap_iter(original))
+        setattr(wrapped, _MARK, True)
+        module.DataLoaderShard.__iter__ = wrapped
+
+
+def _wrap_iter(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    def __iter__(self: Any) -> Iterator[Any]:
+        return PreparedIterator(self, original(self))
+
+    return __iter__
+
+
+class PreparedIterator:
+    """The batches of a prepared loader, announced from the second of an epoch on where the first was trained."""
+
+    def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
+        self.loader, self._plain = loader, batches
+        self._binding: Binding | None = None
+        self._batches = self._announced()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def plain(self) -> Iterator[Any]:
+        """The batches, for somebody else to announce; only before the first was taken."""
+        return self._plain
+
+    def drop(self) -> None:
+        """Nothing more of this epoch is trained: what was announced is dropped, on every rank."""
+        if self._binding is not None and self._binding.announcer is self:
+            self._binding.announcer = None
+            self._binding.feed.begin_epoch()
+
+    def _announced(self) -> Iterator[Any]:
+        binding = self._binding = self._find_binding()
+        if binding is not None and binding.announcer is not None and binding.announcer.loader is self.loader:
+            binding.announcer.drop()  # the epoch before was broken off, and its iterator is still there
+        try:
+            first = next(self._plain)
+        except StopIteration:
+            return
+        before = 0 if binding is None else binding.trained
+        yield first
+        # Every rank gets here after its first step, or none does: evaluation and looking around train nothing.
+        if binding is None or binding.announcer is not None or binding.trained != before + 1:
+            yield from self._plain
+        elif not binding.agree_to_announce(_reads(binding, first)):
+            yield from self._plain
+        else:
+            binding.announcer = self
+            try:
+                yield from LookAheadLoader(_Rest(self.loader, self._plain), binding.feed)
+            finally:
+                # Also where the script breaks off: the iterator goes with its loop.
+                self.drop()
+
+    def _find_binding(self) -> Binding | None:
+        """The model that may train these batches, if there is one only, and plans can be made ahead."""
+        session = current_session()
+        if session is None or session.ranks == 1 or not session.config.look_ahead or len(session.bindings) != 1:
+            return None
+        # Its state, which checkpoints hold, counts what was read and not what was trained.
+        if session.config.documents == "exchange" or getattr(self.loader, "use_stateful_dataloader", False):
+            return None
+        found: Binding = next(iter(session.bindings.values()))
+        return found
+
+
+class _Rest:
+    """What is left of an epoch, as a loader; it says where the prepared loader ends."""
+
+    def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that was read last is the last; Accelerate ends an accumulation there."""
+        return bool(self._loader.end_of_dataloader)
+
+    @end_of_dataloader.setter
+    def end_of_dataloader(self, value: bool) -> None:
+        self._loader.end_of_dataloader = value
+
+
+def _reads(binding: Binding, batch: Any) -> bool:
+    """Whether a batch has the documents that the model trained last."""
+    try:
+        mine = read_documents(batch)
+    except (CADError, AttributeError, TypeError):
+        return False
+    return binding.last_read is not None and mine.local.same_as(binding.last_read)

@@ -1,0 +1,116 @@
+"""Which batches of a schedule run when, and what of it lies on the device."""
+
+from __future__ import annotations
+
+import cases
+import numpy as np
+import pytest
+import torch
+from attention_ranks import CPU, GROUPS
+
+from deepspeed_cad.attention.device_schedule import DeviceSchedule, halve, upload_schedule
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.schedule import GROUP, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule, build_slices, schedule_rank
+
+
+def batch(rows: int, groups: int = 1, k_row: int = 0, keys: int | None = None) -> Batch:
+    cu_q, cu_k = (np.array([0, n], np.int32) for n in (rows, keys or rows))
+    return Batch(0, k_row, cu_q, cu_k, 0, groups)
+
+
+def shares(batches: tuple[Batch, ...]) -> list[tuple[int, int, int]]:
+    return [(one.q_rows, one.group_begin, one.group_end) for one in batches]
+
+
+@pytest.mark.parametrize(
+    "batches, early, late",
+    [
+        ([], [], []),
+        ([batch(8, 4)], [(8, 0, 2)], [(8, 2, 4)]),
+        ([batch(8, 1), batch(8, 1)], [(8, 0, 1)], [(8, 0, 1)]),
+        ([batch(8, 4), batch(8, 4)], [(8, 0, 4)], [(8, 0, 4)]),
+        ([batch(8, 1), batch(8, 3)], [(8, 0, 1), (8, 0, 1)], [(8, 1, 3)]),
+        # 36 and 136 pairs a head group: the half lies within the second.
+        ([batch(8, 2), batch(16, 2)], [(8, 0, 2), (16, 0, 1)], [(16, 1, 2)]),
+        # Rows that read many keys before them are more work than their number says.
+        ([batch(8, 2, keys=200), batch(16, 2)], [(8, 0, 1)], [(8, 1, 2), (16, 0, 2)]),
+        ([batch(0, 2), batch(8, 2)], [(0, 0, 2), (8, 0, 1)], [(8, 1, 2)]),
+    ],
+)
+def test_halves_of_about_equal_work(
+    batches: list[Batch], early: list[tuple[int, int, int]], late: list[tuple[int, int, int]]
+) -> None:
+    first, second = halve(tuple(batches))
+    assert (shares(first), shares(second)) == (early, late)
+
+
+def schedule_of(lengths: list[list[int]], tasks: list[tuple[int, ...]], rank: int = 0) -> Schedule:
+    tick = Layout.from_rank_lengths(lengths).tick()
+    return schedule_rank(tick, build_slices(tick, np.array(tasks)), rank, GROUPS)
+
+
+def pieces(schedule: DeviceSchedule) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    return shares(tuple(b for b, _ in schedule.early)), shares(tuple(b for b, _ in schedule.late))
+
+
+@pytest.mark.parametrize(
+    "tasks, one, two",
+    [
+        # Whole: one batch that writes every row of O needs no copy, so it is not cut.
+        ([(0, 0, 8, 0, 3, 0), (1, 0, 4, 0, 3, 1)], ([(8, 0, 3)], []), ([(8, 0, 3)], [])),
+        # One head group runs elsewhere: cut on one stream, dealt out on two.
+        ([(0, 0, 8, 0, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)], ([(8, 0, 1)], [(8, 1, 2)]), ([(8, 0, 2)], [])),
+        (
+            [(0, 0, 8, 0, 1, 0), (0, 0, 8, 1, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)],
+            ([(8, 0, 1)], [(8, 1, 2)]),
+            ([(8, 0, 1)], [(8, 1, 2)]),
+        ),
+        # Both read keys 0 to 3 of the same head groups: on two streams they would add to the same dK at once.
+        (
+            [(0, 0, 4, 0, 3, 0), (0, 4, 8, 0, 2, 0), (0, 4, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)],
+            ([(4, 0, 2)], [(4, 0, 3)]),
+            ([(4, 0, 2), (4, 0, 3)], []),
+        ),
+    ],
+)
+def test_early_and_late(tasks: list[tuple[int, ...]], one: tuple, two: tuple) -> None:
+    schedule = schedule_of([[8], [4]], tasks)
+    for two_streams, expected in ((False, one), (True, two)):
+        assert pieces(upload_schedule(schedule, CPU, two_streams)) == expected
+
+
+def test_overlap_of_keys() -> None:
+    apart = [(0, 0, 8, 0, 1, 0), (0, 0, 8, 1, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)]
+    assert not upload_schedule(schedule_of([[8], [4]], apart), CPU).local_keys_overlap
+    documents = [(0, 0, 8, 0, 2, 0), (1, 0, 4, 0, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 2, 3, 1)]
+    found = upload_schedule(schedule_of([[8, 4], []], documents), CPU)
+    assert not found.local_keys_overlap and not found.served_keys_overlap
+    shared = [(0, 0, 4, 0, 3, 0), (0, 4, 8, 0, 3, 0), (1, 0, 4, 0, 3, 1)]
+    assert upload_schedule(schedule_of([[8], [4]], shared), CPU).local_keys_overlap
+    # A server that runs two pieces of one document holds its keys once.
+    served = [(0, 0, 4, 0, 3, 1), (0, 4, 8, 0, 3, 1), (1, 0, 4, 0, 3, 1)]
+    assert upload_schedule(schedule_of([[8], [4]], served, 1), CPU).served_keys_overlap
+    whole = [(0, 0, 8, 0, 3, 1), (1, 0, 4, 0, 3, 1)]
+    assert not upload_schedule(schedule_of([[8], [4]], whole, 1), CPU).served_keys_overlap
+
+
+@pytest.mark.parametrize("name", ["two", "odd", "documents over borders", "a tail of padding", "a rank with no tokens"])
+def test_what_lies_on_the_device(name: str) -> None:
+    layout = cases.layouts()[name]
+    tick, rng = layout.tick(), np.random.default_rng(4)
+    slices = build_slices(tick, cases.random_tasks(tick, GROUPS, rng))
+    for rank in range(layout.ranks):
+        schedule = schedule_rank(tick, slices, rank, GROUPS)
+        found = upload_schedule(schedule, CPU)
+        assert found.host is schedule
+        group = torch.full((int(schedule.served_rows[rank, QUERY]),), -1)
+        for row in np.concatenate([schedule.receives, schedule.own]):
+            if row[KIND] == QUERY:
+                group[row[SERVER_ROW] : row[SERVER_ROW] + row[ROWS]] = int(row[GROUP])
+        assert torch.equal(found.served_group, group) and (group >= 0).all()
+        assert found.padding.tolist() == schedule.padding_rows.tolist()
+        assert [b for b, _ in found.served] == list(schedule.served)
+        for one, sequences in (*found.early, *found.late, *found.served):
+            assert torch.equal(sequences.cu_q, torch.from_numpy(one.cu_q)) and sequences.host_q is one.cu_q
+            assert torch.equal(sequences.cu_k, torch.from_numpy(one.cu_k)) and sequences.host_k is one.cu_k
+            assert (sequences.max_q, sequences.max_k) == (one.max_q, one.max_k)
