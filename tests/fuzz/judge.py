@@ -69,11 +69,12 @@ def judge(case: Case, played: list[Played | None]) -> str:
     for one in ranks:
         if one.wrong:
             return f"wrong: {one.wrong[0]}"
+    for one in ranks:
+        if one.error is not None and end_of(one) == "other":
+            return f"raw: rank {one.rank} ended with {one.error[0]}: {one.error[2]}"
     ended_early = any(one.error is None or one.error[0] == "Planted" for one in ranks)
     for one, allowed in zip(ranks, may(case)):
         end, text = end_of(one), "" if one.error is None else f"{one.error[0]}: {one.error[2]}"
-        if end == "other":
-            return f"raw: rank {one.rank} ended with {text}"
         if end not in allowed:
             return f"unexpected: rank {one.rank} was {end} instead of {' or '.join(sorted(allowed))}. {text}"
         if end == "error" and "died or hangs" in text and not ended_early:

@@ -1,0 +1,66 @@
+"""Fuzz and soak, as short as CI has time for; both by hand for longer: docs/testing.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fuzz.case import Case, Plant
+from fuzz.fuzz import run
+from fuzz.judge import judge
+from fuzz.play import Played, play
+from fuzz.soak import grown, soak
+from pool import WorkerPool
+
+
+@pytest.mark.slow
+def test_random_loops(workers: WorkerPool) -> None:
+    tally = run(workers, seed=0, seconds=12.0, ranks=(1, 3))
+    assert tally.steps > 0
+    assert not tally.failures, "\n".join(f"{why}\n  --replay '{case.to_line()}'" for why, case in tally.failures)
+
+
+@pytest.mark.slow
+def test_nothing_grows(workers: WorkerPool) -> None:
+    for rank, samples in enumerate(workers.run(soak, 2, 240, 12, timeout=120.0)):
+        assert not grown(samples), (rank, grown(samples))
+
+
+# That they see what they are for
+
+SMALL = Case(5, batches=(2, 2), block={"granularity": 16, "tolerance": 0.02}, longest=120, gradients=1)
+
+
+def _broken(rank: int, world: int, line: str, what: str) -> Played:
+    """Play a case with rows that come back to the wrong places, forward or backward, or with an error of torch's."""
+    from deepspeed_cad.exchange.c10d import C10dTransport
+
+    before, calls = C10dTransport.give_back, iter(range(100))
+
+    def broken(self: C10dTransport, schedule: object, fields: list, slot: int) -> object:
+        if what == "an error" and rank == 1:
+            raise RuntimeError("raw")
+        add = any(field.add for field in fields)
+        if next(calls) >= 2 and what == ("backward" if add else "forward"):
+            fields = [replace(field, served=torch.roll(field.served, 1, 0)) for field in fields]
+        return before(self, schedule, fields, slot)
+
+    C10dTransport.give_back = broken
+    try:
+        return play(rank, world, line)
+    finally:
+        C10dTransport.give_back = before
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"), [("forward", "wrong: rank"), ("backward", "gradients off by"), ("an error", "raw: rank 1")]
+)
+def test_a_defect_is_seen(workers: WorkerPool, what: str, kind: str) -> None:
+    assert kind in judge(SMALL, workers.run(_broken, 2, SMALL.to_line(), what))
+
+
+def test_a_planted_exception_is_caught(workers: WorkerPool) -> None:
+    case = replace(SMALL, plant=Plant("loss", -1, 0, 0, caught=True))
+    played = workers.run(play, 2, case.to_line())
+    assert judge(case, played) == "" and [(one.caught, one.trained) for one in played] == [(1, 1)] * 2

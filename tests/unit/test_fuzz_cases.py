@@ -1,0 +1,105 @@
+"""Cases of the fuzz run are replayed from their line, and what is allowed to become of them is what it should be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from fuzz.case import ALL, Case, Plant, draw, simpler
+from fuzz.data import micro_batch
+from fuzz.judge import judge, may
+from fuzz.play import Played
+from fuzz.soak import Sample, grown
+
+TWO = Case(0, batches=(3, 3))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lines_are_replayed(seed: int) -> None:
+    """A case is the same from its line, and so is each that shrinking makes of it; none is as complex as before."""
+    case = draw(seed)
+    assert Case.from_line(case.to_line()) == case == draw(seed)
+    for simple in simpler(case):
+        assert simple != case and Case.from_line(simple.to_line()) == simple
+        assert len(may(simple)) == simple.world == len(simple.batches)
+
+
+def test_all_kinds_are_drawn() -> None:
+    cases = [draw(seed) for seed in range(400)]
+    assert {case.world for case in cases} == {1, 2, 3, 4}
+    assert {case.plant.kind for case in cases if case.plant} == {
+        "forward", "loss", "backward", "loader", "positions", "break", "skip", "look",
+    }  # fmt: skip
+    assert {form for case in cases for form in case.forms} == {
+        "packed", "cumulative", "rows", "left", "right", "stream",
+    }  # fmt: skip
+    assert any(0 in micro_batch(case, 0, 0)["input_ids"].shape for case in cases), "no rank is ever empty"
+
+
+RIGHT, ERROR, EITHER = {"right"}, {"error"}, {"right", "error"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ends"),
+    [
+        ({}, [RIGHT, RIGHT]),
+        ({"batches": (3, 4), "stop": 3}, [RIGHT, RIGHT]),
+        ({"batches": (3, 4)}, [EITHER, ERROR]),
+        ({"batches": (3, 4), "epochs": 2}, [ERROR, ERROR]),
+        ({"batches": (3, 4), "epochs": 2, "ahead": False}, [EITHER, ERROR]),
+        ({"plant": Plant("break", 0, 0, 1)}, [EITHER, ERROR]),
+        ({"plant": Plant("break", 0, 0, 1), "epochs": 2}, [ERROR, ERROR]),
+        ({"plant": Plant("break", ALL, 0, 1)}, [RIGHT, RIGHT]),
+        ({"plant": Plant("look", 1, 0, 1)}, [EITHER, ERROR]),
+        ({"plant": Plant("loss", ALL, 0, 1, caught=True)}, [RIGHT, RIGHT]),
+        ({"plant": Plant("loss", 0, 0, 1)}, [{"planted", "error"}, ERROR]),
+        ({"plant": Plant("forward", 0, 0, 1, caught=True)}, [ERROR, ERROR]),
+        ({"plant": Plant("forward", 0, 0, 2, caught=True)}, [EITHER, ERROR]),
+        ({"plant": Plant("positions", 1, 0, 1)}, [ERROR, ERROR]),
+    ],
+)
+def test_what_may_become_of_a_case(changes: dict[str, Any], ends: list[set[str]]) -> None:
+    assert may(replace(TWO, **changes)) == ends
+
+
+def _error(kind: str, *bases: str, text: str = "rank 1 stopped") -> Any:
+    return kind, [kind, *bases], text, ""
+
+
+@pytest.mark.parametrize(
+    ("played", "begins"),
+    [
+        ([Played(0), Played(1)], ""),
+        ([Played(0), None], "hang"),
+        ([Played(0), Played(1, wrong=["loss 1 instead of 2"])], "wrong"),
+        ([Played(0), Played(1, error=_error("RuntimeError"))], "raw"),
+        ([Played(0), Played(1, error=_error("CADPeerError", "CADError"))], "unexpected"),
+        ([Played(0), Played(1, seconds=29.0)], "late"),
+    ],
+)
+def test_judge(played: list[Played | None], begins: str) -> None:
+    failure = judge(TWO, played)
+    assert failure.startswith(begins) and bool(failure) == bool(begins)
+
+
+def test_judge_of_errors() -> None:
+    """Ranks that live and differ must say how; gradients of a stream are judged by their sum."""
+    case = replace(TWO, plant=Plant("forward", 1, 0, 1, caught=True))
+    silent = _error("CADPeerError", "CADError", text="rank 1 died or hangs")
+    named = _error("CADPeerError", "CADError")
+    assert judge(case, [Played(0, error=named), Played(1, error=named)]) == ""
+    assert judge(case, [Played(0, error=silent), Played(1, error=named)]).startswith("unclear")
+    ones = np.ones(3)
+    stream = replace(TWO, forms=("stream",))
+    shares = [Played(0, sums=[(ones * 3, ones)]), Played(1, sums=[(ones * 0, ones)])]
+    assert "off by 0.5" in judge(stream, shares)
+    shares[1].sums[0] = (ones * -1, ones)
+    assert judge(stream, shares) == ""
+
+
+@pytest.mark.parametrize(("step", "mib", "found"), [(0, 0.0, []), (1, 0.0, ["End: 7 -> 15"]), (0, 2.0, ["resident"])])
+def test_growth(step: int, mib: float, found: list[str]) -> None:
+    samples = [Sample(i, 0.0, 300 + mib * i, {"End": step * i, "threads": 4}) for i in range(16)]
+    assert [line.startswith(word) for line, word in zip(grown(samples), found, strict=True)] == [True] * len(found)
