@@ -80,6 +80,11 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         return "needs two GPUs"
     if group in ("transports", "exactness"):
         return [Launch(group, limit_s=150)]
+    if group == "identity":
+        cases = (
+            ("nvlink,nccl,c10d", "nvlink: other sizes", "nccl: other sizes") if cuda else ("c10d", "c10d: other sizes")
+        )
+        return [Launch(group, case, limit_s=100) for case in cases]
     if group == "streams":
         return [Launch(group, "nvlink,nccl" if cuda else "c10d", limit_s=180)]
     if group == "loaders":
@@ -97,9 +102,20 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
     return [Launch(part, limit_s=150, hosts=one) for one in hosts for part in ("transports", "models")]
 
 
-GROUPS = ("kernels", "failures", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness")
-WAVES = (("kernels", "failures"), ("loaders", "transports"), ("mixed",), ("models",), ("streams",), ("growth",),
-         ("exactness",))  # fmt: skip
+GROUPS = (
+    "kernels",
+    "failures",
+    "identity",
+    "transports",
+    "loaders",
+    "mixed",
+    "models",
+    "streams",
+    "growth",
+    "exactness",
+)
+WAVES = (("kernels", "failures"), ("identity",), ("loaders", "transports"), ("mixed",), ("models",), ("streams",),
+         ("growth",), ("exactness",))  # fmt: skip
 """Groups that run at the same time. Kernels are compiled for most of their time, and what fails mostly waits; a check
 that fills the memory of GPUs is alone."""
 AT_ONCE = ("failures", "loaders")
