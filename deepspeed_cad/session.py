@@ -126,11 +126,13 @@ class Session:
         self.worker.close()
         if self.tracer is not None:
             self.tracer.finish()
-        if self.transport is not None:
-            self.transport.close()
-        for group in (self._cpu_group, self._exchange_group):
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        try:
+            if self.transport is not None:
+                self.transport.close()
+        finally:
+            for group in (self._cpu_group, self._exchange_group):
+                if group is not None and dist.is_initialized():
+                    dist.destroy_process_group(group)
 
     # Models and their loaders
 
