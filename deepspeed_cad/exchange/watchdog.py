@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 PAUSE_S = 0.2
 BOARD_S = 0.5
 """Between two looks at the error board, while this rank waits for others."""
+VAIN_S = 1.0
+"""A wait that lasts so long after its stream reached it does not end with what is still on its way from a rank that
+stopped."""
 AGAIN_S, AGAIN = 1.0, 5
 """A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
 
@@ -122,6 +125,9 @@ class Watchdog:
                     reached = (oldest.before, now)
                 elif now - reached[1] > self.alarm.timeout_s:
                     self._time_out(oldest.label, now)
+                elif found := self._in_vain(now - reached[1]):
+                    self.alarm.stop(f"waited for {oldest.label}: {found}")
+                    self._let_go(now)
         except RuntimeError as error:
             logger.debug("the watchdog of the exchange ends with the CUDA context: %s", error)
 
@@ -138,6 +144,12 @@ class Watchdog:
             self._read_board_at = now
             found = self.alarm.heard()
         return found
+
+    def _in_vain(self, waited_s: float) -> str:
+        """Why a wait that its stream has reached cannot end: a rank has stopped, or left its loop."""
+        if waited_s < VAIN_S or time.monotonic() - self._read_board_at < BOARD_S:
+            return ""
+        return self.alarm.in_vain()
 
     def _time_out(self, label: object, now: float) -> None:
         self.alarm.time_out(str(label))

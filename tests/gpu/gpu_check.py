@@ -80,6 +80,11 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         return "needs two GPUs"
     if group in ("transports", "exactness"):
         return [Launch(group, limit_s=150)]
+    if group == "identity":
+        cases = (
+            ("nvlink,nccl,c10d", "nvlink: other sizes", "nccl: other sizes") if cuda else ("c10d", "c10d: other sizes")
+        )
+        return [Launch(group, case, limit_s=100) for case in cases]
     if group == "streams":
         return [Launch(group, "nvlink,nccl" if cuda else "c10d", limit_s=180)]
     if group == "loaders":
@@ -98,8 +103,26 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
     return [Launch(part, case, limit_s=180, hosts=one) for one in hosts for part, case in parts]
 
 
-GROUPS = ("kernels", "failures", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness")
-WAVES = (("kernels", "failures"), ("transports", "loaders"), ("models", "mixed"), ("streams", "exactness"), ("growth",))
+GROUPS = (
+    "kernels",
+    "failures",
+    "identity",
+    "transports",
+    "loaders",
+    "mixed",
+    "models",
+    "streams",
+    "growth",
+    "exactness",
+)
+WAVES = (
+    ("kernels", "failures"),
+    ("identity",),
+    ("transports", "loaders"),
+    ("models", "mixed"),
+    ("streams", "exactness"),
+    ("growth",),
+)
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; a check that fills the memory of GPUs is alone."""
 AT_ONCE = ("failures", "loaders")
