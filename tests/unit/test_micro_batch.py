@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from typing import Any
 
 import numpy as np
@@ -321,3 +322,18 @@ def test_nano_batches_of_unequal_length_both_end() -> None:
 
     assert run_alternating(lambda: run("a", 1), lambda: run("b", 3)) == ("a", "b")
     assert order == ["a0", "b0", "b1", "b2"]
+
+
+def test_nano_batches_run_in_the_context_of_the_layer() -> None:
+    """Host frameworks keep settings in context variables; what one nano-batch changes the other does not see."""
+    setting = contextvars.ContextVar("setting", default="default")
+    setting.set("of the layer")
+
+    def run(own: str) -> tuple[str, str]:
+        before = setting.get()
+        setting.set(own)
+        hand_over()
+        return before, setting.get()
+
+    assert run_alternating(lambda: run("a"), lambda: run("b")) == (("of the layer", "a"), ("of the layer", "b"))
+    assert setting.get() == "of the layer"
