@@ -53,6 +53,15 @@ def test_the_plugin_is_taken_out_and_others_stay(fresh) -> None:
     assert fresh == ["CADPlugin"]  # one check per plugin
 
 
+def test_deepspeed_is_hooked_for_the_json_that_gets_the_block(monkeypatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(ours, "install", lambda: calls.append("install"))
+    Accelerator(cpu=True)
+    assert not calls
+    Accelerator(cpu=True, kwargs_handlers=[CADPlugin()])
+    assert calls == ["install"]
+
+
 def test_a_plugin_that_is_watched_elsewhere_gets_no_second_check(fresh) -> None:
     plugin = CADPlugin.of(CADConfig(), "a launcher")
     plugin.watched = True
