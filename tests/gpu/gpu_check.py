@@ -104,25 +104,12 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
 
 
 GROUPS = (
-    "kernels",
-    "failures",
-    "identity",
-    "transports",
-    "loaders",
-    "mixed",
-    "models",
-    "streams",
-    "growth",
-    "exactness",
-)
+    "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
+)  # fmt: skip
 WAVES = (
-    ("kernels", "failures"),
-    ("identity",),
-    ("transports", "loaders"),
-    ("models", "mixed"),
-    ("streams", "exactness"),
+    ("kernels", "failures"), ("identity",), ("transports", "loaders"), ("models", "mixed"), ("streams", "exactness"),
     ("growth",),
-)
+)  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; a check that fills the memory of GPUs is alone."""
 AT_ONCE = ("failures", "loaders")

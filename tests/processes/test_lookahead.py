@@ -55,7 +55,7 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
         announced = find_binding(model).feed.next_announced
         assert (announced is not None) == ahead
         assert announced is None or announced.local.tokens == batch["input_ids"].numel()
-        before = 0 if step == 0 else session.transport.exchanges
+        before = 0 if step == 0 else deepspeed_cad.current_session().transport.exchanges
         with _Counter() as calls:
             loss = training.loss_sum(model, batch)
             loss.backward()
