@@ -65,7 +65,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._given_up = 0
         self._gave_up_at = 0.0
-        self._read_board_at = 0.0
+        self._read_board_at = self._looked_at = 0.0
 
     def track(self, before: Event, after: Event, label: object, then: Callable[[], None] | None = None) -> None:
         """Watch one wait; the thread starts with the first.
@@ -125,7 +125,7 @@ class Watchdog:
                     reached = (oldest.before, now)
                 elif now - reached[1] > self.alarm.timeout_s:
                     self._time_out(oldest.label, now)
-                elif found := self._in_vain(now - reached[1]):
+                elif now - reached[1] > VAIN_S and (found := self._in_vain(now)):
                     self.alarm.stop(f"waited for {oldest.label}: {found}")
                     self._let_go(now)
         except RuntimeError as error:
@@ -145,10 +145,11 @@ class Watchdog:
             found = self.alarm.heard()
         return found
 
-    def _in_vain(self, waited_s: float) -> str:
+    def _in_vain(self, now: float) -> str:
         """Why a wait that its stream has reached cannot end: a rank has stopped, or left its loop."""
-        if waited_s < VAIN_S or time.monotonic() - self._read_board_at < BOARD_S:
+        if now - self._looked_at < BOARD_S:
             return ""
+        self._looked_at = now
         return self.alarm.in_vain()
 
     def _time_out(self, label: object, now: float) -> None:
