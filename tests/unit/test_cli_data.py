@@ -296,6 +296,28 @@ def test_every_option_reaches_the_plan(tmp_path: Path, uneven: Callable[..., dic
     assert uneven("--cost", tmp_path / "profile.json")["steps"][0]["imbalance_before"] != before
 
 
+def test_the_table_says_what_the_file_says(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    path = _write(tmp_path, "table.parquet", [{"input_ids": [1] * length} for length in UNEVEN])
+    _, answer, said = plan(path, "--context", 8192)
+    units = {
+        "attention max/mean without CAD": ("imbalance_before", 1.0),
+        "attention max/mean with CAD": ("imbalance", 1.0),
+        "MiB moved per layer forward": ("moved_bytes", 2.0**20),
+        "MiB at the hottest rank": ("hottest_bytes", 2.0**20),
+        "attention, share of the work %": ("attention_share", 0.01),
+        "planning ms": ("planning_ms", 1.0),
+    }
+    rows = {line[:30].strip(): line[30:].split() for line in said.splitlines()}
+    for label, (field, unit) in units.items():
+        values = np.array([step[field] for step in answer["steps"]]) / unit
+        assert [float(word) for word in rows[label]] == pytest.approx(
+            [values.mean(), values.max()], rel=0.01, abs=0.5 * (unit > 1e6) + 0.06
+        )
+    gains = [step["gain"] for step in answer["steps"]]
+    assert f"{np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f})" in said
+    assert "69 documents, 65537 tokens, median 512, longest 8192" in said
+
+
 def test_a_picture_of_the_steps(tmp_path: Path, uneven: Callable[..., dict[str, Any]]) -> None:
     pytest.importorskip("matplotlib")
     uneven("--plot", tmp_path / "steps.png")
