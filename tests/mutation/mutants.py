@@ -208,7 +208,7 @@ class _Finder:
                 swapped = [*node.args[:at], right, left, *node.args[at + 2 :]]
                 self.add_node("swapped arguments", node, _with(node, args=swapped), scope, place)
         for at, keyword in enumerate(node.keywords):
-            if keyword.arg is not None and not _is_guard(node):
+            if keyword.arg not in (None, "help") and not _is_guard(node):
                 rest = node.keywords[:at] + node.keywords[at + 1 :]
                 self.add_node("dropped keyword", node, _with(node, keywords=rest), scope, place)
 
