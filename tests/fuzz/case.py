@@ -178,10 +178,13 @@ def _draw_plant(rng: random.Random, case: Case) -> Plant:
     )  # fmt: skip
 
 
-def is_caught_late(case: Case) -> bool:
-    """One rank catches an exception after a forward that all ranks finished: only exchanges can tell the others."""
+def is_left_out(case: Case) -> bool:
+    """What is known to end in a time-out: a forward without gradients on one rank, met by the others in an exchange.
+
+    The one waits for lengths and the others for attention, so neither hears what the other is at.
+    """
     plant = case.plant
-    return plant is not None and plant.caught and plant.rank != ALL and plant.kind in ("loss", "backward")
+    return plant is not None and plant.kind == "look" and plant.rank != ALL
 
 
 def simpler(case: Case) -> Iterator[Case]:
