@@ -101,7 +101,8 @@ def test_evaluation_between(workers: WorkerPool) -> None:
 
 
 def _nothing(rank: int, world: int) -> None:
-    """Starts the processes, which is not what is timed."""
+    """Starts the processes, which is not what is timed. A rank that ended before all are connected would break it."""
+    torch.distributed.barrier()
 
 
 def _train_all(rank: int, world: int) -> None:
