@@ -179,12 +179,15 @@ def _draw_plant(rng: random.Random, case: Case) -> Plant:
 
 
 def is_left_out(case: Case) -> bool:
-    """What is known to end in a time-out: a forward without gradients on one rank, met by the others in an exchange.
+    """Known to end in a time-out: one rank asks for lengths at a forward, the others wait in an exchange for it.
 
-    The one waits for lengths and the others for attention, so neither hears what the other is at.
+    So it is with a forward without gradients on one rank, and with an exception that one rank catches behind its
+    forward where no loader announces. Neither side hears what the other is at.
     """
     plant = case.plant
-    return plant is not None and plant.kind == "look" and plant.rank != ALL
+    if plant is None or plant.rank == ALL:
+        return False
+    return plant.kind == "look" or (plant.caught and plant.kind in ("loss", "backward") and not case.ahead)
 
 
 def simpler(case: Case) -> Iterator[Case]:
