@@ -182,12 +182,14 @@ def is_left_out(case: Case) -> bool:
     """Known to end in a time-out: one rank asks for lengths at a forward, the others wait in an exchange for it.
 
     So it is with a forward without gradients on one rank, and with an exception that one rank catches behind its
-    forward where no loader announces. Neither side hears what the other is at.
+    forward where its next one is not announced. Neither side hears what the other is at.
     """
     plant = case.plant
     if plant is None or plant.rank == ALL:
         return False
-    return plant.kind == "look" or (plant.caught and plant.kind in ("loss", "backward") and not case.ahead)
+    return plant.kind == "look" or (
+        plant.caught and plant.kind in ("loss", "backward") and (not case.ahead or case.look > 0)
+    )
 
 
 def simpler(case: Case) -> Iterator[Case]:
