@@ -207,6 +207,8 @@ def write_results(results: dict[str, Any], folder: Path | None) -> str:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         label = re.sub(r"[^a-z0-9]+", "_", results["workload"].lower()).strip("_")
+        if results["settings"].get("kernel") not in (None, "auto"):
+            label += f"_{results['kernel']}"
         stem = folder / f"train_{label}_{results['machine']['date']}"
         Path(f"{stem}.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
         settings = ", ".join(f"{k} {v}" for k, v in results["settings"].items() if v not in (None, {}, False))

@@ -51,7 +51,8 @@ def own_row(setting: Setting, step: int) -> Row:
     return Row(lengths, rows[0].tokens[here], rows[0].positions[here], rows[0].targets[here])
 
 
-def _micro_batch(setting: Setting, tokens: Any, positions: Any, targets: Any, documents: Any = None) -> MicroBatch:
+def make_micro_batch(setting: Setting, tokens: Any, positions: Any, targets: Any, documents: Any = None) -> MicroBatch:
+    """Rows of tokens on the device, with what attention needs to know of its documents, where it needs that."""
     inputs: dict[str, Any] = {
         "input_ids": tokens[None].to(setting.device),
         "position_ids": positions[None].to(setting.device),
@@ -68,7 +69,7 @@ def split_rows(setting: Setting, documents: bool) -> Callable[[int], list[MicroB
     def split(step: int) -> list[MicroBatch]:
         row = own_row(setting, step)
         sequences = make_sequences(row.lengths, row.lengths, setting.device) if documents else None
-        return [_micro_batch(setting, row.tokens, row.positions, row.targets, sequences)]
+        return [make_micro_batch(setting, row.tokens, row.positions, row.targets, sequences)]
 
     return split
 
@@ -89,7 +90,7 @@ def split_sequence(setting: Setting, joined: bool) -> Callable[[int], list[Micro
             if len(row.tokens) % setting.ranks:
                 raise ValueError(f"ulysses: {len(row.tokens)} tokens cannot be split over {setting.ranks} ranks")
             own = (x.chunk(setting.ranks)[setting.rank] for x in (row.tokens, row.positions, row.targets))
-            made.append(_micro_batch(setting, *own, make_sequences(row.lengths, row.lengths, setting.device)))
+            made.append(make_micro_batch(setting, *own, make_sequences(row.lengths, row.lengths, setting.device)))
         return made
 
     return split
@@ -105,7 +106,7 @@ def split_pieces(setting: Setting, joined: bool) -> Callable[[int], list[MicroBa
             padding = source < 0
             tokens, positions = (x[source.clamp(min=0)].masked_fill(padding, 0) for x in (row.tokens, row.positions))
             targets = row.targets[source.clamp(min=0)].masked_fill(padding, -100)
-            made.append(_micro_batch(setting, tokens, positions, targets, gathered))
+            made.append(make_micro_batch(setting, tokens, positions, targets, gathered))
         return made
 
     return split

@@ -11,6 +11,7 @@ compared. README.md says what every figure means. On machines without GPUs it ru
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ from train_report import Measured, summarise, write_results  # noqa: E402
 from train_split import Setting  # noqa: E402
 from train_workload import Workload  # noqa: E402
 
+from deepspeed_cad.exchange import probe  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 
@@ -50,7 +52,7 @@ class Trainer:
     def run(self, mode: Mode, step: int, following: int | None, timed_attention: bool) -> Measured:
         """One step, forward, backward and optimizer, begun and ended together on all ranks."""
         cuda, watch = self.setting.device.type == "cuda", self.setting.watch
-        micro_batches = mode.micro_batches(step)
+        mode.micro_batches(step)  # made now, not while time is taken
         scale = 1.0 / self.setting.workload.targets(step)
         mode.waited()
         if cuda:
@@ -62,7 +64,7 @@ class Trainer:
         mode.before(step, following)
         self.optimizer.zero_grad()
         loss = torch.zeros((), device=self.setting.device)
-        for micro_batch in micro_batches:
+        for micro_batch in mode.micro_batches(step):
             hidden = mode.model.model(**micro_batch.inputs).last_hidden_state[0]
             part = ChunkedLoss.apply(hidden, mode.model.lm_head.weight, micro_batch.targets, scale)
             part.backward()
@@ -141,11 +143,30 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--scale", action="store_true", help="with --tokens-per-rank: scale the lengths down instead")
     add("--warmup", type=int, default=2, help="steps of every mode before anything is measured")
     add("--repeats", type=int, default=3, help="timed passes over the steps")
+    add("--hosts", help='pretend that the ranks are on these hosts, "0,1"')
+    add("--link", choices=("sockets", "host", "nvlink"), default="sockets", help="with --hosts: what is between them")
     add("--lr", type=float, default=0.0, help="learning rate; above 0 the modes' losses cannot be compared")
     add("--peak-tflops", type=float, default=989.0, help="of one GPU, for MFU")
     add("--commit", help="where this is not a git checkout: what the results name as the commit")
     add("--output", type=Path, help="folder for JSON, Markdown and picture")
     return parser.parse_args(argv)
+
+
+def pretend_hosts(hosts: list[int], link: str) -> None:
+    """Let CAD and NCCL take this rank to be on a host of that number; before NCCL starts.
+
+    "sockets": NCCL takes other hosts for machines that it reaches by sockets. "host": NCCL sends through the memory of
+    the host. "nvlink": NCCL as it is.
+    """
+    host = hosts[int(os.environ["RANK"])]
+    probe.choose_transport = functools.partial(probe.choose_transport, host=host)
+    if link == "sockets":
+        os.environ.update(
+            NCCL_HOSTID=f"pretended-{host}", NCCL_SOCKET_IFNAME="lo", NCCL_SOCKET_NTHREADS="8",
+            NCCL_NSOCKS_PERTHREAD="4", NCCL_IB_DISABLE="1",
+        )  # fmt: skip
+    elif link == "host":
+        os.environ["NCCL_P2P_DISABLE"] = "1"
 
 
 def split_names(text: str) -> list[str]:
@@ -163,6 +184,8 @@ def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)
+    if options.hosts:
+        pretend_hosts([int(one) for one in options.hosts.split(",")], options.link)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -195,6 +218,11 @@ def main() -> None:
         if isinstance(mode, CADMode):
             late = " ".join(f"{1e3 * seconds:+.3f}" for seconds in mode.session.pace.late)
             say(f"{mode.name}: found ranks late by {late} ms in attention forward and backward")
+            found = mode.session.statistics
+            say(
+                f"{mode.name}: attention max/mean {found.imbalance_before:.3f} as the documents lay, "
+                f"{found.imbalance:.3f} as planned; {found.bytes_sent >> 10} KiB sent"
+            )
         mode.close()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
 // One exchange by peer copies: every slice of every field is a strided two-dimensional copy into a peer's landing
-// area, on one stream, followed by writes of what the exchange is (its name) and then of its number to that peer's flag.
+// area, on one stream, followed by writes of what the exchange is (its name) and of its number to that peer's flag.
 // Copies run on copy engines; nothing here launches a kernel or waits on the host.
 #include <cstdint>
 

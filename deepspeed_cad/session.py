@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -63,6 +62,7 @@ class Session:
         self.transport: Transport | None = None
         self._cpu_group: dist.ProcessGroup | None = None
         self._exchange_group: dist.ProcessGroup | None = None
+        self._ranks_per_node: int | None = None
         if self.ranks > 1:
             self._open_groups(group)
         self.pace = Pace(self.ranks, self.counts.waits.take, 0.0, torch.are_deterministic_algorithms_enabled)
@@ -88,7 +88,7 @@ class Session:
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self._ranks_per_node(), self.aside,
+            self._ranks_per_node, self.aside,
         )  # fmt: skip
 
     # Opening and closing
@@ -103,13 +103,17 @@ class Session:
         self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
-        from deepspeed_cad.exchange.probe import choose_transport
+        from deepspeed_cad.exchange.probe import choose_transport, ranks_per_node
 
+        def agree(value: int) -> list[int]:
+            return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
+
+        self._ranks_per_node = ranks_per_node(agree)
         self.transport = choose_transport(
             self.config.transport,
             group,
             self.device,
-            agree=lambda value: self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE))),
+            agree=agree,
             liveness=self.liveness,
             timeout_s=self.config.timeout_s,
         )
@@ -122,11 +126,13 @@ class Session:
         self.worker.close()
         if self.tracer is not None:
             self.tracer.finish()
-        if self.transport is not None:
-            self.transport.close()
-        for group in (self._cpu_group, self._exchange_group):
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        try:
+            if self.transport is not None:
+                self.transport.close()
+        finally:
+            for group in (self._cpu_group, self._exchange_group):
+                if group is not None and dist.is_initialized():
+                    dist.destroy_process_group(group)
 
     # Models and their loaders
 
@@ -226,11 +232,6 @@ class Session:
             f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
             f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
         )
-
-    def _ranks_per_node(self) -> int | None:
-        # torchrun and accelerate set the first, DeepSpeed's launcher the second.
-        local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self.ranks)
-        return local if 0 < local < self.ranks and self.ranks % local == 0 else None
 
     def _choose_cost(self) -> Profile:
         """The costs that rank 0 finds: profiles measured on two machines are never equal, plans must be."""

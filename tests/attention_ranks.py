@@ -68,20 +68,23 @@ class NetworkTransport:
     bytes_sent: int = 0
     shipped: list[list[int]] = field(default_factory=list)
     """The width of every field, by exchange."""
+    slots: list[int] = field(default_factory=list)
+    """The nano-batch of every exchange."""
     landed: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """What arrived, by nano-batch: valid until the next dispatch, as in landing areas that are used again."""
 
     def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, *identity: Any) -> _Dispatched:
         for area in self.landed.pop(slot, []):
             area.fill_(float("nan"))
-        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields), slot)
+        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields, slot), slot)
 
     def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, *identity: Any) -> _Returned:
-        return _Returned(self, schedule, fields, self._start("give_back", schedule, fields))
+        return _Returned(self, schedule, fields, self._start("give_back", schedule, fields, slot))
 
     def close(self) -> None: ...
 
-    def _start(self, what: str, schedule: Schedule, fields: list[Any]) -> int:
+    def _start(self, what: str, schedule: Schedule, fields: list[Any], slot: int) -> int:
+        self.slots.append(slot)
         check_fields(schedule, fields)
         self.network.say(what)
         self.exchanges += 1

@@ -3,7 +3,9 @@
     python benchmarks/workloads/make.py
 
 Lengths are log-normal (median 3000 tokens, sigma 1.3), drawn with a probability that grows with their length, as
-training mixes do that favour long documents. A rank's row is filled document by document and its last one is cut.
+training mixes do that favour long documents. A rank's row is filled document by document and its last one is cut. In
+the mild mix lengths vary less and none is favoured, so ranks are nearly even; in the mix where long documents meet, a
+few that fill half a row come on one rank together.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ FAVOUR = 0.7
 """Documents are drawn in proportion to length ** FAVOUR."""
 
 
-def draw_rows(ranks: int, tokens: int, generator: np.random.Generator) -> list[list[int]]:
+def draw_rows(
+    ranks: int, tokens: int, generator: np.random.Generator, sigma: float = SIGMA, favour: float = FAVOUR
+) -> list[list[int]]:
     """Rows of exactly `tokens` tokens."""
-    pool = np.exp(generator.normal(np.log(MEDIAN), SIGMA, 20_000)).astype(np.int64)
+    pool = np.exp(generator.normal(np.log(MEDIAN), sigma, 20_000)).astype(np.int64)
     pool = pool[(pool >= SHORTEST) & (pool <= tokens)]
-    weight = pool.astype(float) ** FAVOUR
+    weight = pool.astype(float) ** favour
     rows = []
     for _ in range(ranks):
         row: list[int] = []
@@ -30,6 +34,15 @@ def draw_rows(ranks: int, tokens: int, generator: np.random.Generator) -> list[l
             row.append(min(left, int(generator.choice(pool, p=weight / weight.sum()))))
         rows.append(row)
     return rows
+
+
+def draw_meeting(rank: int, tokens: int, generator: np.random.Generator) -> list[list[int]]:
+    """Two rows; `rank` has the long documents."""
+    first = int(generator.integers(tokens * 2 // 5, tokens // 2))
+    second = int(generator.integers(tokens * 2 // 5, tokens // 2))
+    long = [first, second, tokens - first - second]
+    short = draw_rows(1, tokens, generator, sigma=0.8, favour=0.0)[0]
+    return [long, short] if rank == 0 else [short, long]
 
 
 def spread(step: list[list[int]]) -> float:
@@ -51,6 +64,14 @@ def main() -> None:
         name = f"heavy_{tokens // 1024}k_{ranks}r"
         note = "document lengths per step and rank, log-normal with long documents favoured"
         write(name, note, ranks, tokens, steps, seed=seed, attention_max_over_mean=[spread(one) for one in steps])
+    generator = np.random.default_rng(5)
+    steps = [draw_rows(2, 65536, generator, sigma=0.6, favour=0.0) for _ in range(6)]
+    note = "document lengths per step and rank, log-normal with no lengths favoured: ranks are nearly even"
+    write("mild_64k_2r", note, 2, 65536, steps, seed=5, attention_max_over_mean=[spread(one) for one in steps])
+    generator = np.random.default_rng(6)
+    steps = [draw_meeting(step % 2, 65536, generator) for step in range(6)]
+    note = "two documents of about half a row come on one rank, the other has short ones"
+    write("meet_64k_2r", note, 2, 65536, steps, seed=6, attention_max_over_mean=[spread(one) for one in steps])
     even = [[[4096] * 16] * 4] * 2
     write("even_4k_4r", "every document 4096 tokens: nothing to gain, nothing may be lost", 4, 65536, even)
     total = 4 * 65536

@@ -111,7 +111,7 @@ class AttentionCall:
         self.state = HeldByAutograd(kept.sinks_H, kept.version) if recompute else Released()
 
     def check_unchanged(self, kept: Kept) -> None:
-        """Raise where the model changed O in place: backward and the recompute of a layer need it as it was.
+        """Raise where the model changed O in place: backward, and a layer that runs again, need it as it was.
 
         Autograd compares versions of what `save_for_backward` holds, but not where checkpointing keeps that.
         """
@@ -140,8 +140,7 @@ class _Dispatch(torch.autograd.Function):
         done = call.expect(BackwardServed)
         dq, dk, dv = collect_backward(call.setup, done)
         call.release(done.started.kept)
-        need = ctx.needs_input_grad
-        return None, dq if need[1] else None, dk if need[2] else None, dv if need[3] else None, None
+        return None, dq, dk, dv, None
 
 
 class _Serve(torch.autograd.Function):
@@ -174,7 +173,6 @@ class _Collect(torch.autograd.Function):
         if call.replaying:
             call.setup.counts.replays += 1
             kept = call.expect(Kept)
-            call.check_unchanged(kept)
         else:
             kept = collect_forward(call.setup, call.expect(ForwardServed))
         if call.setup.modes.recompute:

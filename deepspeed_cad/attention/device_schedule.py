@@ -59,9 +59,7 @@ def upload_schedule(schedule: Schedule, device: torch.device, two_streams: bool 
     padding = schedule.padding_rows
     whole = (
         len(schedule.local) == 1
-        and not len(schedule.own)
         and not len(schedule.sends)
-        and not len(padding)
         and schedule.local[0].q_rows == schedule.query_tokens
         and schedule.local[0].k_rows == schedule.key_tokens
     )

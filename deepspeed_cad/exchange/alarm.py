@@ -38,6 +38,10 @@ class Alarm:
         """Why another rank stopped all, or ""."""
         return "" if self.liveness is None else self.liveness.stopped()
 
+    def in_vain(self) -> str:
+        """Why waiting for the other ranks cannot end, or ""."""
+        return "" if self.liveness is None else self.liveness.why_hopeless()
+
     def check(self) -> None:
         """Raise if the alarm was sounded."""
         if self._reason:

@@ -1,4 +1,4 @@
-"""The portable transport: torch.distributed's own messages or collectives, any backend (gloo, NCCL).
+"""The portable transport: torch.distributed's own collectives, any backend (gloo, NCCL).
 
 Slices are packed into one byte buffer per exchange, ordered by peer and then by field, and unpacked on arrival.
 Messages between two ranks hold the slices in table order, which both ends know.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.carriers import Carrier, Collectives, PairMessages, UnderWay
+from deepspeed_cad.exchange.carriers import Carrier, Collectives, ComparedFirst, UnderWay
 from deepspeed_cad.exchange.identity import Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import Table
@@ -41,7 +41,7 @@ class C10dTransport:
         self.register = Register()
         self._alarm = Alarm(dist.get_rank(group), liveness, timeout_s)
         self._carrier: Carrier = (
-            PairMessages(group, self._alarm)
+            ComparedFirst(group, self._alarm)
             if device.type == "cpu"
             else Collectives(group, device, self._alarm)
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What carries the bytes of the portable transport: messages between pairs on the CPU, collectives on a GPU.
+"""What carries the bytes of the portable transport: collectives of torch.distributed, on the CPU or on a GPU.
 
 In: one flat buffer, ordered by peer, and the bytes to and from each. Out: a buffer that fills. With it travel the
 numbers of the exchanges (identity.py).
@@ -6,7 +6,6 @@ numbers of the exchanges (identity.py).
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,10 +20,6 @@ from deepspeed_cad.exchange.identity import Identity, compare
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.watchdog import Watchdog
 
-_DATA_TAG = 1 << 30
-KEPT = 16
-"""Transfers that nobody waited for and whose memory is kept, for peers that may still write to it."""
-
 
 @dataclass(eq=False)
 class UnderWay:
@@ -34,11 +29,9 @@ class UnderWay:
     outgoing: torch.Tensor
     """Held until the transfer is over."""
     incoming: torch.Tensor
-    works: list[dist.Work]
-    numbers: torch.Tensor
-    """[ranks]: the numbers of the exchange on all ranks."""
-    gathered: dist.Work
-    """Is over when the numbers are there."""
+    data: dist.Work
+    numbers: dist.Work | None = None
+    """Is over when the numbers are there; None where they were compared before."""
 
 
 class Carrier(Protocol):
@@ -54,57 +47,46 @@ class Carrier(Protocol):
         """Nothing is under way any more."""
 
 
-class PairMessages:
-    """Messages of gloo to those peers for which there are data, and a gathering of everyone's number beside them.
+class ComparedFirst:
+    """Collectives of gloo: one gathers the numbers, and once they are compared another moves the data.
 
-    The data have the number as their tag, so what belongs to another exchange is never received: its size would be
-    another, and gloo ends a process whose buffer is too small. The numbers, whose size never changes, show it. Nobody
-    waits for numbers to send data.
+    Where exchanges differ, so may the sizes of what they move, and gloo ends a process whose buffer is too small; so no
+    data move before. The host waits for the numbers where an exchange starts: what is under way then is the data.
     """
 
     def __init__(self, group: dist.ProcessGroup, alarm: Alarm) -> None:
         self.group, self.alarm = group, alarm
-        self.rank = dist.get_rank(group)
-        self._open: deque[UnderWay] = deque()
 
     def start(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
         """See Carrier."""
         self.alarm.check()
-        incoming = torch.empty(sum(from_peers), dtype=torch.uint8)
         numbers = torch.zeros(len(to_peers), dtype=torch.int64)
-        out, into = torch.split(outgoing, to_peers), torch.split(incoming, from_peers)
-        tag = _DATA_TAG | identity.number & (_DATA_TAG - 1)
+        mine, incoming = torch.tensor([identity.number]), torch.empty(sum(from_peers), dtype=torch.uint8)
         with Liveness.watch(self.alarm.liveness, str(identity)):
-            gathered = dist.all_gather(
-                list(numbers.split(1)), torch.tensor([identity.number]), group=self.group, async_op=True
-            )
-            works = [self.group.recv([into[peer]], peer, tag) for peer, size in enumerate(from_peers) if size]
-            works += [self.group.send([out[peer]], peer, tag) for peer, size in enumerate(to_peers) if size]
-        made = UnderWay(identity, outgoing, incoming, works, numbers, gathered)
-        self._open.append(made)
-        if len(self._open) > KEPT:
-            self.finish(self._open[0])
-        return made
-
-    def finish(self, under_way: UnderWay) -> torch.Tensor:
-        """See Carrier. Numbers first: where they differ, the data may never come."""
-        self.alarm.check()
-        with Liveness.watch(self.alarm.liveness, str(under_way.identity)):
-            if self.alarm.liveness is not None:
-                self.alarm.liveness.patiently(under_way.gathered, str(under_way.identity))
-            under_way.gathered.wait()
-            found = compare(dict(enumerate(under_way.numbers.tolist())))
+            self._wait(dist.all_gather(list(numbers.split(1)), mine, group=self.group, async_op=True), identity)
+            found = compare(dict(enumerate(numbers.tolist())))
             if found:
                 self.alarm.stop(found)
                 self.alarm.check()
-            for work in under_way.works:
-                work.wait()
-        if under_way in self._open:
-            self._open.remove(under_way)
+            data = dist.all_to_all_single(
+                incoming, outgoing, from_peers, to_peers, group=self.group, async_op=True
+            )  # fmt: skip
+        return UnderWay(identity, outgoing, incoming, data)
+
+    def finish(self, under_way: UnderWay) -> torch.Tensor:
+        """See Carrier."""
+        self.alarm.check()
+        with Liveness.watch(self.alarm.liveness, str(under_way.identity)):
+            self._wait(under_way.data, under_way.identity)
         return under_way.incoming
 
     def close(self) -> None:
         """See Carrier."""
+
+    def _wait(self, work: dist.Work, identity: Identity) -> None:
+        if self.alarm.liveness is not None:
+            self.alarm.liveness.patiently(work, str(identity))
+        work.wait()
 
 
 class Collectives:
@@ -133,7 +115,7 @@ class Collectives:
             data = dist.all_to_all_single(
                 incoming, outgoing, from_peers, to_peers, group=self.group, async_op=True
             )  # fmt: skip
-        return UnderWay(identity, outgoing, incoming, [data], mine, numbers)
+        return UnderWay(identity, outgoing, incoming, data, numbers)
 
     def finish(self, under_way: UnderWay) -> torch.Tensor:
         """See Carrier."""
@@ -142,9 +124,10 @@ class Collectives:
         before, known, after = (torch.cuda.Event() for _ in range(3))
         before.record(current)
         with Liveness.watch(self.alarm.liveness, str(label)):
-            under_way.gathered.wait()
+            if under_way.numbers is not None:
+                under_way.numbers.wait()
             known.record(current)
-            under_way.works[0].wait()
+            under_way.data.wait()
             after.record(current)
         others = np.flatnonzero(np.arange(self.ranks) != self.rank).tolist()
         self._watchdog.track(before, known, label, partial(self._comparison.arrived, under_way.identity, others))

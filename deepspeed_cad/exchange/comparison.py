@@ -38,9 +38,10 @@ class Comparison:
         """Index of the last exchange that this rank has started."""
         self._arrived: deque[tuple[Identity, Sequence[int]]] = deque()
         self._reading: list[tuple[Identity, Sequence[int]]] = []
-        self._stream: torch.cuda.Stream | None = None
+        # Made here and not by the thread that compares: pinning memory may wait for a GPU that hangs.
+        self._host = torch.empty(ring.shape, dtype=torch.int64, pin_memory=ring.is_cuda)
+        self._stream = torch.cuda.Stream(ring.device)
         self._copied: torch.cuda.Event | None = None
-        self._host: torch.Tensor | None = None
 
     def arrived(self, identity: Identity, peers: Sequence[int]) -> None:
         """The numbers of these ranks for an exchange are in the ring by now."""
@@ -70,17 +71,11 @@ class Comparison:
         return ""
 
     def _begin_copy(self) -> None:
-        on_gpu = self.ring.is_cuda
-        if self._host is None:
-            self._host = torch.empty(self.ring.shape, dtype=torch.int64, pin_memory=on_gpu)
-            self._stream = torch.cuda.Stream(self.ring.device)
-        assert self._stream is not None
         with torch.cuda.stream(self._stream):
             self._host.copy_(self.ring, non_blocking=True)
             self._copied = self._stream.record_event()
 
     def _compare(self) -> str:
-        assert self._host is not None
         rows, started = self._host.tolist(), self.newest
         for identity, peers in self._reading:
             # The ring has come round since: a later number, whose hash covers this one, speaks for it.

@@ -80,6 +80,12 @@ class Liveness:
 
     def why_hopeless(self) -> str:
         """Why waiting for the other ranks cannot end: one has stopped, or left its loop; empty while it may."""
+        try:
+            return "; ".join(self._hopeless())
+        except (RuntimeError, OSError):
+            return "the job's store is gone: the process that holds it (rank 0, or the launcher) died"
+
+    def _hopeless(self) -> list[str]:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         stopped = [
             f"rank {rank} stopped: {text}"
@@ -93,7 +99,7 @@ class Liveness:
                     f"rank {rank} left its loop before micro-batch {min(map(int, missed))} (counted from 0), which "
                     f"rank {self.rank} trains. Look for a break, or early stopping, on some rank only"
                 )
-        return "; ".join(stopped)
+        return stopped
 
     def _read(self, kind: str, rank: int) -> str | None:
         key = f"{kind}/{rank}"

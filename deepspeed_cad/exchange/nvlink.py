@@ -143,7 +143,8 @@ class NvlinkTransport:
         """Where this rank's names are written at each rank: in the first row of a ring, [RING, ranks of the group]."""
         self._name_row = NAME_BYTES * whole
         names = self._flags.tensor[ahead:size].view(torch.int64).view(RING, whole)
-        self._comparison = Comparison(names, self.rank)
+        with torch.cuda.device(device):
+            self._comparison = Comparison(names, self.rank)
         self._neighbours: Sequence[int] = [int(rank) for rank in peers.members if rank != self.rank]
         self._slots: dict[int, _Slot] = {}
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()

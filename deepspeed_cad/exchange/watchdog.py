@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 PAUSE_S = 0.2
 BOARD_S = 0.5
 """Between two looks at the error board, while this rank waits for others."""
+VAIN_S = 1.0
+"""A wait that lasts so long after its stream reached it does not end with what is still on its way from a rank that
+stopped."""
 AGAIN_S, AGAIN = 1.0, 5
 """A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
 
@@ -62,7 +65,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._given_up = 0
         self._gave_up_at = 0.0
-        self._read_board_at = 0.0
+        self._read_board_at = self._looked_at = 0.0
 
     def track(self, before: Event, after: Event, label: object, then: Callable[[], None] | None = None) -> None:
         """Watch one wait; the thread starts with the first.
@@ -122,6 +125,9 @@ class Watchdog:
                     reached = (oldest.before, now)
                 elif now - reached[1] > self.alarm.timeout_s:
                     self._time_out(oldest.label, now)
+                elif now - reached[1] > VAIN_S and (found := self._in_vain(now)):
+                    self.alarm.stop(f"waited for {oldest.label}: {found}")
+                    self._let_go(now)
         except RuntimeError as error:
             logger.debug("the watchdog of the exchange ends with the CUDA context: %s", error)
 
@@ -138,6 +144,13 @@ class Watchdog:
             self._read_board_at = now
             found = self.alarm.heard()
         return found
+
+    def _in_vain(self, now: float) -> str:
+        """Why a wait that its stream has reached cannot end: a rank has stopped, or left its loop."""
+        if now - self._looked_at < BOARD_S:
+            return ""
+        self._looked_at = now
+        return self.alarm.in_vain()
 
     def _time_out(self, label: object, now: float) -> None:
         self.alarm.time_out(str(label))

@@ -80,6 +80,11 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         return "needs two GPUs"
     if group in ("transports", "exactness"):
         return [Launch(group, limit_s=150)]
+    if group == "identity":
+        cases = (
+            ("nvlink,nccl,c10d", "nvlink: other sizes", "nccl: other sizes") if cuda else ("c10d", "c10d: other sizes")
+        )
+        return [Launch(group, case, limit_s=100) for case in cases]
     if group == "streams":
         return [Launch(group, "nvlink,nccl" if cuda else "c10d", limit_s=180)]
     if group == "loaders":
@@ -94,14 +99,19 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         return "needs GPUs"
     if group == "growth":
         return [Launch(group, case, limit_s=90) for case in ("nvlink", "nvlink: the last rank has no memory left")]
-    return [Launch(part, limit_s=150, hosts=one) for one in hosts for part in ("transports", "models")]
+    parts = (("transports", ""), ("models", "llama,gpt_oss"))
+    return [Launch(part, case, limit_s=180, hosts=one) for one in hosts for part, case in parts]
 
 
-GROUPS = ("kernels", "failures", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness")
-WAVES = (("kernels", "failures"), ("loaders", "transports"), ("mixed",), ("models",), ("streams",), ("growth",),
-         ("exactness",))  # fmt: skip
-"""Groups that run at the same time. Kernels are compiled for most of their time, and what fails mostly waits; a check
-that fills the memory of GPUs is alone."""
+GROUPS = (
+    "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
+)  # fmt: skip
+WAVES = (
+    ("kernels", "failures"), ("identity",), ("transports", "loaders"), ("models", "mixed"), ("streams", "exactness"),
+    ("growth",),
+)  # fmt: skip
+"""Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
+models take, and what fails mostly waits; a check that fills the memory of GPUs is alone."""
 AT_ONCE = ("failures", "loaders")
 """Groups whose launches run at the same time."""
 
@@ -241,6 +251,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal of these scripts")
     add("--budget", type=float, default=BUDGET_S, help="seconds for everything (default: %(default).0f)")
     add("--patience", type=float, default=1.0, help="multiplies the time limits of groups")
+    add("--commit", default=os.environ.get("COMMIT"), help="for --output, where this is not a git checkout")
     add("--output", type=Path, help="write settings, table and all lines of all ranks as JSON")
     options = parser.parse_args(argv)
     options.only = options.only.split(",") if options.only else list(GROUPS)
@@ -300,7 +311,7 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], ended: list[E
         "gpus": options.gpus,
         "kernel": options.kernel,
         "torch": torch.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": options.commit or commit.stdout.strip() or "unknown",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     everything = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,23 @@ def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
     assert results["modes"]["cad"]["exposed_exchange_share"]["mean"] > 0
     assert set(results["bounds"]) == {"bound", "bound_qkv"}
     assert "| cad |" in run.stdout
+
+
+@pytest.mark.slow
+def test_documents_exchanged_and_pretended_hosts_train_the_same(tmp_path: Path) -> None:
+    size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens-per-rank 256 --scale".split()
+    run = torchrun(
+        2, "benchmarks/train_step.py", "--workload", "benchmarks/workloads/meet_64k_2r.json", *size,
+        "--mode", 'dp,cad,cad@{"documents":"exchange"}', "--steps", "3", "--warmup", "1", "--repeats", "1",
+        "--cad", '{"granularity": 16}', "--hosts", "0,1", "--output", str(tmp_path),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    modes = json.loads(next(tmp_path.glob("*.json")).read_text())["modes"]
+    for name, mode in modes.items():
+        assert mode["loss"] == pytest.approx(modes["dp"]["loss"], rel=1e-5), name
+        assert mode["gradient_difference"] < 1e-5, name
+    lay = [float(one) for one in re.findall(r"attention max/mean ([\d.]+) as the documents lay", run.stderr)]
+    assert len(lay) == 2 and lay[0] > 1.3 and lay[1] < 1.1, lay
 
 
 @pytest.mark.slow

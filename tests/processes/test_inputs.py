@@ -101,6 +101,22 @@ def test_documents_that_span_ranks(workers: WorkerPool, overlap: str, lengths: l
     workers.run(_spanning, 4, overlap, lengths)
 
 
+def _scaled_by_the_batch(rank: int, world: int) -> str:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = deepspeed_cad.apply(training.tiny_llama(rope_parameters=rope), {**BLOCK, "timeout_s": 5.0})
+    training.loss_sum(model.train(), training.pack(training.documents(LENGTHS[rank], seed=rank))).backward()
+    part = deepspeed_cad.shard_stream(training.pack(training.documents([130, 90], seed=7)), rank, world)
+    with pytest.raises(CADUnsupportedError) as caught:
+        model(input_ids=part["input_ids"], position_ids=part["position_ids"])
+    return str(caught.value)
+
+
+def test_documents_of_a_model_scaled_by_the_batch_must_not_span_ranks(workers: WorkerPool) -> None:
+    """Every rank stops, also one whose own documents begin there."""
+    for text in workers.run(_scaled_by_the_batch, 2):
+        assert 'rope_type is "dynamic"' in text
+
+
 def _other_models(rank: int, world: int) -> None:
     policy = training.tiny_llama()
     before = copy.deepcopy(policy)

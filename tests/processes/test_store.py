@@ -54,3 +54,22 @@ def test_a_board_and_meeting_places_leave_the_store_alone() -> None:
         assert job.timeout == before
     finally:
         dist.destroy_process_group()
+
+
+def _with_a_launcher_of_its_own(rank: int, world: int) -> int | None:
+    """As on two hosts of which one has three ranks and the other one."""
+    import os
+
+    import training
+
+    import deepspeed_cad
+
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if rank == 3 else "3"
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, {"granularity": 16, "timeout_s": 20.0})
+    training.loss_sum(model, training.pack(training.documents([60, 20] if rank else [33], seed=rank))).backward()
+    return deepspeed_cad.current_session()._ranks_per_node
+
+
+def test_ranks_whose_launchers_count_differently_plan_alike(workers: WorkerPool) -> None:
+    assert workers.run(_with_a_launcher_of_its_own, 4) == [None] * 4

@@ -71,10 +71,10 @@ def _corrupted(rank: int, world: int) -> str:
     transport = deepspeed_cad.current_session().transport
     give_back = transport.give_back
 
-    def wrong(schedule: Any, fields: Any, slot: int) -> Any:
+    def wrong(schedule: Any, fields: Any, *rest: Any) -> Any:
         if rank == 1:
             fields[0].served[0] += 0.5
-        return give_back(schedule, fields, slot)
+        return give_back(schedule, fields, *rest)
 
     transport.give_back = wrong
     with pytest.raises(CADError) as caught:

@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from deepspeed_cad.integrations import accelerate as ours
@@ -52,6 +53,15 @@ def test_the_plugin_is_taken_out_and_others_stay(fresh) -> None:
     assert fresh == ["CADPlugin"]  # one check per plugin
 
 
+def test_deepspeed_is_hooked_for_the_json_that_gets_the_block(monkeypatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(ours, "install", lambda: calls.append("install"))
+    Accelerator(cpu=True)
+    assert not calls
+    Accelerator(cpu=True, kwargs_handlers=[CADPlugin()])
+    assert calls == ["install"]
+
+
 def test_a_plugin_that_is_watched_elsewhere_gets_no_second_check(fresh) -> None:
     plugin = CADPlugin.of(CADConfig(), "a launcher")
     plugin.watched = True
@@ -73,6 +83,44 @@ def test_models_that_are_prepared_for_training_are_bound(bound) -> None:
     accelerator.prepare(frozen, torch.nn.Linear(2, 2))
     accelerator.prepare_model(training.tiny_llama(), evaluation_mode=True)
     assert bound == [(model, CADConfig(tolerance=0.2))]
+
+
+def test_alone_a_model_is_bound_when_it_is_on_its_device(monkeypatch) -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin()])
+    placed: list[bool] = []
+    monkeypatch.setattr(ours, "apply", lambda model, config: placed.append(model in accelerator._models))
+    accelerator.prepare(training.tiny_llama())
+    assert placed == [True]
+
+
+def test_prepared_loaders_are_examined() -> None:
+    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
+        ours.refuse_loader(object.__new__(DataLoaderDispatcher))
+    original = ours._wrap_prepare_data_loader(lambda self, loader: loader)
+    asked = Namespace(**{ours._PLUGIN: CADPlugin()})
+    loader = object.__new__(DataLoaderDispatcher)
+    assert original(Namespace(), loader) is loader
+    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
+        original(asked, loader)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fsdp2", "block", "models"),
+    [
+        (DistributedType.DEEPSPEED, False, {"cad": {"tolerance": 0.2}}, 0),
+        (DistributedType.FSDP, True, {}, 1),
+        (DistributedType.FSDP, False, {}, 0),  # prepare_model binds it
+    ],
+)
+def test_what_is_done_before_everything_is_wrapped(bound, kind, fsdp2: bool, block: dict, models: int) -> None:
+    json: dict[str, Any] = {}
+    host = Namespace(
+        distributed_type=kind, is_fsdp2=fsdp2, state=Namespace(deepspeed_plugin=Namespace(deepspeed_config=json)),
+        **{ours._PLUGIN: CADPlugin(tolerance=0.2)},
+    )  # fmt: skip
+    model, prepare = training.tiny_llama(), ours._wrap_prepare(lambda self, *args: (dict(json), len(bound)))
+    assert prepare(host, model, "an optimizer") == (block, models)
+    assert prepare(Namespace(), model) == (json, models)
 
 
 def test_two_plugins() -> None:

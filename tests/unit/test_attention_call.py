@@ -194,6 +194,25 @@ def test_sinks_are_trained_alone(run: Callable[..., torch.Tensor]) -> None:
     assert isinstance(call.state, Released)
 
 
+def test_gradients_of_the_sinks_that_the_forward_used() -> None:
+    """A sharded parameter is gathered for the forward, and its memory is another's by the backward."""
+    given, layer = inputs(8), Layer([8])
+    sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64).requires_grad_()
+    heads = [x[0].transpose(0, 1) for x in given]
+    expected = torch.autograd.grad(document_attention(*heads, 1.0, sinks=sinks).sum(), [*given, sinks])
+    o = layer(*given, sinks)
+    sinks.data.fill_(float("nan"))
+    for one, other in zip(torch.autograd.grad(o.sum(), [*given, sinks]), expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_only_keys_are_trained() -> None:
+    q, k, v = inputs(8)
+    expected = torch.autograd.grad(plain(q, k, v).sum(), k)[0]
+    Layer([8])(q.detach(), k, v.detach()).sum().backward()
+    assert torch.allclose(k.grad, expected, atol=1e-12)
+
+
 def test_steps_out_of_order_are_an_error() -> None:
     """Whoever catches an error of one step and goes on meets another that says so, not an AttributeError."""
     layer, (q, k, v) = Layer([8]), inputs(8)

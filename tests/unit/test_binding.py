@@ -18,7 +18,7 @@ from model_cases import tiny_model
 import deepspeed_cad
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
-from deepspeed_cad.session import close_session
+from deepspeed_cad.session import close_session, find_binding
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def bound(block: dict[str, Any] | None = None, model: Any = None, **changes: Any
     """A model with CAD, in training mode, and its binding."""
     model = training.tiny_llama(**changes) if model is None else model
     deepspeed_cad.apply(model, block or {})
-    binding = room.find_binding(model)
+    binding = find_binding(model)
     assert binding is not None
     return model.train(), binding
 
@@ -274,7 +274,7 @@ def test_a_copy_keeps_the_hooks_and_not_cad() -> None:
     model, binding = bound()
     twin = copy.deepcopy(model)
     twin(**batch())
-    assert binding.forwards == 0 and room.find_binding(twin) is None
+    assert binding.forwards == 0 and find_binding(twin) is None
     assert binding.session.statistics.micro_batches == 0
 
 
@@ -303,8 +303,8 @@ def test_binding_twice_is_binding_once() -> None:
     model, binding = bound()
     hooks = len(find_decoder(model)._forward_pre_hooks)
     deepspeed_cad.apply(model, {})
-    assert room.find_binding(model) is binding and len(find_decoder(model)._forward_pre_hooks) == hooks
-    assert room.find_binding(torch.nn.Sequential(model)) is binding
+    assert find_binding(model) is binding and len(find_decoder(model)._forward_pre_hooks) == hooks
+    assert find_binding(torch.nn.Sequential(model)) is binding
     assert find_model(torch.nn.Sequential(model)) is model
 
 

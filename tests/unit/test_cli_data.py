@@ -265,6 +265,71 @@ def test_packing_decides_the_gain(tmp_path: Path, plan: Callable[..., Any]) -> N
         plan(path, "--packing", "tight")
 
 
+UNEVEN = [*[8192, *[512] * 16] * 4, 1]
+"""Four steps of two rows of 8192: one document, and sixteen; and the begin of another step."""
+
+
+@pytest.fixture
+def uneven(tmp_path: Path, plan: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    path = _write(tmp_path, "table.parquet", [{"input_ids": [1] * length} for length in UNEVEN])
+
+    def run(*words: str | Path) -> dict[str, Any]:
+        code, answer, said = plan(path, "--context", 8192, *words)
+        assert code == 0, said
+        return answer
+
+    return run
+
+
+def test_every_option_reaches_the_plan(tmp_path: Path, uneven: Callable[..., dict[str, Any]]) -> None:
+    usual = uneven()
+    assert len(usual["steps"]) == 4 and len(uneven("--steps", 1)["steps"]) == 1
+    assert (usual["ranks"], usual["context"]) == (2, 8192)
+    before, after = usual["steps"][0]["imbalance_before"], usual["steps"][0]["imbalance"]
+    assert before > 1.8 and after <= 1.05 < 1.15 < uneven("--tolerance", 0.5)["steps"][0]["imbalance"]
+    transformers.GPT2Config().save_pretrained(tmp_path)
+    small = uneven("--model", tmp_path)
+    assert small["gain"] > usual["gain"] > 1.0, "attention is a larger share of a small model"
+    shape = {"query_heads": 32, "groups": 8, "head_dim": 128, "value_dim": 128, "bytes_per_element": 2}
+    entry = {"shape": shape, "pair": 1e-11, "row": 0.0, "key": 0.0, "task": 1e-3}  # every task costs a long document
+    (tmp_path / "profile.json").write_text(json.dumps({"machine": "x", "kernel": "y", "entries": [entry]}))
+    assert uneven("--cost", tmp_path / "profile.json")["steps"][0]["imbalance_before"] != before
+
+
+def test_the_table_says_what_the_file_says(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    path = _write(tmp_path, "table.parquet", [{"input_ids": [1] * length} for length in UNEVEN])
+    _, answer, said = plan(path, "--context", 8192)
+    units = {
+        "attention max/mean without CAD": ("imbalance_before", 1.0),
+        "attention max/mean with CAD": ("imbalance", 1.0),
+        "MiB moved per layer forward": ("moved_bytes", 2.0**20),
+        "MiB at the hottest rank": ("hottest_bytes", 2.0**20),
+        "attention, share of the work %": ("attention_share", 0.01),
+        "planning ms": ("planning_ms", 1.0),
+    }
+    rows = {line[:30].strip(): line[30:].split() for line in said.splitlines()}
+    for label, (field, unit) in units.items():
+        values = np.array([step[field] for step in answer["steps"]]) / unit
+        assert [float(word) for word in rows[label]] == pytest.approx(
+            [values.mean(), values.max()], rel=0.01, abs=0.5 * (unit > 1e6) + 0.06
+        )
+    gains = [step["gain"] for step in answer["steps"]]
+    assert f"{np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f})" in said
+    assert "69 documents, 65537 tokens, median 512, longest 8192" in said
+
+
+def test_a_picture_of_the_steps(tmp_path: Path, uneven: Callable[..., dict[str, Any]]) -> None:
+    pytest.importorskip("matplotlib")
+    uneven("--plot", tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("name", ["ranks", "context", "limit", "steps"])
+def test_numbers_below_one_are_refused(tmp_path: Path, plan: Callable[..., Any], name: str) -> None:
+    code, _, said = plan(_write(tmp_path, "list.json"), f"--{name}", 0)
+    assert code == 2 and f"--{name} is 0; expected at least 1" in said
+
+
 def test_rows_of_a_step_are_shuffled_and_the_last_partial_step_is_left_out() -> None:
     lengths = list(range(64, 0, -1))
     steps = list(layouts(lengths, 3, 64, "bfd"))

@@ -13,9 +13,9 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import GROUP, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule, build_slices, schedule_rank
 
 
-def batch(rows: int, groups: int = 1, k_row: int = 0, keys: int | None = None) -> Batch:
+def batch(rows: int, groups: int = 1, keys: int | None = None, first_group: int = 0) -> Batch:
     cu_q, cu_k = (np.array([0, n], np.int32) for n in (rows, keys or rows))
-    return Batch(0, k_row, cu_q, cu_k, 0, groups)
+    return Batch(0, 0, cu_q, cu_k, first_group, first_group + groups)
 
 
 def shares(batches: tuple[Batch, ...]) -> list[tuple[int, int, int]]:
@@ -27,6 +27,7 @@ def shares(batches: tuple[Batch, ...]) -> list[tuple[int, int, int]]:
     [
         ([], [], []),
         ([batch(8, 4)], [(8, 0, 2)], [(8, 2, 4)]),
+        ([batch(8, 4, first_group=3)], [(8, 3, 5)], [(8, 5, 7)]),
         ([batch(8, 1), batch(8, 1)], [(8, 0, 1)], [(8, 0, 1)]),
         ([batch(8, 4), batch(8, 4)], [(8, 0, 4)], [(8, 0, 4)]),
         ([batch(8, 1), batch(8, 3)], [(8, 0, 1), (8, 0, 1)], [(8, 1, 3)]),

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -298,6 +299,18 @@ def test_the_host_is_watched_where_it_may_wait_for_others() -> None:
             time.sleep(0.01)
     quick.dog.close()
     assert not quick.alarm.sounded
+
+
+def test_what_differs_stops_a_rank_and_tells_the_others() -> None:
+    arrived: list[str] = []
+    looks = SimpleNamespace(look=lambda: "ranks differ" if arrived else "", finish=lambda: "")
+    watched = Watched(30.0, looks)  # type: ignore[arg-type]
+    watched.dog.track(FakeEvent(True), FakeEvent(True), "exchange 1", lambda: arrived.append("a number"))
+    watched.wait_until_given_up()
+    watched.dog.close()
+    assert Liveness(watched.board, 1, 2).stopped() == "ranks differ"
+    with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
+        watched.alarm.check()
 
 
 def test_a_rank_that_waits_hears_why_another_stopped() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from typing import Any
 
 import numpy as np
@@ -86,10 +87,16 @@ def test_a_kind_is_planned_and_uploaded_once() -> None:
 @pytest.mark.parametrize("two_streams", [True, False])
 def test_schedules_are_made_for_the_streams_there_are(two_streams: bool) -> None:
     """On two streams batches are dealt out; on one they are cut in halves."""
-    one = micro_batch([[6, 4]], aside=object() if two_streams else None)
+    one = micro_batch([[6, 4], [2]], aside=object() if two_streams else None)
+    nothing = np.zeros(1, np.int64)
+    # The last head group of every document runs elsewhere.
+    tasks = np.array(
+        [(0, 0, 6, 0, 2, 0), (0, 0, 6, 2, 3, 1), (1, 0, 4, 0, 2, 0), (1, 0, 4, 2, 3, 1), (2, 0, 2, 0, 3, 1)]
+    )
+    one.make_plan = lambda tick, key: Plan(tasks, nothing, nothing, nothing, nothing)
     halves = one.schedule(FULL, 0)
-    sizes = [[(b.q_rows, b.group_end - b.group_begin) for b, _ in part] for part in (halves.early, halves.late)]
-    assert sizes == [[(10, GROUPS)], []]  # one batch covers all: it stays whole on either
+    groups = [[(b.group_begin, b.group_end) for b, _ in part] for part in (halves.early, halves.late)]
+    assert groups == ([[(0, 2)], []] if two_streams else [[(0, 1)], [(1, 2)]])
 
 
 def test_a_layer_is_called_once_per_forward() -> None:
@@ -170,7 +177,7 @@ def test_inputs_with_strided_heads() -> None:
 def test_nano_batches_of_a_document(at: int) -> None:
     """A document goes on in the second nano-batch; one may be empty, and then the model runs on a row whose output
     is dropped."""
-    one, given, module = micro_batch([[3, 7]], [at]), inputs(1, 10), torch.nn.Module()
+    one, given, module = micro_batch([[3, 7]], [at], aside=object()), inputs(1, 10), torch.nn.Module()
     whole = descriptor(one)
     assert whole.is_cut and whole.row_cut(1, 10) == RowCut(1, 10, at)
     first, second = whole.cut()
@@ -199,6 +206,10 @@ def test_nano_batches_of_a_document(at: int) -> None:
         assert torch.allclose(x, y, atol=1e-12)
     assert (one.counts.forwards, one.counts.backwards) == (2, 2)
     assert not one._first_keys
+    for i in range(2):
+        setup = one._calls[id(module), i].setup
+        assert (setup.nano_batch, setup.label, setup.aside) == (i, LABEL, one.aside)
+        assert setup.schedule is one.schedule(one.keys[0], i)
 
 
 def test_the_second_nano_batch_reads_keys_of_the_first_only_where_it_needs_them() -> None:
@@ -311,3 +322,18 @@ def test_nano_batches_of_unequal_length_both_end() -> None:
 
     assert run_alternating(lambda: run("a", 1), lambda: run("b", 3)) == ("a", "b")
     assert order == ["a0", "b0", "b1", "b2"]
+
+
+def test_nano_batches_run_in_the_context_of_the_layer() -> None:
+    """Host frameworks keep settings in context variables; what one nano-batch changes the other does not see."""
+    setting = contextvars.ContextVar("setting", default="default")
+    setting.set("of the layer")
+
+    def run(own: str) -> tuple[str, str]:
+        before = setting.get()
+        setting.set(own)
+        hand_over()
+        return before, setting.get()
+
+    assert run_alternating(lambda: run("a"), lambda: run("b")) == (("of the layer", "a"), ("of the layer", "b"))
+    assert setting.get() == "of the layer"

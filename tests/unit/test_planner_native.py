@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import PlanInput, constants, make_plan, native, reference
 from deepspeed_cad.planner.answer import Solution
+from deepspeed_cad.planner.round import Round
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native library is not built")
 
@@ -90,3 +92,15 @@ def test_no_bare_numbers_in_the_heuristic() -> None:
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, float):
                 assert node.value in (0.0, 0.5, 1.0, 1e3), f"{name}.py:{node.lineno}: {node.value}"
+
+
+@pytest.mark.parametrize("bytes_each", [math.inf, 3e6, 1.5e6])
+def test_many_short_documents_are_equal(bytes_each: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole short documents leave in company (`Round.follow`), as far as memory goes."""
+    random = np.random.default_rng(0)
+    lengths = [random.integers(50, 1000, 300 if rank % 2 else 20).tolist() for rank in range(4)]
+    tick = Layout.from_rank_lengths(lengths).tick()
+    problem = PlanInput(tick, SHAPE, PAIRS, tolerance=0.02, memory=np.full(4, bytes_each))
+    found = assert_same(problem)
+    monkeypatch.setattr(Round, "follow", lambda self, donor, move: None)
+    assert not np.array_equal(reference.solve(problem, 0.02).tasks, found.tasks), "nothing followed"

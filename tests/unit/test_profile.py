@@ -327,7 +327,9 @@ def test_a_quick_run_on_this_machine(
     assert "--quick" in Profile.load(path).source and max(one.error for one in Profile.load(path).entries) <= 0.15
 
 
-def profile_of_two(rank: int, world: int, path: str, port: int, noisy: float) -> tuple[int, str]:
+def profile_of_two(
+    rank: int, world: int, path: str, port: int, noisy: float, transport: str = "auto"
+) -> tuple[int, str]:
     """`torchrun --nproc-per-node 2 -m deepspeed_cad.cli profile`, in a worker: its exit code and what it said."""
     dist.destroy_process_group()
     tiny = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes=(32, 64), repeats=1, rounds=1)
@@ -339,7 +341,8 @@ def profile_of_two(rank: int, world: int, path: str, port: int, noisy: float) ->
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(profile_command, "NOISY", noisy)
         with redirect_stdout(said), redirect_stderr(said):
-            code = cli.main(["profile", "--output", path, "--heads", "4", "--kv-heads", "2", "--head-dim", "16"])
+            words = ["--output", path, "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+            code = cli.main(["profile", *words, "--transport", transport])
     return code, said.getvalue()
 
 
@@ -355,6 +358,12 @@ def test_under_a_launcher_rank_0_writes_and_links_are_measured(workers: WorkerPo
     assert first[0] == second[0] == 0 and "GB/s from ranks of its node, by c10d" in first[1] and second[1] == ""
     profile = Profile.load(path)
     assert profile.inside > 0 and profile.between is None and len(profile.entries) == 1
+
+
+def test_under_a_launcher_the_transport_is_the_one_asked_for(workers: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    for code, said in workers.run(profile_of_two, 2, str(path), free_port(), float("inf"), "nccl"):
+        assert code == 2 and 'transport "nccl" does not work here' in said and not path.exists()
 
 
 def test_under_a_launcher_a_failure_of_rank_0_ends_all(workers: WorkerPool, tmp_path: Path) -> None:

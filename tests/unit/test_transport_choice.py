@@ -244,3 +244,23 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
             c10d._resolve_process_group(one.handle)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ([7, 7, 9, 9], 2),
+        ([7, 7, 7, 9], None),
+        ([7, 9, 7, 9], None),
+        ([7, 7, 7, 7], None),
+        ([7, 8, 9], 1),
+        ([7, 7, 8, 9, 9, 8], None),
+        ([7, 7, 8, 8, 9], None),
+        ([7, 7, 8, 8, 7, 7], None),
+        ([5], None),
+    ],
+)
+def test_ranks_per_node_where_hosts_are_equal_and_consecutive(hosts: list[int], expected: int | None) -> None:
+    asked: list[int] = []
+    assert probing.ranks_per_node(lambda value: asked.append(value) or hosts) == expected
+    assert asked == [probing._host_number()]

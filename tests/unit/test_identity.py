@@ -1,0 +1,195 @@
+"""Identities of exchanges: what they say, when they differ, and that every transport compares them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from check_transports import make_schedules
+from test_exchange_mixed import CPU, Network, calls, group, network  # noqa: F401
+
+from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange import comparison
+from deepspeed_cad.exchange.comparison import AHEAD, RING, Comparison
+from deepspeed_cad.exchange.identity import Identity, Moment, Register, compare, describe
+from deepspeed_cad.exchange.mixed import MixedTransport
+from deepspeed_cad.exchange.nccl import NcclTransport
+from deepspeed_cad.exchange.nvlink import NvlinkTransport
+from deepspeed_cad.exchange.transport import Outgoing, Returning
+from deepspeed_cad.schedule import QUERY, Schedule
+
+SCHEDULE = make_schedules(3, 1, 300)[0]
+
+
+HERE = Moment(5, 2)
+
+
+def number(moment: Moment = HERE, slot: int = 0, is_return: bool = False, of: Schedule = SCHEDULE) -> int:
+    return Register().next(1, moment, slot, is_return, of).number
+
+
+def test_a_number_can_be_read_and_fits_into_two_words() -> None:
+    assert describe(number(Moment(17, 3, backward=True))) == (
+        "the dispatch in the backward of micro-batch 17, layer 3"
+    )  # fmt: skip
+    assert describe(number(Moment(0, 0), 1, True)) == (
+        "the return in the forward of micro-batch 0, layer 0, nano-batch 1"
+    )
+    largest = number(Moment((1 << 40) - 1, (1 << 20) - 1, True), 1, True)
+    assert 0 < largest < 1 << 62
+    assert describe(largest) == "the return in the backward of micro-batch 262143, layer 2047, nano-batch 1"
+
+
+OTHERS = {
+    "turn": number(Moment(6, 2)),
+    "a turn whose last bits are the same": number(Moment(5 + (1 << 18), 2)),
+    "layer": number(Moment(5, 3)),
+    "backward": number(Moment(5, 2, True)),
+    "nano-batch": number(slot=1),
+    "return": number(is_return=True),
+    "schedule": number(of=make_schedules(3, 2, 300)[0]),
+    "window": number(of=replace(SCHEDULE, window=7)),
+    "groups": number(of=replace(SCHEDULE, groups=7)),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_everything_counts(what: str) -> None:
+    assert OTHERS[what] != number()
+    assert "ranks meet in different exchanges" in compare({0: number(), 1: OTHERS[what]})
+
+
+def test_all_ranks_have_the_same_number() -> None:
+    numbers = {rank: number(of=one) for rank, one in enumerate(make_schedules(3, 1, 300))}
+    assert len(set(numbers.values())) == 1 and compare(numbers) == ""
+
+
+def test_what_once_differed_differs_for_ever() -> None:
+    one, other = Register(), Register()
+    one.next(1, Moment(1), 0, False, SCHEDULE)
+    other.next(1, Moment(2), 0, False, SCHEDULE)
+    for index in range(2, 40):
+        pair = [register.next(index, Moment(3), 0, False, SCHEDULE).number for register in (one, other)]
+        assert pair[0] != pair[1]
+        assert "but with different schedules, or after different exchanges" in compare(dict(enumerate(pair)))
+
+
+class Exchanges:
+    """All ranks of one transport in this process, a step at a time."""
+
+    def __init__(self, kind: str, near: list[int], network: Network) -> None:  # noqa: F811
+        ranks = range(len(near))
+        self.network, self.plans = network, make_schedules(len(near), 1, 300)
+        if kind == "nvlink":
+            self.transports = [NvlinkTransport(group(rank, len(near)), CPU) for rank in ranks]
+        elif kind == "mixed":
+            self.transports = [MixedTransport(group(rank, len(near)), CPU, near) for rank in ranks]
+        else:
+            self.transports = [NcclTransport(group(rank, len(near)), CPU) for rank in ranks]  # type: ignore[misc]
+
+    def run(self, moments: list[Moment]) -> None:
+        """One exchange out and back, for each rank at its moment."""
+        given = []
+        for transport, plan, moment in zip(self.transports, self.plans, moments):
+            given.append(transport.dispatch(plan, [Outgoing(QUERY, torch.ones(plan.query_tokens, 4, 2))], 0, moment))
+        self.network.deliver()
+        back = []
+        for transport, plan, moment, out in zip(self.transports, self.plans, moments, given):
+            home = torch.zeros(plan.query_tokens, 4, 2)
+            back.append(transport.give_back(plan, [Returning(QUERY, out.wait()[0], home)], 0, moment))
+        self.network.deliver()
+        for one in back:
+            one.wait()
+
+
+KINDS = [("nvlink", [0, 0, 0]), ("mixed", [0, 0, 2]), ("mixed", [0, 1, 2]), ("nccl", [0, 1, 2])]
+
+
+@pytest.mark.parametrize(("kind", "near"), KINDS)
+def test_a_rank_at_another_moment_is_found_by_every_rank(
+    kind: str,
+    near: list[int],
+    network: Network,  # noqa: F811
+) -> None:
+    exchanges = Exchanges(kind, near, network)
+    same = Moment(17, 3)
+    exchanges.run([same] * 3)
+    late, early = Moment(17, 3, backward=True), Moment(18)
+    exchanges.run([early, late, early])
+    for transport in exchanges.transports:
+        with pytest.raises(CADPeerError) as error:
+            transport.close()
+        assert "rank 1 is in the dispatch in the backward of micro-batch 17, layer 3" in str(error.value)
+        assert "the dispatch in the forward of micro-batch 18, layer 0" in str(error.value)
+        with pytest.raises(CADPeerError, match="stopped: ranks meet in different exchanges"):
+            transport.dispatch(exchanges.plans[0], [], 0, early)
+
+
+@pytest.mark.parametrize(("kind", "near"), KINDS)
+def test_equal_moments_are_found_equal_however_many(
+    kind: str,
+    near: list[int],
+    network: Network,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[Identity] = []
+    monkeypatch.setattr(comparison, "compare", lambda numbers: compared.append(numbers) or compare(numbers))
+    exchanges = Exchanges(kind, near, network)
+    for turn in range(RING // 2 + 9):
+        exchanges.run([Moment(turn)] * 3)
+        if turn % 50 == 0:
+            for transport in exchanges.transports:
+                transport._watchdog._pop()
+                assert transport._comparison.finish() == ""
+    for transport in exchanges.transports:
+        transport.close()
+    assert len(compared) > 3 * RING and all(len(numbers) > 1 for numbers in compared)
+
+
+@pytest.mark.parametrize(("kind", "near"), KINDS)
+def test_a_comparison_that_comes_late_finds_nothing_wrong(
+    kind: str,
+    near: list[int],
+    network: Network,  # noqa: F811
+) -> None:
+    """The ring has come round before anybody looked: its rows belong to later exchanges."""
+    exchanges = Exchanges(kind, near, network)
+    for turn in range(RING // 2 + 9):
+        exchanges.run([Moment(turn)] * 3)
+    for transport in exchanges.transports:
+        transport.close()
+
+
+def test_numbers_that_the_ring_has_lost_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def record_event(self) -> object:
+            return self
+
+        def query(self) -> bool:
+            return True
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    one = Comparison(torch.zeros(RING, 2, dtype=torch.int64), 0)
+    one.newest = RING
+    one.arrived(Identity(AHEAD - 1, 99), [1])
+    assert one.finish() == ""
+    one.arrived(Identity(AHEAD, 99), [1])
+    assert "different exchanges" in one.finish()
+    one.arrived(Identity(RING, 99), [])
+    begin = time.monotonic()
+    assert one.finish() == "" and time.monotonic() - begin < 1
+
+
+def test_the_other_ranks_are_named_together() -> None:
+    first, second = number(Moment(1)), number(Moment(2))
+    said = compare({0: first, 1: second, 2: first, 3: first})
+    assert "ranks 0, 2, 3 are in the dispatch in the forward of micro-batch 1, layer 0; rank 1 is in the" in said
+    assert np.array([first, second], np.int64).min() > 0

@@ -1,0 +1,183 @@
+"""Ranks meet before they make something together: a rank that cannot, or never comes, is an error on all, in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.exchange import landing, messages
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.landing import LandingArea
+from deepspeed_cad.exchange.meeting import Meeting
+from deepspeed_cad.exchange.native_calls import NativeCallError
+from deepspeed_cad.exchange.peers import PeerGroup
+
+CPU = torch.device("cpu")
+
+
+def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
+    """What each rank gives or raises, all at once."""
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(run, rank) for rank in range(ranks)]
+        return [future.exception() or future.result() for future in futures]
+
+
+def meeting(store: dist.Store, rank: int, members: list[int], timeout_s: float = 5.0) -> Meeting:
+    return Meeting(store, np.array(members), rank, Alarm(members[rank], None, timeout_s))
+
+
+def test_every_member_reads_the_words_of_all() -> None:
+    store = dist.HashStore()
+    meetings = [meeting(store, rank, [3, 5]) for rank in range(2)]
+    for word in ("", "a b"):
+        assert on_ranks(lambda rank, word=word: meetings[rank].hold("it", f"{word}{rank}"), 2) == (
+            [[f"{word}0", f"{word}1"]] * 2
+        )  # fmt: skip
+    assert Meeting(None, np.arange(1), 0, Alarm(0, None, 1.0)).hold("it", "alone") == ["alone"]
+
+
+def test_a_meeting_does_not_wait_for_ever_and_names_who_is_missing() -> None:
+    one = meeting(dist.HashStore(), 1, [4, 6, 9], 0.2)
+    begin = time.monotonic()
+    with pytest.raises(CADPeerError, match=r"rank 6 waited for making it: ranks \[4, 9\] did not come within 0.2 s"):
+        one.hold("making it")
+    assert time.monotonic() - begin < 3
+
+
+def test_a_meeting_ends_where_the_alarm_sounds() -> None:
+    one = meeting(dist.HashStore(), 0, [0, 1], 30.0)
+    threading.Timer(0.1, lambda: one.alarm.stop("ranks differ")).start()
+    with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
+        one.hold("making it")
+
+
+@pytest.fixture()
+def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Symmetric memory that a rank may lack; threads are ranks."""
+    state = SimpleNamespace(full={}, tries={}, emptied=[], met=[])
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        rank = state.rank.number
+        state.tries[rank] = state.tries.get(rank, 0) + 1
+        if state.full.get(rank, 0) >= state.tries[rank]:
+            raise torch.OutOfMemoryError("CUDA driver error: out of memory\nmore text")
+        return torch.empty(size, dtype=dtype)
+
+    def rendezvous(tensor: torch.Tensor, handle: object) -> SimpleNamespace:
+        state.met.append(state.rank.number)
+        return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()] * 2, offset=0)
+
+    state.rank = threading.local()
+    memory = SimpleNamespace(empty=empty, rendezvous=rendezvous)
+    monkeypatch.setattr(landing, "symmetric_memory", lambda: memory)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: state.emptied.append(state.rank.number))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 20, 80 << 20))
+    return state
+
+
+def grow(state: SimpleNamespace, store: dist.Store) -> Callable[[int], bool]:
+    def run(rank: int) -> bool:
+        state.rank.number = rank
+        peers = PeerGroup(np.array([2, 7]), rank, "two ranks", store)
+        area = LandingArea("out 0", peers, CPU, meeting(store, rank, [2, 7]))
+        return area.ensure(np.array([100, 200])) and area.capacity == landing.GRAIN
+
+    return run
+
+
+def test_memory_that_one_rank_lacks_is_one_error_on_every_rank(gpus: SimpleNamespace) -> None:
+    gpus.full = {1: 2}
+    found = on_ranks(grow(gpus, dist.HashStore()), 2)
+    assert [type(one) for one in found] == [CADError, CADError]
+    assert str(found[0]) == str(found[1])
+    for words in ("landing area out 0 failed on 1 of 2 ranks. rank 7: 8 MiB were wanted, 3 of 80 MiB are free",
+                  "CUDA driver error: out of memory)"):  # fmt: skip
+        assert words in str(found[0])
+    assert gpus.emptied == [1] and not gpus.met, "nobody went on to map the others' memory"
+
+
+def test_memory_that_torch_had_cached_is_given_back_and_used(gpus: SimpleNamespace) -> None:
+    gpus.full = {0: 1}
+    assert on_ranks(grow(gpus, dist.HashStore()), 2) == [True, True]
+    assert gpus.emptied == [0] and sorted(gpus.met) == [0, 1]
+
+
+class Nccl:
+    """In place of NCCL: joins at once, or never."""
+
+    def __init__(self, library: object, unique_id: bytes, ranks: int, rank: int) -> None:
+        self.given, self.left = (unique_id, ranks, rank), False
+        if library == "stuck":
+            time.sleep(0.6)
+
+    def leave(self, abort: bool) -> None:
+        self.left = True
+
+
+@pytest.fixture()
+def nccl(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    store = dist.HashStore()
+    monkeypatch.setattr(messages, "open_store", lambda group, what: dist.PrefixStore(what, store))
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(messages, "NcclCalls", Nccl)
+    monkeypatch.setattr(messages, "open_nccl", lambda: ("library", 0))
+    monkeypatch.setattr(messages, "new_unique_id", lambda library: b"the id")
+    return monkeypatch
+
+
+def join(rank: int, timeout_s: float = 5.0) -> Any:
+    alarm = Alarm(rank, None, timeout_s)
+    return messages.join_ranks(SimpleNamespace(rank=rank), CPU, alarm)  # type: ignore[arg-type]
+
+
+def test_ranks_join_by_the_id_of_the_first(nccl: pytest.MonkeyPatch) -> None:
+    assert [one.given for one in on_ranks(join, 2)] == [(b"the id", 2, 0), (b"the id", 2, 1)]
+
+
+def test_a_rank_that_never_joins_is_named_before_nccl_waits_for_it(nccl: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CADPeerError, match=r"rank 1 waited for opening NCCL: ranks \[0\] did not come within 0.2 s"):
+        join(1, 0.2)
+
+
+def test_a_rank_without_nccl_is_named_by_all(nccl: pytest.MonkeyPatch) -> None:
+    def missing() -> tuple[object, int]:
+        if threading.current_thread() is not threading.main_thread() and next(turns):
+            raise NativeCallError("no NCCL library")
+        return "library", 0
+
+    turns = iter([False, True])
+    nccl.setattr(messages, "open_nccl", missing)
+    for error in on_ranks(join, 2):
+        assert isinstance(error, CADError) and "opening NCCL failed on 1 of 2 ranks" in str(error), error
+
+
+def test_joining_ends_in_time_and_what_comes_too_late_is_left(nccl: pytest.MonkeyPatch) -> None:
+    made: list[Nccl] = []
+
+    class Slow(Nccl):
+        def __init__(self, *given: Any) -> None:
+            made.append(self)
+            super().__init__(*given)
+
+    nccl.setattr(messages, "NcclCalls", Slow)
+    nccl.setattr(messages, "open_nccl", lambda: ("stuck", 0))
+    begin = time.monotonic()
+    for error in on_ranks(lambda rank: join(rank, 0.3), 2):
+        assert isinstance(error, NativeCallError) and "NCCL_SOCKET_IFNAME" in str(error)
+    assert time.monotonic() - begin < 0.6
+    time.sleep(0.7)
+    assert len(made) == 2 and all(one.left for one in made)
