@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -207,6 +209,22 @@ class Feed:
             self.plans.abandoned = error
             if self.gatherer.liveness is not None:
                 self.gatherer.liveness.report(str(error))
+
+    @contextmanager
+    def between_collectives(self, what: str) -> Iterator[None]:
+        """What this rank does on the look-ahead thread while the others go on to the next collective.
+
+        An error here is told to them at once: this rank's part of that collective will be missing.
+        """
+        try:
+            yield
+        except Exception as error:
+            told = error
+            if not isinstance(told, CADError):
+                told = CADPeerError(f"rank {self.rank}: {what}: {type(error).__name__}: {error}")
+            self.gatherer.broken = self.gatherer.broken or told
+            self.abandon(told)
+            raise
 
     def forward_raised(self, micro_batch: MicroBatch, error: BaseException | None) -> None:
         """The forward of a micro-batch ended with an exception: this rank's part of its exchanges is missing."""

@@ -117,10 +117,13 @@ def exchange_documents(
     `batches`: this rank's micro-batches in the order of the step. Collective where any document changes its rank.
     """
     rank = gatherer.rank
-    rows = [_as_bytes(batch, fields) for batch in batches] if _takes_part(step, assignment, rank) else []
+    open_rows = np.flatnonzero(~step.fixed[rank]).tolist() if _takes_part(step, assignment, rank) else []
+    # Those that stay may have other fields: they neither travel nor lend what is in no document.
+    rows = {i: _as_bytes(batches[i], fields) for i in open_rows}
+    like = batches[open_rows[0]] if open_rows else {}
     arrived = _send(rows, fields.bytes, step, assignment, gatherer)
     return [
-        _row(batches, fields, step, assignment, rank, micro_batch, arrived)
+        _row(batches, like, fields, step, assignment, rank, micro_batch, arrived)
         for micro_batch in range(step.micro_batches)
     ]  # fmt: skip
 
@@ -148,9 +151,12 @@ def _offsets(step: StepDocuments) -> Ints:
 
 
 def _send(
-    rows: list[torch.Tensor], width: int, step: StepDocuments, assignment: Assignment, gatherer: Gatherer
+    rows: Mapping[int, torch.Tensor], width: int, step: StepDocuments, assignment: Assignment, gatherer: Gatherer
 ) -> dict[int, torch.Tensor]:
-    """Bytes [tokens, B] of every document that this rank builds new rows of, by number of the document."""
+    """Bytes [tokens, B] of every document that this rank builds new rows of, by number of the document.
+
+    `rows`: [T, B] bytes of this rank's micro-batches whose documents may move.
+    """
     rank = gatherer.rank
     offset, length = _offsets(step), step.length
     rebuilt = assignment.source[assignment.rank, assignment.micro_batch] < 0
@@ -181,6 +187,7 @@ def _send(
 
 def _row(
     batches: Sequence[Any],
+    like: Mapping[str, Any],
     fields: Fields,
     step: StepDocuments,
     assignment: Assignment,
@@ -188,6 +195,7 @@ def _row(
     micro_batch: int,
     arrived: dict[int, torch.Tensor],
 ) -> Moved:
+    """One micro-batch of this rank; what is not per token is taken from `like`, one of those that move."""
     source = int(assignment.source[rank, micro_batch])
     if source >= 0:
         return Moved(batches[source], {})
@@ -195,16 +203,15 @@ def _row(
     documents = mine[np.argsort(assignment.place[mine])].tolist()
     width = fields.bytes
     row = torch.cat([arrived[one] for one in documents] or [torch.empty(0, width, dtype=torch.uint8)])
-    model = batches[micro_batch]
     # What is not a tensor (None, flags) stays as it was.
-    batch: dict[str, Any] = dict(model)
+    batch: dict[str, Any] = dict(like)
     at = 0
     for field in fields.per_token:
         column = row[:, at : at + field.bytes].clone(memory_format=torch.contiguous_format)
         at += field.bytes
         batch[field.name] = column.view(field.dtype).reshape(1, row.shape[0], *field.shape)
-    _derive(batch, model, fields, step.length[documents])
-    devices = {name: model[name].device for name in batch if isinstance(batch[name], torch.Tensor)}
+    _derive(batch, like, fields, step.length[documents])
+    devices = {name: like[name].device for name in batch if isinstance(batch[name], torch.Tensor)}
     away = {name: device for name, device in devices.items() if device.type != "cpu"}
     for name in away:
         batch[name] = batch[name].pin_memory()

@@ -131,30 +131,45 @@ class StepAhead:
         keys: list[PlanKey],
         exchange: bool,
     ) -> Arranged:
-        feed, gatherer, config = self.feed, self.feed.gatherer, self.feed.config
-        fields, fixed = self._fields(batches, announcements) if exchange else (None, [True] * len(batches))
-        message = StepMessage(announcements, fixed, 0 if fields is None else digest(repr(fields)))
-        said = [StepMessage.from_array(one) for one in feed.gather_step(at, message.to_array())]
-        moved = [Moved(batch, {}) for batch in batches]
-        if len({len(one.micro_batches) for one in said}) == 1:
-            step = to_documents(said)
-            # Before the first forward, no kind of layer is known.
-            cost = feed.plans.cost
-            work = step.work([(cost.cost_for(key.shape), key.window) for key in keys] or [(PAIRS, None)])
-            if exchange and fields_agree(said, self._say):
-                assignment = assign_documents(step, work, config.tolerance)
-                gatherer.agree(assignment.fingerprint(), Subject(What.ASSIGNMENT, feed.number, *at[:2]))
-                moved = exchange_documents(batches, fields or Fields((), ()), step, assignment, gatherer)
-                self.last = assignment
-                logger.debug(
-                    "documents exchanged: %d tokens, attention max/mean %.3f instead of %.3f", assignment.tokens_moved,
-                    assignment.imbalance, assignment.imbalance_before,
-                )  # fmt: skip
-            else:
-                moved = [Moved(batches[i], {}) for i in order_rows(step, work)[feed.rank]]
-        known = {id(batch): mine for batch, mine in zip(batches, announcements)}
-        announcements = [known[id(one.batch)] if id(one.batch) in known else read_documents(one.batch) for one in moved]
-        return Arranged(moved, announcements, feed.plans.open(feed.gather_first(at, announcements[0]), keys))
+        feed = self.feed
+        with feed.between_collectives("the documents of a step"):
+            fields, fixed = self._fields(batches, announcements) if exchange else (None, [True] * len(batches))
+            message = StepMessage(announcements, fixed, 0 if fields is None else digest(repr(fields))).to_array()
+        said = [StepMessage.from_array(one) for one in feed.gather_step(at, message)]
+        with feed.between_collectives("the documents of a step"):
+            moved = self._place(at, batches, said, fields, keys, exchange)
+            known = {id(batch): mine for batch, mine in zip(batches, announcements)}
+            mine = [known[id(one.batch)] if id(one.batch) in known else read_documents(one.batch) for one in moved]
+        return Arranged(moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys))
+
+    def _place(
+        self,
+        at: tuple[int, int, int],
+        batches: list[Any],
+        said: list[StepMessage],
+        fields: Fields | None,
+        keys: list[PlanKey],
+        exchange: bool,
+    ) -> list[Moved]:
+        """The micro-batches that this rank trains, in order."""
+        feed, gatherer = self.feed, self.feed.gatherer
+        if len({len(one.micro_batches) for one in said}) > 1:
+            return [Moved(batch, {}) for batch in batches]
+        step = to_documents(said)
+        # Before the first forward, no kind of layer is known.
+        cost = feed.plans.cost
+        work = step.work([(cost.cost_for(key.shape), key.window) for key in keys] or [(PAIRS, None)])
+        if not exchange or not fields_agree(said, self._say):
+            return [Moved(batches[i], {}) for i in order_rows(step, work)[feed.rank]]
+        assignment = assign_documents(step, work, feed.config.tolerance)
+        gatherer.agree(assignment.fingerprint(), Subject(What.ASSIGNMENT, feed.number, *at[:2]))
+        moved = exchange_documents(batches, fields or Fields((), ()), step, assignment, gatherer)
+        self.last = assignment
+        logger.debug(
+            "documents exchanged: %d tokens, attention max/mean %.3f instead of %.3f", assignment.tokens_moved,
+            assignment.imbalance, assignment.imbalance_before,
+        )  # fmt: skip
+        return moved
 
     def _fields(
         self, batches: Sequence[Any], announcements: Sequence[Announcement]

@@ -75,7 +75,7 @@ class Liveness:
                 # Seen twice: what a rank sent before it stopped may still be on its way.
                 before, hopeless = hopeless, hopeless and before
                 if hopeless:
-                    self.report(f"lost its peers in {waited_for}: {hopeless}")
+                    self.report(f"waited for {waited_for} in vain: {hopeless}")
                     raise CADPeerError(f"rank {self.rank} waited for {waited_for}: {hopeless}")
 
     def why_hopeless(self) -> str:

@@ -178,10 +178,18 @@ def _draw_plant(rng: random.Random, case: Case) -> Plant:
     )  # fmt: skip
 
 
-def is_caught_late(case: Case) -> bool:
-    """One rank catches an exception after a forward that all ranks finished: only exchanges can tell the others."""
+def is_left_out(case: Case) -> bool:
+    """Known to end in a time-out: one rank asks for lengths at a forward, the others wait in an exchange for it.
+
+    So it is with a forward without gradients on one rank, and with an exception that one rank catches behind its
+    forward where its next one is not announced. Neither side hears what the other is at.
+    """
     plant = case.plant
-    return plant is not None and plant.caught and plant.rank != ALL and plant.kind in ("loss", "backward")
+    if plant is None or plant.rank == ALL:
+        return False
+    return plant.kind == "look" or (
+        plant.caught and plant.kind in ("loss", "backward") and (not case.ahead or case.look > 0)
+    )
 
 
 def simpler(case: Case) -> Iterator[Case]:

@@ -501,3 +501,39 @@ def test_the_end_of_an_accelerate_loader_stays_where_it_is() -> None:
         seen = [(int(batch), accelerator.gradient_state.end_of_dataloader) for batch in ahead]
         assert seen == [(i, i == 4) for i in range(5)]
         assert not accelerator.gradient_state.in_dataloader
+
+
+# Rows that stay beside rows that move
+
+
+def _padded_beside_packed(rank: int, world: int, positions: bool) -> float:
+    """Steps of a padded micro-batch and a packed one: only documents of the packed ones change ranks."""
+    model, reference = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": "exchange"}), None
+    session = deepspeed_cad.current_session()
+    docs = [
+        training.documents([80, 80] if rank == 0 else SHORT, seed=rank),
+        training.documents([20, 12], seed=5 + rank),
+    ]
+    ids = torch.nn.utils.rnn.pad_sequence(docs[1], batch_first=True)
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 20, [1] * 12 + [0] * 8])}
+    padded["labels"] = ids.masked_fill(padded["attention_mask"] == 0, -100)
+    if positions:
+        padded["position_ids"] = torch.arange(20).expand(2, 20)
+    loader = session.look_ahead([padded, training.pack(docs[0])], model.train(), accumulation=2, global_loss=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in loader:
+        loss = training.loss_sum(model, batch)
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    assert loader._steps.last.tokens_moved > 0
+    reference = training.tiny_llama()
+    expected = torch.tensor(training.alone(reference, docs[0] + docs[1])[0], dtype=torch.float64)
+    dist.all_reduce(expected)
+    return abs(float(total - expected))
+
+
+@pytest.mark.parametrize("positions", [True, False])
+def test_rows_that_stay_lend_no_fields_to_rows_that_move(workers: WorkerPool, positions: bool) -> None:
+    """A mask of a padded micro-batch does not get into a row that is built of packed documents."""
+    assert max(workers.run(_padded_beside_packed, 2, positions)) < 1e-8

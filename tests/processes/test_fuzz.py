@@ -38,13 +38,13 @@ def _broken(rank: int, world: int, line: str, what: str) -> Played:
 
     before, calls = C10dTransport.give_back, iter(range(100))
 
-    def broken(self: C10dTransport, schedule: object, fields: list, slot: int) -> object:
+    def broken(self: C10dTransport, schedule: object, fields: list, *rest: object) -> object:
         if what == "an error" and rank == 1:
             raise RuntimeError("raw")
         add = any(field.add for field in fields)
         if next(calls) >= 2 and what == ("backward" if add else "forward"):
             fields = [replace(field, served=torch.roll(field.served, 1, 0)) for field in fields]
-        return before(self, schedule, fields, slot)
+        return before(self, schedule, fields, *rest)
 
     C10dTransport.give_back = broken
     try:

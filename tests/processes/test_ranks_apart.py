@@ -101,7 +101,8 @@ def test_evaluation_between(workers: WorkerPool) -> None:
 
 
 def _nothing(rank: int, world: int) -> None:
-    """Starts the processes, which is not what is timed."""
+    """Starts the processes, which is not what is timed. A rank that ended before all are connected would break it."""
+    torch.distributed.barrier()
 
 
 def _train_all(rank: int, world: int) -> None:
@@ -182,10 +183,41 @@ def _loader_raises(rank: int, world: int) -> None:
 def test_every_rank_stops(workers: WorkerPool, function: Any, args: tuple[Any, ...], words: list[str]) -> None:
     workers.run(_nothing, 2)
     begin = time.monotonic()
-    errors, _ = workers.try_run(function, 2, *args, grace=30.0)
+    # What a rank left unfinished would be waited for in the next case of its process.
+    errors, _ = workers.try_run(function, 2, *args, grace=30.0, once=True)
     assert time.monotonic() - begin < 15
     for rank, error in enumerate(errors):
         assert error is not None, rank
         assert error[0] in ("CADPeerError", "CADDataError", "EpochOverError", "ValueError"), error
         for word in words:
             assert error[0] == "ValueError" or word in error[1], (rank, error[1])
+
+
+def _arranging_fails(rank: int, world: int) -> None:
+    """Rank 1 cannot arrange its second step: what is wrong is found on its look-ahead thread."""
+    from deepspeed_cad.ahead import step as room
+
+    model, reference = _model(), training.tiny_llama()
+    before, calls = room.order_rows, iter(range(9))
+
+    def fails(*args: Any) -> Any:
+        if rank == 1 and next(calls) == 1:
+            raise deepspeed_cad.CADDataError("planted")
+        return before(*args)
+
+    room.order_rows = fails
+    try:
+        for batch in _loader(rank, model, 6, accumulation=2):
+            _step(model, reference, rank, batch)
+    finally:
+        room.order_rows = before
+
+
+def test_a_step_that_cannot_be_arranged(workers: WorkerPool) -> None:
+    workers.run(_nothing, 2)
+    begin = time.monotonic()
+    errors, _ = workers.try_run(_arranging_fails, 2, grace=30.0, once=True)
+    assert time.monotonic() - begin < 15
+    for error in errors:
+        assert error is not None and error[0] in ("CADPeerError", "CADDataError"), error
+        assert "planted" in error[1] and "died" not in error[1], error[1]
