@@ -16,6 +16,8 @@ class Alarm:
     def __init__(self, rank: int, liveness: Liveness | None, timeout_s: float) -> None:
         self.rank, self.liveness, self.timeout_s = rank, liveness, timeout_s
         self._waited_for, self._reason = "", ""
+        self.told = False
+        """Whether the training thread has had an error of it."""
 
     @property
     def sounded(self) -> bool:
@@ -48,6 +50,7 @@ class Alarm:
 
     def check(self) -> None:
         """Raise if the alarm was sounded."""
+        self.told = self.told or self.sounded
         if self._reason:
             raise CADPeerError(f"rank {self.rank} stopped: {self._reason}")
         if self._waited_for:
@@ -55,6 +58,7 @@ class Alarm:
 
     def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
         """The error for something that failed while this rank waited for others."""
+        self.told = True
         if self._reason:
             return CADPeerError(f"rank {self.rank} stopped: {self._reason}")
         if self.liveness is None:

@@ -35,8 +35,9 @@ stopped."""
 AGAIN_S, AGAIN = 1.0, 5
 LAST_S = 5.0
 """After the last time: a GPU whose streams still stand may be stuck as a whole, because a kernel that was launched
-meanwhile needs the context to be idle (seen with fp64 kernels). Nothing in the process can raise an error then."""
-EXIT_CODE = 1
+meanwhile needs the context to be idle. The training thread, which waits for the GPU too, cannot raise an error then."""
+EXIT_CODE = 70
+"""Of a process that ended for that reason."""
 """A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
 
 
@@ -159,6 +160,10 @@ class Watchdog:
         self._looked_at = now
         return self.alarm.in_vain()
 
+    def _stands(self) -> bool:
+        """Whether a wait that its stream has reached is not over."""
+        return bool(self._waits) and self._waits[0].before.query() and not self._waits[0].after.query()
+
     def _time_out(self, label: object, now: float) -> None:
         self.alarm.time_out(str(label))
         logger.error("%s did not end in time; a peer died or hangs", label)
@@ -169,7 +174,7 @@ class Watchdog:
         if first or (self._given_up < AGAIN and (self._waits or self._host) and now - self._gave_up_at > AGAIN_S):
             self._given_up, self._gave_up_at = self._given_up + 1, now
             self.give_up()
-        elif self._waits and self._waits[0].before.query() and now - self._gave_up_at > LAST_S:
+        elif not self.alarm.told and now - self._gave_up_at > LAST_S and self._stands():
             self.end_process(f"{self.alarm.why()}. The GPU could not be freed from its wait, so this process ends")
 
 
