@@ -82,11 +82,12 @@ def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample
             if at % 2:
                 model.zero_grad()
         if epoch % every == every - 1:
-            # What the look-ahead has begun is over, on every rank; plans that statistics have yet to count are counted.
+            # What the look-ahead has begun is over on every rank, and plans that wait to be counted are counted.
             session.worker.run(lambda: None)
-            _ = session.statistics
+            session._statistics.collect()
             dist.barrier()
             found.append(_sample((epoch + 1) * EPOCH, time.monotonic() - begin))
+            dist.barrier()  # a rank that closes its session says so in the store
     return found
 
 
