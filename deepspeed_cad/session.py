@@ -88,7 +88,7 @@ class Session:
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self._ranks_per_node, self.aside,
+            self._ranks_per_node, lambda: self.aside,
         )  # fmt: skip
 
     # Opening and closing

@@ -11,7 +11,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, os.path.dirname(__file__))
-sys.path.insert(1, os.path.join(os.path.dirname(__file__), "gpu"))
+# Tests in unit/ take cases from there too.
+sys.path.append(os.path.join(os.path.dirname(__file__), "gpu"))
 
 from pool import WorkerPool
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -64,6 +65,8 @@ def _serve(rank: int, pipe: Connection) -> None:
             close_session()
             if dist.is_initialized():
                 dist.destroy_process_group()
+        # Process groups that an error's traceback held would be freed at any later time, and wait for each other.
+        gc.collect()
         pipe.send(answer)
         if once:
             return

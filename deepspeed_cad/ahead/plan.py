@@ -48,7 +48,7 @@ class Plans:
         counts: CallCounts,
         transport: Callable[[], Transport | None],
         ranks_per_node: int | None,
-        aside: torch.cuda.Stream | None,
+        aside: Callable[[], torch.cuda.Stream | None],
     ) -> None:
         """What every micro-batch of the session has in common.
 
@@ -62,7 +62,7 @@ class Plans:
             counts: what the micro-batches' attention calls count.
             transport: gives the transport when a micro-batch is opened; None where there is one rank.
             ranks_per_node: ranks of each host where all hosts have as many; None otherwise.
-            aside: the stream on which served tasks run beside local ones, if they do.
+            aside: gives the stream on which served tasks run beside local ones, if they do, likewise.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
@@ -92,7 +92,7 @@ class Plans:
         turn, self.turn = self.turn, self.turn + 1
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device, partial(self.plan_tick, late=self.pace.late),
-            partial(self._agree, turn), self.transport(), self.counts, aside=self.aside, turn=turn,
+            partial(self._agree, turn), self.transport(), self.counts, aside=self.aside(), turn=turn,
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(keys)

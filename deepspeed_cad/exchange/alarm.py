@@ -42,6 +42,10 @@ class Alarm:
         """Why waiting for the other ranks cannot end, or ""."""
         return "" if self.liveness is None else self.liveness.why_hopeless()
 
+    def why(self) -> str:
+        """What the alarm was sounded for."""
+        return f"rank {self.rank} stopped: {self._reason or f'{self._waited_for} did not end in time'}"
+
     def check(self) -> None:
         """Raise if the alarm was sounded."""
         if self._reason:

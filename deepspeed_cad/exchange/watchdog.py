@@ -9,6 +9,8 @@ and a call of `give_up` from the thread, which is to let the streams go on.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -31,6 +33,10 @@ VAIN_S = 1.0
 """A wait that lasts so long after its stream reached it does not end with what is still on its way from a rank that
 stopped."""
 AGAIN_S, AGAIN = 1.0, 5
+LAST_S = 5.0
+"""After the last time: a GPU whose streams still stand may be stuck as a whole, because a kernel that was launched
+meanwhile needs the context to be idle (seen with fp64 kernels). Nothing in the process can raise an error then."""
+EXIT_CODE = 1
 """A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
 
 
@@ -59,6 +65,7 @@ class Watchdog:
     ) -> None:
         """`device`: that of the events."""
         self.alarm, self.give_up, self.device, self.comparison = alarm, give_up, device, comparison
+        self.end_process: Callable[[str], None] = _end_process
         self._waits: deque[_Wait] = deque()
         self._host: tuple[object, float] | None = None
         self._stop = threading.Event()
@@ -162,3 +169,12 @@ class Watchdog:
         if first or (self._given_up < AGAIN and (self._waits or self._host) and now - self._gave_up_at > AGAIN_S):
             self._given_up, self._gave_up_at = self._given_up + 1, now
             self.give_up()
+        elif self._waits and self._waits[0].before.query() and now - self._gave_up_at > LAST_S:
+            self.end_process(f"{self.alarm.why()}. The GPU could not be freed from its wait, so this process ends")
+
+
+def _end_process(reason: str) -> None:
+    """As torch's watchdog of NCCL does: better a process that ends, and says why, than one that hangs."""
+    sys.stderr.write(f"deepspeed_cad: {reason}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)

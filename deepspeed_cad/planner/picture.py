@@ -74,7 +74,7 @@ def _save(figure: Any, pyplot: Any, path: str) -> None:
 
 
 def _most_moved(problem: PlanInput, plan: Plan) -> list[int]:
-    """Documents that were cut into most tasks, then the longest."""
+    """Documents, those that were cut first, the longest of either kind first."""
     segments = problem.tick.query
     count = int(segments.document.max()) + 1 if len(segments) else 0
     lengths, moved = np.zeros(count, np.int64), np.zeros(count, np.int64)

@@ -44,7 +44,9 @@ class Loader:
 def check(place: Place, case: str) -> Found:
     """Two epochs; what every rank found is compared."""
     settings = CASES[case]
-    model = training.tiny_llama().to(place.device).train()
+    # Not fp64 on GPUs: a first launch of some of its kernels needs the whole context to be idle.
+    exact = not place.on_gpu
+    model = training.tiny_llama(torch.float64 if exact else torch.float32).to(place.device).train()
     reference = training.tiny_llama()  # on the CPU, which in fp64 gives the same
     block = {"granularity": 16, "tolerance": 0.02, "timeout_s": TIMEOUT_S, "kernel": "torch_math"}
     deepspeed_cad.apply(model, block)
@@ -64,7 +66,7 @@ def check(place: Place, case: str) -> Found:
     except deepspeed_cad.CADError as error:
         raised, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - begun
     heard = place.gather((farthest, trained, raised, seconds))
-    wrong = [r for r, (far, *_) in enumerate(heard) if not far < 1e-8]
+    wrong = [r for r, (far, *_) in enumerate(heard) if not far < (1e-8 if exact else 1e-5)]
     silent = [r for r, (_, _, text, _) in enumerate(heard) if not text]
     late = [r for r, (*_, took) in enumerate(heard) if took > LIMIT_S]
     detail = (

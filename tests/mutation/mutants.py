@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -180,13 +180,18 @@ class _Finder:
             self.visit_constant(node, scope, place)
         elif isinstance(node, ast.Call):
             self.visit_call(node, scope, place)
+            if _is_guard(node):
+                return self.visit_all(node.args, scope, place)
         elif isinstance(node, ast.IfExp):
             self.negate(node.test, scope, place)
         elif isinstance(node, ast.comprehension):
             for test in node.ifs:
                 self.negate(test, scope, place)
-        for inner in ast.iter_child_nodes(node):
-            self.visit_expression(inner, scope, place)
+        self.visit_all(ast.iter_child_nodes(node), scope, place)
+
+    def visit_all(self, nodes: Iterable[ast.AST], scope: str, place: tuple[int, int]) -> None:
+        for node in nodes:
+            self.visit_expression(node, scope, place)
 
     def visit_constant(self, node: ast.Constant, scope: str, place: tuple[int, int]) -> None:
         value = node.value
@@ -203,7 +208,7 @@ class _Finder:
                 swapped = [*node.args[:at], right, left, *node.args[at + 2 :]]
                 self.add_node("swapped arguments", node, _with(node, args=swapped), scope, place)
         for at, keyword in enumerate(node.keywords):
-            if keyword.arg is not None:
+            if keyword.arg not in (None, "help") and not _is_guard(node):
                 rest = node.keywords[:at] + node.keywords[at + 1 :]
                 self.add_node("dropped keyword", node, _with(node, keywords=rest), scope, place)
 
@@ -261,6 +266,11 @@ def _is_string(node: ast.BinOp) -> bool:
 def _is_debug(node: ast.Call) -> bool:
     """A message that only developers turn on."""
     return isinstance(node.func, ast.Attribute) and node.func.attr == "debug"
+
+
+def _is_guard(node: ast.Call) -> bool:
+    """`zip`, whose one keyword only says that the lengths are equal."""
+    return isinstance(node.func, ast.Name) and node.func.id == "zip"
 
 
 def _is_symmetric(node: ast.Call) -> bool:

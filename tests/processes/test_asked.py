@@ -193,7 +193,7 @@ for _ in range(3):
     try:
         optimizer.step()
     except RuntimeError as error:  # a script that goes on whatever happens
-        print("caught", type(error).__name__)
+        os.write(1, f"caught {type(error).__name__}\\n".encode())
 """
 
 
@@ -241,13 +241,25 @@ def _launched(way: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "logging_steps": "1", "save_strategy": "no", "report_to": "none", "learning_rate": "1e-2", "use_cpu": "true",
         "bf16": "false", "output_dir": "out",
     }  # fmt: skip
-    sft = ["trl_command.py", "sft", *(word for key, value in settings.items() for word in (f"--{key}", value))]
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    sft = ["trl_command.py", "sft", *words]
     two = [*TWO, "--main_process_port", _port()]
     if way == "environment":
         return _run(folder, *sft, *two, **{asked.VARIABLE: BLOCK})
     if way == "run":
         return _run(folder, "-m", "deepspeed_cad.run", "--cad", BLOCK, *sft, *two)
-    return _run(folder, "-m", "deepspeed_cad.cli.accelerate_cad", "launch", "--cad", BLOCK, *two, *sft)
+    return _run(
+        folder,
+        "-m",
+        "deepspeed_cad.cli.accelerate_cad",
+        "launch",
+        "--cad",
+        BLOCK,
+        *two,
+        "-m",
+        "trl.scripts.sft",
+        *words,
+    )
 
 
 @pytest.mark.slow

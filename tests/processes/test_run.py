@@ -136,7 +136,7 @@ def _refused(folder: Path, *words: str, run: list[str] = CAD) -> str:
     done = _run([*run, SCRIPT, *words], folder)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
-    return next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad"))
+    return next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_two_sources_that_disagree(tmp_path, loop: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(_zero(1, cad={"tolerance": 0.3, "granularity": 16})))
     done = _run([*_torchrun(1), *CAD, SCRIPT, loop, "out.json", "--json", "ds.json"], tmp_path)
     assert done.returncode != 0
-    line = next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad"))
+    line = next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
     assert 'the "cad" block of the DeepSpeed JSON disagree in tolerance: 0.02 and 0.3' in line
 
 

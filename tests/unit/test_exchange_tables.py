@@ -287,6 +287,41 @@ def test_a_stream_that_a_peer_stops_again_is_let_go_again(monkeypatch: pytest.Mo
     assert len(watched.gave_up) == watchdog.AGAIN
 
 
+def test_a_process_whose_gpu_cannot_be_freed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "AGAIN_S", 0.02)
+    monkeypatch.setattr(watchdog, "LAST_S", 0.1)
+    watched, ended = Watched(0.1), []
+    watched.dog.end_process = ended.append
+    watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
+    deadline = time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watched.dog.close()
+    assert "rank 0 stopped: exchange 1 did not end in time" in ended[0] and len(watched.gave_up) == watchdog.AGAIN
+    freed = Watched(0.1)
+    freed.dog.end_process = lambda reason: pytest.fail(reason)
+    wait = FakeEvent(False)
+    freed.dog.track(FakeEvent(True), wait, "exchange 1")
+    freed.wait_until_given_up()
+    wait.done = True
+    time.sleep(0.5)
+    freed.dog.close()
+
+
+def test_a_wait_is_in_vain_where_a_rank_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
+    monkeypatch.setattr(watchdog, "BOARD_S", 0.02)
+    watched = Watched(60.0)
+    watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
+    time.sleep(0.3)
+    assert not watched.gave_up
+    Liveness(watched.board, 1, 2).report("planted")
+    watched.wait_until_given_up()
+    watched.dog.close()
+    with pytest.raises(CADPeerError, match="waited for exchange 1: rank 1 stopped: planted"):
+        watched.alarm.check()
+
+
 def test_the_host_is_watched_where_it_may_wait_for_others() -> None:
     watched = Watched(0.1)
     with watched.dog.inside("connecting"):

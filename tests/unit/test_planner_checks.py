@@ -12,7 +12,7 @@ from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.layout import Layout, Segments, Tick
 from deepspeed_cad.planner import HeadShape, PlanInput
-from deepspeed_cad.planner.checks import check_coverage, check_cuts, check_input
+from deepspeed_cad.planner.checks import _intervals, check_coverage, check_cuts, check_input
 
 SHAPE = HeadShape(8, 4, 16, 16, 2)
 LAYOUT = Layout.from_rank_lengths([[10, 20], [30]])
@@ -124,3 +124,8 @@ def test_cuts_off_the_granularity_are_counted() -> None:
     assert check_cuts(np.array([(0, 0, 17, 0, 4, 0), (0, 17, 29, 0, 4, 0)]), tick, 16) == 3
     assert check_cuts(np.array([(0, 0, 31, 0, 4, 0)]), tick, 16) == 1
     assert check_cuts(np.array([(0, 0, 14, 0, 4, 0)]), tick, 16) == 1
+
+
+def test_the_union_of_intervals() -> None:
+    low, high = np.array([20, 0, 2, 10, 7, 30]), np.array([25, 10, 5, 12, 7, 31])
+    assert _intervals(low, high) == [(0, 12), (20, 25), (30, 31)]

@@ -255,6 +255,7 @@ def test_traffic_by_example() -> None:
         # Rounded to whole sequences where a batch has several, to 128 rows where there are many.
         ([[64] * 3, [64] * 3], 64, [128, 128]),
         ([[2048, 2048], [64, 64]], 1, [2048, 64]),
+        ([[2000, 2000], [500, 500]], 1, [2048, 500]),
         ([[65536], [65536]], 1, [41984, 41984]),
         ([[65536]], 1, None),
         ([[], []], 1, None),

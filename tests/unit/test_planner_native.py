@@ -61,10 +61,14 @@ def test_equal_on_real_sizes(seed: int) -> None:
     assert found.sent.sum() == found.received.sum()
 
 
-def test_make_plan_takes_the_native_core() -> None:
-    tick = Layout.from_stream([40000, 3000, 200], 4, 10800).tick()
-    plan = make_plan(PlanInput(tick, SHAPE, PAIRS))
-    np.testing.assert_array_equal(plan.tasks, reference.solve(PlanInput(tick, SHAPE, PAIRS), 0.05).tasks)
+@pytest.mark.parametrize("there", [True, False])
+def test_make_plan_takes_the_native_core_where_it_is(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PlanInput(Layout.from_stream([40000, 3000, 200], 4, 10800).tick(), SHAPE, PAIRS)
+    expected = reference.solve(problem, 0.05).tasks
+    unused = reference if there else native
+    monkeypatch.setattr(unused, "solve", lambda *_: pytest.fail("the other core was asked"))
+    monkeypatch.setattr(native, "is_available", lambda: there)
+    np.testing.assert_array_equal(make_plan(problem).tasks, expected)
 
 
 def test_one_long_document_over_many_ranks_is_equal() -> None:

@@ -12,8 +12,6 @@ from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
-from deepspeed_cad.profiles import Profile
-from deepspeed_cad.profiles.choice import SHIPPED
 from deepspeed_cad.session import Session
 
 SHAPE = HeadShape(8, 2, 64, 64, 2)
@@ -31,7 +29,7 @@ def session() -> Iterator[Session]:
 @pytest.mark.parametrize("window", [None, 512])
 def test_a_plan_is_that_of_the_layer_and_the_configuration(session: Session, window: int | None) -> None:
     """Planned without its window, the layer's long documents would seem to cost twenty times as much."""
-    found = session.plan_tick(TICK, PlanKey(window, SHAPE), session.pace.late)
+    found = session.plans.plan_tick(TICK, PlanKey(window, SHAPE), session.pace.late)
     asked = PlanInput(TICK, SHAPE, session.cost.cost_for(SHAPE), window, tolerance=0.02, granularity=64)
     assert found.fingerprint() == make_plan(asked).fingerprint()
     others = [
@@ -42,35 +40,29 @@ def test_a_plan_is_that_of_the_layer_and_the_configuration(session: Session, win
     assert all(make_plan(other).fingerprint() != found.fingerprint() for other in others)
 
 
-@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
-def test_hosts_reach_the_planner(session: Session, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_reach_the_planner(session: Session) -> None:
     tick = Layout.from_rank_lengths([[30000], [], [], [], [30000], [], [], []]).tick()
-    session.ranks = 8
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, "4")
-    plan = session.plan_tick(tick, PlanKey(None, SHAPE), np.zeros(8))
+    session.gatherer.ranks, session.plans.ranks_per_node = 8, 4
+    plan = session.plans.plan_tick(tick, PlanKey(None, SHAPE), np.zeros(8))
     asked = PlanInput(tick, SHAPE, session.cost.cost_for(SHAPE), None, 0.02, 64, ranks_per_node=4)
     assert plan.fingerprint() == make_plan(asked).fingerprint()
 
 
 def test_late_ranks_get_less_and_loads_speak_of_attention(session: Session) -> None:
-    session.pace.most, session.ranks = 0.1, 4
+    session.pace.most, session.gatherer.ranks = 0.1, 4
     key = PlanKey(None, SHAPE)
-    mean = session.plan_tick(TICK, key, np.zeros(4)).load.mean()
+    mean = session.plans.plan_tick(TICK, key, np.zeros(4)).load.mean()
     late = np.array([0.0, 0.0, 0.05 * mean, 0.0])
-    plan = session.plan_tick(TICK, key, late)
+    plan = session.plans.plan_tick(TICK, key, late)
     assert 0.93 < plan.load[2] / plan.load[[0, 1, 3]].mean() < 0.97
     assert plan.load.sum() == pytest.approx(4 * mean) and plan.load_before.sum() == pytest.approx(4 * mean)
 
 
 def test_ranks_compare_costs_and_configuration(session: Session) -> None:
     """What "auto" finds differs between machines though their configurations are equal."""
-    pairs = session.settings
-    session.cost = Profile.load(str(SHIPPED / "h200_flash_attn_4.json"))
-    assert session.settings != pairs
+    assert session.cost.figures in session.gatherer.settings
     other = Session(CADConfig.from_dict(BLOCK | {"granularity": 128}), torch.device("cpu"))
     try:
-        assert other.settings != pairs
+        assert other.cost.figures == session.cost.figures and other.gatherer.settings != session.gatherer.settings
     finally:
         other.close()
