@@ -82,7 +82,8 @@ def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample
             if at % 2:
                 model.zero_grad()
         if epoch % every == every - 1:
-            # What the look-ahead has begun is over on every rank, and plans that wait to be counted are counted.
+            # Nothing is announced, what the look-ahead has begun is over, plans that wait to be counted are counted.
+            session.find_binding(model).feed.begin_epoch()
             session.worker.run(lambda: None)
             session._statistics.collect()
             dist.barrier()
