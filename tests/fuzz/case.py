@@ -190,7 +190,9 @@ def is_left_out(case: Case) -> bool:
     if not plant.caught or plant.kind not in ("loss", "backward"):
         return plant.kind == "look"
     gathered = case.ahead and case.accumulation == 1 and not case.look and case.block.get("documents") != "exchange"
-    return not gathered or plant.at + 1 >= case.given_out(plant.rank)
+    # The second micro-batch is gathered before any kind of layer is known, and planned at its forward.
+    first, last = plant.epoch == plant.at == 0, plant.at + 1 >= case.given_out(plant.rank)
+    return not gathered or first or last
 
 
 def simpler(case: Case) -> Iterator[Case]:
