@@ -82,11 +82,13 @@ def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample
             if at % 2:
                 model.zero_grad()
         if epoch % every == every - 1:
-            # What the look-ahead has begun is over, on every rank; plans that statistics have yet to count are counted.
+            # Nothing is announced, what the look-ahead has begun is over, plans that wait to be counted are counted.
+            session.find_binding(model).feed.begin_epoch()
             session.worker.run(lambda: None)
-            _ = session.statistics
+            session._statistics.collect()
             dist.barrier()
             found.append(_sample((epoch + 1) * EPOCH, time.monotonic() - begin))
+            dist.barrier()  # a rank that closes its session says so in the store
     return found
 
 
