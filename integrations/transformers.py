@@ -45,10 +45,10 @@ from deepspeed_cad.integrations.verify import (
 )
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.ahead.documents import batch_shape, read_documents
 from deepspeed_cad.ahead.gather import Subject, What
 from deepspeed_cad.attention.microbatch import MicroBatch
-from deepspeed_cad.autoload import when_imported
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments
