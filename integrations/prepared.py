@@ -77,7 +77,7 @@ class PreparedIterator:
         # Every rank gets here after its first step, or none does: evaluation and looking around train nothing.
         if binding is None or binding.announcer is not None or binding.trained != before + 1:
             yield from self._plain
-        elif not binding.agree_to_announce(_reads(binding, first)):
+        elif not binding.feed.agree_to_announce(_reads(binding, first)):
             yield from self._plain
         else:
             binding.announcer = self
