@@ -11,70 +11,24 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from _deepspeed_cad_waiter import ASKED, ASKED_FOR, wait_for
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.request import Request, agree, read_environment
 
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.active import ProcessCheck
 
 logger = logging.getLogger("deepspeed_cad")
 
-VARIABLE = "DEEPSPEED_CAD_CONFIG"
 EXIT_CODE = 2
 """Of a process that trained without CAD although it was asked for."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked for, and the words for who asked."""
-
-    config: CADConfig
-    asked_by: str
-
-    def publish(self) -> None:
-        """Put it into the environment, for the processes that this one starts."""
-        # Without blanks where possible: launchers of several hosts may not pass on a variable that holds one.
-        text = {"cad": self.config.to_dict(), "asked_by": self.asked_by}
-        os.environ[VARIABLE] = json.dumps(text, separators=(",", ":"))
-
-
-def read_environment() -> Request | None:
-    """The request of the environment. Raises CADConfigError where it is not a "cad" block."""
-    text = os.environ.get(VARIABLE, "")
-    if not text:
-        return None
-    try:
-        block = json.loads(text)
-    except ValueError as error:
-        raise CADConfigError(
-            f"{VARIABLE} in the environment is {text!r}, which is not JSON: {error}. "
-            f'Write the "cad" block, such as {VARIABLE}=\'{{"tolerance": 0.05}}\''
-        ) from error
-    asked_by = VARIABLE
-    if isinstance(block, dict) and "cad" in block:
-        asked_by = str(block.get("asked_by", VARIABLE))
-        block = block["cad"]
-    return Request(CADConfig.from_dict(block), asked_by)
-
-
-def agree(first: CADConfig, first_source: str, second: CADConfig, second_source: str) -> None:
-    """Raise CADConfigError, naming the keys, where two sources ask for different things."""
-    ours, theirs = first.to_dict(), second.to_dict()
-    different = [f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in ours if ours[key] != theirs[key]]
-    if different:
-        raise CADConfigError(
-            f"CAD is configured twice, differently: {first_source} and {second_source} disagree in "
-            f"{'; '.join(different)}. Configure it in one place"
-        )
 
 
 class Armed:
@@ -135,7 +89,8 @@ class Armed:
 
     def _arm_deepspeed(self, module: Any) -> None:
         """A call of `deepspeed.initialize` without a "cad" block gets ours; one with another block is refused."""
-        from deepspeed_cad.autoload import ABSENT, after_import, find_cad_block
+        from deepspeed_cad.autoload import after_import
+        from deepspeed_cad.engine.block import ABSENT, find_cad_block
 
         after_import(module)
         original: Callable[..., Any] = module.initialize
@@ -157,14 +112,12 @@ class Armed:
 @functools.cache
 def arm() -> Armed | None:
     """Arm this process, once, for the request of the environment; None where CAD is not asked for."""
-    import _deepspeed_cad_autoload as hook
-
     request = read_environment()
     if request is None or not request.config.enabled:
         return None
     armed = Armed(request)
-    hook.arm_asked()
-    for name in hook.ASKED_FOR:
+    wait_for(ASKED_FOR, after_import, ASKED)
+    for name in ASKED_FOR:
         module = sys.modules.get(name)
         # A module that is being imported right now is the hook's to announce, when it is whole.
         if module is not None and not getattr(module.__spec__, "_initializing", False):

@@ -5,11 +5,8 @@ the same module with `initialize` (or `main`, or `Accelerator.__init__`) wrapped
 straight through; a block that nobody would read is an error. Imports neither torch nor deepspeed by itself.
 """
 
-import base64
-import binascii
 import functools
 import inspect
-import json
 import logging
 import os
 import sys
@@ -18,16 +15,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from _deepspeed_cad_waiter import AUTOLOAD, WAITED_FOR, only_warn, wait_for
+from deepspeed_cad.engine.block import ABSENT, find_cad_block, read_config
 from deepspeed_cad.errors import CADConfigError
 
 logger = logging.getLogger(__name__)
 
 _MARK = "__deepspeed_cad__"
 _MARK_ACCELERATOR = "__deepspeed_cad_unread__"
-ABSENT = object()
-"""In place of a "cad" block: the config has none."""
-_MEANT = ("cad", "cads", "cadblock", "cadconfig", "deepspeedcad", "deepspeedcadconfig", "coreattentiondisaggregation")
-"""Top-level keys, as lower-case letters, by which a user may have meant "cad". DeepSpeed passes over all of them."""
 
 
 def after_import(module: ModuleType) -> None:
@@ -46,26 +41,12 @@ def install() -> None:
     The explicit way to what the installed .pth file does by itself; for `DEEPSPEED_CAD_AUTOLOAD=0`, `pip install
     --target` and `python -S`. Idempotent.
     """
-    import _deepspeed_cad_autoload as hook
-
-    missing = [name for name in hook.WAITED_FOR if name not in sys.modules]
-    for name in hook.WAITED_FOR:
+    missing = [name for name in WAITED_FOR if name not in sys.modules]
+    for name in WAITED_FOR:
         if name in sys.modules:
             after_import(sys.modules[name])
-    if missing and hook.waiter() is None:
-        finder = hook.Waiter()
-        finder.waiting = set(missing)
-        sys.meta_path.insert(0, finder)
-
-
-def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with the module of that name: now if it is loaded, else right after its import."""
-    import _deepspeed_cad_autoload as hook
-
-    if name in sys.modules:
-        act(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, hook.Waiter((name,), act))
+    if missing:
+        wait_for(missing, only_warn(after_import), AUTOLOAD)
 
 
 def is_wrapped(function: Callable) -> bool:
@@ -75,62 +56,6 @@ def is_wrapped(function: Callable) -> bool:
             return True
         function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
     return False
-
-
-def find_config(original: Callable, args: tuple, kwargs: dict) -> Mapping:
-    """The config that this call of `deepspeed.initialize` would use; empty where it cannot be read.
-
-    DeepSpeed takes its config as `config`, `config_params` or `args.deepspeed_config`, each a dict, a path, or JSON in
-    URL-safe base64. What cannot be read is left for DeepSpeed to complain about.
-    """
-    try:
-        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    except TypeError:
-        return {}
-    for config in (
-        given.get("config"),
-        given.get("config_params"),
-        getattr(given.get("args"), "deepspeed_config", None),
-        getattr(given.get("args"), "deepscale_config", None),
-    ):
-        if config is not None:
-            return _read_config(config)
-    return {}
-
-
-def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
-    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`.
-
-    Raises CADConfigError where the config has the block under a name that nobody reads.
-    """
-    config = find_config(original, args, kwargs)
-    for key in config:
-        if key != "cad" and "".join(filter(str.isalpha, str(key).lower())) in _MEANT:
-            raise CADConfigError(
-                f'the DeepSpeed JSON has "{key}" at its top level, which neither DeepSpeed nor CAD reads. The block is '
-                'called "cad"; take it out to train without CAD'
-            )
-    return config.get("cad", ABSENT)
-
-
-def _read_config(config: Any) -> Mapping:
-    if isinstance(config, Mapping):
-        return config
-    if not isinstance(config, str | os.PathLike):
-        return {}
-    try:
-        if os.path.exists(config):
-            with open(config, encoding="utf-8") as file:
-                text = file.read()
-        else:
-            text = base64.urlsafe_b64decode(os.fspath(config)).decode("utf-8")
-        try:
-            read = json.loads(text)
-        except ValueError:
-            read = import_module("hjson").loads(text)  # DeepSpeed reads comments and trailing commas too
-    except (OSError, ValueError, binascii.Error, ImportError):
-        return {}
-    return read if isinstance(read, Mapping) else {}
 
 
 def _wrap(module: ModuleType, name: str, wrap: Callable[[Callable], Callable]) -> None:
@@ -199,7 +124,7 @@ def _asks_for_cad(plugins: Any) -> bool:
     if plugins is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         plugins = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     each = plugins.values() if isinstance(plugins, Mapping) else [plugins]
-    blocks = [_read_config(getattr(one, "deepspeed_config", one)).get("cad", ABSENT) for one in each]
+    blocks = [read_config(getattr(one, "deepspeed_config", one)).get("cad", ABSENT) for one in each]
     return any(block is not ABSENT and not _is_off(block) for block in blocks)
 
 

@@ -17,9 +17,10 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from deepspeed_cad.asked import Request, agree, arm, read_environment
+from deepspeed_cad.asked import arm
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.request import Request, agree, read_environment
 
 logger = logging.getLogger("deepspeed_cad")
 

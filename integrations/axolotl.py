@@ -13,15 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
-from deepspeed_cad.integrations.accelerate import refuse_accelerator
 from deepspeed_cad.integrations.active import ActivationCheck, short_block
 from deepspeed_cad.integrations.callback import CADCallback
+from deepspeed_cad.integrations.refusals import refuse_accelerator
 from pydantic import BaseModel
 
 from deepspeed_cad.api import apply
-from deepspeed_cad.asked import agree
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.request import agree
 
 _PARALLEL = ("sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size")
 

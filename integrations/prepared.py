@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import ModuleType
-from typing import Any
-
-from deepspeed_cad.integrations.transformers import Binding
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.session import current_session
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
 
 _MARK = "__deepspeed_cad__"
 
@@ -76,7 +77,7 @@ class PreparedIterator:
         # Every rank gets here after its first step, or none does: evaluation and looking around train nothing.
         if binding is None or binding.announcer is not None or binding.trained != before + 1:
             yield from self._plain
-        elif not binding.agree_to_announce(_reads(binding, first)):
+        elif not binding.feed.agree_to_announce(_reads(binding, first)):
             yield from self._plain
         else:
             binding.announcer = self

@@ -124,7 +124,7 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_trainer(trainer: Any) -> None:
     """Raise CADUnsupportedError for parallelism or loading that CAD does not combine with."""
-    from deepspeed_cad.integrations.accelerate import refuse_accelerator, refuse_loader
+    from deepspeed_cad.integrations.refusals import refuse_accelerator, refuse_loader
 
     refuse_accelerator(trainer.accelerator)
     refuse_loader(trainer.callback_handler.train_dataloader)

@@ -45,10 +45,9 @@ from deepspeed_cad.integrations.verify import (
 )
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.ahead.documents import batch_shape, read_documents
-from deepspeed_cad.ahead.gather import Subject, What
 from deepspeed_cad.attention.microbatch import MicroBatch
-from deepspeed_cad.autoload import when_imported
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments
@@ -75,7 +74,6 @@ class Binding:
         """Documents of this rank in the last of them."""
         self.announcer: Any = None
         """The iterator of a prepared loader that announces its batches now."""
-        self._asked = 0
         self.verified = 0
         self._check: Check | None = None
         """Of the micro-batch whose forward runs."""
@@ -189,13 +187,6 @@ class Binding:
                 check.end_model(loss, without)
         check.output = self._check = None
         check.say()
-
-    def agree_to_announce(self, here: bool) -> bool:
-        """Whether the batches of a loader reach the model as they are, on every rank; asked by every rank."""
-        number, gatherer = self._asked, self.feed.gatherer
-        self._asked += 1
-        subject = Subject(What.LOADER, self.feed.number, index=number)
-        return all(self.feed.worker.run(lambda: gatherer.numbers(int(here), subject)))
 
     def _look_at_padding(self, micro_batch: MicroBatch, given: dict[str, Any]) -> None:
         """Have rows of padding computed where their output may count and the model's attention gives them one."""

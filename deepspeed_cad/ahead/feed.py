@@ -64,7 +64,7 @@ class Feed:
         self.exchanges = False
         """Whether documents are exchanged before steps: set where the loss is known to be normalised over all ranks."""
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
-        self._epoch = self._index = self._step = 0
+        self._epoch = self._index = self._step = self._asked = 0
         self._counted = dict.fromkeys((What.FORWARD, What.LOOK), 0)
         self._unannounced = 0
         """Training forwards in a row that no loader had announced."""
@@ -72,6 +72,12 @@ class Feed:
         """By epoch, only the last one; changed on the look-ahead thread only, in the same order on every rank."""
 
     # What loaders say
+
+    def agree_to_announce(self, here: bool) -> bool:
+        """Whether the batches of a loader reach the model as they are, on every rank; asked by every rank."""
+        number, self._asked = self._asked, self._asked + 1
+        subject = Subject(What.LOADER, self.number, index=number)
+        return all(self.worker.run(lambda: self.gatherer.numbers(int(here), subject)))
 
     def begin_epoch(self) -> None:
         """The loader starts again: what was announced but not trained is dropped, here and on the other ranks."""

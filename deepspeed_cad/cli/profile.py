@@ -152,8 +152,8 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
     """
     import torch.distributed as dist
 
+    from deepspeed_cad.cli.links import measure_links
     from deepspeed_cad.exchange.probe import choose_transport
-    from deepspeed_cad.profiles.links import measure_links
 
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)

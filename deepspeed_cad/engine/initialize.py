@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from deepspeed_cad.ahead.loader import LookAheadLoader
-from deepspeed_cad.autoload import find_config
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.engine.block import find_config
 from deepspeed_cad.engine.monitor import report_statistics
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.meet import together

@@ -20,6 +20,7 @@ from trainers import write_inputs
 from deepspeed_cad import asked
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.request import VARIABLE, Request, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = '{"granularity": 16, "tolerance": 0.02}'
@@ -42,7 +43,7 @@ sys.modules["deepspeed_cad.integrations.active"] = active
 
 def _environment(folder: Path, **more: str) -> dict[str, str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", asked.VARIABLE):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", VARIABLE):
         env.pop(name, None)
     return env | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **more}
 
@@ -52,26 +53,26 @@ def _environment(folder: Path, **more: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("block", [{}, {"tolerance": 0.2, "kernel": "auto"}])
 def test_a_request_survives_the_environment(monkeypatch, block: dict) -> None:
-    monkeypatch.setenv(asked.VARIABLE, "")
-    assert asked.read_environment() is None
-    given = asked.Request(CADConfig.from_dict(block), "--cad")
+    monkeypatch.setenv(VARIABLE, "")
+    assert read_environment() is None
+    given = Request(CADConfig.from_dict(block), "--cad")
     given.publish()
-    assert asked.read_environment() == given
-    assert " " not in os.environ[asked.VARIABLE]
+    assert read_environment() == given
+    assert " " not in os.environ[VARIABLE]
 
 
 def test_a_user_may_write_the_block_alone(monkeypatch) -> None:
-    monkeypatch.setenv(asked.VARIABLE, '{"tolerance": 0.2}')
-    assert asked.read_environment() == asked.Request(CADConfig(tolerance=0.2), "DEEPSPEED_CAD_CONFIG")
+    monkeypatch.setenv(VARIABLE, '{"tolerance": 0.2}')
+    assert read_environment() == Request(CADConfig(tolerance=0.2), "DEEPSPEED_CAD_CONFIG")
 
 
 @pytest.mark.parametrize(
     ("text", "said"), [("0.2", "expected an object"), ("yes", "is not JSON"), ('{"cad": {"x": 1}}', "unknown key")]
 )
 def test_a_bad_request(monkeypatch, text: str, said: str) -> None:
-    monkeypatch.setenv(asked.VARIABLE, text)
+    monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(CADConfigError, match=said):
-        asked.read_environment()
+        read_environment()
 
 
 @pytest.mark.parametrize(
@@ -81,12 +82,12 @@ def test_a_bad_request(monkeypatch, text: str, said: str) -> None:
 def test_a_request_inside_another_agrees_with_it(monkeypatch, flags, tolerance, asked_by) -> None:
     from deepspeed_cad.run import read_request
 
-    monkeypatch.setenv(asked.VARIABLE, '{"cad": {"tolerance": 0.2}, "asked_by": "outside"}')
+    monkeypatch.setenv(VARIABLE, '{"cad": {"tolerance": 0.2}, "asked_by": "outside"}')
     if tolerance is None:
         with pytest.raises(CADConfigError, match="--cad and outside disagree in tolerance: 0.05 and 0.2"):
             read_request(*flags)
     else:
-        assert read_request(*flags) == asked.Request(CADConfig(tolerance=tolerance), asked_by)
+        assert read_request(*flags) == Request(CADConfig(tolerance=tolerance), asked_by)
 
 
 # How a process ends
@@ -163,7 +164,7 @@ def test_every_accelerator_gets_the_plugin_of_the_request(tmp_path) -> None:
         "  return cls(tolerance=config.tolerance, asked_by=asked_by, watched=False)\n"
         "ours.CADPlugin, ours.give_every_accelerator = CADPlugin, print\nsys.modules[ours.__name__] = ours\n"
     )
-    env = _environment(tmp_path, **{asked.VARIABLE: '{"tolerance": 0.2}'})
+    env = _environment(tmp_path, **{VARIABLE: '{"tolerance": 0.2}'})
     done = subprocess.run([sys.executable, "-c", "import accelerate"], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "CADPlugin(tolerance=0.2, asked_by='DEEPSPEED_CAD_CONFIG', watched=True)", done.stderr
 
@@ -245,7 +246,7 @@ def _launched(way: str, folder: Path) -> subprocess.CompletedProcess[str]:
     sft = ["trl_command.py", "sft", *words]
     two = [*TWO, "--main_process_port", _port()]
     if way == "environment":
-        return _run(folder, *sft, *two, **{asked.VARIABLE: BLOCK})
+        return _run(folder, *sft, *two, **{VARIABLE: BLOCK})
     if way == "run":
         return _run(folder, "-m", "deepspeed_cad.run", "--cad", BLOCK, *sft, *two)
     return _run(

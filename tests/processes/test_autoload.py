@@ -46,6 +46,7 @@ engine.initialize = lambda original, block, args, kwargs: ("cad", dict(block), a
 sys.modules["deepspeed_cad.engine.initialize"] = engine
 """
 ARM = "import _deepspeed_cad_autoload as hook; hook.arm()\n"
+FIND = "from _deepspeed_cad_waiter import AUTOLOAD, find_waiter\n"
 
 
 @pytest.fixture
@@ -89,31 +90,35 @@ def test_find_spec_neither_triggers_nor_disarms(python) -> None:
 
 
 def test_disarms_and_leaves_the_module_as_it_was(python) -> None:
-    code = ARM + (
-        "import sys, pickle, inspect, deepspeed\n"
-        "print(type(deepspeed.__loader__).__name__, deepspeed.__spec__.loader is deepspeed.__loader__)\n"
-        "f = deepspeed.initialize\n"
-        "print(inspect.getsource(deepspeed).count('LOADED'), pickle.loads(pickle.dumps(f)) is f)\n"
-        "print(sorted(hook.waiter().waiting))\n"
-        "import deepspeed.env_report, accelerate.accelerator; print(hook.waiter())"
+    code = (
+        FIND
+        + ARM
+        + (
+            "import sys, pickle, inspect, deepspeed\n"
+            "print(type(deepspeed.__loader__).__name__, deepspeed.__spec__.loader is deepspeed.__loader__)\n"
+            "f = deepspeed.initialize\n"
+            "print(inspect.getsource(deepspeed).count('LOADED'), pickle.loads(pickle.dumps(f)) is f)\n"
+            "print(sorted(find_waiter(AUTOLOAD).waiting))\n"
+            "import deepspeed.env_report, accelerate.accelerator; print(find_waiter(AUTOLOAD))"
+        )
     )
     waiting = "['accelerate.accelerator', 'deepspeed.env_report']"
     assert python(code).split("\n") == ["SourceFileLoader True", "1 True", waiting, "None"]
 
 
 def test_turned_off_by_the_environment(python) -> None:
-    code = ARM + "import deepspeed; print(hook.waiter(), hasattr(deepspeed.initialize, '__wrapped__'))"
+    code = FIND + ARM + "import deepspeed; print(find_waiter(AUTOLOAD), hasattr(deepspeed.initialize, '__wrapped__'))"
     assert python(code, DEEPSPEED_CAD_AUTOLOAD="0") == "None False"
 
 
 def test_arming_imports_nothing(python) -> None:
     code = "import sys, os; before = set(sys.modules); " + ARM + "print(sorted(set(sys.modules) - before))"
-    assert python(code) == "['_deepspeed_cad_autoload']"
+    assert python(code) == "['_deepspeed_cad_autoload', '_deepspeed_cad_waiter']"
 
 
 def test_arming_takes_less_than_a_millisecond(python, tmp_path) -> None:
-    source = ROOT / "_deepspeed_cad_autoload.py"
-    py_compile.compile(str(source), str(tmp_path / "_deepspeed_cad_autoload.pyc"))  # as pip does
+    for name in ("_deepspeed_cad_autoload", "_deepspeed_cad_waiter"):
+        py_compile.compile(str(ROOT / f"{name}.py"), str(tmp_path / f"{name}.pyc"))  # as pip does
     code = (
         "import os, time; t = time.perf_counter(); import _deepspeed_cad_autoload as hook; hook.arm()\n"
         "print(time.perf_counter() - t, hook.__file__)"
@@ -377,13 +382,17 @@ def test_ds_report_ends_with_our_line(python) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_the_real_deepspeed() -> None:
-    code = ARM + (
-        "import importlib.util, transformers.utils, accelerate\n"
-        "importlib.util.find_spec('deepspeed')\n"
-        "import deepspeed, inspect\n"
-        "names = inspect.signature(deepspeed.initialize).parameters\n"
-        "print(hasattr(deepspeed.initialize, '__wrapped__'), 'config' in names, 'config_params' in names)\n"
-        "import deepspeed.env_report as report; print(hasattr(report.main, '__wrapped__'), hook.waiter())"
+    code = (
+        FIND
+        + ARM
+        + (
+            "import importlib.util, transformers.utils, accelerate\n"
+            "importlib.util.find_spec('deepspeed')\n"
+            "import deepspeed, inspect\n"
+            "names = inspect.signature(deepspeed.initialize).parameters\n"
+            "print(hasattr(deepspeed.initialize, '__wrapped__'), 'config' in names, 'config_params' in names)\n"
+            "import deepspeed.env_report as report; print(hasattr(report.main, '__wrapped__'), find_waiter(AUTOLOAD))"
+        )
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
@@ -409,7 +418,8 @@ def test_what_a_wheel_and_an_editable_install_put_into_site_packages(tmp_path) -
         needed = re.findall(rb"GLIBC_2\.(\d+)", zipfile.ZipFile(wheel).read("deepspeed_cad/_native.so"))
         platform = f"manylinux_2_{max(map(int, needed))}_{os.uname().machine}"
     assert wheel.name.endswith(f"py3-none-{platform}.whl")
-    assert {"deepspeed_cad_autoload.pth", "_deepspeed_cad_autoload.py", "deepspeed_cad/config.py"} <= set(names)
+    hook = {"deepspeed_cad_autoload.pth", "_deepspeed_cad_autoload.py", "_deepspeed_cad_waiter.py"}
+    assert hook | {"deepspeed_cad/config.py"} <= set(names)
     assert ("deepspeed_cad/_native.so" in names) == compiles
     assert any(name.startswith("deepspeed_cad/integrations/") for name in names) == (ROOT / "integrations").is_dir()
     assert not any(name.startswith(("tests/", "csrc/", "benchmarks/", "deepspeed_cad/tests")) for name in names)

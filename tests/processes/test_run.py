@@ -13,10 +13,10 @@ import pytest
 from trainers import assert_same, losses_of
 
 import _deepspeed_cad_autoload as hook
-from deepspeed_cad import asked
 from deepspeed_cad.cli import accelerate_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.request import VARIABLE, Request, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(Path(__file__).with_name("script_train.py"))
@@ -202,7 +202,7 @@ def test_bad_input_of_accelerate_cad(started, capsys, words: list[str], said: st
 def started(monkeypatch) -> list[list[str]]:
     """What accelerate-cad would have become; the environment is put back afterwards."""
     words: list[list[str]] = []
-    monkeypatch.setenv(asked.VARIABLE, "")
+    monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setitem(sys.modules, "_deepspeed_cad_autoload", hook)
     monkeypatch.setattr(os, "execv", lambda program, all_words: words.append(all_words))
     return words
@@ -222,7 +222,7 @@ def test_what_accelerate_cad_gives_to_accelerate(started, tmp_path, monkeypatch,
     theirs = ["--num_processes", "2", "train.py", "--cad", "x"]
     assert accelerate_cad.main(["launch", *ours, *theirs]) == 0
     assert started == [[sys.executable, "-m", "accelerate.commands.launch", *theirs]]
-    assert asked.read_environment() == asked.Request(CADConfig.from_dict(block), asked_by)
+    assert read_environment() == Request(CADConfig.from_dict(block), asked_by)
 
 
 def test_accelerate_cad_needs_the_hook(started, monkeypatch, capsys) -> None:

@@ -18,13 +18,13 @@ from pool import WorkerPool
 
 from deepspeed_cad import cli
 from deepspeed_cad.cli import profile as profile_command
+from deepspeed_cad.cli.links import measure_links, peer_schedule
 from deepspeed_cad.cost import PAIRS as COUNTED
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.probe import choose_transport
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost, choice, choose_cost, choose_profile, fit_cost, measure
 from deepspeed_cad.profiles.choice import GENERIC_GPU, PAIRS, SHIPPED, USUAL_SHAPE
-from deepspeed_cad.profiles.links import measure_links, peer_schedule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ENTRY = ShapeCost(USUAL_SHAPE, pair=1e-11, row=5e-9, key=2e-9, task=1e-7)

@@ -1,0 +1,78 @@
+"""Where the "cad" block stands: reads the config of a call of `deepspeed.initialize` as DeepSpeed would.
+
+In: the arguments of the call. Out: the config as a mapping, and its "cad" block or `ABSENT`. Imports neither torch nor
+deepspeed, and changes nothing.
+"""
+
+import base64
+import binascii
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from deepspeed_cad.errors import CADConfigError
+
+ABSENT = object()
+"""In place of a "cad" block: the config has none."""
+_MEANT = ("cad", "cads", "cadblock", "cadconfig", "deepspeedcad", "deepspeedcadconfig", "coreattentiondisaggregation")
+"""Top-level keys, as lower-case letters, by which a user may have meant "cad". DeepSpeed passes over all of them."""
+
+
+def find_config(original: Callable, args: tuple, kwargs: dict) -> Mapping:
+    """The config that this call of `deepspeed.initialize` would use; empty where it cannot be read.
+
+    DeepSpeed takes its config as `config`, `config_params` or `args.deepspeed_config`, each a dict, a path, or JSON in
+    URL-safe base64. What cannot be read is left for DeepSpeed to complain about.
+    """
+    try:
+        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return {}
+    for config in (
+        given.get("config"),
+        given.get("config_params"),
+        getattr(given.get("args"), "deepspeed_config", None),
+        getattr(given.get("args"), "deepscale_config", None),
+    ):
+        if config is not None:
+            return read_config(config)
+    return {}
+
+
+def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
+    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`.
+
+    Raises CADConfigError where the config has the block under a name that nobody reads.
+    """
+    config = find_config(original, args, kwargs)
+    for key in config:
+        if key != "cad" and "".join(filter(str.isalpha, str(key).lower())) in _MEANT:
+            raise CADConfigError(
+                f'the DeepSpeed JSON has "{key}" at its top level, which neither DeepSpeed nor CAD reads. The block is '
+                'called "cad"; take it out to train without CAD'
+            )
+    return config.get("cad", ABSENT)
+
+
+def read_config(config: Any) -> Mapping:
+    """What a dict, a path, or JSON in URL-safe base64 holds as a DeepSpeed config; empty where it holds none."""
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, str | os.PathLike):
+        return {}
+    try:
+        if os.path.exists(config):
+            with open(config, encoding="utf-8") as file:
+                text = file.read()
+        else:
+            text = base64.urlsafe_b64decode(os.fspath(config)).decode("utf-8")
+        try:
+            read = json.loads(text)
+        except ValueError:
+            read = import_module("hjson").loads(text)  # DeepSpeed reads comments and trailing commas too
+    except (OSError, ValueError, binascii.Error, ImportError):
+        return {}
+    return read if isinstance(read, Mapping) else {}

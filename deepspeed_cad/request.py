@@ -1,0 +1,60 @@
+"""A request for CAD: what is asked for, by whom, and how the processes of a run learn of it.
+
+In: the environment variable DEEPSPEED_CAD_CONFIG: the "cad" block as JSON, or {"cad": block, "asked_by": words}. Out: a
+`Request`, and one error where two requests differ. What a request does in a process: `deepspeed_cad.asked`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError
+
+VARIABLE = "DEEPSPEED_CAD_CONFIG"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, and the words for who asked."""
+
+    config: CADConfig
+    asked_by: str
+
+    def publish(self) -> None:
+        """Put it into the environment, for the processes that this one starts."""
+        # Without blanks where possible: launchers of several hosts may not pass on a variable that holds one.
+        text = {"cad": self.config.to_dict(), "asked_by": self.asked_by}
+        os.environ[VARIABLE] = json.dumps(text, separators=(",", ":"))
+
+
+def read_environment() -> Request | None:
+    """The request of the environment. Raises CADConfigError where it is not a "cad" block."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        block = json.loads(text)
+    except ValueError as error:
+        raise CADConfigError(
+            f"{VARIABLE} in the environment is {text!r}, which is not JSON: {error}. "
+            f'Write the "cad" block, such as {VARIABLE}=\'{{"tolerance": 0.05}}\''
+        ) from error
+    asked_by = VARIABLE
+    if isinstance(block, dict) and "cad" in block:
+        asked_by = str(block.get("asked_by", VARIABLE))
+        block = block["cad"]
+    return Request(CADConfig.from_dict(block), asked_by)
+
+
+def agree(first: CADConfig, first_source: str, second: CADConfig, second_source: str) -> None:
+    """Raise CADConfigError, naming the keys, where two sources ask for different things."""
+    ours, theirs = first.to_dict(), second.to_dict()
+    different = [f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in ours if ours[key] != theirs[key]]
+    if different:
+        raise CADConfigError(
+            f"CAD is configured twice, differently: {first_source} and {second_source} disagree in "
+            f"{'; '.join(different)}. Configure it in one place"
+        )

@@ -1,0 +1,189 @@
+"""The rules of docs/architecture.md about who imports whom, read from the sources: also imports inside functions.
+
+Imports for type checkers only are left out. A module is told by its installed name, so what lies in integrations/ is
+`deepspeed_cad.integrations`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS = ("transformers", "deepspeed", "accelerate", "trl", "peft", "axolotl")
+RUNNING = ("ahead", "attention", "exchange", "session", "engine", "integrations")
+"""Rooms that take part in training; those that only compute are tested without processes."""
+NEVER: dict[str, tuple[str, ...]] = {
+    "config": ("torch", "numpy", *HOSTS),
+    "layout": ("torch", *HOSTS, *RUNNING),
+    "cost": ("torch", *HOSTS, *RUNNING),
+    "planner": ("torch.distributed", *HOSTS, *RUNNING),
+    "schedule": ("torch", *HOSTS, *RUNNING),
+    "profiles": ("torch.distributed", *HOSTS, *RUNNING),
+    "exchange": (*HOSTS, "attention", "ahead", "session", "planner", "kernels", "engine", "integrations"),
+    "kernels": ("torch.distributed", *HOSTS),
+    "attention": (*HOSTS, "ahead", "session", "engine", "integrations"),
+    "ahead": (*HOSTS, "session", "engine", "integrations"),
+    "session": (*HOSTS, "engine", "integrations"),
+    "autoload": ("torch",),
+    "asked": ("torch",),
+}
+"""By room: rooms and other packages that none of its modules imports."""
+THROUGH = {
+    "api", "config", "errors", "notice", "request", "autoload", "meet", "layout", "session", "kernels.interface",
+    "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
+}  # fmt: skip
+"""All that `engine` and `integrations` may import of the rest."""
+STARTS = {"engine", "cli", "api", "run", "asked", "autoload"}
+"""Who may import `integrations`, beside itself."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The source of every module that is installed."""
+    found = {path.stem: path for path in ROOT.glob("_deepspeed_cad_*.py")}
+    for folder, package in (("deepspeed_cad", "deepspeed_cad"), ("integrations", "deepspeed_cad.integrations")):
+        for path in (ROOT / folder).rglob("*.py"):
+            words = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            found[".".join(words[:-1] if words[-1] == "__init__" else words)] = path
+    return found
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """What a module imports, by full names; of packages that are not ours `a.b` for `from a import b` too."""
+    return frozenset(_imports(ast.parse(modules()[module].read_text()), set(modules()))) - {module}
+
+
+def _imports(node: ast.AST, ours: set[str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (name.name for name in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.module and not node.level, f"line {node.lineno}: a relative import"
+        parts = {f"{node.module}.{name.name}" for name in node.names}
+        # `from package import module` needs the module; `from package import name` what the package offers.
+        yield from parts & ours if node.module in ours else parts
+        if not parts <= ours:
+            yield node.module
+    elif isinstance(node, ast.Call) and "import_module" in (
+        getattr(node.func, "id", ""),
+        getattr(node.func, "attr", ""),
+    ):
+        yield from (word.value for word in node.args[:1] if isinstance(word, ast.Constant))
+    for child in ast.iter_child_nodes(node):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body:
+            continue
+        yield from _imports(child, ours)
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """The names of one circle, the first again at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(path: list[str]) -> list[str]:
+        for name in sorted(graph.get(path[-1], ())):
+            if name in path:
+                return [*path[path.index(name) :], name]
+            if name not in done and (circle := walk([*path, name])):
+                return circle
+        done.add(path[-1])
+        return []
+
+    return next(filter(None, (walk([name]) for name in sorted(graph) if name not in done)), [])
+
+
+def is_in(name: str, room: str) -> bool:
+    """Whether a module belongs to a room, which may be one of its modules or another package."""
+    name = name.removeprefix("deepspeed_cad.") if name in modules() else name
+    return name == room or name.startswith(f"{room}.")
+
+
+def of(*rooms: str) -> list[str]:
+    """The modules of rooms."""
+    found = [name for name in modules() if any(is_in(name, room) for room in rooms)]
+    assert found, f"no modules in {rooms}"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("graph", "circle"),
+    [
+        ({"a": {"b", "c"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, ["b", "c", "b"]),
+        ({"a": {"a"}}, ["a", "a"]),
+    ],
+)
+def test_a_circle_is_found(graph, circle) -> None:
+    assert find_circle(graph) == circle
+
+
+def test_every_kind_of_import_is_seen() -> None:
+    source = (
+        "import a.b\nfrom p import q, r\nfrom x import y\n"
+        "if TYPE_CHECKING:\n import unseen\nelse:\n import seen\n"
+        "def f():\n import inside\n importlib.import_module('named')\n"
+    )
+    assert set(_imports(ast.parse(source), {"p", "p.q"})) == {
+        "a.b", "p.q", "p", "x.y", "x", "seen", "inside", "named"
+    }  # fmt: skip
+
+
+def test_no_circle_of_modules() -> None:
+    circle = find_circle({name: set(imports(name) & set(modules())) for name in modules()})
+    assert not circle, f"modules that import each other: {' -> '.join(circle)}"
+
+
+@pytest.mark.parametrize("room", NEVER)
+def test_what_a_room_must_not_know(room: str) -> None:
+    wrong = [
+        f"{module} -> {name}"
+        for module in of(room)
+        for name in sorted(imports(module))
+        if any(is_in(name, other) for other in NEVER[room])
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ["layout", "cost", "planner", "schedule"])
+def test_what_a_pure_room_imports_does_not_know_it_either(room: str) -> None:
+    reached = set(of(room))
+    while more := {name for module in reached for name in imports(module) & set(modules())} - reached:
+        reached |= more
+    wrong = [
+        f"{module} -> {name}"
+        for module in sorted(reached)
+        for name in sorted(imports(module))
+        if any(is_in(name, other) for other in ("torch.distributed", *HOSTS, *RUNNING))
+    ]
+    assert not wrong
+
+
+def test_kernels_import_nothing_else_of_ours() -> None:
+    ours = {name for module in of("kernels") for name in imports(module) & set(modules())}
+    assert ours <= {*of("kernels"), *of("errors")}
+
+
+def test_attention_takes_plans_and_makes_none() -> None:
+    ours = {name for module in of("attention") for name in imports(module) if is_in(name, "planner")}
+    assert ours == {"deepspeed_cad.planner.plan"}
+
+
+def test_who_imports_the_integrations() -> None:
+    inside = set(of(*STARTS, "integrations"))
+    wrong = [
+        f"{module} -> {name}"
+        for module in sorted(set(modules()) - inside)
+        for name in imports(module)
+        if is_in(name, "integrations")
+    ]
+    assert not wrong
+
+
+def test_host_frameworks_reach_the_core_through_these_only() -> None:
+    here = set(of("engine", "integrations"))
+    ours = {name for module in here for name in imports(module) & set(modules())} - here
+    assert ours - {"_deepspeed_cad_waiter"} == {f"deepspeed_cad.{name}" for name in THROUGH}
