@@ -78,7 +78,7 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
 def test_collectives_of_a_step(workers: WorkerPool, overlap: str, parts: int, checkpoint: bool) -> None:
     """Three small gathers (header, lengths, plan) and four exchanges per layer and nano-batch; nothing else."""
     for counted in workers.run(_count, 2, overlap, checkpoint, False):
-        assert counted == {"all_gather": 3, "exchange": 2 * parts * 4}
+        assert counted == {"all_gather": 3, "exchange": 2 * parts * 4, "all_to_all_single": 2 * parts * 4}
 
 
 def test_a_loader_is_read_ahead(workers: WorkerPool) -> None:
