@@ -1,4 +1,4 @@
-"""Core attention disaggregation (CAD): attention is cut into tasks and balanced over all ranks, exactly, per step.
+"""Core attention disaggregation (CAD): attention is cut into tasks and balanced over all ranks, with the same results.
 
 This is the whole public interface. Importing it costs nothing: no torch, no GPU, no compiled library, no DeepSpeed;
 each name is imported when it is first used.

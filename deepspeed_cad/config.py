@@ -86,7 +86,7 @@ class CADConfig:
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
     token ids before the first forward, where that is cheaper ("exchange"). Only where the loss is normalised over the
-    global batch: see docs/steps.md."""
+    global batch: see docs/steps.md. Experimental: exact on CPUs, never measured on GPUs."""
 
     look_ahead: int = 1
     """How many steps ahead lengths are gathered and plans made, in a background thread. 0: plan at the forward pass."""
