@@ -118,8 +118,8 @@ class CADMode(Mode):
 
     def buffer_bytes(self) -> int:
         """See Mode: landing areas in symmetric memory."""
-        slots = getattr(self.session.transport, "_slots", {}).values()
-        areas = [area for slot in slots for area in (*slot.dispatch, slot.give_back)]
+        nano_batches = getattr(self.session.transport, "_nano_batches", {}).values()
+        areas = [area for one in nano_batches for area in (*one.dispatch, one.give_back)]
         return sum(area.capacity for area in areas)
 
     def close(self) -> None:

@@ -68,23 +68,23 @@ class NetworkTransport:
     bytes_sent: int = 0
     shipped: list[list[int]] = field(default_factory=list)
     """The width of every field, by exchange."""
-    slots: list[int] = field(default_factory=list)
+    nano_batches: list[int] = field(default_factory=list)
     """The nano-batch of every exchange."""
     landed: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """What arrived, by nano-batch: valid until the next dispatch, as in landing areas that are used again."""
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, *identity: Any) -> _Dispatched:
-        for area in self.landed.pop(slot, []):
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, *identity: Any) -> _Dispatched:
+        for area in self.landed.pop(nano_batch, []):
             area.fill_(float("nan"))
-        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields, slot), slot)
+        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields, nano_batch), nano_batch)
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, *identity: Any) -> _Returned:
-        return _Returned(self, schedule, fields, self._start("give_back", schedule, fields, slot))
+    def give_back(self, schedule: Schedule, fields: list[Returning], nano_batch: int, *identity: Any) -> _Returned:
+        return _Returned(self, schedule, fields, self._start("give_back", schedule, fields, nano_batch))
 
     def close(self) -> None: ...
 
-    def _start(self, what: str, schedule: Schedule, fields: list[Any], slot: int) -> int:
-        self.slots.append(slot)
+    def _start(self, what: str, schedule: Schedule, fields: list[Any], nano_batch: int) -> int:
+        self.nano_batches.append(nano_batch)
         check_fields(schedule, fields)
         self.network.say(what)
         self.exchanges += 1
@@ -105,7 +105,7 @@ class _Dispatched:
     schedule: Schedule
     fields: list[Outgoing]
     exchange: int
-    slot: int
+    nano_batch: int
 
     def wait(self) -> list[torch.Tensor]:
         self.own.network.say("wait out")
@@ -121,7 +121,7 @@ class _Dispatched:
                 rows = data[i].flatten(0, 1)[at] if peer != me else f.home.reshape(-1, f.home.shape[2])[at]
                 landed[torch.from_numpy(mine.server_index(takes, f.kind))] = rows
             arrived.append(landed)
-        self.own.landed[self.slot] = arrived
+        self.own.landed[self.nano_batch] = arrived
         return list(arrived)
 
 

@@ -57,13 +57,13 @@ def _there_and_back(transport: Transport, rank: int, device: torch.device) -> No
     schedule = schedule_rank(tick, build_slices(tick, np.array(TASKS, dtype=np.int64)), rank, GROUPS)
     tokens = sum(RANK_LENGTHS[rank])
     q_TGW, k_TGW = torch.randn(2, tokens, GROUPS, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device)
-    arrived = transport.dispatch(schedule, [Outgoing(QUERY, q_TGW), Outgoing(KEY, k_TGW)], slot=0).wait()
+    arrived = transport.dispatch(schedule, [Outgoing(QUERY, q_TGW), Outgoing(KEY, k_TGW)], nano_batch=0).wait()
     if rank == 1:
         given = torch.randn(2, sum(RANK_LENGTHS[0]), GROUPS, WIDTH, generator=torch.Generator().manual_seed(0))
         _compare("queries", arrived[0], given[0, 24:40, 1])
         _compare("keys", arrived[1], given[1, :40, 1])
     home_TGW = torch.zeros_like(q_TGW)
-    transport.give_back(schedule, [Returning(QUERY, arrived[0].clone(), home_TGW)], slot=0).wait()
+    transport.give_back(schedule, [Returning(QUERY, arrived[0].clone(), home_TGW)], nano_batch=0).wait()
     expected = torch.zeros_like(q_TGW)
     if rank == 0:
         expected[24:40, 1] = q_TGW[24:40, 1]

@@ -47,20 +47,24 @@ class C10dTransport:
         )  # fmt: skip
         self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, KindRows]] = WeakKeyDictionary()
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, moment: Moment = UNNAMED) -> _Dispatched:
-        """See Transport.dispatch; slots need no care here, every exchange has buffers of its own."""
+    def dispatch(
+        self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
+    ) -> _Dispatched:
+        """See Transport.dispatch; nano-batches need no care here, every exchange has buffers of its own."""
         kinds = self._look_up(schedule)
         packed = [field.home[kinds[field.kind].home_row, kinds[field.kind].home_group] for field in fields]
         counts = [(kinds[field.kind].sent, kinds[field.kind].received) for field in fields]
-        arrival = self._start(moment, slot, False, schedule, packed, counts)
+        arrival = self._start(moment, nano_batch, False, schedule, packed, counts)
         return _Dispatched(self, schedule, fields, kinds, arrival)
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, moment: Moment = UNNAMED) -> _Returned:
+    def give_back(
+        self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
+    ) -> _Returned:
         """See Transport.give_back."""
         kinds = self._look_up(schedule)
         packed = [field.served[kinds[field.kind].received_row] for field in fields]
         counts = [(kinds[field.kind].received, kinds[field.kind].sent) for field in fields]
-        arrival = self._start(moment, slot, True, schedule, packed, counts)
+        arrival = self._start(moment, nano_batch, True, schedule, packed, counts)
         return _Returned(self, fields, kinds, arrival)
 
     def close(self) -> None:
@@ -74,7 +78,7 @@ class C10dTransport:
     def _start(
         self,
         moment: Moment,
-        slot: int,
+        nano_batch: int,
         is_return: bool,
         schedule: Schedule,
         packed: list[torch.Tensor],
@@ -92,7 +96,7 @@ class C10dTransport:
         )
         self.exchanges += 1
         self.bytes_sent += outgoing.numel()
-        identity = self.register.next(self.exchanges, moment, slot, is_return, schedule)
+        identity = self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
         under_way = self._carrier.start(identity, outgoing, to_peers, from_peers)
         return _Arrival(under_way, [received for _, received in counts], widths, dtypes)
 

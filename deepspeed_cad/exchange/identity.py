@@ -3,7 +3,7 @@
 Exchanges are paired by order: the n-th of one rank with the n-th of every other. Where a rank leaves a part out, say
 because its script caught an exception and went on, the order is the same and the meaning is not. So each exchange has
 a number that says where in training it lies; both ends have computed it from what they know, and they compare. In:
-`Moment`, slot, direction and schedule of every exchange. Out: one `Identity` each, and words for what differs.
+`Moment`, nano-batch, direction and schedule of every exchange. Out: one `Identity` each, and words for what differs.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ class Register:
     def __init__(self) -> None:
         self._history = 0
 
-    def next(self, index: int, moment: Moment, slot: int, is_return: bool, schedule: Schedule) -> Identity:
+    def next(self, index: int, moment: Moment, nano_batch: int, is_return: bool, schedule: Schedule) -> Identity:
         """The identity of the exchange that starts now; called once for each, in their order."""
         turn, layer = moment.turn % (1 << _TURN_BITS), moment.layer % (1 << _LAYER_BITS)
-        words = turn << _TURN_AT | layer << _LAYER_AT | (slot & 1) << 2 | int(moment.backward) << 1 | int(is_return)
+        words = (
+            turn << _TURN_AT | layer << _LAYER_AT | (nano_batch & 1) << 2 | int(moment.backward) << 1 | int(is_return)
+        )
         # A multiplication and a shift spread every bit of the sum over the upper bits that are kept.
         mixed = ((self._history ^ (words << 32 | schedule.digest)) * 0x9E3779B97F4A7C15 + moment.turn) & _WORD
         self._history = ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9) & _WORD

@@ -73,9 +73,11 @@ class MixedTransport(NvlinkTransport):
         self.stream = None
         self._far: WeakKeyDictionary[Schedule, tuple[_Far, _Far]] = WeakKeyDictionary()
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, moment: Moment = UNNAMED) -> _Dispatched:
+    def dispatch(
+        self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
+    ) -> _Dispatched:
         """See NvlinkTransport.dispatch."""
-        out = super().dispatch(schedule, fields, slot, moment)
+        out = super().dispatch(schedule, fields, nano_batch, moment)
         far = self._look_up(schedule)
         packed = [f.home[far[f.kind].home_row, far[f.kind].home_group] for f in fields]
         table = []
@@ -86,9 +88,11 @@ class MixedTransport(NvlinkTransport):
         self._exchange(out.under_way, table, packed)
         return out
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, moment: Moment = UNNAMED) -> _Returned:
+    def give_back(
+        self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
+    ) -> _Returned:
         """See NvlinkTransport.give_back."""
-        back = super().give_back(schedule, fields, slot, moment)
+        back = super().give_back(schedule, fields, nano_batch, moment)
         far = self._look_up(schedule)
         table = []
         for f, landed in zip(fields, back.landed):

@@ -55,22 +55,26 @@ class NcclTransport:
         self._watchdog = Watchdog(self._alarm, self.messages.leave, device, self._comparison)
         self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, KindRows]] = WeakKeyDictionary()
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, moment: Moment = UNNAMED) -> _Dispatched:
-        """See Transport.dispatch; slots need no care here, every exchange has buffers of its own."""
+    def dispatch(
+        self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
+    ) -> _Dispatched:
+        """See Transport.dispatch; nano-batches need no care here, every exchange has buffers of its own."""
         self._alarm.check()
         kinds = self._look_up(schedule)
         packed = [f.home[kinds[f.kind].home_row, kinds[f.kind].home_group] for f in fields]
         counts = [(kinds[f.kind].sent, kinds[f.kind].received) for f in fields]
-        identity = self._next(moment, slot, False, schedule)
+        identity = self._next(moment, nano_batch, False, schedule)
         return _Dispatched(self, schedule, fields, kinds, self._start(identity, packed, counts))
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, moment: Moment = UNNAMED) -> _Returned:
+    def give_back(
+        self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
+    ) -> _Returned:
         """See Transport.give_back."""
         self._alarm.check()
         kinds = self._look_up(schedule)
         packed = [f.served[kinds[f.kind].received_row] for f in fields]
         counts = [(kinds[f.kind].received, kinds[f.kind].sent) for f in fields]
-        identity = self._next(moment, slot, True, schedule)
+        identity = self._next(moment, nano_batch, True, schedule)
         return _Returned(self, fields, kinds, self._start(identity, packed, counts))
 
     def close(self) -> None:
@@ -103,10 +107,10 @@ class NcclTransport:
             under_way.producer.wait_event(current.record_event())
         under_way.arrived = []
 
-    def _next(self, moment: Moment, slot: int, is_return: bool, schedule: Schedule) -> Identity:
+    def _next(self, moment: Moment, nano_batch: int, is_return: bool, schedule: Schedule) -> Identity:
         self.exchanges += 1
         self._comparison.newest = self.exchanges
-        return self.register.next(self.exchanges, moment, slot, is_return, schedule)
+        return self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
 
     def _start(self, identity: Identity, packed: list[torch.Tensor], counts: list[tuple[Table, Table]]) -> _UnderWay:
         arrived = [rows.new_empty(int(received.sum()), rows.shape[1]) for rows, (_, received) in zip(packed, counts)]

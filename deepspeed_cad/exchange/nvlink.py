@@ -9,11 +9,11 @@ Why memory is never overwritten too early. All ranks start the same exchanges in
 p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
 stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
 "flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
-served tasks run beside local ones: the training stream waits for that before it places what came back (attention.py).
-  Dispatch: two areas per slot take turns. What landed is valid until the next dispatch on the slot, so the area of the
+served tasks run beside local ones: the training stream waits for that before it places what came back (attention/overlap.py).
+  Dispatch: two areas per nano-batch take turns. What landed is valid until the next dispatch on it, so the area of the
   dispatch before last is free at a peer whose flag has reached the last dispatch.
-  Return: one area per slot. A return must be waited for before the next exchange on its slot (checked), so the area is
-  free at a peer whose flag has reached that next exchange, the dispatch before this return.
+  Return: one area per nano-batch. A return must be waited for before the next exchange on its nano-batch (checked),
+  so the area is free at a peer whose flag has reached that next exchange, the dispatch before this return.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Tables:
 
 
 @dataclass(eq=False)
-class _Slot:
+class _NanoBatch:
     """One nano-batch: its areas and what is under way."""
 
     dispatch: tuple[LandingArea, LandingArea]
@@ -146,13 +146,15 @@ class NvlinkTransport:
         with torch.cuda.device(device):
             self._comparison = Comparison(names, self.rank)
         self._neighbours: Sequence[int] = [int(rank) for rank in peers.members if rank != self.rank]
-        self._slots: dict[int, _Slot] = {}
+        self._nano_batches: dict[int, _NanoBatch] = {}
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
         self._watchdog = Watchdog(alarm, self._give_up, device, self._comparison)
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, moment: Moment = UNNAMED) -> _Dispatched:
-        """See Transport.dispatch. What arrives is valid until the next dispatch on the same slot."""
-        tables, state = self._begin(schedule, slot)
+    def dispatch(
+        self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
+    ) -> _Dispatched:
+        """See Transport.dispatch. What arrives is valid until the next dispatch of the same nano-batch."""
+        tables, state = self._begin(schedule, nano_batch)
         area = state.dispatch[state.dispatches % 2]
         shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
         prepared = self._prepare(tables, area, tables.served_rows, shapes)
@@ -160,24 +162,26 @@ class NvlinkTransport:
             _check_home(f.home, schedule, int(tables.dispatch.source_rows[f.kind]))
             size = f.home.element_size()
             row[1:4] = f.home.data_ptr(), f.home.stride(0) * size, f.home.stride(1) * size
-        identity = self._next(moment, slot, False, schedule)
+        identity = self._next(moment, nano_batch, False, schedule)
         done = self._push(identity, tables.dispatch, prepared, area, guard=state.last_dispatch)
         state.dispatches += 1
         state.last = state.last_dispatch = self.exchanges
         return _Dispatched(self, self._under_way(identity, done, [f.home for f in fields]), prepared.landed)
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, moment: Moment = UNNAMED) -> _Returned:
-        """See Transport.give_back. It must be waited for before the next exchange on the same slot."""
-        tables, state = self._begin(schedule, slot)
+    def give_back(
+        self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
+    ) -> _Returned:
+        """See Transport.give_back. It must be waited for before the next exchange of the same nano-batch."""
+        tables, state = self._begin(schedule, nano_batch)
         if state.last != state.last_dispatch:
-            raise CADError(f"rank {self.rank}: two returns on slot {slot} without a dispatch between them")
+            raise CADError(f"rank {self.rank}: two returns on nano-batch {nano_batch} without a dispatch between them")
         area = state.give_back
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
         prepared = self._prepare(tables, area, tables.landed_rows, shapes)
         for row, f in zip(prepared.addresses, fields):
             _check_served(f.served, int(tables.served_rows[self.place, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
-        identity = self._next(moment, slot, True, schedule)
+        identity = self._next(moment, nano_batch, True, schedule)
         done = self._push(identity, tables.give_back, prepared, area, guard=state.last_dispatch)
         state.last = self.exchanges
         under_way = self._under_way(identity, done, [f.served for f in fields])
@@ -190,10 +194,10 @@ class NvlinkTransport:
         try:
             self._watchdog.close()
         finally:
-            for slot in self._slots.values():
-                for area in (*slot.dispatch, slot.give_back):
+            for one in self._nano_batches.values():
+                for area in (*one.dispatch, one.give_back):
                     area.release()
-            self._slots.clear()
+            self._nano_batches.clear()
             self._tables.clear()
 
     def wait(self, under_way: _UnderWay) -> None:
@@ -212,19 +216,19 @@ class NvlinkTransport:
         identity = under_way.identity
         self._watchdog.track(before, after, identity, partial(self._comparison.arrived, identity, self._neighbours))
 
-    def _begin(self, schedule: Schedule, slot: int) -> tuple[_Tables, _Slot]:
+    def _begin(self, schedule: Schedule, nano_batch: int) -> tuple[_Tables, _NanoBatch]:
         self._alarm.check()
-        state = self._slots.get(slot)
+        state = self._nano_batches.get(nano_batch)
         if state is None:
             even, odd, back = (
-                LandingArea(f"{what} {slot}", self.peers, self.device, self._meeting)
+                LandingArea(f"{what} {nano_batch}", self.peers, self.device, self._meeting)
                 for what in ("out", "out (odd)", "back")
             )
-            state = self._slots[slot] = _Slot((even, odd), back)
+            state = self._nano_batches[nano_batch] = _NanoBatch((even, odd), back)
         if state.unfinished is not None and not state.unfinished.waited:
             raise CADError(
-                f"rank {self.rank}: an exchange on slot {slot} starts before the return of exchange "
-                f"{state.unfinished.under_way.identity.index} on that slot was waited for"
+                f"rank {self.rank}: an exchange on nano-batch {nano_batch} starts before the return of exchange "
+                f"{state.unfinished.under_way.identity.index} on it was waited for"
             )
         state.unfinished = None
         tables = self._tables.get(schedule)
@@ -262,10 +266,10 @@ class NvlinkTransport:
         tables.prepared[area.label, shapes] = made
         return made
 
-    def _next(self, moment: Moment, slot: int, is_return: bool, schedule: Schedule) -> Identity:
+    def _next(self, moment: Moment, nano_batch: int, is_return: bool, schedule: Schedule) -> Identity:
         self.exchanges += 1
         self._comparison.newest = self.exchanges
-        return self.register.next(self.exchanges, moment, slot, is_return, schedule)
+        return self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
 
     def _push(
         self, identity: Identity, table: PushTable, prepared: _Prepared, area: LandingArea, guard: int
@@ -294,8 +298,8 @@ class NvlinkTransport:
         # A stream that shares a hardware queue with the stuck one would wait behind it: one of several gets through.
         for stream in self._rescue:
             with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                for slot in self._slots.values():
-                    for area in (*slot.dispatch, slot.give_back):
+                for one in self._nano_batches.values():
+                    for area in (*one.dispatch, one.give_back):
                         if area.capacity:
                             area.tensor.fill_(255)
                 self.calls.push(

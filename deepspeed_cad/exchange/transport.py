@@ -68,10 +68,14 @@ class Transport(Protocol):
     """Exchanges started so far: tests count them."""
     bytes_sent: int
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], slot: int, moment: Moment = UNNAMED) -> Dispatched:
-        """Start sending. `slot` (0 or 1) is the nano-batch: exchanges of different slots may overlap."""
+    def dispatch(
+        self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
+    ) -> Dispatched:
+        """Start sending. `nano_batch` (0 or 1): exchanges of different ones may overlap."""
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], slot: int, moment: Moment = UNNAMED) -> Returned:
+    def give_back(
+        self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
+    ) -> Returned:
         """Start returning."""
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Every transport against rows moved by index, over random plans on two interleaved slots with growing buffers; and
-what a rank says when another one leaves an exchange out.
+"""Every transport against rows moved by index, over random plans on two interleaved nano-batches with growing buffers;
+and what a rank says when another one leaves an exchange out.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Round:
 
     FIELDS = ((QUERY, 256, torch.bfloat16), (KEY, 64, torch.bfloat16), (KEY, 32, torch.bfloat16))
 
-    def __init__(self, schedules: list[Schedule], rank: int, seed: int, slot: int, device: torch.device) -> None:
-        self.schedules, self.rank, self.seed, self.slot, self.device = schedules, rank, seed, slot, device
+    def __init__(self, schedules: list[Schedule], rank: int, seed: int, nano_batch: int, device: torch.device) -> None:
+        self.schedules, self.rank, self.seed, self.nano_batch, self.device = schedules, rank, seed, nano_batch, device
         self.own = schedules[rank]
         self.homes = [[home_tensor(s, *field, seed, device) for field in self.FIELDS] for s in schedules]
 
     def start(self, transport: Transport) -> None:
         fields = [Outgoing(kind, home) for (kind, _, _), home in zip(self.FIELDS, self.homes[self.rank])]
-        self.out = transport.dispatch(self.own, fields, self.slot)
+        self.out = transport.dispatch(self.own, fields, self.nano_batch)
 
     def serve(self, transport: Transport) -> None:
         """Check what arrived; what goes back is what arrived times a number of this rank."""
@@ -122,7 +122,7 @@ class Round:
         lse = torch.zeros(self.homes[self.rank][0].shape[:2], device=self.device).unsqueeze(2)
         served = int(self.own.served_rows[self.rank, QUERY])
         self.lse, self.lse_target = torch.full((served, 1), float(self.rank + 1), device=self.device), lse
-        self.back = transport.give_back(self.own, [*back, Returning(QUERY, self.lse, lse)], self.slot)
+        self.back = transport.give_back(self.own, [*back, Returning(QUERY, self.lse, lse)], self.nano_batch)
 
     def collect(self) -> None:
         self.back.wait()
@@ -156,7 +156,7 @@ class Round:
 
 
 def check_transport(transport: Transport, place: Place) -> Found:
-    """Rounds on two slots that overlap, sizes up and down; sources are freed and their memory reused at once."""
+    """Rounds on two nano-batches that overlap, sizes up and down; sources are freed and their memory reused at once."""
     rank, ranks, device = place.rank, place.ranks, place.device
     wrong: list[torch.Tensor] = []
     kept: dict[int, list[Schedule]] = {}
@@ -165,7 +165,7 @@ def check_transport(transport: Transport, place: Place) -> Found:
         seed = step % 9
         longest = 200 if step < 6 else 3000 if step < 14 else 900
         plans = kept.setdefault(seed * 10000 + longest, make_schedules(ranks, seed, longest))
-        pair = [Round(plans, rank, seed + 100 * slot, slot, device) for slot in (0, 1)]
+        pair = [Round(plans, rank, seed + 100 * nano_batch, nano_batch, device) for nano_batch in (0, 1)]
         for one in pair:
             one.start(transport)
         for one in pair:

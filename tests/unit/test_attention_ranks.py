@@ -260,7 +260,7 @@ def test_what_the_timeline_is_told(nano_batch: int) -> None:
             ("wait", n, backward, False), ("attention ends", n, backward),
         ]  # fmt: skip
 
-    assert ranks.network.transports[0].slots == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert ranks.network.transports[0].nano_batches == [0, 0, 1, 1, 1, 1, 0, 0]
     found = [one for one in told.told if one[1] == nano_batch]
     assert found == one_way(False, "Q, K, V out", "O back") + one_way(True, "dO, Q, K, V out", "dQ, dK, dV back")
 

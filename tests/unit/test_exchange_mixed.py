@@ -221,7 +221,10 @@ def run_rounds(transports: list[Transport], network: Network, rounds: int) -> li
     ranks = len(transports)
     for step in range(rounds):
         plans = make_schedules(ranks, step, (100, 400, 200)[step % 3])
-        both = [[Round(plans, rank, step + 100 * slot, slot, CPU) for slot in (0, 1)] for rank in range(ranks)]
+        both = [
+            [Round(plans, rank, step + 100 * nano_batch, nano_batch, CPU) for nano_batch in (0, 1)]
+            for rank in range(ranks)
+        ]
         for phase in ("start", "serve", "collect"):
             for rank, transport in enumerate(transports):
                 for one in both[rank]:
@@ -256,7 +259,7 @@ def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> 
     for one, transport in zip(both, transports):
         one.start(transport)
     network.deliver()
-    first, second = (transports[rank]._slots[0].dispatch[0].capacity for rank in (0, 2))
+    first, second = (transports[rank]._nano_batches[0].dispatch[0].capacity for rank in (0, 2))
     assert first > 10 * second
     for one, transport in zip(both, transports):
         one.serve(transport)
@@ -274,7 +277,7 @@ def test_giving_up_ends_copies_and_messages(network: Network) -> None:
     transports[1]._alarm.time_out("exchange 1")
     transports[1]._give_up()
     assert transports[1].messages.calls.left
-    assert (transports[1]._slots[0].dispatch[0].tensor == 255).all()
+    assert (transports[1]._nano_batches[0].dispatch[0].tensor == 255).all()
     with pytest.raises(CADPeerError, match="rank 1 waited for exchange 1: no sign of it within 0.1 s"):
         Round(plans, 1, 0, 0, CPU).start(transports[1])
 

@@ -27,8 +27,8 @@ SCHEDULE = make_schedules(3, 1, 300)[0]
 HERE = Moment(5, 2)
 
 
-def number(moment: Moment = HERE, slot: int = 0, is_return: bool = False, of: Schedule = SCHEDULE) -> int:
-    return Register().next(1, moment, slot, is_return, of).number
+def number(moment: Moment = HERE, nano_batch: int = 0, is_return: bool = False, of: Schedule = SCHEDULE) -> int:
+    return Register().next(1, moment, nano_batch, is_return, of).number
 
 
 def test_a_number_can_be_read_and_fits_into_two_words() -> None:
@@ -48,7 +48,7 @@ OTHERS = {
     "a turn whose last bits are the same": number(Moment(5 + (1 << 18), 2)),
     "layer": number(Moment(5, 3)),
     "backward": number(Moment(5, 2, True)),
-    "nano-batch": number(slot=1),
+    "nano-batch": number(nano_batch=1),
     "return": number(is_return=True),
     "schedule": number(of=make_schedules(3, 2, 300)[0]),
     "window": number(of=replace(SCHEDULE, window=7)),

@@ -105,7 +105,7 @@ class NothingMoves:
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
 
-    def dispatch(self, schedule: Any, fields: list[Outgoing], slot: int, moment: Any) -> Any:
+    def dispatch(self, schedule: Any, fields: list[Outgoing], nano_batch: int, moment: Any) -> Any:
         main: Any = torch.cuda.current_stream()
         queued = main.clock[id(main)]
 
@@ -119,7 +119,7 @@ class NothingMoves:
 
         return SimpleNamespace(wait=wait)
 
-    def give_back(self, schedule: Any, fields: list[Any], slot: int, moment: Any) -> Any:
+    def give_back(self, schedule: Any, fields: list[Any], nano_batch: int, moment: Any) -> Any:
         aside: Any = torch.cuda.current_stream()
         aside.work()
 
