@@ -85,6 +85,16 @@ def test_models_that_are_prepared_for_training_are_bound(bound) -> None:
     assert bound == [(model, CADConfig(tolerance=0.2))]
 
 
+def test_one_of_several_processes_binds_before_the_model_is_wrapped(bound) -> None:
+    """Wrapped by DDP or FSDP it could not be found to be one of transformers'."""
+    done: list[str] = []
+    original = ours._wrap_prepare_model(lambda self, model, evaluation_mode=False: done.append(f"{len(bound)} bound"))
+    asked = Namespace(**{ours._PLUGIN: CADPlugin()}, distributed_type=DistributedType.MULTI_GPU)
+    original(asked, training.tiny_llama())
+    original(asked, training.tiny_llama(), evaluation_mode=True)
+    assert done == ["1 bound", "1 bound"]
+
+
 def test_alone_a_model_is_bound_when_it_is_on_its_device(monkeypatch) -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin()])
     placed: list[bool] = []

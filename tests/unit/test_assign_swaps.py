@@ -68,6 +68,19 @@ def test_nothing_is_dealt_for_less_than_it_costs(monkeypatch: pytest.MonkeyPatch
     assert assign_documents(step, step.work(), 0.05).tokens_moved == 0
 
 
+def test_a_small_gain_is_not_worth_many_tokens() -> None:
+    """The second of two rows would leave the longest one's rank: a gain of a thousandth of its work for 160 tokens."""
+    step = step_of([[[5000], [150]], [[10], [10]]])
+    assert assign_documents(step, step.work(), 1e-6).tokens_moved == 0
+
+
+def test_the_imbalance_is_that_of_all_micro_batches() -> None:
+    """Nothing may move: the slowest rank has 100 in each of two micro-batches, and the mean rank 75."""
+    step = step_of([[[10], [10]], [[5], [5]]], fixed=[[True, True], [True, True]])
+    got = assign_documents(step, np.array([100.0, 100.0, 50.0, 50.0]), 0.05)
+    assert got.imbalance == got.imbalance_before == pytest.approx(200 / 150)
+
+
 def test_ranks_take_turns_among_rows_that_are_equal() -> None:
     """Rank 0 hands over its second heavy row, gets a light one when it is free, and ends with its own light one."""
     step = step_of([[[1000], [1000], [100]], [[100], [100], [100]]])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_cad import cli
-from deepspeed_cad.cli import doctor, probes
+from deepspeed_cad.cli import doctor, probes, profile
 from deepspeed_cad.cli.doctor import Report
 from deepspeed_cad.cli.probes import Finding
 from deepspeed_cad.errors import CADDataError
@@ -135,6 +135,49 @@ def test_packages_that_are_missing_come_with_a_remedy(monkeypatch) -> None:
 def test_autoload_that_is_turned_off_is_reported(monkeypatch) -> None:
     monkeypatch.setenv("DEEPSPEED_CAD_AUTOLOAD", "0")
     assert "turned off" in probes.try_autoload().detail
+
+
+@pytest.mark.parametrize(
+    ("reach", "shown"), [([[1]], []), ([[1, 1], [1, 1]], [(True, "xx  xx")]), ([[1, 0], [1, 1]], [(False, "x.  xx")])]
+)
+def test_gpus_are_listed_and_who_reaches_whom(monkeypatch, reach: list[list[int]], shown: list) -> None:
+    about = SimpleNamespace(major=9, minor=0, total_memory=140 << 30, name="some GPU")
+    zeros = torch.zeros
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(reach))
+    monkeypatch.setattr(torch, "zeros", lambda count, device: zeros(count))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: bool(reach[a][b]))
+    first, *listed = probes.try_devices()
+    assert first.ok and first.detail.startswith(f"{len(reach)} × CUDA")
+    gpus = [one for one in listed if one.name.startswith("GPU ")]
+    assert [one.detail for one in gpus] == ["some GPU, 9.0, 140 GiB"] * len(reach)
+    assert [(one.ok, one.detail) for one in listed if one.name == "peer access"] == shown
+
+
+@pytest.mark.parametrize(
+    ("kernel", "major", "package"),
+    [
+        ("flash_attn_4", 9, "flash-attn-4"),
+        ("flash_attn_4", 8, ""),
+        ("flash_attn_2", 8, "flash-attn"),
+        ("flash_attn_2", 9, ""),
+        ("torch_varlen", 8, ""),
+    ],
+)
+def test_the_fastest_kernel_of_a_gpu_can_be_installed(monkeypatch, kernel: str, major: int, package: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    assert probes._kernel_remedy(kernel).split(" ")[-1] == package
+
+
+def test_a_profile_names_its_commit_where_there_is_git(monkeypatch) -> None:
+    def no_git(*given, **more):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(profile.subprocess, "run", no_git)
+    assert profile._commit() == "unknown"
+    monkeypatch.setattr(profile.subprocess, "run", lambda *given, **more: SimpleNamespace(stdout="abc1234\n"))
+    assert profile._commit() == "abc1234"
 
 
 def trial_of_two(rank: int, world: int, loses: str) -> str:

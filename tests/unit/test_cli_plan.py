@@ -37,6 +37,12 @@ def run(tmp_path: Path, fields: Any, *more: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(target.read_text()) if target.exists() else {}
 
 
+def test_the_model_that_is_meant_where_nothing_is_said() -> None:
+    """A usual one of eight billion parameters, of which the embedding takes no part in a product."""
+    assert ModelShape().row_flops == 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
+    assert ModelShape().pair_flops == 4 * 32 * 4096
+
+
 def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(tmp_path, GOOD)
     loads = np.array(out["load"]) / np.mean(out["load"])

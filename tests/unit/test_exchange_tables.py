@@ -32,6 +32,7 @@ from deepspeed_cad.exchange.copies import (
 )
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import CudaCalls, NativeCallError, cuda_calls
+from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.placement import place, put_on_device
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import (
@@ -257,6 +258,29 @@ class Watched:
         while not self.gave_up and time.monotonic() < deadline:
             time.sleep(0.01)
         assert self.gave_up
+
+
+@pytest.mark.parametrize(("timeout_s", "pause"), [(0.1, 0.02), (2.0, 0.1), (300.0, 0.2)])
+def test_short_time_outs_are_looked_at_more_often(timeout_s: float, pause: float) -> None:
+    dog, paused = Watched(timeout_s).dog, []
+    dog._stop = SimpleNamespace(wait=lambda seconds: paused.append(seconds) or True)  # type: ignore[assignment]
+    dog._run()
+    assert paused == pytest.approx([pause])
+
+
+@pytest.mark.parametrize("sounded", [True, False])
+def test_nccl_is_left_when_its_work_is_done(sounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not waited for where a peer died: that work never ends."""
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    transport = NcclTransport.__new__(NcclTransport)
+    transport.device, transport._alarm = torch.device("cuda", 1), Alarm(0, None, 1.0)
+    transport._watchdog = SimpleNamespace(close=lambda: done.append("watchdog"))  # type: ignore[assignment]
+    transport.messages = SimpleNamespace(leave=lambda: done.append("left"))  # type: ignore[assignment]
+    if sounded:
+        transport._alarm.stop("a peer died")
+    transport.close()
+    assert done == [*([] if sounded else [transport.device]), "watchdog", "left"]
 
 
 def test_the_watchdog_reports_a_wait_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,8 @@ def test_a_kernel_asked_for_by_name_is_refused_with_its_reason() -> None:
         ({}, (10, 0), {"flash_attn_3": "Hopper"}),
         ({"head_dim": 192, "value_dim": 192}, (10, 0), {"flash_attn_4": "192"}),
         ({"deterministic": True}, (12, 0), {"flash_attn_4": "deterministic"}),
+        ({"head_dim": 264, "value_dim": 264}, (9, 0), dict.fromkeys(names()[:-1], "multiples of 8 up to 256")),
+        ({"head_dim": 256, "value_dim": 256, "softcap": True}, (10, 0), {"flash_attn_4": "no soft-cap with heads"}),
     ],
 )
 def test_refusals_name_what_is_missing(

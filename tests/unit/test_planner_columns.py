@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_planner import SHAPE, problems
 
-from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.cost import PAIRS, CostModel, count_pairs
 from deepspeed_cad.layout import Layout, Segments
 from deepspeed_cad.planner import HeadShape, PlanInput
 from deepspeed_cad.planner.checks import check_coverage
@@ -19,7 +19,7 @@ from deepspeed_cad.planner.columns import Columns, link_weights
 from deepspeed_cad.planner.constants import LONGEST, SHORTEST
 from deepspeed_cad.planner.cut import SMALLEST_SHARE, choose_cut
 from deepspeed_cad.planner.levels import finish_time, settle_levels, work_until
-from deepspeed_cad.planner.offers import Item, Levels, Offer, Prices, counts_to_try
+from deepspeed_cad.planner.offers import Item, Levels, Move, Offer, Prices, counts_to_try
 from deepspeed_cad.planner.round import Round
 from deepspeed_cad.planner.traffic import count_bytes, keys_needed, traffic_matrix
 
@@ -225,6 +225,55 @@ def test_memory_of_server_and_home(owner: int, home: int, memory: list[float], f
     item, prices = Item(0, 0, 4, 0, 32), Prices(1.0, 0, 1.0, 1.0)
     offer = Offer(state, levels, 0, item, 2, prices)
     assert offer.has_room(owner, home, 2, 5, 7, 3) is fits
+
+
+@pytest.mark.parametrize(
+    ("most_loss", "most_gain", "cuts"),
+    [
+        # Rows [16, 48) are what may go at most: that cut is tried, and the one behind it.
+        (count_pairs(16, 48), math.inf, [48, 64]),
+        (math.inf, count_pairs(16, 48), [48, 64]),
+        (count_pairs(16, 48) - 1, math.inf, [32, 48]),
+        (math.inf, math.inf, [80]),
+        (-1.0, -1.0, [32]),
+    ],
+)
+def test_where_first_rows_may_end(most_loss: float, most_gain: float, cuts: list[int]) -> None:
+    one = round_of([[96], []], 0.0, 1e9)
+    offer = Offer(one.state, one.levels, 0, Item(0, 0, 4, 16, 96), 1, Prices(1.0, 0, 1.0, 1.0))
+    assert offer.head_cuts(float(most_loss), float(most_gain)) == cuts
+
+
+@pytest.mark.parametrize(
+    ("most_loss", "most_gain", "level", "cuts"),
+    [
+        (count_pairs(64, 96), math.inf, -1, [0, 48, 64]),
+        (math.inf, count_pairs(64, 96), -1, [0, 48, 64]),
+        (count_pairs(64, 96) - 1, math.inf, -1, [0, 64, 80]),
+        (count_pairs(64, 96), math.inf, 24, [0, 48, 64, 32]),
+        (math.inf, math.inf, -1, [0, 16]),
+        (-1.0, -1.0, -1, [0, 80]),
+    ],
+)
+def test_where_last_rows_may_begin(most_loss: float, most_gain: float, level: int, cuts: list[int]) -> None:
+    one = round_of([[96], []], 0.0, 1e9)
+    offer = Offer(one.state, one.levels, 0, Item(0, 0, 4, 0, 96), 1, Prices(1.0, 0, 1.0, 1.0))
+    assert offer.tail_cuts(0, 96, float(most_loss), float(most_gain), level) == cuts
+
+
+@pytest.mark.parametrize(("at_server", "at_home", "follows"), [(0, 0, True), (-1, 0, False), (0, -1, False)])
+def test_a_short_document_follows_where_memory_just_holds_it(at_server: int, at_home: int, follows: bool) -> None:
+    one = round_of([[16, 16], []], 0.0, 1e9)
+    state = one.state
+    for group in range(4):
+        state.move(0, group, 0, 16, 1)
+    rows = 16 * 4
+    one.levels.memory[:] = [
+        state.received[0] + rows * state.output_bytes + at_home,
+        state.received[1] + rows * (state.query_bytes + state.key_value_bytes) + at_server,
+    ]
+    one.follow(0, Move(1.0, 0, 0, 4, 0, 16, 1))
+    assert (state.load[0] == 0.0) is follows
 
 
 def test_numbers_of_head_groups() -> None:

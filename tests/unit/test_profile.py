@@ -8,6 +8,7 @@ import socket
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from pool import WorkerPool
 
 from deepspeed_cad import cli
 from deepspeed_cad.cli import profile as profile_command
-from deepspeed_cad.cli.links import measure_links, peer_schedule
+from deepspeed_cad.cli.links import _bytes_per_second, measure_links, peer_schedule
 from deepspeed_cad.cost import PAIRS as COUNTED
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.probe import choose_transport
@@ -73,6 +74,57 @@ def test_calls_stay_within_their_bounds() -> None:
         assert call.end.sum() * call.groups <= 100_000 or len(call.end) == 1
     labels = {call.label for call in measure.calls(measure.GPU, groups=8, most_keys=1 << 40)}
     assert "documents of 65536" in labels and "shards of 64, prefixes to 32768" in labels
+
+
+class Asked:
+    """A kernel that remembers what it was asked for."""
+
+    name = "asked"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, ...]] = []
+
+    def forward(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append(given)
+        return given[0], given[0][:, :, 0]
+
+    def backward(self, *given: Any) -> None:
+        self.calls.append(given)
+
+
+def test_what_is_measured_is_the_call() -> None:
+    kernel, shape = Asked(), HeadShape(8, 4, 16, 32, 4)
+    call = measure.Call("shards", np.array([32, 0]), np.array([48, 24]), 2)
+    measure._measure(kernel, CPU, shape, call, replace(measure.CPU_QUICK, repeats=1))  # type: ignore[arg-type]
+    q_QHD, k_KGD, v_KGV, sequences, rule = kernel.calls[0]
+    assert (q_QHD.shape, k_KGD.shape, v_KGV.shape) == ((40, 4, 16), (72, 2, 16), (72, 2, 32))
+    assert sequences.cu_q.tolist() == [0, 16, 40] and sequences.cu_k.tolist() == [0, 48, 72]
+    assert (sequences.max_q, sequences.max_k, rule.window) == (24, 48, None)
+    do_QHV = kernel.calls[-1][0]
+    assert do_QHV.shape == (40, 4, 32) and do_QHV.dtype == torch.float32
+
+
+def test_ranks_without_peers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 bytes in 2 s on one rank, 300 in 1 s on another, nothing on the third: 200 on average within 2 s."""
+
+    def gather(everyone: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
+        for one, said in zip(everyone, ((100.0, 2.0), (300.0, 1.0), (0.0, 9.0)), strict=True):
+            one.copy_(torch.tensor(said))
+
+    monkeypatch.setattr(dist, "barrier", lambda group: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    sent: list[list[tuple[int, ...]]] = []
+
+    def dispatch(schedule: Any, fields: Any, slot: int) -> Any:
+        sent.append([tuple(one.home.shape) for one in fields])
+        return SimpleNamespace(wait=lambda: None)
+
+    transport: Any = SimpleNamespace(dispatch=dispatch, bytes_sent=0)
+    shape = HeadShape(8, 4, 16, 32, 4)
+    speed = _bytes_per_second(transport, peer_schedule([[1], [0], []], 0, 4, 64), None, CPU, shape, 3)  # type: ignore[arg-type]
+    assert speed == 100.0
+    assert sent == [[(64, 4, 32), (64, 4, 16), (64, 4, 32)]] * 5
 
 
 def test_costs_scale_with_heads_and_sizes() -> None:

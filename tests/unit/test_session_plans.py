@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_cad.ahead.gather import Subject, What
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.layout import Layout
@@ -46,6 +47,13 @@ def test_hosts_reach_the_planner(session: Session) -> None:
     plan = session.plans.plan_tick(tick, PlanKey(None, SHAPE), np.zeros(8))
     asked = PlanInput(tick, SHAPE, session.cost.cost_for(SHAPE), None, 0.02, 64, ranks_per_node=4)
     assert plan.fingerprint() == make_plan(asked).fingerprint()
+
+
+def test_plans_are_compared_under_the_number_of_their_micro_batch(session: Session, monkeypatch) -> None:
+    asked: list[tuple[int, Subject]] = []
+    monkeypatch.setattr(session.plans.gatherer, "agree", lambda value, subject: asked.append((value, subject)))
+    session.plans._agree(7, 1234, "plan")
+    assert asked == [(1234, Subject(What.PLAN, index=7))]
 
 
 def test_late_ranks_get_less_and_loads_speak_of_attention(session: Session) -> None:

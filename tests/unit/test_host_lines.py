@@ -1,0 +1,136 @@
+"""What the wrappers around Trainer and callbacks do by themselves: what is logged, and which loss is refused."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import training  # noqa: F401  # installs what the integrations need
+from deepspeed_cad.integrations import callback, structure, trainer
+from deepspeed_cad.integrations.callback import CADCallback, Savings, estimate_savings
+from deepspeed_cad.integrations.positions import no_rows
+from deepspeed_cad.integrations.trainer import refuse_loss
+from transformers import Trainer
+
+from deepspeed_cad.ahead.documents import read_documents
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.statistics import Statistics
+
+FIGURES = Statistics(micro_batches=4, planning_s=0.012, waited_s=1.5, bytes_sent=3 << 20, slowest_before=6.0,
+                     slowest=4.5, mean=4.0)  # fmt: skip
+
+
+class Session:
+    """What a binding's session says."""
+
+    def __init__(self, monitor: bool = True) -> None:
+        self.config = CADConfig(monitor=monitor)
+        self.statistics, self.cost = FIGURES, SimpleNamespace(unit="seconds")
+
+    def take_statistics(self, reader: str) -> Statistics:
+        return FIGURES
+
+
+def binding_of(session: Session) -> Any:
+    decoder = SimpleNamespace(layers=torch.nn.ModuleList(torch.nn.Identity() for _ in range(6)))
+    return SimpleNamespace(session=session, feed=SimpleNamespace(keys=["full", "windowed"]), decoder=lambda: decoder)
+
+
+@pytest.mark.parametrize(
+    ("logs", "monitor", "statistics", "savings"),
+    [
+        ({"loss": 2.0}, True, True, False),
+        ({"loss": 2.0}, False, False, False),
+        ({"eval_loss": 2.0}, True, False, False),
+        ({"train_runtime": 9.0}, True, False, True),
+    ],
+)
+def test_what_the_trainer_logs(monkeypatch, logs: dict, monitor: bool, statistics: bool, savings: bool) -> None:
+    seen: list[dict[str, float]] = []
+    monkeypatch.setattr(trainer, "find_binding", lambda model: binding_of(Session(monitor)))
+    log = trainer._wrap_log(lambda self, logs: seen.append(dict(logs)))
+    log(SimpleNamespace(model=object(), callback_handler=SimpleNamespace(callbacks=[CADCallback()])), dict(logs))
+    assert seen[0].items() >= logs.items()
+    assert ("cad/sent_MiB" in seen[0]) is statistics and ("cad/saved_s" in seen[0]) is savings
+
+
+def test_a_trainer_without_cad_logs_its_own(monkeypatch) -> None:
+    monkeypatch.setattr(trainer, "find_binding", lambda model: None)
+    log = trainer._wrap_log(lambda self, logs: logs)
+    assert log(SimpleNamespace(model=object()), {"loss": 1.0}) == {"loss": 1.0}
+    assert log(SimpleNamespace(), {"train_runtime": 1.0}) == {"train_runtime": 1.0}
+
+
+def test_the_callback_says_what_a_step_was(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(callback, "find_binding", lambda model: binding_of(Session()))
+    state = SimpleNamespace(global_step=7, is_world_process_zero=True)
+    with caplog.at_level(logging.INFO, "deepspeed_cad"):
+        CADCallback().on_log(None, state, None, {"loss": 1.0}, object())
+        CADCallback().on_log(None, state, None, {"eval_loss": 1.0}, object())
+        CADCallback().on_log(None, state, None, {"loss": 1.0}, None)
+    assert [one.getMessage() for one in caplog.records] == [
+        "step 7: attention of the slowest rank over the mean 1.125, without CAD 1.500; 3.0 MiB sent, 3.0 ms to plan a "
+        "micro-batch, 1.500 s waited for exchanges"
+    ]
+
+
+def test_savings_are_those_of_all_layers() -> None:
+    """Six layers of two kinds: three of each, and the sums count one of each kind."""
+    assert estimate_savings(binding_of(Session())) == Savings(3 * 1.5, 3 * 2.0, 3 * 0.5)
+
+
+class OwnLoss(Trainer):
+    """A trainer with a loss of its own."""
+
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        return None
+
+
+def trainer_with(kind: type, **changes: Any) -> Any:
+    made = object.__new__(kind)
+    made.args = SimpleNamespace(**{"average_tokens_across_devices": True, "label_smoothing_factor": 0.0} | changes)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "count", "words"),
+    [
+        (Trainer, {"average_tokens_across_devices": False}, 5, "average_tokens_across_devices is off"),
+        (Trainer, {}, None, "does not count the targets"),
+        (Trainer, {"label_smoothing_factor": 0.1}, 5, "label_smoothing_factor is set"),
+        (OwnLoss, {}, 5, "OwnLoss computes a loss of its own"),
+    ],
+)
+def test_a_loss_of_each_rank_is_refused(kind: type, changes: dict[str, Any], count: Any, words: str) -> None:
+    with pytest.raises(CADUnsupportedError, match=words):
+        refuse_loss(trainer_with(kind, **changes), count)
+
+
+def test_a_loss_over_all_targets_is_not_refused() -> None:
+    refuse_loss(trainer_with(Trainer), torch.tensor(5))
+
+
+@pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,cuda:nccl", "cuda:3"), ("cpu:gloo", "cpu")])
+def test_where_a_model_that_is_still_on_the_cpu_trains(monkeypatch, backends: str, device: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backends)
+    assert structure.training_device(torch.nn.Linear(2, 2)) == torch.device(device)
+
+
+def test_the_row_of_padding_is_taken_out_wherever_it_is() -> None:
+    padded, other = torch.zeros(1, 1, 4), torch.zeros(1, 3)
+    found = no_rows({"logits": padded, "hidden": (padded, other), "loss": None, "count": 5})
+    assert found["logits"].shape == (1, 0, 4) and found["hidden"][0].shape == (1, 0, 4)
+    assert found["hidden"][1] is other and found["loss"] is None and found["count"] == 5
+
+
+def test_positions_of_several_batch_rows_stay_as_they_are() -> None:
+    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
+    found = read_documents({"input_ids": torch.zeros(2, 4, dtype=torch.long), "position_ids": positions})
+    assert found.unit == 4 and found.local.end.tolist() == [4, 2, 2] and found.local.offset.tolist() == [0, 4, 6]
