@@ -12,6 +12,7 @@ import pytest
 from deepspeed_cad.cli import main
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.planner.checks import check_coverage
 from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
 from deepspeed_cad.planner.question import read_question
@@ -41,6 +42,18 @@ def test_the_model_that_is_meant_where_nothing_is_said() -> None:
     """A usual one of eight billion parameters, of which the embedding takes no part in a product."""
     assert ModelShape().row_flops == 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
     assert ModelShape().pair_flops == 4 * 32 * 4096
+
+
+def test_costs_are_those_of_the_models_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[HeadShape] = []
+
+    def read(cost: Any, shape: HeadShape) -> Any:
+        asked.append(shape)
+        raise CADConfigError("enough")
+
+    monkeypatch.setattr("deepspeed_cad.planner.question.read_cost", read)
+    assert main(["plan", "nothing.txt"]) == 2
+    assert asked == [HeadShape(32, 8, 128, 128, 2)]
 
 
 def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,6 +268,16 @@ def test_short_time_outs_are_looked_at_more_often(timeout_s: float, pause: float
     assert paused == pytest.approx([pause])
 
 
+def test_the_watchdogs_thread_has_ended_when_it_is_closed() -> None:
+    """It may be about to ask events of a device that is closed next."""
+    dog = Watched(300.0).dog
+    dog.track(FakeEvent(False), FakeEvent(False), "exchange 1")
+    thread = dog._thread
+    assert thread is not None and thread.is_alive()
+    dog.close()
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("sounded", [True, False])
 def test_nccl_is_left_when_its_work_is_done(sounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not waited for where a peer died: that work never ends."""

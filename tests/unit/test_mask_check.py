@@ -55,6 +55,19 @@ def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return key <= query
 
 
+def test_the_mask_function_is_asked_at_the_places_it_is_given() -> None:
+    """Its queries and keys begin at 7, in each of two batch rows."""
+
+    def function(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        assert set(batch.tolist()) == {0, 1} and not head.any()
+        for places in (query, key):
+            assert (int(places.min()), int(places.max())) == (7, 7 + 9)
+        return key <= query
+
+    layout = assemble([segments_from_positions([list(range(10))] * 2)])
+    check_mask(layout, 0, None, simple(10, function, batch=2, q_offset=7, kv_offset=7), 1)
+
+
 def spans(lengths: list[int]) -> list[int]:
     return [p for length in lengths for p in range(length)]
 

@@ -165,6 +165,14 @@ def test_a_rank_without_nccl_is_named_by_all(nccl: pytest.MonkeyPatch) -> None:
         assert isinstance(error, CADError) and "opening NCCL failed on 1 of 2 ranks" in str(error), error
 
 
+def test_joining_may_take_its_time() -> None:
+    def make() -> Any:
+        time.sleep(0.05)
+        return "made"
+
+    assert messages._in_time(make, lambda found: pytest.fail("in time"), CPU, 5.0) == "made"
+
+
 def test_joining_ends_in_time_and_what_comes_too_late_is_left(nccl: pytest.MonkeyPatch) -> None:
     made: list[Nccl] = []
 

@@ -276,6 +276,18 @@ def test_a_short_document_follows_where_memory_just_holds_it(at_server: int, at_
     assert (state.load[0] == 0.0) is follows
 
 
+def test_keys_that_a_rank_need_not_receive_any_more() -> None:
+    """A document of two ranks. Rank 0 runs the rows of rank 1 too: without them it needs no keys of rank 1."""
+    tick = Layout.from_stream([64], 2, 32).tick()
+    state = Columns(PlanInput(tick, SHAPE, PAIRS))
+    for group in range(state.groups):
+        state.move(0, group, 32, 64, 0)
+    zeros, far = [0.0] * 2, [math.inf] * 2
+    levels = Levels(far, zeros, far, zeros, zeros, [1.0] * 2, far)
+    offer = Offer(state, levels, 0, Item(0, 0, 4, 32, 64), 1, Prices(1.0, 0, 1.0, 1.0))
+    assert offer.freed(32, 0) == 32 * state.key_value_bytes and offer.freed(0, 0) == 0.0
+
+
 def test_numbers_of_head_groups() -> None:
     assert counts_to_try(1) == [1] and counts_to_try(4) == [1, 2, 3, 4]
     assert counts_to_try(40) == [*range(1, 17), 18, 20, 22, 24, 27, 30, 33, 37, 40]
