@@ -178,6 +178,22 @@ def test_each_stream_waits_for_what_reads_its_memory(main: Stream) -> None:
     assert call.setup.counts.waits.take() == (pytest.approx(0.004), 2)
 
 
+def test_timelines_know_on_which_stream_a_span_ran(main: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans: list[tuple[str, bool]] = []
+    call, inputs = make_call(Stream(), NothingMoves())
+
+    @contextmanager
+    def span(setup: CallSetup, what: str, backward: bool = False, aside: bool = False) -> Iterator[None]:
+        spans.append((what, aside))
+        yield
+
+    monkeypatch.setattr(CallSetup, "span", span)
+    call(*inputs)
+    assert [one for one in spans if one[0] in ("local", "wait")][:3] == [
+        ("local", False), ("wait", True), ("local", True)
+    ]  # fmt: skip
+
+
 def test_an_error_beside_leaves_the_streams_in_order(main: Stream) -> None:
     aside = Stream()
     call, inputs = make_call(aside, NothingMoves(fails=True))
