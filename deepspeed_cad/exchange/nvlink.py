@@ -9,7 +9,7 @@ Why memory is never overwritten too early. All ranks start the same exchanges in
 p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
 stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
 "flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
-served tasks run beside local ones: the training stream waits for that before it places what came back (attention/overlap.py).
+served tasks run beside local ones: the training stream waits for that before it places what came back.
   Dispatch: two areas per nano-batch take turns. What landed is valid until the next dispatch on it, so the area of the
   dispatch before last is free at a peer whose flag has reached the last dispatch.
   Return: one area per nano-batch. A return must be waited for before the next exchange on its nano-batch (checked),

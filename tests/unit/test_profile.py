@@ -407,7 +407,7 @@ def free_port() -> int:
 def test_under_a_launcher_rank_0_writes_and_links_are_measured(workers: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     first, second = workers.run(profile_of_two, 2, str(path), free_port(), float("inf"))
-    assert first[0] == second[0] == 0 and "GB/s from ranks of its node, by c10d" in first[1] and second[1] == ""
+    assert first[0] == second[0] == 0 and "GB/s from ranks of its node, by c10d" in first[1] and "GB/s" not in second[1]
     profile = Profile.load(path)
     assert profile.inside > 0 and profile.between is None and len(profile.entries) == 1
 
@@ -422,7 +422,7 @@ def test_under_a_launcher_a_failure_of_rank_0_ends_all(workers: WorkerPool, tmp_
     path = tmp_path / "profile.json"
     first, second = workers.run(profile_of_two, 2, str(path), free_port(), -1.0)
     assert first[0] == 2 and "do not fit together" in first[1] and not path.exists()
-    assert second == (0, ""), "it neither waits nor fails"
+    assert second[0] == 0 and "do not fit" not in second[1], "it neither waits nor fails"
 
 
 def test_every_peer_gets_a_document() -> None:
