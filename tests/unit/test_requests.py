@@ -9,16 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed_cad import asked, run
-from deepspeed_cad.asked import Armed, Request
+from deepspeed_cad.asked import Armed
 from deepspeed_cad.cli import accelerate_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.engine.initialize import initialize
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.request import VARIABLE, Request
 
 
 @pytest.fixture(autouse=True)
 def nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(asked.VARIABLE, "")
+    monkeypatch.setenv(VARIABLE, "")
 
 
 def test_a_block_on_the_command_line() -> None:
@@ -36,12 +37,12 @@ def test_a_file(tmp_path) -> None:
     ("surrounding", "expected"), [("", CADConfig()), ('{"tolerance": 0.25}', CADConfig(tolerance=0.25))]
 )
 def test_no_flag(monkeypatch: pytest.MonkeyPatch, surrounding: str, expected: CADConfig) -> None:
-    monkeypatch.setenv(asked.VARIABLE, surrounding)
+    monkeypatch.setenv(VARIABLE, surrounding)
     assert run.read_request(None, None).config == expected
 
 
 def test_a_flag_and_the_environment_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(asked.VARIABLE, '{"tolerance": 0.5}')
+    monkeypatch.setenv(VARIABLE, '{"tolerance": 0.5}')
     with pytest.raises(CADConfigError, match="--cad and DEEPSPEED_CAD_CONFIG disagree in tolerance: 0.25 and 0.5"):
         run.read_request('{"tolerance": 0.25}', None)
 
@@ -97,7 +98,7 @@ def test_accelerate_takes_the_place_of_the_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(accelerate_cad.sys.modules, "_deepspeed_cad_autoload", SimpleNamespace())
     assert accelerate_cad.main(["launch", "--cad", '{"tolerance": 0.25}', "--num_processes", "2", "train.py"]) == 0
     assert became == [["-m", "accelerate.commands.launch", "--num_processes", "2", "train.py"]]
-    assert json.loads(os.environ[asked.VARIABLE])["cad"]["tolerance"] == 0.25
+    assert json.loads(os.environ[VARIABLE])["cad"]["tolerance"] == 0.25
 
 
 def test_a_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
