@@ -38,6 +38,9 @@ from mutation.runner import preload, run_tests
 
 DEFAULT_OUTPUT = ROOT / "build" / "mutation"
 
+NO_TESTS = (4, 5)
+"""Exit codes of pytest for a file or test that is not there: that kills nothing."""
+
 
 def choose(rooms: list[str], count: int, seed: int) -> list[Mutant]:
     """Mutants in random order, from each room in proportion to what can be changed there."""
@@ -118,6 +121,8 @@ def try_mutant(mutant: Mutant, tests: list[str], coverage: Coverage, copy: Path)
         shutil.copy2(ROOT / mutant.path, target)
     log = (copy / "tests.log").read_text(errors="replace")
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
+    if code in NO_TESTS:
+        raise SystemExit(f"pytest found no tests to run ({' '.join(tests[:3])} …): were they renamed? Start anew")
     result = {0: "survived", None: "killed"}.get(code, "killed")
     return {"result": result, "seconds": round(seconds, 1), "by": "time" if code is None else " ".join(failed[:1])}
 
