@@ -144,6 +144,7 @@ def _dies(rank: int, world: int, when: str) -> None:
         _step(model, _batch((rank + step) % 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before the lengths", "in the exchange", "hangs"])
 def test_a_peer_that_dies_is_named(workers: WorkerPool, when: str) -> None:
     begin = time.monotonic()

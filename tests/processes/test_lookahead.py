@@ -119,5 +119,6 @@ def _engine(rank: int, world: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_engine_loader_and_monitor(fresh_workers: WorkerPool) -> None:
     fresh_workers.run(_engine, 2, timeout=120.0)

@@ -177,7 +177,7 @@ def _loader_raises(rank: int, world: int) -> None:
         (_train_all, (), ["loader of rank 0 ended after 3", "rank 1 trains micro-batch 3 of epoch 1"]),
         (_break_alone, (), ["rank 0 left its loop before micro-batch 2", "break"]),
         (_catch, ("in the forward",), ["rank 1", "forward of micro-batch 2", "exception"]),
-        (_loader_raises, (), ["rank 1", "a torn file"]),
+        pytest.param(_loader_raises, (), ["rank 1", "a torn file"], marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_stops(workers: WorkerPool, function: Any, args: tuple[Any, ...], words: list[str]) -> None:
