@@ -85,6 +85,7 @@ def test_nobody_is_named_where_all_come(workers: WorkerPool) -> None:
     assert all(found[:2] == ("", "") for found in workers.run(_meet, 3, -1, 0.0, 20.0))
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(workers: WorkerPool) -> None:
     for rank, (_, error, took) in enumerate(workers.run(_meet, 3, 2, 1.5, 0.5)):
         if rank != 2:
