@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import socket
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,12 +23,15 @@ from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
+from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.exchange.links import Links, measure_links
 from deepspeed_cad.exchange.liveness import Liveness, open_board
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.meet import meet
@@ -37,6 +42,9 @@ from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
 
 logger = logging.getLogger("deepspeed_cad")
+
+DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
+"""Where plans must not depend on times, figures for links do not either."""
 
 _sessions: list[Session] = []
 
@@ -63,6 +71,10 @@ class Session:
         self._cpu_group: dist.ProcessGroup | None = None
         self._exchange_group: dist.ProcessGroup | None = None
         self._ranks_per_node: int | None = None
+        self._hosts: list[int] = [0]
+        self.links = Links(None, None, "not used")
+        """Speeds that this session began with."""
+        self.traffic: Traffic | None = None
         if self.ranks > 1:
             self._open_groups(group)
         self.pace = Pace(self.ranks, self.counts.waits.take, 0.0, torch.are_deterministic_algorithms_enabled)
@@ -72,6 +84,7 @@ class Session:
             self._open_transport(self._exchange_group)
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
+        self._watch_traffic()
         if self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
         elif config.straggler_relief not in (0.0, CADConfig.straggler_relief) and self.rank == 0:
@@ -88,7 +101,7 @@ class Session:
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self._ranks_per_node, lambda: self.aside,
+            self._ranks_per_node, lambda: self.aside, self.traffic,
         )  # fmt: skip
 
     # Opening and closing
@@ -103,7 +116,7 @@ class Session:
         self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
-        from deepspeed_cad.exchange.probe import choose_transport, ranks_per_node
+        from deepspeed_cad.exchange.probe import choose_transport, host_number, ranks_per_node
 
         def agree(value: int) -> list[int]:
             return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
@@ -117,6 +130,46 @@ class Session:
             liveness=self.liveness,
             timeout_s=self.config.timeout_s,
         )
+        self._hosts = agree(host_number())
+        self.links = self._find_links(self.transport, agree)
+
+    def _find_links(self, transport: Transport, agree: Callable[[int], list[int]]) -> Links:
+        """Speeds of links: given, or measured now through the transport that will carry the data."""
+        given = self.config.links
+        if isinstance(given, Mapping):
+            return Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
+        if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
+            return Links(None, None, DETERMINISTIC)
+        return measure_links(transport, self.device, self.rank, self._hosts, agree)
+
+    def _watch_traffic(self) -> None:
+        """Links for the planner: what was measured or given, where that is not known what the profile says.
+
+        Waits are weighed against gains where both are seconds.
+        """
+        if self.transport is None:
+            return
+        shipped = Links(self.cost.inside, self.cost.between, f"of the profile {self.cost.name}")
+        rule = self.links if self.links.source == "given" else shipped
+        if self.links.source == DETERMINISTIC:
+            self.links = Links(shipped.inside, shipped.between, f"{DETERMINISTIC}; {shipped.source} if it has any")
+        elif self.links.source == "measured":
+            inside, between = self.links.inside or shipped.inside, self.links.between or shipped.between
+            self.links = Links(inside, between, "measured")
+            self.transport.transfers = Transfers(self.rank, self._hosts, inside, between)
+        self.traffic = Traffic(
+            self.links, rule, self.transport.transfers, self.counts.waits if self.cost.unit == "seconds" else None,
+            self._host_names(), torch.are_deterministic_algorithms_enabled,
+        )  # fmt: skip
+        self.gatherer.traffic = self.traffic
+        logger.info("%s", self.links)
+
+    def _host_names(self) -> list[str]:
+        """The name of every rank's host, for messages."""
+        names = [""] * self.ranks
+        with Liveness.watch(self.liveness, "the other ranks' host names"):
+            dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
+        return names
 
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
@@ -219,10 +272,13 @@ class Session:
             self._said_last = True
             notice(f"CAD is done: {self.report()}")
 
+    def _links_in_words(self) -> str:
+        return "" if self.traffic is None else f"{self.traffic.links}, "
+
     def _how(self) -> str:
         transport = "nothing to exchange" if self.transport is None else f"transport {self.transport.name}"
         kernels = dict.fromkeys(kernel.name for kernel in self._kernels.values())
-        return f"{transport}, kernel {', '.join(kernels) or 'not chosen yet'}"
+        return f"{transport}, {self._links_in_words()}kernel {', '.join(kernels) or 'not chosen yet'}"
 
     def describe(self) -> str:
         """One line for the log."""
@@ -230,6 +286,7 @@ class Session:
         return (
             f"rank {self.rank} of {self.ranks} attention servers, transport {transport}, "
             f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
+            f"{self._links_in_words()}"
             f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
         )
 

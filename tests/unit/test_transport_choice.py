@@ -263,4 +263,4 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
 def test_ranks_per_node_where_hosts_are_equal_and_consecutive(hosts: list[int], expected: int | None) -> None:
     asked: list[int] = []
     assert probing.ranks_per_node(lambda value: asked.append(value) or hosts) == expected
-    assert asked == [probing._host_number()]
+    assert asked == [probing.host_number()]
