@@ -62,8 +62,8 @@ class Brake:
             # The slowest rank ends the step, so the least gain of any is what training gains.
             worst = int((gained - waited).argmin())
             self._reports.append((float(gained[worst]), float(waited[worst]), worst))
-        if len(self._reports) == WINDOW:
-            return self._judge()
+        if len(self._reports) == WINDOW and (change := self._judge()) is not None:
+            return change
         if self.level and self._since >= self._patience:
             self._tries = True
             return self._set(
@@ -80,7 +80,8 @@ class Brake:
         )
         self._reports.clear()
         if gained > waited:
-            self._patience = PROBE
+            if self._tries:
+                self._patience, self._tries = PROBE, False
             if not self.level and self._told:
                 self._told = False
                 return Change(f"{figures}: plans move all that they promise to gain by again", True)

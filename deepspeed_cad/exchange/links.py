@@ -28,8 +28,8 @@ FIRST_ROWS = 8
 """Rows that a rank sends first, about 100 KB: on a link of 1 Mbit/s that takes a second, and no more is tried there."""
 MORE = 8
 """Times the rows of the trial before. Few steps, because buffers of some transports grow with each."""
-MOST_ROWS = {"cuda": 4096, "cpu": 1024}
-"""50 MB on GPUs: at 360 GB/s that takes five times as long as it takes to start. 13 MB on CPUs."""
+MOST_ROWS = {"cuda": 4096, "cpu": 512}
+"""50 MB on GPUs: at 360 GB/s that takes five times as long as it takes to start. 6 MB on CPUs."""
 IN_ONE_GO = {"cuda": 4, "cpu": 1}
 """Exchanges between two looks at the clock: on GPUs starting one hides behind the one before."""
 ROUNDS = 3
@@ -145,6 +145,6 @@ def _time_pairs(
         one = float(np.median(found, axis=0).max()) / 1e9
         spent += float(found.max(axis=1).sum()) / 1e9 * IN_ONE_GO[device.type]
         next_s = one * MORE * ROUNDS * IN_ONE_GO[device.type]
-        if one >= enough_s or rows >= MOST_ROWS[device.type] or spent + next_s > BUDGET_S:
+        if one >= enough_s or rows * MORE > MOST_ROWS[device.type] or spent + next_s > BUDGET_S:
             return slowest_speed(busiest_rows(peers, rows), found)
         rows *= MORE
