@@ -39,7 +39,9 @@ def may(case: Case) -> list[set[str]]:
         return ends if case.world > 1 or plant is None or plant.kind != "skip" else [{"right", "error"}]
     everywhere = plant.rank == ALL or case.world == 1
     here = [everywhere or rank == plant.rank for rank in range(case.world)]
-    if plant.kind == "break" or (plant.kind == "look" and everywhere):
+    # Where all ranks look, one of them does not look more often.
+    looks = everywhere or (case.look > 0 and plant.at % case.look == 0)
+    if plant.kind == "break" or (plant.kind == "look" and looks):
         return ends
     if plant.kind == "skip":
         # A micro-batch like the skipped one can take its plan: then nothing is wrong.

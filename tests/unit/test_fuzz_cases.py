@@ -53,6 +53,7 @@ RIGHT, ERROR, EITHER = {"right"}, {"error"}, {"right", "error"}
         ({"plant": Plant("break", 0, 0, 1), "epochs": 2}, [ERROR, ERROR]),
         ({"plant": Plant("break", ALL, 0, 1)}, [RIGHT, RIGHT]),
         ({"plant": Plant("look", 1, 0, 1)}, [EITHER, ERROR]),
+        ({"plant": Plant("look", 1, 0, 2), "look": 2}, [RIGHT, RIGHT]),
         ({"plant": Plant("loss", ALL, 0, 1, caught=True)}, [RIGHT, RIGHT]),
         ({"plant": Plant("loss", 0, 0, 1)}, [{"planted", "error"}, ERROR]),
         ({"plant": Plant("forward", 0, 0, 1, caught=True)}, [ERROR, ERROR]),
