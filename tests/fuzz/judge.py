@@ -59,7 +59,12 @@ def may(case: Case) -> list[set[str]]:
     last = [(plant.epoch, plant.at) == (trains(case, rank) or [None])[-1] for rank in range(case.world)]
     if plant.kind == "backward" and everywhere:
         return [end | {"error"} for end in ends]
-    return [{"right", "error"} if last[rank] and here[rank] else {"error"} for rank in range(case.world)]
+    # Ranks that train no more than what comes before it never meet it.
+    met = everywhere or trains(case, plant.rank).index((plant.epoch, plant.at)) < common
+    return [
+        {"right", "error"} if last[rank] and here[rank] else {"error"} if met or here[rank] else ends[rank] | {"error"}
+        for rank in range(case.world)
+    ]
 
 
 def judge(case: Case, played: list[Played | None]) -> str:
