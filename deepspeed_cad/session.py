@@ -82,6 +82,7 @@ class Session:
         self.worker = Worker(device, config.timeout_s)
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
+        self._watch_for_standstill()
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
         self._watch_traffic()
@@ -170,6 +171,20 @@ class Session:
         with Liveness.watch(self.liveness, "the other ranks' host names"):
             dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
         return names
+
+    def _watch_for_standstill(self) -> None:
+        """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
+        if self.liveness is None or self.transport is None:
+            return
+        liveness, transport = self.liveness, self.transport
+
+        def tell() -> None:
+            if (inside := self.gatherer.inside) is not None:
+                liveness.block(inside[0], str(inside[1]))
+
+        liveness.started = lambda: transport.exchanges
+        liveness.idle_after = lambda: self.gatherer.begun if self.worker.is_idle else None
+        self.worker.while_blocked = tell
 
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
