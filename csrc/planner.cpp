@@ -117,19 +117,21 @@ void balance(Columns* columns) {
 
 #define CAD_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Makes a plan. `sizes`: ranks, groups, window (0: none), granularity, ranks per node, bytes per row and head group of
+// Makes a plan. `sizes`: ranks, groups, window (0: none), granularity, bytes per row and head group of
 // Q, O and K with V, number of query and of key segments. `numbers`: cost per pair, row, key and task, weight of a byte
-// inside and between nodes, tolerance. `per_rank`: base loads, speeds and memory, [3][ranks]. `query` and `key`:
+// inside and between hosts, tolerance. `per_rank`: base loads, speeds and memory, [3][ranks]. `host`: of each rank,
+// numbered in the order in which hosts first appear. `query` and `key`:
 // document, begin, end and rank of every segment, [4][segments]. Returns 0 and a plan to be freed, or another code.
-CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, const double* per_rank,
+CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, const double* per_rank, const int64_t* host,
                                  const int64_t* query, const int64_t* key, void** plan, int64_t* task_count) try {
     cad::Problem p{};
-    p.ranks = sizes[0], p.groups = sizes[1], p.window = sizes[2], p.granularity = sizes[3], p.node_size = sizes[4];
-    p.query_bytes = sizes[5], p.output_bytes = sizes[6], p.key_value_bytes = sizes[7];
-    p.query_count = sizes[8], p.key_count = sizes[9];
+    p.ranks = sizes[0], p.groups = sizes[1], p.window = sizes[2], p.granularity = sizes[3];
+    p.query_bytes = sizes[4], p.output_bytes = sizes[5], p.key_value_bytes = sizes[6];
+    p.query_count = sizes[7], p.key_count = sizes[8];
     p.pair = numbers[0], p.row = numbers[1], p.key = numbers[2], p.task = numbers[3];
     p.inside = numbers[4], p.between = numbers[5], p.tolerance = numbers[6];
     p.base = per_rank, p.speed = per_rank + p.ranks, p.memory = per_rank + 2 * p.ranks;
+    p.host = host, p.hosts = p.ranks ? *std::max_element(host, host + p.ranks) + 1 : 0;
     p.query_document = query, p.query_begin = query + p.query_count;
     p.query_end = query + 2 * p.query_count, p.query_rank = query + 3 * p.query_count;
     p.key_document = key, p.key_begin = key + p.key_count;
@@ -143,7 +145,7 @@ CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, co
 }
 
 // Copies a plan out and frees it: tasks [n][6], loads [2][ranks] (after, before), bytes [3][ranks] (sent, received,
-// received from other nodes).
+// received from other hosts).
 CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int64_t* bytes) {
     const std::unique_ptr<cad::Answer> answer(static_cast<cad::Answer*>(plan));
     static_assert(sizeof(cad::Task) == 6 * sizeof(int64_t), "a task is six numbers");

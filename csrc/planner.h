@@ -20,10 +20,12 @@ namespace cad {
 using std::size_t;
 
 struct Problem {
-    int64_t ranks, groups, window, granularity, node_size;
+    int64_t ranks, groups, window, granularity;
     int64_t query_bytes, output_bytes, key_value_bytes;
     double pair, row, key, task, inside, between, tolerance;
     const double *base, *speed, *memory;
+    int64_t hosts;
+    const int64_t* host;  // of each rank, numbered in the order in which hosts first appear
     int64_t query_count, key_count;
     const int64_t *query_document, *query_begin, *query_end, *query_rank;
     const int64_t *key_document, *key_begin, *key_end, *key_rank;
@@ -84,7 +86,7 @@ public:
     }
     double link(int32_t home, int32_t server) const {
         if (home == server) return 0.0;
-        return home / p.node_size == server / p.node_size ? p.inside : p.between;
+        return p.host[home] == p.host[server] ? p.inside : p.between;
     }
     // The column of one head group: cells ordered by begin.
     const Cell* column(int32_t document, int64_t group, int32_t* count) const;
@@ -113,7 +115,7 @@ private:
 
     std::vector<Cell> base_;                     // one per segment: the column of a document at home
     std::vector<std::vector<Column>> touched_;
-    std::vector<int32_t> keys_by_rank_;          // per document, its keys ordered by (home, begin)
+    std::vector<int32_t> keys_by_rank_;          // per document, its keys ordered by (host, home, begin)
     std::vector<int64_t> rows_before_;           // key rows of the document before each key segment
     mutable Spans needed_;
 };

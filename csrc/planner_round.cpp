@@ -161,13 +161,11 @@ int64_t Round::water_level(double surplus) const {
 
 void Round::find_emptiest(int32_t donor) {
     int32_t best = -1, near = -1;
-    const int64_t node = donor / p.node_size;
-    const int64_t first = node * p.node_size, last = std::min(first + p.node_size, p.ranks);
     for (int32_t rank = 0; rank < p.ranks; ++rank) {
         const double deficit = at.take[rank] - state.load[rank];
         if (deficit <= at.slack[rank] || rank == donor) continue;
         if (best < 0 || deficit > at.take[best] - state.load[best]) best = rank;
-        if (rank >= first && rank < last && (near < 0 || deficit > at.take[near] - state.load[near])) near = rank;
+        if (p.host[rank] == p.host[donor] && (near < 0 || deficit > at.take[near] - state.load[near])) near = rank;
     }
     emptiest_.clear();
     if (best >= 0) emptiest_.push_back(best);

@@ -30,7 +30,7 @@ class Solution:
     sent: Ints
     received: Ints
     received_between: Ints
-    """Of the received bytes, those from other nodes."""
+    """Of the received bytes, those from other hosts."""
 
 
 def answer(problem: PlanInput, solve: Callable[[PlanInput, float], Solution]) -> Plan:

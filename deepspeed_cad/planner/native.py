@@ -13,7 +13,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints, Segments
 from deepspeed_cad.native import load
 from deepspeed_cad.planner.answer import Solution, per_rank
-from deepspeed_cad.planner.columns import link_weights
+from deepspeed_cad.planner.columns import host_of_rank, link_weights
 from deepspeed_cad.planner.plan import PlanInput
 
 _POINTER = ctypes.c_void_p
@@ -32,9 +32,8 @@ def solve(problem: PlanInput, tolerance: float) -> Solution:
         raise CADError("the native planner was asked for, but the compiled library is not there")
     tick, shape, cost = problem.tick, problem.shape, problem.cost
     ranks = tick.ranks
-    node = ranks if problem.ranks_per_node is None else problem.ranks_per_node
     sizes = np.array(
-        [ranks, shape.groups, problem.window or 0, problem.granularity, node, shape.query_bytes, shape.output_bytes,
+        [ranks, shape.groups, problem.window or 0, problem.granularity, shape.query_bytes, shape.output_bytes,
          shape.key_value_bytes, len(tick.query), len(tick.key)], np.int64
     )  # fmt: skip
     numbers = np.array([cost.pair, cost.row, cost.key, cost.task, *link_weights(problem), tolerance], np.float64)
@@ -45,10 +44,11 @@ def solve(problem: PlanInput, tolerance: float) -> Solution:
             per_rank(problem.memory, problem, np.inf),
         ]
     )
+    host = np.array(host_of_rank(problem), np.int64)
     query, key = _columns(tick.query), _columns(tick.key)
     plan, count = ctypes.c_void_p(), ctypes.c_int64()
     code = library.cad_planner_solve(
-        _at(sizes), _at(numbers), _at(ranked), _at(query), _at(key), ctypes.byref(plan), ctypes.byref(count)
+        _at(sizes), _at(numbers), _at(ranked), _at(host), _at(query), _at(key), ctypes.byref(plan), ctypes.byref(count)
     )
     if code:
         library.cad_last_error.restype = ctypes.c_char_p

@@ -71,8 +71,10 @@ class PlanInput:
     """Relative speed of each rank ([ranks], default 1); 0: the rank runs no tasks."""
     memory: Floats | None = None
     """Most bytes of Q, K, V and O that each rank can receive ([ranks], default unlimited)."""
-    ranks_per_node: int | None = None
-    """Ranks that share the fast links; None: all."""
+    hosts: Ints | None = None
+    """Number of each rank's host ([ranks], any numbers in any order); ranks of one share fast links. None: one host."""
+    keep: bool = False
+    """Whether servers keep Q, K and V for the backward; else they travel again with dO."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ def solve(problem: PlanInput, tolerance: float) -> Solution:
     for (source, target), amount in matrix.items():
         sent[source] += amount
         received[target] += amount
-        if source // state.node_size != target // state.node_size:
+        if state.host[source] != state.host[target]:
             between[target] += amount
     return Solution(tasks, work, np.array(before), sent, received, between)
 

@@ -164,17 +164,17 @@ class Round:
         return low
 
     def emptiest(self, donor: int) -> list[int]:
-        """The server farthest below its level, overall and in the donor's node."""
+        """The server farthest below its level, overall and on the donor's host."""
         state = self.state
         best, near = -1, -1
-        node = donor // state.node_size
+        host = state.host[donor]
         for rank in range(state.ranks):
             deficit = self.take[rank] - state.load[rank]
             if deficit <= self.slack[rank] or rank == donor:
                 continue
             if best < 0 or deficit > self.take[best] - state.load[best]:
                 best = rank
-            if rank // state.node_size == node and (near < 0 or deficit > self.take[near] - state.load[near]):
+            if state.host[rank] == host and (near < 0 or deficit > self.take[near] - state.load[near]):
                 near = rank
         return [rank for rank in (best, near) if rank >= 0]
 

@@ -84,11 +84,16 @@ def test_costs_of_columns_are_those_of_the_model(problem: PlanInput, begin: int,
 )
 def test_weights_of_links(nodes: int | None, cost: CostModel, weights: tuple[float, float]) -> None:
     tick = Layout.from_rank_lengths([[1]] * 4).tick()
-    problem = PlanInput(tick, SHAPE, cost, ranks_per_node=nodes)
+    problem = PlanInput(tick, SHAPE, cost, hosts=hosts_of(nodes, 4))
     assert link_weights(problem) == weights
     state = Columns(problem)
     assert state.link(1, 1) == 0.0 and state.link(0, 1) == 1.0
     assert state.link(1, 2) == (weights[1] if nodes == 2 else 1.0)
+
+
+def hosts_of(nodes: int | None, ranks: int) -> np.ndarray | None:
+    """Hosts of so many ranks each."""
+    return None if nodes is None else np.arange(ranks) // nodes
 
 
 # Levels
@@ -127,7 +132,9 @@ def test_levels_that_move_no_more_than_must(load: list[float], give: float, take
 def round_of(lengths: list[list[int]], give: float, take: float, nodes: int | None = None, slack: float = 0.0) -> Round:
     """A round in which every rank gives above `give` and takes below `take` pairs."""
     ranks = len(lengths)
-    problem = PlanInput(Layout.from_rank_lengths(lengths).tick(), SHAPE, PAIRS, granularity=16, ranks_per_node=nodes)
+    problem = PlanInput(
+        Layout.from_rank_lengths(lengths).tick(), SHAPE, PAIRS, granularity=16, hosts=hosts_of(nodes, ranks)
+    )
     same = [1.0] * ranks
     levels = Levels(
         [take] * ranks, [give] * ranks, [take] * ranks, [slack] * ranks, [0.0] * ranks, same, [math.inf] * ranks

@@ -53,7 +53,7 @@ def test_equal_on_real_sizes(seed: int) -> None:
         SECONDS if seed % 2 else PAIRS,
         window=4096 if seed % 5 == 4 else None,
         tolerance=0.02,
-        ranks_per_node=4 if seed % 4 == 3 else None,
+        hosts=random.permutation(np.arange(ranks) // 4) if seed % 4 == 3 else None,
         speed=np.where(np.arange(ranks) % 3, 1.0, 0.5) if seed % 7 == 6 else None,
         memory=np.full(ranks, tokens * 600.0) if seed % 6 == 5 else None,
     )
@@ -72,7 +72,7 @@ def test_make_plan_takes_the_native_core_where_it_is(there: bool, monkeypatch: p
 
 
 def test_one_long_document_over_many_ranks_is_equal() -> None:
-    assert_same(PlanInput(Layout.from_stream([48 * 1024], 48, 1024).tick(), SHAPE, PAIRS, ranks_per_node=8))
+    assert_same(PlanInput(Layout.from_stream([48 * 1024], 48, 1024).tick(), SHAPE, PAIRS, hosts=np.arange(48) // 8))
 
 
 def test_constants_are_those_of_the_compiled_core() -> None:
@@ -83,7 +83,7 @@ def test_constants_are_those_of_the_compiled_core() -> None:
     for camel, value in found:
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", camel).upper()
         assert ast.literal_eval(value.replace("{", "(").replace("}", ")")) == getattr(constants, name), name
-    python_only = {"NODE_BORDER", "LOOSER", "LEAST_WIDENED", "UNBOUNDED", "ROUNDING"}
+    python_only = {"HOST_BORDER", "TRAVELS", "FORWARD_SHARE", "LOOSER", "LEAST_WIDENED", "UNBOUNDED", "ROUNDING"}
     assert {name for name in vars(constants) if name.isupper()} - python_only == {
         re.sub(r"(?<!^)(?=[A-Z])", "_", camel).upper() for camel, _ in found
     }
