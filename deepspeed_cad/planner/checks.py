@@ -40,8 +40,8 @@ def check_input(problem: PlanInput) -> None:
         hosts = np.asarray(problem.hosts)
         if hosts.shape != (ranks,) or hosts.dtype.kind not in "iu":
             raise CADConfigError(
-                f"hosts has shape {hosts.shape} and dtype {hosts.dtype}; it needs a whole number, that of its host, for "
-                f"each of the {ranks} ranks"
+                f"hosts has shape {hosts.shape} and dtype {hosts.dtype}; it needs a whole number, that of its host, "
+                f"for each of the {ranks} ranks"
             )
     for name in ("base_load", "speed", "memory"):
         values = getattr(problem, name)

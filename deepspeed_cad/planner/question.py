@@ -23,6 +23,9 @@ from deepspeed_cad.planner.plan import Floats, HeadShape, PlanInput
 
 logger = logging.getLogger(__name__)
 
+GIGA = 1e9
+"""Bytes of a GB."""
+
 KEYS = {
     "documents": "lengths in stream order, cut into ranks of tokens_per_rank",
     "tokens_per_rank": "with documents: tokens of each rank",
@@ -202,8 +205,11 @@ def with_links(cost: CostModel, inside: float | None, between: float | None) -> 
             f"links have speeds, but the cost of attention is in {cost.unit}: give a profile as cost, which "
             "`deepspeed-cad profile` writes"
         )
-    given = {"byte_inside": inside, "byte_between": between}
-    return replace(cost, **{name: TRAVELS / (speed * 1e9) for name, speed in given.items() if speed is not None})
+    return replace(
+        cost,
+        byte_inside=cost.byte_inside if inside is None else TRAVELS / (inside * GIGA),
+        byte_between=cost.byte_between if between is None else TRAVELS / (between * GIGA),
+    )
 
 
 def _integer(fields: dict[str, Any], key: str, default: int | None) -> int:
