@@ -52,7 +52,7 @@ def choose_transport(
     if name not in ("auto", *NAMES):
         raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
     gather = agree or _gather_over(group)
-    host = _host_number() if host is None else host
+    host = host_number() if host is None else host
     hosts = gather(host) if name in ("auto", "nvlink", "mixed") else []
     refusals: list[str] = []
     for candidate in _candidates(hosts) if name == "auto" else (name,):
@@ -78,7 +78,7 @@ def gather_hosts(gather: Agree) -> list[int]:
 
     Made of where the ranks are, not of what their launchers tell each.
     """
-    return gather(_host_number())
+    return gather(host_number())
 
 
 def probe(name: str) -> tuple[bool, str]:
@@ -221,8 +221,8 @@ def _gather_over(group: dist.ProcessGroup) -> Agree:
     return gather
 
 
-def _host_number() -> int:
-    """Equal exactly on one running operating system."""
+def host_number() -> int:
+    """This process's host as a number: equal exactly on one running operating system."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return zlib.crc32(f"{boot.read_text() if boot.exists() else ''}{socket.gethostname()}".encode())
 

@@ -137,6 +137,16 @@ class Columns:
                 between += rows
         return inside + between, self.inside * inside + self.between * between
 
+    def classes(self, document: int) -> list[tuple[int, int]]:
+        """Runs of head groups whose columns are equal."""
+        columns = self.cells[document]
+        runs, first = [], 0
+        for group in range(1, self.groups + 1):
+            if group == self.groups or columns[group] != columns[first]:
+                runs.append((first, group))
+                first = group
+        return runs
+
     def link(self, home: int, server: int) -> float:
         """Weight of a byte between two ranks."""
         if home == server:

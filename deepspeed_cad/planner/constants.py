@@ -76,13 +76,16 @@ FORWARD_SHARE = 0.26
 """Share of the forward in the cost of attention. Measured: whole documents of 32K at 665 and 598 TFLOP/s, forward and
 backward, on an H200 with FlashAttention-4; backward has 2.5 times the work."""
 
-# Slow links (in planner/answer.py only)
+# Slow links (in planner/search.py only)
 
-LOOSER = (2.0, 4.0, 8.0, 16.0)
-"""Times the tolerance. Tried in turn where transfers would take longer than the attention that hides them. A choice:
-doubling finds the best within a factor of two in four plans."""
-LEAST_WIDENED = 0.01
-"""Share of the mean. The tolerance that is widened is at least this, or a tolerance of 0 would stay 0."""
+TRIES = 6
+"""Plans that are made to find how far the slowest comes down."""
+MANY_RANKS = 128
+"""Ranks. Beyond, planning takes milliseconds, and the search is short."""
+FEW_TRIES = 2
+"""The same with many ranks."""
+NARROWING = 0.1
+"""Share of what is left to search. Tries stay so far from its ends, or two of them could fall together."""
 UNBOUNDED = 1e6
 """Share of the mean. A tolerance at which nothing moves."""
 ROUNDING = 1e-9

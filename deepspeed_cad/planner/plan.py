@@ -92,6 +92,10 @@ class Plan:
     """[ranks]: bytes of Q, K, V and O that leave each rank in one layer's forward."""
     received_bytes: Ints
     """[ranks]: bytes that reach each rank in one layer's forward."""
+    finish: Floats = field(default_factory=lambda: np.zeros(0))
+    """[ranks]: as `load`, and what of its transfers each rank waits for; equal to it where links have no cost."""
+    between_bytes: int = 0
+    """Of the sent bytes, those between hosts."""
     planning_ms: float = 0.0
     notes: tuple[str, ...] = field(default=())
     """Why a bound was not reached, if one was not."""
@@ -119,6 +123,8 @@ class Plan:
             "load_before": self.load_before.tolist(),
             "sent_bytes": self.sent_bytes.tolist(),
             "received_bytes": self.received_bytes.tolist(),
+            "finish": self.finish.tolist(),
+            "between_bytes": self.between_bytes,
             "planning_ms": self.planning_ms,
             "notes": list(self.notes),
         }
