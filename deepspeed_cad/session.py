@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -70,8 +71,8 @@ class Session:
         self.transport: Transport | None = None
         self._cpu_group: dist.ProcessGroup | None = None
         self._exchange_group: dist.ProcessGroup | None = None
-        self._ranks_per_node: int | None = None
-        self._hosts: list[int] = [0]
+        self.hosts: np.ndarray | None = None
+        """Number of each rank's host ([ranks]), the same on every rank; None where there is one rank."""
         self.links = Links(None, None, "not used")
         """Speeds that this session began with."""
         self.traffic: Traffic | None = None
@@ -102,7 +103,7 @@ class Session:
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self._ranks_per_node, lambda: self.aside, self.traffic,
+            self.hosts, lambda: self.aside, self.traffic,
         )  # fmt: skip
 
     # Opening and closing
@@ -117,12 +118,13 @@ class Session:
         self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
-        from deepspeed_cad.exchange.probe import choose_transport, host_number, ranks_per_node
+        from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
 
         def agree(value: int) -> list[int]:
             return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
-        self._ranks_per_node = ranks_per_node(agree)
+        hosts = gather_hosts(agree)
+        self.hosts = np.array(hosts, np.int64)
         self.transport = choose_transport(
             self.config.transport,
             group,
@@ -130,25 +132,25 @@ class Session:
             agree=agree,
             liveness=self.liveness,
             timeout_s=self.config.timeout_s,
+            host=hosts[self.rank],
         )
-        self._hosts = agree(host_number())
-        self.links = self._find_links(self.transport, agree)
+        self.links = self._find_links(self.transport, hosts, agree)
 
-    def _find_links(self, transport: Transport, agree: Callable[[int], list[int]]) -> Links:
+    def _find_links(self, transport: Transport, hosts: list[int], agree: Callable[[int], list[int]]) -> Links:
         """Speeds of links: given, or measured now through the transport that will carry the data."""
         given = self.config.links
         if isinstance(given, Mapping):
             return Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
         if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
             return Links(None, None, DETERMINISTIC)
-        return measure_links(transport, self.device, self.rank, self._hosts, agree)
+        return measure_links(transport, self.device, self.rank, hosts, agree)
 
     def _watch_traffic(self) -> None:
         """Links for the planner: what was measured or given, where that is not known what the profile says.
 
         Waits are weighed against gains where both are seconds.
         """
-        if self.transport is None:
+        if self.transport is None or self.hosts is None:
             return
         shipped = Links(self.cost.inside, self.cost.between, f"of the profile {self.cost.name}")
         rule = self.links if self.links.source == "given" else shipped
@@ -157,7 +159,7 @@ class Session:
         elif self.links.source == "measured":
             inside, between = self.links.inside or shipped.inside, self.links.between or shipped.between
             self.links = Links(inside, between, "measured")
-            self.transport.transfers = Transfers(self.rank, self._hosts, inside, between)
+            self.transport.transfers = Transfers(self.rank, self.hosts.tolist(), inside, between)
         self.traffic = Traffic(
             self.links, rule, self.transport.transfers, self.counts.waits if self.cost.unit == "seconds" else None,
             self._host_names(), torch.are_deterministic_algorithms_enabled,

@@ -18,7 +18,7 @@ import pytest
 
 _count = itertools.count()
 BURST = "128kb"
-"""Of the token bucket: more than one packet that the kernel cuts only later, and a hundredth of a second at 100 Mbit/s."""
+"""Of the token bucket: more than a packet that the kernel cuts only later; a hundredth of a second at 100 Mbit/s."""
 
 
 def _run(*words: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_cad.cost import CostModel, count_pairs
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import HeadShape, PlanInput
 
@@ -89,11 +89,11 @@ def pack(lengths: list[int], ranks: int, context: int, spanning: bool) -> Iterat
 
 
 def foresee(
-    layout: Layout, model: ModelShape, cost: CostModel, tolerance: float, ranks_per_node: int | None = None
+    layout: Layout, model: ModelShape, cost: CostModel, tolerance: float, hosts: Ints | None = None
 ) -> StepOutlook:
     """Plan one step and say what it gains."""
     shape = HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2)
-    plan = make_plan(PlanInput(layout.tick(), shape, cost, tolerance=tolerance, ranks_per_node=ranks_per_node))
+    plan = make_plan(PlanInput(layout.tick(), shape, cost, tolerance=tolerance, hosts=hosts))
     segments = layout.segments
     pairs = float(count_pairs(segments.begin, segments.end).sum()) / layout.ranks
     rows = np.bincount(segments.rank, segments.end - segments.begin, minlength=layout.ranks) * model.row_flops

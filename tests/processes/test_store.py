@@ -56,7 +56,7 @@ def test_a_board_and_meeting_places_leave_the_store_alone() -> None:
         dist.destroy_process_group()
 
 
-def _with_a_launcher_of_its_own(rank: int, world: int) -> int | None:
+def _with_a_launcher_of_its_own(rank: int, world: int) -> list[int]:
     """As on two hosts of which one has three ranks and the other one."""
     import os
 
@@ -68,8 +68,9 @@ def _with_a_launcher_of_its_own(rank: int, world: int) -> int | None:
     model = training.tiny_llama()
     deepspeed_cad.apply(model, {"granularity": 16, "timeout_s": 20.0})
     training.loss_sum(model, training.pack(training.documents([60, 20] if rank else [33], seed=rank))).backward()
-    return deepspeed_cad.current_session()._ranks_per_node
+    return deepspeed_cad.current_session().hosts.tolist()
 
 
 def test_ranks_whose_launchers_count_differently_plan_alike(workers: WorkerPool) -> None:
-    assert workers.run(_with_a_launcher_of_its_own, 4) == [None] * 4
+    found = workers.run(_with_a_launcher_of_its_own, 4)
+    assert found == [[found[0][0]] * 4] * 4

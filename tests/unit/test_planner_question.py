@@ -22,7 +22,7 @@ LISTS = HEADS | {"ranks": [[9, 0, 4], [], [5]]}
 
 def test_defaults_are_those_of_the_planner() -> None:
     problem = read_question(LISTS).problem
-    for name in ("tolerance", "granularity", "window", "base_load", "speed", "memory", "ranks_per_node"):
+    for name in ("tolerance", "granularity", "window", "base_load", "speed", "memory", "hosts"):
         assert getattr(problem, name) == getattr(PlanInput, name), name
     assert (problem.tolerance, problem.granularity) == (0.05, 128)
     assert problem.shape == HeadShape(8, 4, 16, 16, 2) and problem.cost is PAIRS
@@ -35,13 +35,15 @@ def test_every_key_reaches_its_field() -> None:
     }  # fmt: skip
     problem = read_question(fields).problem
     assert problem.shape == HeadShape(8, 4, 16, 12, 4)
-    assert (problem.window, problem.tolerance, problem.granularity, problem.ranks_per_node) == (7, 0.0, 3, 2)
+    assert (problem.window, problem.tolerance, problem.granularity) == (7, 0.0, 3)
+    assert problem.hosts is not None and problem.hosts.tolist() == [0, 0, 1]
     assert problem.speed is not None and problem.speed.tolist() == [1.0, 2.5, 0.0]
     assert problem.base_load is not None and problem.base_load.tolist() == [0.0, 3.0, 4.0]
     assert problem.memory is not None and problem.memory.tolist() == [5.0, 6.0, 7.0]
     assert read_question({key: value for key, value in LISTS.items() if key != "kv_heads"}).problem.shape.groups == 8
     lowest = read_question(LISTS | {"window": 1, "granularity": 1, "ranks_per_node": 1, "speeds": [0, 1, 1]}).problem
-    assert (lowest.window, lowest.granularity, lowest.ranks_per_node) == (1, 1, 1)
+    assert (lowest.window, lowest.granularity) == (1, 1)
+    assert lowest.hosts is not None and lowest.hosts.tolist() == [0, 1, 2]
 
 
 def test_documents_in_a_stream() -> None:
@@ -188,11 +190,11 @@ def test_rows_of_documents_that_span_ranks_are_counted_once() -> None:
     assert found.attention_share == pytest.approx(pairs / (pairs + 8192 * MODEL.row_flops))
 
 
-@pytest.mark.parametrize("per_node", [None, 1])
-def test_the_outlook_is_the_plan_in_floating_point_work(per_node: int | None) -> None:
+@pytest.mark.parametrize("hosts", [None, np.arange(2)])
+def test_the_outlook_is_the_plan_in_floating_point_work(hosts: np.ndarray | None) -> None:
     layout = Layout.from_rank_lengths([[4096], [64] * 10])
-    found = foresee(layout, MODEL, PAIRS, 0.1, per_node)
-    plan = make_plan(PlanInput(layout.tick(), HeadShape(4, 2, 3, 3, 2), PAIRS, tolerance=0.1, ranks_per_node=per_node))
+    found = foresee(layout, MODEL, PAIRS, 0.1, hosts)
+    plan = make_plan(PlanInput(layout.tick(), HeadShape(4, 2, 3, 3, 2), PAIRS, tolerance=0.1, hosts=hosts))
     assert (found.imbalance_before, found.imbalance) == (plan.imbalance_before, plan.imbalance)
     assert found.moved_bytes == plan.sent_bytes.sum() > 0
     assert found.hottest_bytes == max(plan.sent_bytes.max(), plan.received_bytes.max())

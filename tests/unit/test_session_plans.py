@@ -43,9 +43,9 @@ def test_a_plan_is_that_of_the_layer_and_the_configuration(session: Session, win
 
 def test_hosts_reach_the_planner(session: Session) -> None:
     tick = Layout.from_rank_lengths([[30000], [], [], [], [30000], [], [], []]).tick()
-    session.gatherer.ranks, session.plans.ranks_per_node = 8, 4
+    session.gatherer.ranks, session.plans.hosts = 8, np.arange(8) // 4
     plan = session.plans.plan_tick(tick, PlanKey(None, SHAPE), np.zeros(8))
-    asked = PlanInput(tick, SHAPE, session.cost.cost_for(SHAPE), None, 0.02, 64, ranks_per_node=4)
+    asked = PlanInput(tick, SHAPE, session.cost.cost_for(SHAPE), None, 0.02, 64, hosts=np.arange(8) // 4)
     assert plan.fingerprint() == make_plan(asked).fingerprint()
 
 
