@@ -29,7 +29,7 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
 from deepspeed_cad.exchange.links import Links, measure_links
 from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.transfers import Transfers
@@ -112,10 +112,18 @@ class Session:
         meet(group, self.config.timeout_s)
         members = dist.get_process_group_ranks(group) if group is not None else None
         timeout = timedelta(seconds=self.config.timeout_s)
-        self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
-        self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
+        try:
+            self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
+            self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
+        except RuntimeError as error:
+            raise CADPeerError(
+                f"rank {self.rank} on {socket.gethostname()} cannot connect to all other ranks within "
+                f"{self.config.timeout_s:g} s ({str(error).strip().splitlines()[0][:300]}). The hosts reach the job's "
+                "store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network that "
+                "connects them, and look at routes and firewalls"
+            ) from error
+        self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
         from deepspeed_cad.exchange.probe import choose_transport, gather_hosts

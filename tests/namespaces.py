@@ -81,7 +81,7 @@ class Hosts:
         words = ["ip", "netns", "exec", self.space(host), "unshare", "--uts", *inside]
         process = subprocess.Popen(
             words, env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **environment}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self._started.append(process)
         return process
@@ -95,7 +95,7 @@ class Hosts:
         for process in self._started:
             process.kill()
             process.wait()
-            for pipe in (process.stdout, process.stderr):
+            for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
         for name in [*(self.space(host) for host in range(self.count)), f"{self._prefix}-net"]:

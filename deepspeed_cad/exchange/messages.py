@@ -20,7 +20,14 @@ from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import RING, Comparison
 from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.exchange.meeting import Meeting
-from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls, Table, new_unique_id, open_nccl
+from deepspeed_cad.exchange.native_calls import (
+    NativeCallError,
+    NcclCalls,
+    Table,
+    UnreachedError,
+    new_unique_id,
+    open_nccl,
+)
 from deepspeed_cad.exchange.peers import open_store
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.watchdog import Watchdog
@@ -82,7 +89,7 @@ def _in_time(
     if errors:
         raise errors[0]
     if not made:
-        raise NativeCallError(
+        raise UnreachedError(
             f"NCCL did not join the ranks within {timeout_s:g} s, though all of them were there: they cannot reach "
             "each other. Set NCCL_SOCKET_IFNAME to the network that connects the hosts; NCCL_DEBUG=INFO says more"
         )

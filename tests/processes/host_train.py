@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from datetime import timedelta
@@ -22,12 +23,13 @@ import torch.distributed as dist
 import training
 
 import deepspeed_cad
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost
+from deepspeed_cad.session import close_session, open_session
 
 SHAPE = HeadShape(8, 4, 8, 8, 4)
-MODEL = {"num_hidden_layers": 2}
 
 
 def sent() -> int:
@@ -56,33 +58,25 @@ def time_steps(model: torch.nn.Module, batch: dict[str, torch.Tensor], count: in
 
 
 def write_profile(path: Path, pair: float) -> None:
-    """Costs of the model's attention in seconds."""
+    """Costs of the model's attention in seconds, where a rank of any host reads them."""
     Profile("these tests", "torch_math", (ShapeCost(SHAPE, pair=pair),)).save(path)
 
 
 def train(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """Steps without CAD, then with it."""
+    """Steps without CAD, by the same attention, then with it."""
     batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
-    plain = training.tiny_llama(torch.float32, attn_implementation="eager", **MODEL)
+    plain = training.tiny_llama(torch.float32, attn_implementation="eager")
     expected, _ = training.alone(plain, training.documents(asked["lengths"][rank], seed=rank))
-    block = dict(asked["block"])
     found: dict[str, Any] = {"expected": expected}
-    if "pair" in asked:
-        path = Path(asked["folder"]) / f"profile{rank}.json"
-        write_profile(path, asked["pair"])
-        block["cost"] = str(path)
-    # The same attention without an exchange: what every rank does with CAD where nothing moves.
-    alone = deepspeed_cad.apply(training.tiny_llama(torch.float32, **MODEL), {**block, "links": FAST, "cost": "pairs"})
-    session = deepspeed_cad.current_session()
-    assert session is not None
-    session.config.__dict__["tolerance"] = 1 - 1e-9  # nothing is so uneven: nothing moves
-    step(alone, batch)
-    found["losses_off"], found["seconds_off"] = time_steps(alone, batch, asked["steps"])
-    from deepspeed_cad.session import close_session
-
+    groups = [dist.new_group([one]) for one in range(asked["ranks"])]
+    config = CADConfig.from_dict(asked["block"])
+    open_session(config, torch.device("cpu"), groups[rank])  # a group of this rank: nothing is exchanged
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), config)
+    step(model, batch)
+    found["losses_off"], found["seconds_off"] = time_steps(model, batch, asked["steps"])
     close_session()
     begun = time.perf_counter()
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32, **MODEL), block)
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), config)
     session = deepspeed_cad.current_session()
     assert session is not None and session.transport is not None
     found["opened_s"] = time.perf_counter() - begun
@@ -95,13 +89,10 @@ def train(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-FAST = {"inside": 100, "between": 100}
-
-
 def lose_a_link(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
     """Steps until the link dies, which the test sees to; says when the error came after the last step."""
     batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32, **MODEL), asked["block"])
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
     step(model, batch)
     print("trains", flush=True)
     while True:
@@ -118,7 +109,7 @@ def join(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
     sys.stdin.readline()
     begun = time.monotonic()
     try:
-        deepspeed_cad.apply(training.tiny_llama(torch.float32, **MODEL), asked["block"])
+        deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
     except CADError as error:
         return {"error": str(error), "after_s": time.monotonic() - begun}
     return {"error": "", "after_s": time.monotonic() - begun}
@@ -135,8 +126,6 @@ def main() -> None:
     print(json.dumps(found), flush=True)
     # Other ranks may still read the store.
     time.sleep(asked.get("linger_s", 0.5))
-    import os
-
     os._exit(0)
 
 
