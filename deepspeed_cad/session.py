@@ -39,6 +39,8 @@ from deepspeed_cad.meet import meet
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
+from deepspeed_cad.profiles.choice import GENERIC_GPU
+from deepspeed_cad.profiles.timed import in_seconds
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
 
@@ -321,6 +323,9 @@ class Session:
         if self.rank == 0:
             try:
                 found = [choose_profile(self.config.cost, self.device, self.config.kernel)]
+                if found[0] is GENERIC_GPU and self.ranks > 1 and not torch.are_deterministic_algorithms_enabled():
+                    # Ratios cannot be weighed against transfers.
+                    found = [in_seconds(GENERIC_GPU, self.device, self.config.kernel)]
             except CADError as error:
                 found = [error]
         if self._cpu_group is not None:

@@ -168,8 +168,8 @@ class Liveness:
                 time.sleep(0.05)
         except SilentStoreError as unanswered:
             return CADPeerError(
-                f"rank {self.rank} waited for {waited_for}, and {unanswered}: the host that holds it (that of rank 0, or "
-                f"of the launcher) cannot be reached. First error here: {_first_line(error)}"
+                f"rank {self.rank} waited for {waited_for}, and {unanswered}: the host that holds it (that of rank "
+                f"0, or of the launcher) cannot be reached. First error here: {_first_line(error)}"
             )
         except (RuntimeError, OSError):
             return CADPeerError(

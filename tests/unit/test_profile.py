@@ -22,6 +22,7 @@ from deepspeed_cad.cost import PAIRS as COUNTED
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost, choice, choose_cost, choose_profile, fit_cost, measure
+from deepspeed_cad.profiles import timed as timing
 from deepspeed_cad.profiles.choice import GENERIC_GPU, PAIRS, SHIPPED, USUAL_SHAPE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -92,13 +93,39 @@ class Asked:
 def test_what_is_measured_is_the_call() -> None:
     kernel, shape = Asked(), HeadShape(8, 4, 16, 32, 4)
     call = measure.Call("shards", np.array([32, 0]), np.array([48, 24]), 2)
-    measure._measure(kernel, CPU, shape, call, replace(measure.CPU_QUICK, repeats=1))  # type: ignore[arg-type]
+    measure.time_call(kernel, CPU, shape, call, replace(measure.CPU_QUICK, repeats=1))  # type: ignore[arg-type]
     q_QHD, k_KGD, v_KGV, sequences, rule = kernel.calls[0]
     assert (q_QHD.shape, k_KGD.shape, v_KGV.shape) == ((40, 4, 16), (72, 2, 16), (72, 2, 32))
     assert sequences.cu_q.tolist() == [0, 16, 40] and sequences.cu_k.tolist() == [0, 48, 72]
     assert (sequences.max_q, sequences.max_k, rule.window) == (24, 48, None)
     do_QHV = kernel.calls[-1][0]
     assert do_QHV.shape == (40, 4, 32) and do_QHV.dtype == torch.float32
+
+
+def test_ratios_become_seconds_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 tokens take 131,328 pairs, 512 rows and 512 keys; 3 s for them is the scale of all."""
+    asked: list[Any] = []
+
+    def time_call(kernel: Any, device: Any, shape: HeadShape, call: Any, sizes: Any) -> Any:
+        asked.append((kernel.name, shape))
+        return measure.Measured(call, 1.0, 2.0)
+
+    monkeypatch.setattr(timing, "time_call", time_call)
+    found = timing.in_seconds(GENERIC_GPU, CPU, "auto")
+    assert asked == [("torch_math", HeadShape(4, 1, 128, 128, 4))]
+    (entry,), (ratio,) = found.entries, GENERIC_GPU.entries
+    scale = 3.0 / (131328 * ratio.pair + 512 * ratio.row + 512 * ratio.key)
+    assert (entry.pair, entry.row, entry.key) == pytest.approx((scale, scale * 490, scale * 250))
+    assert found.unit == "seconds" and "torch_math, timed at start" in found.name
+    seconds = timing.in_seconds(GENERIC_GPU, CPU, "torch_math").cost_for(USUAL_SHAPE).of([0], [512])
+    assert float(seconds.sum()) == pytest.approx(3.0)
+    monkeypatch.undo()
+    assert 0 < timing.in_seconds(GENERIC_GPU, CPU, "auto").entries[0].pair < 1e-5, "and really timed"
+
+
+def test_ratios_stay_where_the_kernel_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    assert timing.in_seconds(GENERIC_GPU, CPU, "none_such") is GENERIC_GPU
+    assert "there is no kernel none_such" in caplog.text
 
 
 def test_costs_scale_with_heads_and_sizes() -> None:
