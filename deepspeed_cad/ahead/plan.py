@@ -96,10 +96,12 @@ class Plans:
         now = None if self.traffic is None else self.traffic.now
         self._say_news()
         turn, self.turn = self.turn, self.turn + 1
+        late = self.pace.late
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device,
-            partial(self.plan_tick, late=self.pace.late, now=now), partial(self._agree, turn), self.transport(),
+            partial(self.plan_tick, late=late, now=now), partial(self._agree, turn), self.transport(),
             self.counts, aside=self.aside(), turn=turn, era=now and now.era,
+            late=partial(self._base_load, late),
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(keys)
@@ -123,7 +125,7 @@ class Plans:
 
         `late` and `now`: pace and links as they were when the micro-batch was gathered; None: links as the costs say.
         """
-        base = self.pace.base_load(late, self._mean_attention(tick, key))
+        base = self._base_load(late, tick, key)
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
             PlanInput(
@@ -151,6 +153,9 @@ class Plans:
             if self.gatherer.rank == 0:
                 notice(text) if notable else logger.info(text)
         self.traffic.news.clear()
+
+    def _base_load(self, late: np.ndarray, tick: Tick, key: PlanKey) -> np.ndarray | None:
+        return self.pace.base_load(late, self._mean_attention(tick, key))
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
         each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)

@@ -67,6 +67,8 @@ class MicroBatch:
     """How many micro-batches were opened before it, the same on every rank."""
     era: int | None = None
     """Which settings of how much plans move it was planned with; None: nobody weighs gains against waits."""
+    late: Callable[[Tick, PlanKey], np.ndarray | None] = lambda tick, key: None
+    """Seconds by which ranks finish later than their attention says, where plans know of any ([ranks])."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     padding: Any = None
@@ -77,6 +79,7 @@ class MicroBatch:
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
+    _late: dict[tuple[PlanKey, int], np.ndarray] = field(default_factory=dict)
     _layers: dict[int, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -116,7 +119,12 @@ class MicroBatch:
         plan = self.planned[key, nano_batch].plan
         if not plan.sent_bytes.any():
             return None
-        return Gain(float(plan.load_before.max() - plan.load[self.rank]) / TICKS_PER_LOAD, self.era)
+        if (key, nano_batch) not in self._late:
+            found = self.late(self.ticks[nano_batch], key)
+            self._late[key, nano_batch] = np.zeros(len(plan.load)) if found is None else found
+        late = self._late[key, nano_batch]
+        without = float((plan.load_before + late).max())
+        return Gain((without - float(plan.load[self.rank] + late[self.rank])) / TICKS_PER_LOAD, self.era)
 
     @property
     def keys(self) -> list[PlanKey]:
