@@ -45,6 +45,14 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 200.0) -> tu
     return found, logs
 
 
+def go_on(processes: list[subprocess.Popen[str]]) -> None:
+    """Let ranks go on that wait for a line."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
 def say_line(process: subprocess.Popen[str], line: str) -> None:
     """Wait until a rank says so."""
     assert process.stdout is not None
@@ -92,6 +100,24 @@ def test_what_moves_stays_off_the_slow_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_link_that_becomes_100_times_slower_is_named_once() -> None:
+    with open_hosts(2) as hosts:
+        lengths = [[80], [10]]
+        processes = start(hosts, [0, 1], "slow_down", lengths=lengths, block={"granularity": 16}, steps=9)
+        for process in processes:
+            say_line(process, "trains")
+        for host in range(2):
+            hosts.limit(host, "160kbit")
+        go_on(processes)
+        (first, second), _ = finish(processes)
+        names = [hosts.name(host) for host in range(2)]
+    (told,) = first["said"]
+    assert second["said"] == [], "rank 0 speaks for all"
+    assert "the link between hosts is more than 100 times slower than the 0.0" in told
+    assert any(f"rank {rank} on {name} (" in told for rank, name in enumerate(names))
+
+
+@pytest.mark.slow
 def test_a_link_that_dies_is_an_error_on_every_rank() -> None:
     timeout_s = 6.0
     with open_hosts(2) as hosts:
@@ -121,10 +147,7 @@ def test_hosts_that_cannot_reach_each_other_are_one_clear_error() -> None:
             say_line(process, "joined")
         hosts.forbid(1, 2)
         hosts.forbid(2, 1)
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
+        go_on(processes)
         found, _ = finish(processes, timeout_s + 4 * ERROR_S)
     for one in found:
         assert one["error"] and one["after_s"] < 2 * timeout_s + ERROR_S, one
