@@ -197,6 +197,8 @@ class Session:
         liveness.started = lambda: transport.exchanges
         liveness.idle_after = lambda: self.gatherer.begun if self.worker.is_idle else None
         self.worker.while_blocked = tell
+        # A line from the beginning: what the job's store holds does not grow with what happens in a run.
+        liveness.block(0, "nothing yet")
 
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""

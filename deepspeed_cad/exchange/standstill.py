@@ -8,8 +8,9 @@ Why this is never said of a rank that is only slow. Rank B is blocked: it waits 
 thread, and has started s exchanges. Rank A waits in exchange e > s, and its look-ahead thread is done with all that it
 was asked for, fewer than n collectives. Ranks that run the same program run the same collectives and exchanges, and in
 the same order: B waits for collective n before it starts exchange s + 1, so A asked for collective n before it started
-exchange s + 1, let alone e. It did not, however long anything took. And it cannot end: collective n needs A, whose
-training thread is kept by exchange e, which needs B, whose training thread is kept by collective n.
+exchange s + 1, let alone e. It did not, however long anything took. Where the host waits in exchanges it cannot end,
+either: collective n needs A, whose training thread is kept by exchange e, which needs B, whose training thread is kept
+by collective n. Where only a stream waits A may come to collective n yet; its order is another one all the same.
 
 No clock is compared, and what was left on the board may be old: a rank is past collective n only after all ranks came
 to it, and then A has begun n of them. Loaders that are slow, plans that are late, ranks that compute something else
