@@ -20,6 +20,8 @@ from deepspeed_cad.planner.plan import Floats, PlanInput
 
 NOTHING = "nothing is moved: on these links it would take longer than it saves"
 
+NO_MORE = "only what ranks of speed 0 must hand over is moved: on these links more would take longer than it saves"
+
 
 def hide_transfers(
     problem: PlanInput, even: Solution, solve: Solve, base: Floats, speed: Floats
@@ -108,9 +110,10 @@ class Search:
         # Documents that span ranks travel without a plan, too: that can only take longer than the attention at home.
         if not may_stay or at_home.max() <= self.finish:
             nothing = self.solve(self.problem, Aim(UNBOUNDED))
-            if self.slowest(nothing) <= self.finish:
+            finish, fewer = self.slowest(nothing), nothing.flows.sent.sum() <= self.best.flows.sent.sum()
+            if finish < self.finish or (finish == self.finish and fewer):
                 as_even = np.array_equal(nothing.tasks, self.even.tasks)
-                return nothing, () if as_even else (NOTHING,)
+                return nothing, () if as_even else (NOTHING if may_stay else NO_MORE,)
         if self.units == Units.NONE:
             return self.best, ()
         if self.units != Units.RANKS and not self.best.flows.between:
