@@ -110,8 +110,10 @@ class Search:
         # Documents that span ranks travel without a plan, too: that can only take longer than the attention at home.
         if not may_stay or at_home.max() <= self.finish:
             nothing = self.solve(self.problem, Aim(UNBOUNDED))
-            finish, fewer = self.slowest(nothing), nothing.flows.sent.sum() <= self.best.flows.sent.sum()
-            if finish < self.finish or (finish == self.finish and fewer):
+            finish = self.slowest(nothing)
+            # What ranks of speed 0 hand over in a hurry minds no memory.
+            fits = self.problem.memory is None or bool((nothing.flows.received <= self.problem.memory).all())
+            if fits and (finish < self.finish or (finish == self.finish and may_stay)):
                 as_even = np.array_equal(nothing.tasks, self.even.tasks)
                 return nothing, () if as_even else (NOTHING if may_stay else NO_MORE,)
         if self.units == Units.NONE:

@@ -166,3 +166,14 @@ def test_the_search_stops_where_transfers_hide() -> None:
         even = count(problem, Aim(0.02))
         hide_transfers(problem, even, count, np.zeros(2), np.ones(2))
         assert len(asked) <= plans
+
+
+def test_ranks_that_only_train_hand_over_what_fits() -> None:
+    """A trainer of speed 0, two servers: what leaves it minds their memory, also where links are slow."""
+    tick = Layout.from_rank_lengths([[8192] * 2, [], []]).tick()
+    speed, hosts = np.array([0.0, 1.0, 1.0]), np.array([0, 0, 1])
+    problem = PlanInput(tick, BIG, with_links(H200, 362.0, 1.0), tolerance=0.02, speed=speed, hosts=hosts)
+    free = make_plan(problem)
+    limited = make_plan(dataclasses.replace(problem, memory=np.array([np.inf, np.inf, 5e6])))
+    assert set(free.tasks[:, 5].tolist()) <= {1, 2} and set(limited.tasks[:, 5].tolist()) == {1}
+    assert limited.received_bytes[2] == 0
