@@ -206,6 +206,8 @@ def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Names
         ("attention, share of the work %", "attention_share", 0.01, ".1f"),
         ("planning ms", "planning_ms", 1.0, ".2f"),
     ]
+    if args.ranks_per_node:
+        rows.insert(3, ("MiB moved between hosts", "between_bytes", 2.0**20, ".0f"))
     for label, field, unit, style in rows:
         values = [getattr(outlook, field) / unit for outlook in outlooks]
         lines.append(f"{label:30}{np.mean(values):>10{style}}{max(values):>10{style}}")
@@ -213,7 +215,12 @@ def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Names
     lines += [
         "",
         f"Steps are {np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f}), counting",
-        "floating-point work of the slowest rank only, with transfers hidden behind it.",
+        "floating-point work of the slowest rank only, "
+        + (
+            "and transfers where attention does not hide them."
+            if args.link_inside or args.link_between
+            else "with transfers hidden behind it."
+        ),
     ]
     return "\n".join(lines)
 

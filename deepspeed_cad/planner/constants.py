@@ -78,7 +78,7 @@ backward, on an H200 with FlashAttention-4; backward has 2.5 times the work."""
 
 # Slow links (in planner/search.py only)
 
-TRIES = 6
+TRIES = 8
 """Plans that are made to find how far the slowest comes down."""
 MANY_RANKS = 128
 """Ranks. Beyond, planning takes milliseconds, and the search is short."""

@@ -50,10 +50,12 @@ class StepOutlook:
     moved_bytes: int
     """One layer's forward, all ranks."""
     hottest_bytes: int
+    between_bytes: int
+    """Of the moved bytes, those between hosts."""
     attention_share: float
     """Of the floating-point work of the mean rank."""
     gain: float
-    """Time of the slowest rank without CAD over that with it."""
+    """Time of the slowest rank without CAD over that with it, what it waits for transfers included."""
     planning_ms: float
 
 
@@ -100,12 +102,13 @@ def foresee(
     attention = pairs * model.pair_flops
     scale = attention / plan.load.mean() if plan.load.mean() > 0 else 0.0
     before = float((rows + plan.load_before * scale).max())
-    after = float((rows + plan.load * scale).max())
+    after = float((rows + plan.finish * scale).max())
     return StepOutlook(
         imbalance_before=plan.imbalance_before,
         imbalance=plan.imbalance,
         moved_bytes=int(plan.sent_bytes.sum()),
         hottest_bytes=int(np.maximum(plan.sent_bytes, plan.received_bytes).max()),
+        between_bytes=plan.between_bytes,
         attention_share=attention / (attention + float(rows.mean())),
         gain=before / after,
         planning_ms=plan.planning_ms,

@@ -18,16 +18,21 @@ from deepspeed_cad.planner.finish import finish_times
 from deepspeed_cad.planner.levels import finish_times_of
 from deepspeed_cad.planner.plan import Floats, PlanInput
 
+NOTHING = "nothing is moved: on these links it would take longer than it saves"
+
+NO_MORE = "only what ranks of speed 0 must hand over is moved: on these links more would take longer than it saves"
+
 
 def hide_transfers(
     problem: PlanInput, even: Solution, solve: Solve, base: Floats, speed: Floats
 ) -> tuple[Solution, tuple[str, ...]]:
     """The best of plans that move less, where transfers of the even one take longer than attention hides."""
     search = Search(problem, even, solve, base, speed)
-    if search.finish <= search.attention(even) * (1.0 + problem.tolerance):
-        return even, ()
-    for units in search.ways():
-        search.look(units)
+    # Within one host transfers hide nearly always; what is left of them is no more than what costs miss.
+    share = NARROWING if len(np.unique(search.host)) > 1 else 1.0
+    if search.finish > search.attention(even) * (1.0 + share * problem.tolerance):
+        for units in search.ways():
+            search.look(units)
     return search.found()
 
 
@@ -62,16 +67,20 @@ class Search:
     def look(self, units: Units) -> None:
         """Try levels between the slowest unit as it is (share 0) and the mean (share 1)."""
         top, mean = self.span(units)
-        low, high, waits = 0.0, 1.0, self.slowest(self.even)
+        low, high = 0.0, 1.0
+        # Waiting rises with the share: taken as a straight line through the last two plans that waited.
+        earlier, waited = (0.0, 0.0), (1.0, self.slowest(self.even))
         for _ in range(FEW_TRIES if self.problem.tick.ranks > MANY_RANKS else TRIES):
-            # Working falls on a straight line from `top`; waiting is taken to rise on one through nothing.
-            meeting = top / (top - mean + waits / high) if top > mean else 0.0
+            slope = (waited[1] - earlier[1]) / (waited[0] - earlier[0])
+            # Work falls on a straight line from `top` to the mean.
+            rise = slope + top - mean
+            meeting = (top - waited[1] + slope * waited[0]) / rise if rise > 0.0 else low
             narrow = NARROWING * (high - low)
-            share = min(max(meeting, low + narrow), high - narrow)
+            share = 0.5 * (low + high) if meeting <= low else min(max(meeting, low + narrow), high - narrow)
             plan = self.solve(self.problem, Aim(self.problem.tolerance, units, top - share * (top - mean)))
             finish = self.keep_better(plan, share, units)
             if finish > self.attention(plan) * (1.0 + NARROWING * self.problem.tolerance):
-                high, waits = share, finish
+                high, earlier, waited = share, waited, (share, finish)
             else:
                 low = share
         if low == 0.0 and units in (Units.HOSTS, Units.HOSTS_LAST):
@@ -88,7 +97,9 @@ class Search:
     def keep_better(self, plan: Solution, share: float, units: Units) -> float:
         """Take a plan if it ends earlier; returns when it does."""
         finish = self.slowest(plan)
-        if finish < self.finish:
+        # Another way must be clearly better: the first is the one that keeps each host even.
+        margin = 0.0 if units == self.units else NARROWING * self.problem.tolerance
+        if finish < self.finish * (1.0 - margin):
             self.best, self.finish, self.share, self.units = plan, finish, share, units
         return finish
 
@@ -99,11 +110,15 @@ class Search:
         # Documents that span ranks travel without a plan, too: that can only take longer than the attention at home.
         if not may_stay or at_home.max() <= self.finish:
             nothing = self.solve(self.problem, Aim(UNBOUNDED))
-            if self.slowest(nothing) <= self.finish:
-                return nothing, ("nothing is moved: on these links it would take longer than it saves",)
+            finish = self.slowest(nothing)
+            # What ranks of speed 0 hand over in a hurry minds no memory.
+            fits = self.problem.memory is None or bool((nothing.flows.received <= self.problem.memory).all())
+            if fits and (finish < self.finish or (finish == self.finish and may_stay)):
+                as_even = np.array_equal(nothing.tasks, self.even.tasks)
+                return nothing, () if as_even else (NOTHING if may_stay else NO_MORE,)
         if self.units == Units.NONE:
             return self.best, ()
-        if self.share == 0.0:
+        if self.units != Units.RANKS and not self.best.flows.between:
             said = "nothing is moved between hosts, and the slowest rank"
         else:
             who = "rank" if self.units == Units.RANKS else "host"

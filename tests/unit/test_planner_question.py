@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_cad.cost import PAIRS, count_pairs
+from deepspeed_cad.cost import PAIRS, CostModel, count_pairs
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
-from deepspeed_cad.planner.question import KEYS, read_cost, read_question
+from deepspeed_cad.planner.question import KEYS, read_cost, read_question, with_links
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 16}
 STREAM = HEADS | {"documents": [300, 0, 50, 200], "tokens_per_rank": 150}
@@ -107,6 +107,20 @@ def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
         (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
         (LISTS | {"tolerance": True}, "tolerance is True"),
         (LISTS | {"ranks_per_node": 0}, "ranks_per_node is 0"),
+        (LISTS | {"ranks_per_node": True}, "ranks_per_node is True"),
+        (LISTS | {"ranks_per_node": []}, r"ranks_per_node is \[\]"),
+        (LISTS | {"ranks_per_node": [2, 0, 1]}, r"ranks_per_node is \[2, 0, 1\]; expected .* or a list of them"),
+        (LISTS | {"ranks_per_node": [2, 2]}, "hosts of 2, 2 ranks have 4; there are 3"),
+        (LISTS | {"hosts": [0, 1]}, r"hosts is \[0, 1\]; expected a list of 3 whole numbers"),
+        (LISTS | {"hosts": [0, 1, 1.0]}, r"hosts is \[0, 1, 1.0\]"),
+        (LISTS | {"hosts": 3}, "hosts is 3"),
+        (LISTS | {"hosts": [0, 1, 0], "ranks_per_node": 2}, "both given: give one"),
+        (LISTS | {"links": 5}, "links is 5; expected"),
+        (LISTS | {"links": {}}, r"links is \{\}"),
+        (LISTS | {"links": {"outside": 5}}, "links is .*outside"),
+        (LISTS | {"links": {"between": 0}}, "links.between is 0; expected GB/s above 0"),
+        (LISTS | {"links": {"inside": "fast"}}, "links.inside is 'fast'"),
+        (LISTS | {"links": {"inside": 5}}, "the cost of attention is in pairs: give a profile as cost"),
         (LISTS | {"servers": []}, r"servers is \[\]; expected .* ranks from 0 to 2"),
         (LISTS | {"servers": [3]}, r"servers is \[3\]"),
         (LISTS | {"servers": [-1]}, r"servers is \[-1\]"),
@@ -127,6 +141,28 @@ def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
 def test_what_is_refused(fields: Any, words: str) -> None:
     with pytest.raises(CADConfigError, match=words):
         read_question(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"hosts": [7, -1, 7]}, [7, -1, 7]),
+        ({"ranks_per_node": [1, 2]}, [0, 1, 1]),
+        ({"ranks_per_node": 2, "servers": 2}, [0, 0, 1, 1, 2]),
+        ({"ranks_per_node": [3, 2], "servers": 2}, [0, 0, 0, 1, 1]),
+    ],
+)
+def test_hosts_of_any_mix(fields: Any, expected: list[int]) -> None:
+    hosts = read_question(LISTS | fields).problem.hosts
+    assert hosts is not None and hosts.tolist() == expected
+
+
+def test_links_are_speeds_for_each_byte_there_and_back() -> None:
+    measured = CostModel("x", "seconds", byte_inside=1.0, byte_between=2.0)
+    assert with_links(measured, None, None) is measured and with_links(PAIRS, None, None) is PAIRS
+    found = with_links(measured, 4.0, None)
+    assert (found.byte_inside, found.byte_between) == (pytest.approx(0.5e-9), 2.0)
+    assert with_links(measured, None, 8.0).byte_between == pytest.approx(0.25e-9)
 
 
 def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
