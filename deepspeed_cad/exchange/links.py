@@ -136,15 +136,19 @@ def _time_pairs(
         return gather(round((time.perf_counter() - begun) / times * 1e9))
 
     nanoseconds(1, 1)  # connects
-    rows, spent = FIRST_ROWS, 0.0
+    times, rows, spent = IN_ONE_GO[device.type], FIRST_ROWS, 0.0
     while True:
         if device.type == "cuda":
             nanoseconds(rows, 1)  # makes buffers
-        found = np.array([nanoseconds(rows, IN_ONE_GO[device.type]) for _ in range(ROUNDS)], np.float64)
+        rounds: list[list[int]] = []
         # Everything that decides whether to go on was gathered, so all ranks decide the same.
+        while len(rounds) < ROUNDS and spent <= BUDGET_S:
+            rounds.append(nanoseconds(rows, times))
+            spent += max(rounds[-1]) / 1e9 * times
+        found = np.array(rounds, np.float64)
         one = float(np.median(found, axis=0).max()) / 1e9
-        spent += float(found.max(axis=1).sum()) / 1e9 * IN_ONE_GO[device.type]
-        next_s = one * MORE * ROUNDS * IN_ONE_GO[device.type]
-        if one >= enough_s or rows * MORE > MOST_ROWS[device.type] or spent + next_s > BUDGET_S:
+        # The first size only tells how long the next may take: a burst, or a busy CPU, decides its own.
+        over = one >= enough_s and rows > FIRST_ROWS
+        if over or rows * MORE > MOST_ROWS[device.type] or spent + one * MORE * ROUNDS * times > BUDGET_S:
             return slowest_speed(busiest_rows(peers, rows), found)
         rows *= MORE

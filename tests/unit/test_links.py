@@ -64,7 +64,7 @@ def test_exchanges_grow_until_they_last_and_stay_in_time(gigabytes: float, monke
     found = measure_links(clock, CPU, 0, [1, 2], lambda value: [value, value])  # type: ignore[arg-type]
     assert found.inside is None and found.between == pytest.approx(gigabytes * 1e9, rel=0.2)
     assert clock.bytes_sent == 77, "statistics speak of training"
-    assert clock.now < (4.5 if gigabytes < 1e-3 else 2.0)
+    assert clock.now < 1.5
     assert max(clock.sizes) <= links.MOST_ROWS["cpu"] * ROW_BYTES
 
 
