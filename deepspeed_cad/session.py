@@ -156,20 +156,20 @@ class Session:
         return measure_links(transport, self.device, self.rank, hosts, agree)
 
     def _watch_traffic(self) -> None:
-        """Links for the planner: what was measured or given, where that is not known what the profile says.
+        """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
 
         Waits are weighed against gains where both are seconds.
         """
         if self.transport is None or self.hosts is None:
             return
-        shipped = Links(self.cost.inside, self.cost.between, f"of the profile {self.cost.name}")
-        rule = self.links if self.links.source == "given" else shipped
-        if self.links.source == DETERMINISTIC:
-            self.links = Links(shipped.inside, shipped.between, f"{DETERMINISTIC}; {shipped.source} if it has any")
+        profile = Links(self.cost.inside, self.cost.between, f"of the profile {self.cost.name}")
+        rule = self.links if self.links.source == "given" else profile
+        if self.links.source == DETERMINISTIC and (profile.inside or profile.between):
+            self.links = Links(profile.inside, profile.between, f"{profile.source}; {DETERMINISTIC}")
         elif self.links.source == "measured":
-            inside, between = self.links.inside or shipped.inside, self.links.between or shipped.between
-            self.links = Links(inside, between, "measured")
-            self.transport.transfers = Transfers(self.rank, self.hosts.tolist(), inside, between)
+            self.transport.transfers = Transfers(
+                self.rank, self.hosts.tolist(), self.links.inside, self.links.between
+            )  # fmt: skip
         self.traffic = Traffic(
             self.links, rule, self.transport.transfers, self.counts.waits if self.cost.unit == "seconds" else None,
             self._host_names(), torch.are_deterministic_algorithms_enabled,
