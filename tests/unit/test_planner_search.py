@@ -135,7 +135,7 @@ def spread(ranks: int, hosts: np.ndarray) -> PlanInput:
     for row in rows:
         while sum(row) < 120_000:
             row.append(int(min(random.lognormal(np.log(6000), 1.6) + 1, 131072 - sum(row))))
-    cost = with_links(H200, 362.0, 20.0)
+    cost = with_links(H200, 362.0, 10.0)
     return PlanInput(Layout.from_rank_lengths(rows).tick(), BIG, cost, tolerance=0.02, hosts=hosts)
 
 
@@ -161,7 +161,7 @@ def test_the_search_stops_where_transfers_hide() -> None:
         asked.append(aim)
         return solve(problem, aim)
 
-    for between, plans in ((362.0, 1), (6.6, 10)):
+    for between, plans in ((362.0, 1), (6.6, 8)):
         problem = ask([[20000] * 3, [60000]], [0, 1], between)
         asked.clear()
         even = count(problem, Aim(0.02))
