@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,19 +19,33 @@ from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.cut import choose_cut
-from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
 
 logger = logging.getLogger("deepspeed_cad")
+
+
+@dataclass(frozen=True, eq=False)
+class Reserved:
+    """Ranks behind the trainers that only serve, as plans see them."""
+
+    servers: int
+    open: Callable[[int, Layout, Ints | None], MicroBatchOrders] | None
+    """Tells the servers of a micro-batch by its turn, its layout and its cut; None where another rank does."""
+    base_load: Floats | None = None
+    """Seconds that each rank computes besides attention in a tick ([trainers and servers]), the same on all trainers;
+    None: not measured, taken for equal."""
+    speed: Floats | None = None
+    """Relative speed of each rank; 0 where it runs no attention."""
 
 
 class Plans:
@@ -49,6 +63,7 @@ class Plans:
         transport: Callable[[], Transport | None],
         ranks_per_node: int | None,
         aside: Callable[[], torch.cuda.Stream | None],
+        reserved: Reserved | None = None,
     ) -> None:
         """What every micro-batch of the session has in common.
 
@@ -63,25 +78,34 @@ class Plans:
             transport: gives the transport when a micro-batch is opened; None where there is one rank.
             ranks_per_node: ranks of each host where all hosts have as many; None otherwise.
             aside: gives the stream on which served tasks run beside local ones, if they do, likewise.
+            reserved: servers beside the ranks that train; None where there are none.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
         self.ranks_per_node, self.aside = ranks_per_node, aside
+        self.reserved = reserved
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
         """Why this rank trains no further micro-batch."""
         self._said: set[str] = set()
 
+    @property
+    def ranks(self) -> int:
+        """Ranks that run attention."""
+        return self.gatherer.ranks + (0 if self.reserved is None else self.reserved.servers)
+
     def open(self, announcements: list[Announcement], keys: list[PlanKey]) -> MicroBatch:
         """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread."""
-        layout = assemble([one.local for one in announcements])
+        idle = self.ranks - len(announcements)
+        layout = assemble([one.local for one in announcements] + [LocalSegments.none(0)] * idle)
         ticks: tuple[Tick, ...] = (layout.tick(),)
+        cut = None
         if self.config.overlap == "pingpong":
-            cut = choose_cut(layout, np.array([one.unit for one in announcements]))
+            cut = choose_cut(layout, np.array([one.unit for one in announcements] + [1] * idle))
             if cut is not None:
                 ticks = layout.cut(cut)
-            elif self.gatherer.ranks > 1:
+            elif self.ranks > 1:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         # Nothing else may change what is learned of paces: plans are made on this thread and at the forward, on every
         # rank in another order.
@@ -90,9 +114,13 @@ class Plans:
         for key in keys:
             self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
         turn, self.turn = self.turn, self.turn + 1
+        orders = None
+        if self.reserved is not None and self.reserved.open is not None:
+            orders = self.reserved.open(turn, layout, cut)
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device, partial(self.plan_tick, late=self.pace.late),
             partial(self._agree, turn), self.transport(), self.counts, aside=self.aside(), turn=turn,
+            orders=orders,
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(keys)
@@ -113,11 +141,13 @@ class Plans:
 
     def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray) -> Plan:
         """The plan of one tick for layers of one kind; `late` is the pace when the micro-batch was gathered."""
-        base = self.pace.base_load(late, self._mean_attention(tick, key))
+        base, speed = self.pace.base_load(late, self._mean_attention(tick, key)), None
+        if self.reserved is not None:
+            base, speed = self.reserved.base_load, self.reserved.speed
         plan = make_plan(
             PlanInput(
                 tick, key.shape, self.cost.cost_for(key.shape), key.window, self.config.tolerance,
-                self.config.granularity, base_load=base, ranks_per_node=self.ranks_per_node,
+                self.config.granularity, base_load=base, speed=speed, ranks_per_node=self.ranks_per_node,
             )
         )  # fmt: skip
         if base is None:
@@ -133,7 +163,7 @@ class Plans:
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
         each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)
-        return float(each.sum()) * key.shape.groups / self.gatherer.ranks
+        return float(each.sum()) * key.shape.groups / self.ranks
 
     def _agree(self, turn: int, value: int, what: str) -> None:
         self.worker.run(lambda: self.gatherer.agree(value, Subject(What.PLAN, index=turn)))
