@@ -29,7 +29,9 @@ class WorkerError(AssertionError):
 
     def __init__(self, errors: list[tuple[str, str, str] | None]) -> None:
         self.errors = errors
-        text = "\n".join(f"--- rank {rank}\n{error[2]}" for rank, error in enumerate(errors) if error)
+        text = "\n".join(
+            f"--- rank {rank}: {error[0]}: {error[1]}\n{error[2]}" for rank, error in enumerate(errors) if error
+        )
         super().__init__(f"{sum(e is not None for e in errors)} of {len(errors)} ranks failed\n{text}")
 
 
