@@ -108,7 +108,7 @@ class AttentionCall:
     def release(self, kept: Kept) -> None:
         """Hold no more of what a forward kept; where autograd holds it, a backward may run again."""
         recompute = self.setup.modes.recompute
-        self.state = HeldByAutograd(kept.sinks_H, kept.version) if recompute else Released()
+        self.state = HeldByAutograd(len(kept.served), kept.sinks_H, kept.version) if recompute else Released()
 
     def check_unchanged(self, kept: Kept) -> None:
         """Raise where the model changed O in place: backward, and a layer that runs again, need it as it was.

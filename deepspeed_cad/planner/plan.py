@@ -96,6 +96,8 @@ class Plan:
     """[ranks]: as `load`, and what of its transfers each rank waits for; equal to it where links have no cost."""
     between_bytes: int = 0
     """Of the sent bytes, those between hosts."""
+    waves: int = 1
+    """Parts in which what moves goes out, is served and comes back, one behind the other."""
     planning_ms: float = 0.0
     notes: tuple[str, ...] = field(default=())
     """Why a bound was not reached, if one was not."""
@@ -125,6 +127,7 @@ class Plan:
             "received_bytes": self.received_bytes.tolist(),
             "finish": self.finish.tolist(),
             "between_bytes": self.between_bytes,
+            "waves": self.waves,
             "planning_ms": self.planning_ms,
             "notes": list(self.notes),
         }
