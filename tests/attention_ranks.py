@@ -66,6 +66,7 @@ class NetworkTransport:
     network: Network
     rank: int
     name: str = "network"
+    most_waves: int = 8
     exchanges: int = 0
     bytes_sent: int = 0
     shipped: list[list[int]] = field(default_factory=list)

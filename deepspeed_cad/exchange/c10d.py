@@ -39,6 +39,8 @@ class C10dTransport:
     ) -> None:
         self.group, self.device = group, device
         self.exchanges = 0
+        # Gloo moves two collectives at once; where a third starts, the host would wait.
+        self.most_waves = 2 if device.type == "cpu" else 8
         self.bytes_sent = 0
         self.transfers: Transfers | None = None
         """Only on CPUs, where ranks have met when the data starts to move."""

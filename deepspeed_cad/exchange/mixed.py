@@ -47,6 +47,7 @@ class MixedTransport(NvlinkTransport):
     """Exchange by peer copies where there is access to the peer's memory, by NCCL elsewhere."""
 
     name = "mixed"
+    most_waves = 8
 
     def __init__(
         self,

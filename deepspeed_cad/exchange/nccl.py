@@ -32,6 +32,7 @@ class NcclTransport:
     """Exchange through an NCCL communicator of its own."""
 
     name = "nccl"
+    most_waves = 8
 
     def __init__(
         self,

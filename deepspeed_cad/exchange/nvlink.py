@@ -105,6 +105,8 @@ class NvlinkTransport:
     """Exchange by peer copies; all ranks of the group on one node with access to each other's memory."""
 
     name = "nvlink"
+    most_waves = 1
+    """Copies inside a host take less time than starting more of them."""
 
     def __init__(
         self,

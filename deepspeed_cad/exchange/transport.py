@@ -68,6 +68,8 @@ class Transport(Protocol):
     exchanges: int
     """Exchanges started so far: tests count them."""
     bytes_sent: int
+    most_waves: int
+    """Waves in which one tick may usefully go: parts that travel while others are served."""
     transfers: Transfers | None
     """Where it notes how long transfers took, if somebody wants to know and it can tell."""
 

@@ -73,6 +73,8 @@ class PlanInput:
     """Most bytes of Q, K, V and O that each rank can receive ([ranks], default unlimited)."""
     hosts: Ints | None = None
     """Number of each rank's host ([ranks], any numbers in any order); ranks of one share fast links. None: one host."""
+    waves: tuple[int, ...] = (1,)
+    """In how many waves that what moves may go: the plan takes the number with which it ends first."""
     keep: bool = False
     """Whether servers keep Q, K and V for the backward; else they travel again with dO."""
 

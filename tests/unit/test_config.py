@@ -30,6 +30,7 @@ def test_defaults() -> None:
         "backward": "auto",
         "cost": "auto",
         "links": "measure",
+        "waves": "auto",
         "documents": "keep",
         "look_ahead": 1,
         "timeout_s": 300.0,
