@@ -90,7 +90,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         )
         return [Launch(group, case, limit_s=100) for case in cases]
     if group == "streams":
-        return [Launch(group, "nvlink,nccl" if cuda else "c10d", limit_s=180)]
+        return [Launch(group, "nvlink,nccl,nccl/4" if cuda else "c10d,c10d/4", limit_s=200)]
     if group == "loaders":
         return [Launch(group, case, limit_s=100, may_end=case not in RIGHT) for case in CASES]
     if group == "failures":
@@ -103,7 +103,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         return "needs GPUs"
     if group == "growth":
         return [Launch(group, case, limit_s=90) for case in ("nvlink", "nvlink: the last rank has no memory left")]
-    parts = (("transports", ""), ("models", "llama,gpt_oss"))
+    parts = (("transports", ""), ("models", "llama,gpt_oss"), ("exactness", ""))
     return [Launch(part, case, limit_s=180, hosts=one) for one in hosts for part, case in parts]
 
 
