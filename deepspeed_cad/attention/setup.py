@@ -103,8 +103,7 @@ class CallSetup:
         def start() -> Dispatched:
             return transport.dispatch(host, fields, self.nano_batch, moment)
 
-        what = self._of_wave(what, wave)
-        return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
+        return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start, wave)
 
     def give_back(self, what: str, wave: int, fields: list[Returning], backward: bool = False) -> Returned:
         """Start the exchange back of one wave, on the stream that runs served tasks."""
@@ -117,13 +116,10 @@ class CallSetup:
         def start() -> Returned:
             return transport.give_back(host, fields, self.nano_batch, moment)
 
-        what = self._of_wave(what, wave)
         with self.span("return", backward, aside=self.aside is not None):
-            return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
-
-    def _of_wave(self, what: str, wave: int) -> str:
-        waves = len(self.schedule.waves)
-        return what if waves == 1 else f"{what}, wave {wave + 1} of {waves}"
+            return (
+                start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start, wave)
+            )
 
     def span(self, what: str, backward: bool = False, aside: bool = False) -> AbstractContextManager[None]:
         """A span of the timeline, where one is recorded."""

@@ -29,6 +29,7 @@ from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.nvlink import NvlinkTransport, _Dispatched, _Returned, _UnderWay
 from deepspeed_cad.exchange.peers import host_group
 from deepspeed_cad.exchange.placement import upload
+from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import FarPart, far_part, list_messages
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
@@ -39,8 +40,7 @@ class _Far:
     """A FarPart and, on the device, what packs its rows."""
 
     part: FarPart
-    home_row: torch.Tensor
-    home_group: torch.Tensor
+    home: torch.Tensor
 
 
 class MixedTransport(NvlinkTransport):
@@ -81,7 +81,7 @@ class MixedTransport(NvlinkTransport):
         """See NvlinkTransport.dispatch."""
         out = super().dispatch(schedule, fields, nano_batch, moment)
         far = self._look_up(schedule)
-        packed = [f.home[far[f.kind].home_row, far[f.kind].home_group] for f in fields]
+        packed = [take(f.home, far[f.kind].home) for f in fields]
         table = []
         for f, rows, landed in zip(fields, packed, out.landed):
             width = landed.shape[1] * landed.element_size()
@@ -135,8 +135,7 @@ class MixedTransport(NvlinkTransport):
 
     def _build(self, schedule: Schedule, kind: int) -> _Far:
         part = far_part(schedule, self.peers.members, kind)
-        row, group = np.divmod(part.home_index, schedule.groups)
-        return _Far(part, upload(row, self.device), upload(group, self.device))
+        return _Far(part, upload(part.home_index, self.device))
 
     def _give_up(self) -> None:
         """See NvlinkTransport: first the waits for neighbours end, so that messages behind them can be stopped."""

@@ -1,7 +1,8 @@
 """The `nccl` transport: grouped sends and receives on a communicator and a stream of its own.
 
 For ranks without access to each other's memory, across nodes too. Slices are packed by one index operation per field,
-travel as one message per peer and field, and are put into place by one more.
+travel as one message per peer and field, and are put into place by one more. Between hosts what comes back has a
+communicator and a stream of its own: in waves it crosses what is still on its way out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.messages import Messenger, TwoWays
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import place
-from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds
+from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds, take
 from deepspeed_cad.exchange.split import list_messages
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
@@ -66,7 +67,7 @@ class NcclTransport:
         """See Transport.dispatch; nano-batches need no care here, every exchange has buffers of its own."""
         self._alarm.check()
         kinds = self._look_up(schedule)
-        packed = [f.home[kinds[f.kind].home_row, kinds[f.kind].home_group] for f in fields]
+        packed = [take(f.home, kinds[f.kind].home) for f in fields]
         counts = [(kinds[f.kind].sent, kinds[f.kind].received) for f in fields]
         identity = self._next(moment, nano_batch, False, schedule)
         return _Dispatched(self, schedule, fields, kinds, self._start(self.messages.out, identity, packed, counts))
@@ -77,7 +78,7 @@ class NcclTransport:
         """See Transport.give_back."""
         self._alarm.check()
         kinds = self._look_up(schedule)
-        packed = [f.served[kinds[f.kind].received_row] for f in fields]
+        packed = [f.served.index_select(0, kinds[f.kind].received_row) for f in fields]
         counts = [(kinds[f.kind].received, kinds[f.kind].sent) for f in fields]
         identity = self._next(moment, nano_batch, True, schedule)
         return _Returned(self, fields, kinds, self._start(self.messages.back, identity, packed, counts))
