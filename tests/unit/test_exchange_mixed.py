@@ -283,6 +283,29 @@ def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> 
         assert not sum(int(wrong) for wrong in one.wrong)
 
 
+def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[str] = []
+    transports = [MixedTransport(group(rank, 2), CPU, [0, 1]) for rank in range(2)]
+    for transport in transports:
+        for way in ("out", "back"):
+            nccl = getattr(transport.messages, way).calls
+            exchange = nccl.exchange
+            monkeypatch.setattr(
+                nccl, "exchange", lambda *given, way=way, exchange=exchange: ways.append(way) or exchange(*given)
+            )
+    plans = make_schedules(2, 1, 300)
+    both = [Round(plans, rank, 0, 0, CPU) for rank in range(2)]
+    for phase, way in (("start", "out"), ("serve", "back")):
+        for one, transport in zip(both, transports):
+            getattr(one, phase)(transport)
+        network.deliver()
+        assert set(ways) == {way}
+        ways.clear()
+    one_host = messages.TwoWays(group(0, 2), CPU, Alarm(0, None, 1.0), several_hosts=False)
+    assert one_host.out is one_host.back and one_host.stream is one_host.out.stream
+    assert transports[0].messages.stream is None
+
+
 def test_giving_up_ends_copies_and_messages(network: Network) -> None:
     transports = [MixedTransport(group(rank, 3), CPU, [0, 0, 2], timeout_s=0.1) for rank in range(3)]
     plans = make_schedules(3, 1, 300)
