@@ -81,7 +81,7 @@ class Session:
                 config.straggler_relief, self.cost.name,
             )  # fmt: skip
         self.aside: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self.transport is not None and config.overlap == "local_first":
+        if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
@@ -229,7 +229,7 @@ class Session:
         transport = "nothing to exchange" if self.transport is None else self.transport.name
         return (
             f"rank {self.rank} of {self.ranks} attention servers, transport {transport}, "
-            f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
+            f"overlap {self.config.overlap_used}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
             f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
         )
 
