@@ -202,6 +202,12 @@ class MaskDescriptor:
         """Whether layers should alternate two nano-batches."""
         return self.nano_batch is None and len(self.micro_batch.ticks) == 2
 
+    @property
+    def runs_again(self) -> bool:
+        """A checkpointed layer of an interleaved nano-batch runs in the backward: the second nano-batch first, and
+        neither hands over."""
+        return self.interleaved and not self.micro_batch.in_forward
+
     def attend(
         self,
         module: torch.nn.Module,
@@ -257,20 +263,18 @@ class MaskDescriptor:
             )  # fmt: skip
             return AttentionCall(setup)
 
-        # Under checkpointing a layer runs again in the backward: the second nano-batch first, and neither hands over.
-        again = self.interleaved and not micro_batch.in_forward
         if self.interleaved and self.gradients and not torch.is_grad_enabled() and not micro_batch.begun:
             raise NotInterleaved(
                 "reentrant checkpointing runs the backward of a layer in one piece (set use_reentrant to false)"
             )
         call = micro_batch.call(layer, nano_batch, build, label)
-        first = call.first_keys if again else micro_batch.first_keys(layer, nano_batch, k, v)
+        first = call.first_keys if self.runs_again else micro_batch.first_keys(layer, nano_batch, k, v)
         if first is not None:
-            if self.interleaved and not again and torch.is_grad_enabled():
+            if self.interleaved and not self.runs_again and torch.is_grad_enabled():
                 call.first_keys = _own(first[0]), _own(first[1])
             k, v = torch.cat([first[0], k]), torch.cat([first[1], v])
         token = call.dispatch(q, k, v, sinks)
-        if self.nano_batch is not None and not again:
+        if self.nano_batch is not None and not self.runs_again:
             hand_over()
         token = call.serve(token)
         if self.nano_batch is not None and not self.interleaved:
