@@ -40,8 +40,9 @@ _WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_l
 class Interleaving:
     """Whether the nano-batches of one model alternate over its decoder; decided once, on every rank alike."""
 
-    def __init__(self) -> None:
-        self._asked = False
+    def __init__(self, speaks: bool) -> None:
+        """`speaks`: this rank says why not."""
+        self._speaks, self._asked = speaks, False
         self.reason = ""
         """Why not; empty where they do."""
 
@@ -56,7 +57,7 @@ class Interleaving:
         """They do not from now on, for a reason; none: nothing changes."""
         if reason and not self.reason:
             self.reason = reason
-            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            if self._speaks:
                 notice(f"nano-batches alternate inside layers, not over the whole decoder: {reason}")
 
 

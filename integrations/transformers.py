@@ -76,7 +76,7 @@ class Binding:
         self.announcer: Any = None
         """The iterator of a prepared loader that announces its batches now."""
         self.verified = 0
-        self.interleaving = Interleaving()
+        self.interleaving = Interleaving(session.rank == 0)
         self._check: Check | None = None
         """Of the micro-batch whose forward runs."""
         self.comparing = False
