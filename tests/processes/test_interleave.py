@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import LlamaModel
 
 import deepspeed_cad
+from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.exchange.transport import UNNAMED
 
 BLOCK = {"overlap": "interleave", "granularity": 16, "tolerance": 0.02}
@@ -75,13 +77,21 @@ class _Wait:
         return self._inner.wait()
 
 
+def _keys_kept() -> int:
+    """Layers of which keys of the first nano-batch are kept for the second."""
+    return sum(isinstance(one, AttentionCall) and one.first_keys is not None for one in gc.get_objects())
+
+
 def _record(rank: int, world: int, checkpoint: bool) -> list[str]:
     model = _apply(training.tiny_llama(num_hidden_layers=LAYERS))
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     session = deepspeed_cad.current_session()
     session.transport = recorder = _Recorder(session.transport)
-    training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank))).backward()
+    loss = training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank)))
+    assert _keys_kept() == LAYERS
+    loss.backward()
+    assert _keys_kept() == 0
     return recorder.events
 
 
