@@ -6,7 +6,8 @@ looked at but the model and what wraps its modules, so every rank finds the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import transformers
 from deepspeed_cad.integrations.models import batch_rope, is_reentrant
@@ -69,15 +70,17 @@ def _positions(decoder: nn.Module) -> str:
     return ""
 
 
-def _recording(decoder: nn.Module) -> str:
-    # Before that file was there, a forward replaced the forwards of its layers to record what they return.
-    if hasattr(transformers.utils, "output_capturing"):
-        return ""
+ONE_AT_A_TIME = not hasattr(transformers.utils, "output_capturing")
+"""Before that file was there, a forward replaced the forwards of its layers to record what they return."""
+
+
+def records(decoder: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a forward with these arguments records outputs of layers in a way that two at a time would disturb."""
+    if not ONE_AT_A_TIME:
+        return False
     config = getattr(decoder, "config", None)
-    for name in ("output_hidden_states", "output_router_logits", "output_attentions"):
-        if getattr(config, name, False):
-            return f"{name} is on, which transformers {transformers.__version__} records for one forward at a time"
-    return ""
+    names = ("output_hidden_states", "output_router_logits")
+    return any(getattr(config, name, False) if given.get(name) is None else given[name] for name in names)
 
 
-_CHECKS: tuple[Callable[[nn.Module], str], ...] = (_sharding, _checkpointing, _layers, _positions, _recording)
+_CHECKS: tuple[Callable[[nn.Module], str], ...] = (_sharding, _checkpointing, _layers, _positions)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from deepspeed_cad.integrations.alternating import DynamoOff, keep_hook, subclass_of
 from deepspeed_cad.integrations.functions import Scope, running
-from deepspeed_cad.integrations.interleavable import why_not_twice
+from deepspeed_cad.integrations.interleavable import records, why_not_twice
 from deepspeed_cad.integrations.joined import CannotJoin, Join
 
 from deepspeed_cad.ahead.documents import batch_shape
@@ -81,7 +81,7 @@ def _interleaved_class(cls: type[torch.nn.Module]) -> type:
             return whole(*args, **kwargs)
         if scope.binding.decoder() is not self or len(scope.micro_batch.ticks) == 1:
             return whole(*args, **kwargs)
-        if not scope.binding.interleaving.ask(self):
+        if records(self, kwargs) or not scope.binding.interleaving.ask(self):
             return whole(*args, **kwargs)
         return _run_parts(whole, scope, scope.micro_batch, args, kwargs)
 
