@@ -36,6 +36,9 @@ except ImportError as error:  # private names of another torch
 _WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k")
 """Arguments that both nano-batches get as they are: no row of them belongs to one token."""
 
+_GOLDEN = 0x9E3779B97F4A7C15
+"""An odd number whose multiples are far apart: 2^64 over the golden ratio."""
+
 
 class Interleaving:
     """Whether the nano-batches of one model alternate over its decoder; decided once, on every rank alike."""
@@ -100,7 +103,8 @@ def _run_parts(
         # The second nano-batch does not begin at position 0, and the model would number its rows from there.
         given["position_ids"] = torch.arange(width, device=device)[None]
     pairs = {name: (value, value) if name in _WHOLE else cut.split(value) for name, value in given.items()}
-    seed = int(torch.randint(2**62, ()))
+    # Another stream for each micro-batch, without drawing from one that the training script may use too.
+    seed = (torch.initial_seed() + (micro_batch.turn + 1) * _GOLDEN) % 2**63
     streams = RandomStream(device), RandomStream(device, seed)
     try:
         with DynamoOff() as dynamo:

@@ -323,6 +323,31 @@ def test_autocast(workers: WorkerPool) -> None:
     workers.run(_under_autocast, 2)
 
 
+def _compiled(rank: int, world: int, whole: bool) -> tuple[str, int]:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    reference, model = training.tiny_llama(), _apply(training.tiny_llama())
+    counters.clear()
+    if whole:  # torch compiles no single layer that is checkpointed and has a graph break
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    run = torch.compile(model, backend="aot_eager") if whole else model
+    for layer in () if whole else model.model.layers:
+        layer.compile(backend="aot_eager")
+    docs = training.documents(LENGTHS[0][rank], seed=rank)
+    for _ in range(2):
+        training.loss_sum(run, training.pack(docs)).backward()
+    _assert_close(_gradients(model), {name: 2 * one for name, one in training.alone(reference, docs)[1].items()})
+    return _reason(model), counters["stats"]["calls_captured"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled(workers: WorkerPool, whole: bool) -> None:
+    for reason, captured in workers.run(_compiled, 2, whole, timeout=100.0):
+        assert not reason and captured > 0
+
+
 def _verified(rank: int, world: int) -> str:
     model = _apply(training.tiny_llama(torch.float32), verify=1)
     training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank))).backward()
