@@ -200,3 +200,19 @@ def test_load(tmp_path) -> None:
         CADConfig.load(file)
     with pytest.raises(CADConfigError, match="cannot read"):
         CADConfig.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    ("overlap", "servers", "used"),
+    [
+        ("auto", "all", "local_first"),
+        ("auto", {"reserved": 1}, "interleave"),
+        ("local_first", {"reserved": 1}, "local_first"),
+        ("interleave", "all", "interleave"),
+        ("none", "all", "none"),
+    ],
+)
+def test_what_auto_overlaps_with(overlap: str, servers: object, used: str) -> None:
+    config = CADConfig(overlap=overlap)
+    object.__setattr__(config, "servers", servers)
+    assert config.overlap_used == used
