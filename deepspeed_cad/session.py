@@ -98,7 +98,7 @@ class Session:
                 config.straggler_relief, self.cost.name,
             )  # fmt: skip
         self.aside: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self.transport is not None and config.overlap == "local_first":
+        if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.

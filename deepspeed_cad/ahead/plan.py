@@ -81,7 +81,7 @@ class Plans:
         """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread."""
         layout = assemble([one.local for one in announcements])
         ticks: tuple[Tick, ...] = (layout.tick(),)
-        if self.config.overlap == "pingpong":
+        if self.config.overlap_used in ("interleave", "pingpong"):
             cut = choose_cut(layout, np.array([one.unit for one in announcements]))
             if cut is not None:
                 ticks = layout.cut(cut)
