@@ -62,15 +62,23 @@ class Search:
         ranks, hosts = self.problem.tick.ranks, len(np.unique(self.host))
         if hosts in (1, ranks):
             return [Units.RANKS]
-        return [Units.HOSTS] if ranks > MANY_RANKS else [Units.HOSTS, Units.HOSTS_LAST, Units.RANKS]
+        if ranks <= MANY_RANKS:
+            return [Units.HOSTS, Units.HOSTS_LAST, Units.RANKS]
+        # With many ranks what trials found better: keys of documents that span ranks would travel twice the other way.
+        documents = self.problem.tick.query.document
+        return [Units.HOSTS if len(np.unique(documents)) < len(documents) else Units.HOSTS_LAST]
 
     def look(self, units: Units) -> None:
         """Try levels between the slowest unit as it is (share 0) and the mean (share 1)."""
         top, mean = self.span(units)
         low, high = 0.0, 1.0
+        tries = FEW_TRIES if self.problem.tick.ranks > MANY_RANKS else TRIES
         # Waiting rises with the share: taken as a straight line through the last two plans that waited.
         earlier, waited = (0.0, 0.0), (1.0, self.slowest(self.even))
-        for _ in range(FEW_TRIES if self.problem.tick.ranks > MANY_RANKS else TRIES):
+        if units != Units.RANKS:
+            plan = self.solve(self.problem, Aim(self.problem.tolerance, units, mean))
+            waited, tries = (1.0, self.keep_better(plan, 1.0, units)), tries - 1
+        for _ in range(tries):
             slope = (waited[1] - earlier[1]) / (waited[0] - earlier[0])
             # Work falls on a straight line from `top` to the mean.
             rise = slope + top - mean

@@ -93,9 +93,10 @@ def test_even_documents_stay(hosts: list[int], between: float) -> None:
     assert plan.sent_bytes.sum() == 0 and plan.notes == ()
 
 
-@pytest.mark.parametrize("between", [2.0, 6.6, 23.9])
+@pytest.mark.parametrize(("between", "near"), [(1.0, 1.005), (6.6, 1.005), (23.9, 1.01)])
 @pytest.mark.parametrize("lengths", [[[20000] * 3, [60000]], [[9000, 30000], [3000] * 13], [[5000] * 5, [26000, 2000]]])
-def test_two_hosts_end_as_early_as_any_level_lets_them(lengths: list[list[int]], between: float) -> None:
+def test_two_hosts_end_as_early_as_any_level_lets_them(lengths: list[list[int]], between: float, near: float) -> None:
+    """Where all hides, plans are as even as half of the tolerance."""
     problem = ask(lengths, [0, 1], between)
     zero, one = np.zeros(2), np.ones(2)
     even = solve(problem, Aim(problem.tolerance))
@@ -104,7 +105,7 @@ def test_two_hosts_end_as_early_as_any_level_lets_them(lengths: list[list[int]],
     for share in np.linspace(0.0, 1.0, 41):
         found = solve(problem, Aim(problem.tolerance, Units.RANKS, top - share * (top - mean)))
         ends.append(finish_times(problem, found.work, found.flows, zero, one).max())
-    assert make_plan(problem).finish.max() <= min(ends) * 1.02
+    assert make_plan(problem).finish.max() <= min(ends) * near
 
 
 def test_slow_links_inside_the_only_host_are_minded_too() -> None:
@@ -134,7 +135,7 @@ def spread(ranks: int, hosts: np.ndarray) -> PlanInput:
     for row in rows:
         while sum(row) < 120_000:
             row.append(int(min(random.lognormal(np.log(6000), 1.6) + 1, 131072 - sum(row))))
-    cost = with_links(H200, 362.0, 20.0)
+    cost = with_links(H200, 362.0, 10.0)
     return PlanInput(Layout.from_rank_lengths(rows).tick(), BIG, cost, tolerance=0.02, hosts=hosts)
 
 
@@ -160,7 +161,7 @@ def test_the_search_stops_where_transfers_hide() -> None:
         asked.append(aim)
         return solve(problem, aim)
 
-    for between, plans in ((362.0, 1), (6.6, 10)):
+    for between, plans in ((362.0, 1), (6.6, 8)):
         problem = ask([[20000] * 3, [60000]], [0, 1], between)
         asked.clear()
         even = count(problem, Aim(0.02))
