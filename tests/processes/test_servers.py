@@ -49,7 +49,7 @@ BLOCK = {"granularity": 16, "tolerance": 0.02}
 def _run(workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, **block: Any) -> tuple[list, list]:
     """What trainers and servers give."""
     given = {**BLOCK, "servers": {"reserved": servers}, **block}
-    results = workers.run(play, trainers + servers, free_port(), given, train, *args)
+    results = workers.run(play, trainers + servers, free_port(), given, train, *args, joined=False)
     served = results[trainers:]
     assert all(one.code == 0 and one.micro_batches > 0 for one in served), served
     return results[:trainers], served
