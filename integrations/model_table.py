@@ -24,3 +24,6 @@ REFUSED: Final[dict[str, str]] = {
     "moshi": "its audio codebooks are not one causal stream of tokens",
 }
 """`model_type` to reason, for models whose config and modules do not show why CAD cannot reproduce them."""
+
+TEXT_PATHS: Final[frozenset[str]] = frozenset({"qwen3_5", "qwen3_5_moe"})
+"""`model_type` of models of several modalities whose text path trains; batches with other inputs are refused."""
