@@ -8,7 +8,6 @@ imports), so that they also hold for models that nobody here has seen; `model_ta
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import logging
 import re
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.model_table import REFUSED, SUPPORTED
+from deepspeed_cad.integrations.model_table import REFUSED, SUPPORTED, TEXT_PATHS
 from deepspeed_cad.integrations.recurrent import CARRYING, find_recurrent
-from deepspeed_cad.integrations.structure import text_part
+from deepspeed_cad.integrations.structure import has_attention, text_part
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -66,7 +65,7 @@ def refuse_model(model: PreTrainedModel) -> None:
         if refusal is not None:
             raise refusal.error(model)
     kind = getattr(model.config, "model_type", "")
-    if kind not in SUPPORTED:
+    if kind not in SUPPORTED | TEXT_PATHS:
         logger.warning(
             "deepspeed_cad: %s (%s) was never tested with CAD. It passes the checks of its structure, and the sampled "
             'check compares its attention mask with the plan while it trains ("check": "sampled")',
@@ -114,10 +113,9 @@ def _check_interface(model: PreTrainedModel) -> Refusal | None:
 
 def _calls_interface(model: PreTrainedModel) -> bool:
     """Whether a hybrid's attention calls the interface: transformers leaves the flag unset for most of them."""
-    recurrent = {type(module) for module in find_recurrent(model).values()}
-    attention = {type(module) for module in model.modules() if type(module).__name__.endswith("Attention")} - recurrent
-    codes = [getattr(inspect.unwrap(cls.forward), "__code__", None) for cls in attention]
-    called = [code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes]
+    recurrent = find_recurrent(model).values()
+    attention = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    called = [has_attention(module) for module in attention if module not in recurrent]
     return bool(recurrent) and bool(called) and all(called)
 
 

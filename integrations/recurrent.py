@@ -129,7 +129,7 @@ class _Recurrent:
         if inside is None:
             return whole(*args, **kwargs)
         inside.seen += 1
-        return _run(self, whole, inside, args, kwargs)  # type: ignore[arg-type]
+        return _run(self, whole, inside, args, kwargs)
 
 
 def watch_state(decoder: nn.Module, layers: nn.ModuleList) -> None:

@@ -5,6 +5,7 @@ In: a module. Out: parts of it, found by structure and by the conventions of tra
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,12 @@ def decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList | None:
         if isinstance(layers, torch.nn.ModuleList):
             return layers
     return None
+
+
+def has_attention(layer: torch.nn.Module) -> bool:
+    """Whether a decoder layer calls the attention interface."""
+    names = (inspect.unwrap(type(module).forward).__code__.co_names for module in layer.modules())
+    return any("ALL_ATTENTION_FUNCTIONS" in found for found in names)
 
 
 def training_device(model: torch.nn.Module) -> torch.device:

@@ -38,6 +38,7 @@ from deepspeed_cad.integrations.structure import (
     default_attention,
     find_decoder,
     find_model,
+    has_attention,
     text_part,
     training_device,
 )
@@ -119,6 +120,11 @@ class Binding:
                 # Layers that carry state run whole: a cut may fall inside a document.
                 if not find_recurrent(layer):
                     alternate(layer)
+                elif has_attention(layer):
+                    raise CADUnsupportedError(
+                        f"{type(layer).__name__} has attention and a layer that carries state side by side, and "
+                        'ping-pong would cut both. Set "overlap": "local_first"'
+                    )
         if self.ways is not None:
             keep_whole(decoder)
             watch_state(decoder, layers)
