@@ -95,6 +95,12 @@ def _check_family(model: PreTrainedModel) -> Refusal | None:
 
 
 def _check_interface(model: PreTrainedModel) -> Refusal | None:
+    recurrent = find_recurrent(model)
+    if recurrent and not _attention(model):
+        return Refusal(
+            f"{len(recurrent)} layers carry state from token to token and none attends",
+            "such layers cost the same on every rank, so there is nothing to balance",
+        )
     if not getattr(model, "_supports_attention_backend", False) and not _calls_interface(model):
         return Refusal(
             "_supports_attention_backend is False",
@@ -111,12 +117,15 @@ def _check_interface(model: PreTrainedModel) -> Refusal | None:
     return None
 
 
-def _calls_interface(model: PreTrainedModel) -> bool:
-    """Whether a hybrid's attention calls the interface: transformers leaves the flag unset for most of them."""
+def _attention(model: PreTrainedModel) -> list[nn.Module]:
     recurrent = find_recurrent(model).values()
     attention = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    called = [has_attention(module) for module in attention if module not in recurrent]
-    return bool(recurrent) and bool(called) and all(called)
+    return [module for module in attention if module not in recurrent]
+
+
+def _calls_interface(model: PreTrainedModel) -> bool:
+    """Whether a hybrid's attention calls the interface: transformers leaves the flag unset for most of them."""
+    return bool(find_recurrent(model)) and all(has_attention(module) for module in _attention(model))
 
 
 def _check_causal(model: PreTrainedModel) -> Refusal | None:

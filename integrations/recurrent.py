@@ -17,7 +17,7 @@ import logging
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,15 +72,18 @@ def keep_whole(model: nn.Module) -> None:
         module._z3_leaf = True  # type: ignore[assignment] # what deepspeed.utils.set_z3_leaf_modules sets
 
 
-@dataclass(eq=False)
 class Ways:
-    """How the layers of one model are run, by kind; found out at their first forward."""
+    """How the layers of one model are run, by kind; found out at their first forward.
 
-    fail: Callable[[CADError], Any]
-    """Stops all ranks with an error."""
-    found: dict[Any, Way] = field(default_factory=dict)
-    said: set[str] = field(default_factory=set)
-    """Classes about which the user was warned."""
+    Not a dataclass, as it travels with the borders among a layer's arguments.
+    """
+
+    def __init__(self, fail: Callable[[CADError], Any]) -> None:
+        """`fail` stops all ranks with an error."""
+        self.fail = fail
+        self.found: dict[Any, Way] = {}
+        self.said: set[str] = set()
+        """Classes about which the user was told."""
 
 
 @dataclass(eq=False)
@@ -122,6 +125,13 @@ class _Carrier:
 
 class _Recurrent:
     """Mixed into the class of a layer that carries state: runs it so that none crosses a border."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # By position: DeepSpeed tells by the gradients of such inputs when a module's backward is over. Where there are
+        # none it takes the weights away before the backward has begun.
+        if not args and "hidden_states" in kwargs:
+            args = (kwargs.pop("hidden_states"),)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         whole = super().forward  # type: ignore[misc]
@@ -186,7 +196,7 @@ def _run(
         return whole(hidden_states=hidden_BSD, attention_mask=mask, **given)
     given = {name: value for name, value in given.items() if name not in _UNUSED}
     for name, value in given.items():
-        if _has_tensor(value):
+        if _has_tokens(value, borders.width):
             inside.ways.fail(CADUnsupportedError(f"{label} gets {name}, which CAD cannot cut at borders of documents"))
     call = _Call(module, functools.partial(whole, **given), parameters)
     # Always, so that every rank runs the same: a rank may have one document now and many later.
@@ -304,10 +314,11 @@ class _Call:
         return output
 
 
-def _has_tensor(value: Any) -> bool:
+def _has_tokens(value: Any, width: int) -> bool:
+    """Whether an argument has a row for each token, as far as its shape tells."""
     if isinstance(value, (list, tuple)):
-        return any(_has_tensor(item) for item in value)
-    return isinstance(value, torch.Tensor)
+        return any(_has_tokens(item, width) for item in value)
+    return isinstance(value, torch.Tensor) and width > 1 and width in value.shape
 
 
 def _package(module: nn.Module) -> str:

@@ -165,7 +165,7 @@ class Binding:
                 self.trained += 1
                 self.last_read = announced.local
             self.session.count(micro_batch)
-        if micro_batch.layout.segments.begin.any() and (training or self.ways is not None):
+        if training and micro_batch.layout.segments.begin.any():
             refuse_spanning(getattr(decoder, "config", None), self.ways is not None)
         empty = 0 in batch_shape(given)
         if not empty:
