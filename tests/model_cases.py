@@ -164,11 +164,16 @@ FAMILIES: tuple[Family, ...] = (
     }, FP32),
     Family("lfm2", {"layer_types": ["conv", "full_attention"]}, fast=True),
     Family("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    Family("lfm3", {"layer_types": ["conv", "full_attention"]}),
     Family("nemotron_h", {"hybrid_override_pattern": "M*-E"}, FP32),
     Family("olmo_hybrid", DELTA, FP32),
     Family("qwen3_5_moe_text", DELTA, FP32),
     Family("qwen3_5_text", DELTA, FP32, fast=True),
     Family("qwen3_next", DELTA, FP32),
+    Family("zamba", {
+        "num_hidden_layers": 5, "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+        "n_mamba_heads": 2, "num_key_value_heads": 4,
+    }, overlap="local_first"),
 )  # fmt: skip
 
 
