@@ -24,18 +24,12 @@ Ints = npt.NDArray[np.int64]
 def find_borders(layout: Layout, rank: int, batch: int, width: int) -> Ints:
     """[pieces + 1] rows of the flattened batch at which state begins anew, and the end.
 
-    Every batch row begins anew, and every document but the first of its row: padding before that belongs to it, as in
-    the model itself, which blanks padding. Padding behind a document goes on with its state, which nobody reads after.
+    Every batch row begins anew and every document does. Padding behind a document goes on with its state, as in the
+    model itself; nobody reads it after.
     """
     seg = layout.segments
-    mine = seg.select(seg.rank == rank)
-    offset = np.asarray(mine.offset, np.int64)
-    offset = offset[np.asarray(mine.end) > np.asarray(mine.begin)]
-    if width == 0:
-        return np.zeros(1, np.int64)
-    rows = offset // width
-    first = np.diff(rows, prepend=-1) != 0
-    return np.unique(np.concatenate([np.arange(batch + 1) * width, offset[~first]]))
+    mine = seg.select((seg.rank == rank) & (seg.end > seg.begin))
+    return np.unique(np.concatenate([np.arange(batch + 1, dtype=np.int64) * width, mine.offset]))
 
 
 class Borders:

@@ -182,6 +182,9 @@ def _run(
     parameters = inspect.signature(whole).parameters
     given = dict(zip(parameters, args, strict=False)) | kwargs
     hidden_BSD, mask = given.pop("hidden_states"), given.pop("attention_mask", None)
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        # Older versions of transformers hand the mask of attention to all layers, which is a plan here.
+        mask = None
     label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     cached = any(given.get(name) is not None for name in _CACHES)
     given = {name: value for name, value in given.items() if name not in _OF_BORDERS}

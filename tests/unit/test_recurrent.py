@@ -15,7 +15,7 @@ from deepspeed_cad.integrations.borders import Borders, find_borders
 from deepspeed_cad.integrations.recurrent import Ways, _Call, _run, find_recurrent, keep_whole
 from deepspeed_cad.integrations.state_check import Way, find_way
 from hybrids import Kernels, alone, assert_same, difference, packed, run
-from model_cases import FAMILIES, FP32, known_kind, tiny_model
+from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_model
 from torch import nn
 from transformers import AutoConfig
 
@@ -37,7 +37,10 @@ def _tiny(kind: str) -> Any:
     if not known_kind(kind):
         pytest.skip(f"this version of transformers has no {kind}")
     family = next(one for one in FAMILIES if one.kind == kind)
-    return tiny_model(kind, torch.float64, **family.changes).train()
+    model = tiny_model(kind, torch.float64, **family.changes).train()
+    if not NEW and kind != "lfm2":
+        pytest.skip(f"this version of transformers runs {kind} outside of its interfaces")
+    return model
 
 
 def _apply(model: Any, **changes: Any) -> Any:
@@ -62,14 +65,14 @@ def _ways() -> dict[str, Way]:
         ([[0, 1, 2], [0, 1, 2]], None, [0, 3, 6]),
         ([[0, 1, 0], [0, 1, 2]], None, [0, 2, 3, 6]),
         ([[0, 1, 2], [0, 1, 0]], [[1, 1, 1], [1, 1, 0]], [0, 3, 6]),
-        ([[0, 0, 1], [0, 1, 2]], [[0, 1, 1], [1, 1, 1]], [0, 3, 6]),
+        ([[0, 0, 1], [0, 1, 2]], [[0, 1, 1], [1, 1, 1]], [0, 1, 3, 6]),
         ([[0, 1, 0, 1, 0]], [[1, 1, 1, 1, 0]], [0, 2, 5]),
         ([[0, 0, 1]], [[0, 0, 0]], [0, 3]),
     ],
     ids=["packed", "one", "rows", "packed rows", "right", "left", "packed and padded", "padding only"],
 )
 def test_where_pieces_begin(positions: Any, mask: Any, begin: list[int]) -> None:
-    """At batch rows, and at documents that are not the first of theirs; padding belongs to what is before it."""
+    """At batch rows and at documents; padding belongs to what is before it."""
     array = np.array(positions)
     local = segments_from_positions(array, None if mask is None else np.array(mask))
     found = find_borders(assemble([local]), 0, *array.shape)
@@ -112,6 +115,8 @@ CASES: list[tuple[str, list[str], Way]] = [
 )
 def test_way_and_result(kind: str, kernels: list[str], way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels get borders where they take them, in their form; whatever they do, documents are as they are alone."""
+    if not NEW and kernels:
+        pytest.skip("this version of transformers chooses kernels in another way")
     model = _tiny(kind)
     batch = packed(ROW)
     expected = alone(model, batch, ROW)
@@ -157,15 +162,19 @@ def test_batch_rows(kind: str, lengths: list[list[int]]) -> None:
     assert_same(run(_apply(model), batch, lengths), expected, FP32)
 
 
-def test_whole_rows_run_as_they_are() -> None:
-    """Padded rows of one document each go through the layer's own code at once, also on the left."""
-    model = _tiny("bamba")
-    batch = {name: value.flip(1) for name, value in packed([[30], [17]]).items()}
-    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
+def test_padding_is_as_without_cad(kind: str, side: str) -> None:
+    """Rows of one document each, whose padding the model blanks itself."""
+    if not NEW and side == "left":
+        pytest.skip("this version of transformers lets padding into convolutions")
+    model, batch = _tiny(kind), packed([[30], [17]])
+    if side == "left":
+        batch = {name: value.flip(1) for name, value in batch.items()}
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     real = batch["attention_mask"].bool()
     expected = model(**batch).logits[real]
-    got = _apply(model)(**batch).logits[real]
-    assert difference(got, expected) < 1e-12
+    assert difference(_apply(model)(**batch).logits[real], expected) < (FP32 if side == "left" else 1e-12)
 
 
 def _selective() -> Any:
@@ -245,6 +254,7 @@ def test_ping_pong_beside_attention_is_refused() -> None:
         deepspeed_cad.apply(_tiny("falcon_h1"), {"overlap": "pingpong"})
 
 
+@pytest.mark.skipif(not NEW, reason="this version of transformers hands such layers the mask of attention")
 def test_replaced_forward_is_refused() -> None:
     """Hub kernels put a forward on the module itself, which hides what CAD puts around its class."""
     model = _tiny("lfm2")

@@ -28,8 +28,6 @@ REFUSALS: list[tuple[str, str, dict[str, Any], str]] = [
     ("chunked attention", "llama4_text", {"attention_chunk_size": 32}, "attention_chunk_size is 32: chunked"),
     ("linear attention alone", "qwen3_next", {}, "2 layers carry state from token to token and none attends"),
     ("state space", "mamba", {}, "layers carry state|layer_types has|state-space|is a Conv1d"),
-    ("state space that shares attention", "zamba2", {"mamba_headdim": 8, "n_mamba_heads": 8, "mamba_d_state": 8},
-     "the same module as|hybrid|state-space|is a Conv1d"),
     ("lightning attention", "minimax", {}, "layer_types has linear_attention"),
     ("recurrence", "recurrent_gemma", {}, "(layer_types|layers_block_type) has|is a Conv1d"),
     ("bidirectional", "bert", {}, "is_causal is False|_supports_attention_backend"),
