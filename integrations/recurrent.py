@@ -69,7 +69,9 @@ def keep_whole(model: nn.Module) -> None:
     different number of times on each rank, which hangs.
     """
     for module in find_recurrent(model).values():
-        module._z3_leaf = True  # type: ignore[assignment] # what deepspeed.utils.set_z3_leaf_modules sets
+        hooks = module._forward_pre_hooks.values()
+        if not any(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks):
+            module._z3_leaf = True  # type: ignore[assignment] # what deepspeed.utils.set_z3_leaf_modules sets
 
 
 class Ways:
@@ -278,11 +280,11 @@ class _Call:
     @property
     def parted(self) -> str:
         """Why the layer cannot be run a different number of times on each rank; empty where it can."""
-        leaf = getattr(self.module, "_z3_leaf", False)
         for name, part in self.module.named_modules():
             if name and any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(part).__mro__):
                 return f"its {name} is sharded on its own (FSDP)"
-            if name and not leaf and any(hasattr(one, "ds_id") for one in part.parameters(recurse=False)):
+            own = part.parameters(recurse=False)
+            if name and any(hasattr(one, "ds_id") and not hasattr(one, "ds_z3_leaf_module") for one in own):
                 return f"its {name} is gathered on its own (ZeRO-3)"
         return ""
 

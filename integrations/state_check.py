@@ -78,6 +78,7 @@ class Probe:
         return float((one[:, LENGTHS[0] :] - other[:, LENGTHS[0] :]).abs().max())
 
 
+@torch.compiler.disable
 def find_way(run: Run, whole: Whole, like: torch.Tensor, ways: list[Way]) -> tuple[Way | None, list[str], bool]:
     """The first of `ways` that keeps documents apart, why those before it do not, and whether that is certain.
 

@@ -272,18 +272,32 @@ def test_replaced_forward_is_refused() -> None:
 def test_projections_sharded_apart_are_refused() -> None:
     """They would be gathered once per document, a different number of times on each rank."""
     model = _tiny("qwen3_5_text")
-    model.model.layers[0].linear_attn.out_proj.weight.ds_id = 0
+    layer = model.model.layers[0].linear_attn
+    layer.out_proj.weight.ds_id, layer.out_proj.weight.ds_z3_leaf_module = 0, layer
     _apply(model)
-    keep = model.model.layers[0].linear_attn
-    assert keep._z3_leaf
-    model(**packed(ROW))
+    model(**packed(ROW))  # gathered as a whole
     close_session()
     model = _tiny("qwen3_5_text")
+    model.model.layers[0].linear_attn.out_proj.weight.ds_id = 0
     _apply(model)
-    layer = model.model.layers[0].linear_attn
-    layer._z3_leaf, layer.out_proj.weight.ds_id = False, 0
     with pytest.raises(CADUnsupportedError, match=r"its out_proj is gathered on its own \(ZeRO-3\)"):
         model(**packed(ROW))
+
+
+def test_layers_are_gathered_whole_only_before_the_engine() -> None:
+    """DeepSpeed's hooks on what is inside of a layer would not know of it afterwards."""
+    layer = _tiny("lfm2").model.layers[0]
+    keep_whole(layer)
+    assert layer.conv._z3_leaf and not hasattr(layer, "_z3_leaf")
+    layer = _tiny("lfm2").model.layers[0]
+
+    def hook(module: nn.Module, args: Any) -> None:
+        """As the engine's."""
+
+    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    layer.conv.register_forward_pre_hook(hook)
+    keep_whole(layer)
+    assert not hasattr(layer.conv, "_z3_leaf")
 
 
 def test_arguments_with_tokens_are_refused() -> None:
@@ -405,6 +419,13 @@ def test_text_path_of_a_model_of_several_modalities() -> None:
     assert model.model.visual.config._attn_implementation == "sdpa"
     assert model.model.language_model.config._attn_implementation == "cad"
     assert_same(run(model, batch, ROW), expected, FP32)
+    axes = {**batch, "position_ids": batch["position_ids"].expand(4, 1, -1)}
+    assert_same(run(model, axes, ROW), expected, FP32)
+    shifted = torch.arange(3)[:, None, None] + batch["position_ids"]
+    with pytest.raises(CADUnsupportedError, match="differ between their axes"):
+        model(**{**batch, "position_ids": shifted})
+    close_session()
+    model = _apply(_wrapper())
     with pytest.raises(CADUnsupportedError, match="the batch has pixel_values: images.*text path"):
         model(**batch, pixel_values=torch.zeros(4, 96))
 
