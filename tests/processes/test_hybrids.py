@@ -109,42 +109,41 @@ def test_fsdp2(workers: WorkerPool, kind: str, late: bool) -> None:
         assert worst < 1e-4
 
 
-def _train(rank: int, world: int, documents: str) -> list[float]:
-    from torch.utils.data import DataLoader
+def _train(rank: int, world: int, documents: str) -> tuple[list[float], float]:
+    """Losses of the Trainer, and attention max/mean as the documents lay when the first forward began."""
     from transformers import Trainer, TrainingArguments
 
+    import deepspeed_cad
     from deepspeed_cad.session import close_session
 
-    lengths = [[[160]], [[80, 3, 77]], [[20, 60, 40, 40]], [[31, 29, 100]]]
-    rows = [{name: value[0] for name, value in packed(of).items()} for of in lengths * 2]
+    lengths = [[80, 80], [20] * 8, [75, 5, 3, 77], [31, 29, 20, 40, 40]] * 2
+    rows = [{name: value[0] for name, value in packed([of]).items()} for of in lengths]
     rows = [{**row, "labels": row["input_ids"].masked_fill(row["position_ids"] == 0, -100)} for row in rows]
-    assert DataLoader is not None
     arguments = TrainingArguments(
-        output_dir="/tmp/unused", max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2,
-        learning_rate=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        output_dir="build/unused", max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+        learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
         average_tokens_across_devices=True, seed=1, data_seed=1,
     )  # fmt: skip
-    import deepspeed_cad
-
-    model = _model("qwen3_5_text")
-    if documents:
-        deepspeed_cad.apply(model, {**BLOCK, "documents": documents})
+    model = deepspeed_cad.apply(_model("qwen3_5_text"), {**BLOCK, "documents": documents})
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
     trainer.train()
-    found = losses_of(trainer.state.log_history)
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    found = losses_of(trainer.state.log_history), session.statistics.imbalance_before
     close_session()
     return found
 
 
-def _both(rank: int, world: int) -> tuple[list[float], list[float]]:
+def _both(rank: int, world: int) -> tuple[Any, Any]:
     return _train(rank, world, "keep"), _train(rank, world, "exchange")
 
 
 @pytest.mark.slow
 def test_exchange_of_documents(workers: WorkerPool) -> None:
     """Whole documents change ranks, and state stays inside of them: the same losses."""
-    for keep, exchange in workers.run(_both, 2):
-        assert len(keep) == 2 and keep == pytest.approx(exchange, rel=1e-5)
+    for (keep, before), (exchange, after) in workers.run(_both, 2):
+        assert len(keep) == 2 and keep == pytest.approx(exchange, rel=1e-4)
+        assert after < before
 
 
 def _whole_world(rank: int, world: int) -> float:

@@ -154,7 +154,7 @@ def test_warning_names_the_package(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "lengths", [[[30], [30]], [[30], [17]], [[20, 10], [5, 25]], [[20, 9], [5]]], ids=lambda value: str(value)
 )
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("bamba", marks=pytest.mark.slow), "lfm2"])
 def test_batch_rows(kind: str, lengths: list[list[int]]) -> None:
     """Whole rows, padded rows and packed rows."""
     model, batch = _tiny(kind), packed(lengths)
