@@ -15,9 +15,9 @@ from deepspeed_cad.integrations.borders import Borders, find_borders
 from deepspeed_cad.integrations.recurrent import Ways, _Call, _run, find_recurrent, keep_whole
 from deepspeed_cad.integrations.state_check import Way, find_way
 from hybrids import Kernels, alone, assert_same, difference, packed, run
-from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_model
+from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_config, tiny_model
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError, CADUnsupportedError
@@ -130,6 +130,47 @@ def test_way_and_result(kind: str, kernels: list[str], way: Way, monkeypatch: py
     assert len(calls) == (len(kernels) if way is Way.BORDERS else 1 if kernels == ["delta_rule"] else len(calls))
     # One tensor for the probe, one for all layers of the micro-batch: FLA keeps what it computes of it by identity.
     assert len(fake.borders) <= 2 * (1 + (way is Way.GAPS))
+
+
+@pytest.mark.skipif(not NEW, reason="this version of transformers chooses kernels in another way")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("kind", "kernels", "way"), [CASES[1], CASES[2], CASES[3], CASES[4], CASES[7]])
+def test_probe_sees_in_bf16(
+    kind: str, kernels: list[str], way: Way, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights as they are at the start of a pre-training, and all that bf16 rounds away."""
+    torch.manual_seed(0)
+    family = next(one for one in FAMILIES if one.kind == kind)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **family.changes)).train()
+    model = model if autocast else model.to(torch.bfloat16)
+    fake = Kernels(monkeypatch, PATHS[kind])
+    for name in kernels:
+        getattr(fake, name)()
+    _apply(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**packed(ROW)).logits.float().sum().backward()
+    assert set(_ways().values()) == {way}
+
+
+@pytest.mark.skipif(not NEW, reason="this version of transformers chooses kernels in another way")
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba"])
+def test_probe_sees_a_small_leak(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right convolutions and a recurrence that ignores borders, whose state is small at the start, rounded to bf16."""
+    torch.manual_seed(0)
+    family = next(one for one in FAMILIES if one.kind == kind)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **family.changes)).train().to(torch.bfloat16)
+    fake = Kernels(monkeypatch, PATHS[kind]).convolution()
+    obeys = fake._sequence
+
+    def ignores(name: str, given: Any, batch: int, tokens: int) -> list[int]:
+        return obeys(name, given, batch, tokens) if name.startswith("causal") else [tokens]
+
+    monkeypatch.setattr(fake, "_sequence", ignores)
+    monkeypatch.setattr(fake, "_cumulative", ignores)
+    (fake.delta_rule if kind == "qwen3_5_text" else fake.scan)()
+    _apply(model)
+    model(**packed(ROW))
+    assert set(_ways().values()) == {Way.DOCUMENTS}
 
 
 def test_stock_leaks() -> None:
