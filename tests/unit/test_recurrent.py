@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepspeed_cad.integrations.borders import Borders, find_borders
+from deepspeed_cad.integrations.borders import NAME, Borders, find_borders
 from deepspeed_cad.integrations.recurrent import Ways, _Call, _run, find_recurrent, keep_whole
 from deepspeed_cad.integrations.state_check import Way, find_way
 from hybrids import Kernels, alone, assert_same, difference, packed, run
 from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_config, tiny_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError, CADUnsupportedError
@@ -308,6 +308,25 @@ def test_replaced_forward_is_refused() -> None:
     layer.forward = functools.partial(type(layer).__mro__[2].forward, layer)
     with pytest.raises(CADUnsupportedError, match="1 layers that carry state, but 0 ran"):
         model(**packed(ROW))
+
+
+def test_decoder_that_drops_arguments_is_refused() -> None:
+    """Then borders reach no layer, and state would cross them silently."""
+    model = _apply(_tiny("lfm2"))
+
+    def drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {name: value for name, value in kwargs.items() if name != NAME}
+
+    model.model.register_forward_pre_hook(drop, with_kwargs=True)
+    with pytest.raises(CADUnsupportedError, match="Lfm2Model does not hand arguments on to its layers"):
+        model(**packed(ROW))
+
+
+@pytest.mark.skipif(not NEW, reason="this version of transformers has a cache of its own for each hybrid")
+def test_cache_of_packed_documents_is_refused() -> None:
+    model = _apply(_tiny("lfm2"))
+    with pytest.raises(CADUnsupportedError, match="Lfm2ShortConv of layer 0 got a cache for packed documents"):
+        model(**packed(ROW), past_key_values=DynamicCache(config=model.config))
 
 
 def test_projections_sharded_apart_are_refused() -> None:
