@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple] = {
     "look_ahead": (0, 1),
     "check": ("sampled", "off"),
 }
+LINK_KEYS = ("inside", "between")
 _KERNEL_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 
 
@@ -85,6 +86,13 @@ class CADConfig:
     """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
     query-key pairs; or the path of a profile written by `deepspeed-cad profile` (ends in .json)."""
 
+    links: str | Mapping[str, float] = "measure"
+    """How fast ranks exchange data. "measure": CAD times exchanges at start, in under two seconds, and corrects the
+    figures while it trains; or `{"inside": 350, "between": 25}`, GB/s that one rank receives from its host and from
+    other hosts while all ranks do. Give figures where plans must not depend on measured times, or where links are busy
+    while a job starts. Under `torch.use_deterministic_algorithms` nothing is measured: plans take the figures given
+    here, or else those of the profile."""
+
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
     token ids before the first forward, where that is cheaper ("exchange"). Only where the loss is normalised over the
@@ -139,6 +147,7 @@ class CADConfig:
             raise _bad("kernel", self.kernel, '"auto" or the name of a backend as "deepspeed-cad doctor" lists it')
         if not isinstance(self.cost, str) or not (self.cost in ("auto", "pairs") or self.cost.endswith(".json")):
             raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
+        _check_links(self)
         _refuse_later_features(self)
 
     @classmethod
@@ -204,6 +213,27 @@ def _refuse_later_features(config: CADConfig) -> None:
         raise _bad("servers", config.servers, '"all"', "Reserved attention servers come with a later release.")
     if config.documents == "exchange" and not config.look_ahead:
         raise _bad("look_ahead", 0, "1", 'With "documents": "exchange" a step is arranged before its first forward.')
+
+
+def _check_links(config: CADConfig) -> None:
+    """ "measure", or both speeds."""
+    links = config.links
+    allowed = '"measure", or an object with the keys "inside" and "between" in GB/s'
+    if links == "measure":
+        return
+    if not isinstance(links, Mapping):
+        raise _bad("links", links, allowed)
+    missing = [key for key in LINK_KEYS if key not in links]
+    unknown = [key for key in links if key not in LINK_KEYS]
+    if missing or unknown:
+        what = f"{_show(unknown[0])} is not known" if unknown else f'"{missing[0]}" is missing'
+        raise _bad("links", dict(links), allowed, f"Its key {what}.")
+    for key in LINK_KEYS:
+        speed = links[key]
+        number = isinstance(speed, int | float) and not isinstance(speed, bool) and math.isfinite(speed)
+        if not number or not speed > 0:
+            raise _bad("links", dict(links), allowed, f'Its key "{key}" is {_show(speed)}; expected GB/s above 0.')
+    object.__setattr__(config, "links", {key: float(links[key]) for key in LINK_KEYS})
 
 
 def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: Any) -> None:

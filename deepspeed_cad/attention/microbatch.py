@@ -18,8 +18,10 @@ from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.cost import TICKS_PER_LOAD
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.exchange.waits import Gain
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
@@ -63,6 +65,10 @@ class MicroBatch:
     """On which served tasks run beside local ones, where they do."""
     turn: int = 0
     """How many micro-batches were opened before it, the same on every rank."""
+    era: int | None = None
+    """Which settings of how much plans move it was planned with; None: nobody weighs gains against waits."""
+    late: Callable[[Tick, PlanKey], np.ndarray | None] = lambda tick, key: None
+    """Seconds by which ranks finish later than their attention says, where plans know of any ([ranks])."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     padding: Any = None
@@ -73,6 +79,7 @@ class MicroBatch:
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
+    _late: dict[tuple[PlanKey, int], np.ndarray] = field(default_factory=dict)
     _layers: dict[int, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -104,6 +111,20 @@ class MicroBatch:
                 self.planned[key, nano_batch] = PlannedTick(plan, schedule, time.perf_counter() - begin)
                 digest = (digest * 1000003 + plan.fingerprint()) & ((1 << 62) - 1)
         self.agree(digest, "plan")
+
+    def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
+        """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""
+        if self.era is None:
+            return None
+        plan = self.planned[key, nano_batch].plan
+        if not plan.sent_bytes.any():
+            return None
+        if (key, nano_batch) not in self._late:
+            found = self.late(self.ticks[nano_batch], key)
+            self._late[key, nano_batch] = np.zeros(len(plan.load)) if found is None else found
+        late = self._late[key, nano_batch]
+        without = float((plan.load_before + late).max())
+        return Gain((without - float(plan.load[self.rank] + late[self.rank])) / TICKS_PER_LOAD, self.era)
 
     @property
     def keys(self) -> list[PlanKey]:
@@ -260,6 +281,7 @@ class MaskDescriptor:
                 schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
                 micro_batch.counts, nano_batch, label, micro_batch.aside, micro_batch.turn,
                 micro_batch._layers.setdefault(layer, len(micro_batch._layers)),
+                micro_batch.gain(PlanKey(self.window, shape), nano_batch),
             )  # fmt: skip
             return AttentionCall(setup)
 

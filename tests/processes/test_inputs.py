@@ -17,7 +17,7 @@ import deepspeed_cad
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 
-BLOCK = {"granularity": 16, "tolerance": 0.02}
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = [[200, 31], [40, 9, 1, 70]]
 
 

@@ -20,7 +20,7 @@ LENGTHS = {
 
 
 def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None, steps: int) -> dict[str, Any]:
-    block = {"granularity": 16, "tolerance": 0.02, **block}
+    block = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, **block}
     reference = training.tiny_llama()
     model = training.tiny_llama()
     deepspeed_cad.apply(model, block)
@@ -81,7 +81,7 @@ def test_checkpointing(workers: WorkerPool, checkpoint: str, overlap: str, recom
 def _evaluate(rank: int, world: int) -> None:
     model = training.tiny_llama()
     reference = training.tiny_llama()
-    deepspeed_cad.apply(model, {"granularity": 16})
+    deepspeed_cad.apply(model, {"granularity": 16, "links": training.LINKS})
     session = deepspeed_cad.current_session()
     own = training.documents([40, 3, 9], seed=rank)
     model.eval()

@@ -11,7 +11,7 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.errors import CADDataError
 
-BLOCK = {"granularity": 16, "tolerance": 0.02}
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = {
     "rows": [[300, 90, 31], [9, 40, 70]],
     "one row": [[201], [9]],
