@@ -11,6 +11,7 @@ compared. README.md says what every figure means. On machines without GPUs it ru
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -197,6 +198,8 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     logging.getLogger("deepspeed_cad").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     workload = Workload.load(options.workload).fit(ranks, options.tokens_per_rank, options.scale, options.steps)
+    if options.model != "llama":
+        workload = dataclasses.replace(workload, name=f"{workload.name}_{options.model}")
     dtype = getattr(torch, options.dtype or ("bfloat16" if cuda else "float32"))
     model = (make_hybrid if options.model == "hybrid" else make_model)(
         options.layers, options.hidden, options.heads, options.kv_heads, options.ffn, options.vocab,

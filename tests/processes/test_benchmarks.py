@@ -115,7 +115,7 @@ def test_hybrid_trains_the_same(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     results = json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert results["settings"]["attending_layers"] == 1
+    assert results["settings"]["attending_layers"] == 1 and "hybrid" in results["workload"]
     plain, cad = results["modes"]["dp"], results["modes"]["cad"]
     assert cad["loss"] == pytest.approx(plain["loss"], rel=1e-5) and cad["gradient_difference"] < 1e-5
     assert cad["attention_s_mean"] > 0 and set(results["bounds"]) == {"bound_qkv"}
