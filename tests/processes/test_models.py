@@ -160,8 +160,15 @@ def test_family(workers: WorkerPool, family: Family) -> None:
     _check(workers.run(_whole_documents, 2, family, family.overlap, None), family)
 
 
+INTERLEAVED = (
+    "llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "cohere2", "mixtral", "qwen3_moe", "gpt_oss",
+    "deepseek_v3", "qwen3_5_text", "lfm2", "nemotron_h",
+)  # fmt: skip
+"""Families whose decoders differ in what such a cut must mind. All that can be checkpointed passed by hand."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.kind)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.kind in INTERLEAVED], ids=lambda family: family.kind)
 def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
     """Nano-batches that alternate over the decoder; the decoder's output is joined."""
     _need(family)
