@@ -159,7 +159,6 @@ class _Server:
         os._exit(FAILED if self._links.reason else 0)
 
     def _close(self) -> None:
-        self.liveness.close()
         self.worker.close()
         with suppress(CADError):  # of the exchange that failed: it is said already
             self.transport.close()
