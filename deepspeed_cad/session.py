@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import socket
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,19 +25,25 @@ from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
+from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, kernel_need
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
 from deepspeed_cad.exchange.group import Group, OwnGroup
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.liveness import Liveness, open_board
+from deepspeed_cad.exchange.opening import DETERMINISTIC
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.meet import meet
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
+from deepspeed_cad.profiles.choice import GENERIC_GPU
+from deepspeed_cad.profiles.timed import in_seconds
 from deepspeed_cad.server.join import Reserved, join_servers
 from deepspeed_cad.server.launch import find_role
 from deepspeed_cad.server.split import Split
@@ -69,7 +78,11 @@ class Session:
         self._exchange_group: Group | None = None
         self.reserved: Reserved | None = None
         """Servers that hold no model, where there are any; `ranks` counts trainers."""
-        self._ranks_per_node: int | None = None
+        self.hosts: np.ndarray | None = None
+        """Number of each rank's host ([ranks of the CAD group]), the same on all; None where there is one rank."""
+        self.links = Links(None, None, "not used")
+        """Speeds that this session began with."""
+        self.traffic: Traffic | None = None
         role = find_role(config, self.ranks, self.rank)
         if role is not None:
             self._open_with_servers(role, group)
@@ -80,8 +93,10 @@ class Session:
         self.worker = Worker(device, config.timeout_s)
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
+        self._watch_for_standstill()
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
+        self._watch_traffic()
         if self.reserved is not None:
             logger.info("slower ranks are not relieved: that is not built for reserved servers")
         elif self.cost.unit == "seconds":
@@ -93,14 +108,14 @@ class Session:
                 config.straggler_relief, self.cost.name,
             )  # fmt: skip
         self.aside: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self.transport is not None and config.overlap == "local_first":
+        if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self._ranks_per_node, lambda: self.aside,
+            self.hosts, lambda: self.aside, self.traffic,
             None if self.reserved is None else self.reserved.planning(self.rank),
         )  # fmt: skip
 
@@ -110,10 +125,18 @@ class Session:
         meet(group, self.config.timeout_s)
         members = dist.get_process_group_ranks(group) if group is not None else None
         timeout = timedelta(seconds=self.config.timeout_s)
-        self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
-        self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
+        try:
+            self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
+            self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
+        except RuntimeError as error:
+            raise CADPeerError(
+                f"rank {self.rank} on {socket.gethostname()} cannot connect to all other ranks within "
+                f"{self.config.timeout_s:g} s ({str(error).strip().splitlines()[0][:300]}). The hosts reach the job's "
+                "store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network that "
+                "connects them, and look at routes and firewalls"
+            ) from error
+        self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
 
     def _open_with_servers(self, role: Split, group: dist.ProcessGroup | None) -> None:
         if group is not None:
@@ -126,22 +149,67 @@ class Session:
         self.liveness, self._exchange_group = self.reserved.liveness, self.reserved.group
 
     def _open_transport(self, group: Group) -> None:
-        from deepspeed_cad.exchange.probe import choose_transport, ranks_per_node
+        from deepspeed_cad.exchange.opening import open_transport
 
         def agree(value: int) -> list[int]:
             if self.reserved is not None:
                 return self.reserved.group.numbers(value, self.liveness)
             return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
-        self._ranks_per_node = ranks_per_node(agree)
-        self.transport = choose_transport(
-            self.config.transport,
-            group,
-            self.device,
-            agree=agree,
-            liveness=self.liveness,
-            timeout_s=self.config.timeout_s,
+        given = self.config.links if isinstance(self.config.links, Mapping) else None
+        self.transport, hosts, self.links = open_transport(
+            self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s, given
         )
+        self.hosts = np.array(hosts, np.int64)
+
+    def _watch_traffic(self) -> None:
+        """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
+
+        Waits are weighed against gains where both are seconds.
+        """
+        if self.transport is None or self.hosts is None:
+            return
+        profile = Links(self.cost.inside, self.cost.between, f"of the profile {self.cost.name}")
+        rule = self.links if self.links.source == "given" else profile
+        if self.links.source == DETERMINISTIC and (profile.inside or profile.between):
+            self.links = Links(profile.inside, profile.between, f"{profile.source}; {DETERMINISTIC}")
+        elif self.links.source == "measured":
+            self.transport.transfers = Transfers(
+                self.rank, self.hosts.tolist(), self.links.inside, self.links.between
+            )  # fmt: skip
+        # What plans promise trainers beside reserved servers depends on their other work, which is not measured.
+        weighs = self.cost.unit == "seconds" and self.reserved is None
+        self.traffic = Traffic(
+            self.links, rule, self.transport.transfers, self.counts.waits if weighs else None,
+            self._host_names(), torch.are_deterministic_algorithms_enabled,
+        )  # fmt: skip
+        self.gatherer.traffic = self.traffic
+        logger.info("%s", self.links)
+
+    def _host_names(self) -> list[str]:
+        """The name of every rank's host, for messages."""
+        if self._cpu_group is None:
+            return [socket.gethostname()]
+        names = [""] * self.ranks
+        with Liveness.watch(self.liveness, "the other ranks' host names"):
+            dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
+        return names
+
+    def _watch_for_standstill(self) -> None:
+        """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
+        if self.liveness is None or self.transport is None:
+            return
+        liveness, transport = self.liveness, self.transport
+
+        def tell() -> None:
+            if (inside := self.gatherer.inside) is not None:
+                liveness.block(inside[0], str(inside[1]))
+
+        liveness.started = lambda: transport.exchanges
+        liveness.idle_after = lambda: self.gatherer.begun if self.worker.is_idle else None
+        self.worker.while_blocked = tell
+        # A line from the beginning: what the job's store holds does not grow with what happens in a run.
+        liveness.block(0, "nothing yet")
 
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
@@ -260,10 +328,13 @@ class Session:
             self._said_last = True
             notice(f"CAD is done: {self.report()}")
 
+    def _links_in_words(self) -> str:
+        return "" if self.traffic is None else f"{self.traffic.links}, "
+
     def _how(self) -> str:
         transport = "nothing to exchange" if self.transport is None else f"transport {self.transport.name}"
         kernels = dict.fromkeys(kernel.name for kernel in self._kernels.values())
-        return f"{transport}, kernel {', '.join(kernels) or 'not chosen yet'}"
+        return f"{transport}, {self._links_in_words()}kernel {', '.join(kernels) or 'not chosen yet'}"
 
     def describe(self) -> str:
         """One line for the log."""
@@ -272,6 +343,7 @@ class Session:
         return (
             f"rank {self.rank} of {self.ranks} attention servers{servers}, transport {transport}, "
             f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
+            f"{self._links_in_words()}"
             f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
         )
 
@@ -281,6 +353,13 @@ class Session:
         if self.rank == 0:
             try:
                 found = [choose_profile(self.config.cost, self.device, self.config.kernel)]
+                if (
+                    found[0] is GENERIC_GPU
+                    and self.group_ranks > 1
+                    and not torch.are_deterministic_algorithms_enabled()
+                ):
+                    # Ratios cannot be weighed against transfers.
+                    found = [in_seconds(GENERIC_GPU, self.device, self.config.kernel)]
             except CADError as error:
                 found = [error]
         if self._cpu_group is not None:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.liveness import LOOK_S
 from deepspeed_cad.exchange.native_calls import Table
+from deepspeed_cad.exchange.patient_store import PatientStore
 
 
 class Meeting:
@@ -20,7 +22,9 @@ class Meeting:
 
     def __init__(self, store: dist.Store | None, members: Table, place: int, alarm: Alarm) -> None:
         """`store` None: a rank alone."""
-        self.store, self.members, self.place, self.alarm = store, members, place, alarm
+        # A store behind a link that dies answers nobody, and asking it again and again would not end.
+        self.store = None if store is None else PatientStore(store, alarm.timeout_s)
+        self.members, self.place, self.alarm = members, place, alarm
         self._held = 0
 
     def hold(self, what: str, word: str = "") -> list[str]:
@@ -29,14 +33,20 @@ class Meeting:
             return [word]
         self._held += 1
         keys = [f"{self._held}/{rank}" for rank in range(len(self.members))]
-        deadline = time.monotonic() + self.alarm.timeout_s
+        begin = looked = time.monotonic()
         try:
             # A mark before the word: some stores cannot keep an empty one.
             self.store.set(keys[self.place], f"={word}")
             # Asked again and again: waiting inside the store would keep this process's other threads out of it.
             while not self.store.check(keys):
                 self.alarm.check()
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now - looked > LOOK_S:
+                    looked = now
+                    if found := self.alarm.in_vain():
+                        self.alarm.stop(f"waited for {what}: {found}")
+                        continue
+                if now - begin > self.alarm.timeout_s:
                     missing = [int(rank) for rank, key in zip(self.members, keys) if not self.store.check([key])]
                     raise RuntimeError(f"ranks {missing} did not come within {self.alarm.timeout_s:g} s")
                 time.sleep(0.001)

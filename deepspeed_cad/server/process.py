@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
 
@@ -127,17 +128,15 @@ class _Server:
         return reason
 
     def _open_transport(self) -> Transport:
-        from deepspeed_cad.exchange.probe import choose_transport, ranks_per_node
+        from deepspeed_cad.exchange.opening import open_transport
 
         def agree(value: int) -> list[int]:
             return self.group.numbers(value, self.liveness)
 
-        # The same collectives in the same order as Session._open_transport.
-        ranks_per_node(agree)
-        return choose_transport(
-            self.config.transport, self.group, self.device, agree=agree, liveness=self.liveness,
-            timeout_s=self.config.timeout_s,
-        )  # fmt: skip
+        given = self.config.links if isinstance(self.config.links, Mapping) else None
+        return open_transport(
+            self.config.transport, self.group, self.device, agree, self.liveness, self.config.timeout_s, given
+        )[0]
 
     def _kernel(self, need: KernelNeed) -> Kernel:
         from deepspeed_cad.kernels.registry import choose

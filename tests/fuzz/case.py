@@ -151,7 +151,7 @@ def draw(seed: int, worlds: tuple[int, int] = (1, 4)) -> Case:
 
 def _draw_block(rng: random.Random, ahead: bool) -> dict[str, Any]:
     choices: dict[str, list[Any]] = {
-        "overlap": ["local_first", "pingpong", "none"],
+        "overlap": ["local_first", "interleave", "pingpong", "none"],
         "backward": ["keep", "resend"],
         "recompute_attention": [True],
         "granularity": [1, 8, 16, 64],
@@ -176,23 +176,6 @@ def _draw_plant(rng: random.Random, case: Case) -> Plant:
     return Plant(
         kind, rank, rng.randrange(case.epochs), rng.randrange(least), caught=kind in EXCEPTIONS and rng.random() < 0.6
     )  # fmt: skip
-
-
-def is_left_out(case: Case) -> bool:
-    """Known to end in a time-out: a rank waits for the others' lengths or plan, they wait for it in an exchange.
-
-    So it is with a forward without gradients on one rank, and with an exception that one rank catches behind its
-    forward, unless its next micro-batch was gathered by then. Neither side hears what the other is at.
-    """
-    plant = case.plant
-    if plant is None or plant.rank == ALL:
-        return False
-    if not plant.caught or plant.kind not in ("loss", "backward"):
-        return plant.kind == "look"
-    gathered = case.ahead and case.accumulation == 1 and not case.look and case.block.get("documents") != "exchange"
-    # The second micro-batch is gathered before any kind of layer is known, and planned at its forward.
-    first, last = plant.epoch == plant.at == 0, plant.at + 1 >= case.given_out(plant.rank)
-    return not gathered or first or last
 
 
 def simpler(case: Case) -> Iterator[Case]:
