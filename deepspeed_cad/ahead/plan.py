@@ -119,10 +119,10 @@ class Plans:
         now = None if self.traffic is None else self.traffic.now
         self._say_news()
         turn, self.turn = self.turn, self.turn + 1
-        late = self.pace.late
         orders = None
         if self.reserved is not None and self.reserved.open is not None:
             orders = self.reserved.open(turn, layout, cut)
+        late = self.pace.late
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device,
             partial(self.plan_tick, late=late, now=now), partial(self._agree, turn), self.transport(),
@@ -151,9 +151,8 @@ class Plans:
 
         `late` and `now`: pace and links as they were when the micro-batch was gathered; None: links as the costs say.
         """
-        base, speed = self._base_load(late, tick, key), None
-        if self.reserved is not None:
-            base, speed = self.reserved.base_load, self.reserved.speed
+        base = self._base_load(late, tick, key)
+        speed = None if self.reserved is None else self.reserved.speed
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
             PlanInput(
@@ -183,6 +182,8 @@ class Plans:
         self.traffic.news.clear()
 
     def _base_load(self, late: np.ndarray, tick: Tick, key: PlanKey) -> np.ndarray | None:
+        if self.reserved is not None:
+            return self.reserved.base_load
         return self.pace.base_load(late, self._mean_attention(tick, key))
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
