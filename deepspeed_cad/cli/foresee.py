@@ -133,7 +133,7 @@ def table(comparison: Comparison) -> list[str]:
     lines += [f"{MODES[mode]}: left out, {reason}" for mode, reason in comparison.left_out.items()]
     lines += [
         f"{label(one)} does not fit: {one.peak / 2**30:.0f} GiB of {one.capacity / 2**30:.0f}; it would fit "
-        f"{what_would_fit(one)}"
+        f"with {what_would_fit(one)}"
         for one in comparison.found
         if not one.fits
     ]

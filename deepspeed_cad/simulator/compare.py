@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -72,6 +72,8 @@ def label(found: Foreseen) -> str:
         name = f"CAD, {found.degree} reserved"
     elif found.degree > 1:
         name += f" ×{found.degree}"
+    if found.variant:
+        name += f", {found.variant}"
     return name + ("" if found.measured else " *")
 
 
@@ -80,7 +82,7 @@ def compare(
     steps: Sequence[modes.Step],
     wanted: Sequence[str] = tuple(MODES),
     servers: int | None = None,
-    progress: Progress = lambda mode, done, steps: None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Foresee all steps in all modes that are wanted. `servers`: how many are reserved; None: as many as make it even.
 
@@ -97,11 +99,12 @@ def compare(
             continue
         run, first = _choose(choices, steps[0])
         done = [first]
-        progress(mode, 1, len(steps))
+        tell = progress or _silent
+        tell(mode, 1, len(steps))
         with ThreadPoolExecutor(THREADS) as threads:
             for one in threads.map(run, steps[1:]):
                 done.append(one)
-                progress(mode, len(done), len(steps))
+                tell(mode, len(done), len(steps))
         found.append(mean(done))
     return Comparison(tuple(found), left_out)
 
@@ -114,7 +117,7 @@ def recommend(comparison: Comparison) -> str:
         least = min(real, key=lambda one: one.peak)
         return (
             f"Nothing fits: {label(least)} needs least, {least.peak / 2**30:.0f} GiB a GPU of "
-            f"{least.capacity / 2**30:.0f}; take {what_would_fit(least)}."
+            f"{least.capacity / 2**30:.0f}; it would fit with {what_would_fit(least)}."
         )
     best = fitting[0]
     for one in fitting[1:]:
@@ -130,10 +133,11 @@ def recommend(comparison: Comparison) -> str:
 
 def what_would_fit(found: Foreseen) -> str:
     """Words for what would bring a mode into memory."""
-    if found.peak <= found.capacity:
-        return "it as it is"
-    share = found.capacity / found.peak
-    return f"rows of about {share:.0%} of these tokens, more GPUs that share the weights, or more tensor parallelism"
+    room = found.capacity - found.state
+    if room <= 0:
+        return "more GPUs that share the weights, or more tensor parallelism"
+    share = room / (found.peak - found.state)
+    return f"rows of at most {share:.0%} of these tokens, or tensor parallelism"
 
 
 def _reason(comparison: Comparison, best: Foreseen) -> str:
@@ -142,6 +146,8 @@ def _reason(comparison: Comparison, best: Foreseen) -> str:
         if plain is None or not plain.fits:
             return f"its GPUs idle {best.idle:.0%} of a step"
         waits = plain.seconds.waiting / plain.seconds.total
+        if waits < 0.02:
+            return "documents are nearly even, and what is gained is that the recompute does not repeat attention"
         return (
             f"in a plain step GPUs wait {waits:.0%} of the time for the one with most attention, here they idle "
             f"{best.idle:.0%}, of which exchanges {best.seconds.exchange / best.seconds.total:.1%}"
@@ -151,7 +157,7 @@ def _reason(comparison: Comparison, best: Foreseen) -> str:
     if not cad.fits:
         return (
             f"CAD in place needs {cad.peak / 2**30:.0f} GiB a GPU of {cad.capacity / 2**30:.0f}: "
-            f"it would fit {what_would_fit(cad)}"
+            f"it would fit with {what_would_fit(cad)}"
         )
     exposed = cad.seconds.exchange / cad.seconds.total
     if exposed > 0.1:
@@ -173,7 +179,11 @@ def _choices(setting: Setting, step: modes.Step, mode: str, servers: int | None)
     if mode == "plain":
         return [partial(modes.plain, setting)]
     if mode == "cad":
-        return [partial(modes_cad.in_place, setting)]
+        runs: list[Run] = [partial(modes_cad.in_place, setting)]
+        if setting.checkpointing and not setting.recompute_attention:
+            # Slower, and what is kept over the recompute may be what does not fit.
+            runs.append(partial(_recomputing, setting))
+        return runs
     if mode == "ulysses":
         degrees = modes.ulysses_degrees(setting)
         if not degrees:
@@ -200,6 +210,11 @@ def _choices(setting: Setting, step: modes.Step, mode: str, servers: int | None)
     raise CADConfigError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
 
 
+def _recomputing(setting: Setting, step: modes.Step) -> Foreseen:
+    found = modes_cad.in_place(replace(setting, recompute_attention=True), step)
+    return replace(found, variant="recompute_attention")
+
+
 def _even(setting: Setting, layout: Layout) -> int:
     each = float(of_documents(layout, setting.cost).total.mean())
     attention = each * setting.shape.groups * setting.layers * setting.machine.in_training
@@ -213,6 +228,10 @@ def _choose(choices: list[Run], step: modes.Step) -> tuple[Run, Foreseen]:
     if fitting:
         return max(fitting, key=lambda pair: pair[1].tokens_per_second)
     return min(tried, key=lambda pair: pair[1].peak)
+
+
+def _silent(mode: str, done: int, steps: int) -> None:
+    """No progress."""
 
 
 def _fastest(found: list[Foreseen]) -> Foreseen | None:

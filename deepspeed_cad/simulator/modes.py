@@ -21,7 +21,7 @@ import numpy as np
 
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.simulator.attention import Both, Floats, document_lengths, of_documents, of_pieces
-from deepspeed_cad.simulator.memory import activation_bytes, state_bytes
+from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, state_bytes
 from deepspeed_cad.simulator.schedule import Rows, finish
 from deepspeed_cad.simulator.setting import Setting
 from deepspeed_cad.simulator.step import Foreseen
@@ -98,8 +98,11 @@ def gathered_degrees(setting: Setting) -> list[int]:
     return [degree for degree in _powers(setting.seats) if 1 < degree <= MOST_GATHERED]
 
 
-def packed(setting: Setting, step: Step, degree: int) -> Foreseen:
-    """See the module: the least that any such packing reaches. Tokens count as equal, which is generous."""
+def packed(setting: Setting, step: Step, degree: int, kept: bool = False) -> Foreseen:
+    """See the module: the least that any such packing reaches. Tokens count as equal, which is generous.
+
+    `kept`: the recompute does not repeat attention nor the gathering of its keys, as if it were done as CAD does it.
+    """
     lengths = np.concatenate([document_lengths(layout) for layout in step])
     each = of_pieces(lengths, setting.cost, degree)
     groups, count = setting.seats // degree, len(step)
@@ -111,10 +114,12 @@ def packed(setting: Setting, step: Step, degree: int) -> Foreseen:
     forward = float(each.forward.sum() / each.total.sum())
     scale = _scale(setting, setting.shape.groups)
     slow = np.full((count, 1), worst * scale)
-    attention = Both(slow * forward, slow * (1.0 - forward)).repeated(setting.checkpointing)
+    attention = Both(slow * forward, slow * (1.0 - forward)).repeated(setting.checkpointing and not kept)
     tokens = np.full((count, 1), sum(float(layout.tokens.sum()) for layout in step) / (setting.seats * count))
     exchange, moved = _gather_keys(setting, tokens, degree)
     peak = _peak(setting, tokens) + _gathered_bytes(setting, tokens, degree)
+    if kept:
+        peak += kept_output_bytes(setting, float(tokens.max()), min(setting.pipeline, count))
     found = finish(setting, "packed", Rows(tokens, attention, exchange), moved, peak, degree, measured=False)
     return _idle_beside_longest(found, fair / worst)
 

@@ -119,7 +119,7 @@ def plan_layout(setting: Setting, layout: Layout, hosts: Ints | None, base_load:
         PlanInput(
             layout.tick(),
             setting.shape,
-            setting.cost,
+            setting.cost if setting.believed is None else setting.believed,
             tolerance=setting.tolerance,
             base_load=base_load,
             ranks_per_node=per_node,
@@ -143,7 +143,9 @@ def _meet(setting: Setting, layout: Layout, tokens: Floats, hosts: Ints | None) 
         (work.backward, transfer.backward, linear.backward + tensor.backward),
     ):
         slowest = float((other + own).max())
-        late = float((other + np.maximum(own, way)).max()) - slowest
+        # Ping-pong moves one part while the other runs its linear layers.
+        hidden = own + other if setting.overlap == "pingpong" else own
+        late = float((other + own + np.maximum(way - hidden, 0.0)).max()) - slowest
         ran += slowest + late + _latency(setting) / 2
         exposed += late + _latency(setting) / 2
     mean = Seconds(float(linear.total.mean()), float(work.total.mean()), exposed, float(tensor.total.mean()))

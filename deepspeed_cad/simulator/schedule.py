@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_cad.simulator.attention import Both, Floats
+from deepspeed_cad.simulator.memory import state_bytes
 from deepspeed_cad.simulator.pipeline import one_forward_one_backward
 from deepspeed_cad.simulator.setting import Setting
 from deepspeed_cad.simulator.step import Foreseen, Seconds
@@ -146,6 +147,7 @@ def compose(
         inside=moved[0],
         between=moved[1],
         peak=peak,
+        state=state_bytes(setting, setting.seats),
         capacity=setting.machine.memory,
         degree=degree,
         measured=measured,

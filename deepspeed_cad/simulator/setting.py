@@ -42,6 +42,11 @@ class Setting:
     """Whether layers are recomputed in backward."""
     recompute_attention: bool = False
     """Whether CAD repeats attention and its exchange in the recompute, as other modes do."""
+    overlap: Literal["local_first", "pingpong"] = "local_first"
+    """What hides CAD's exchange in place: a rank's own attention, or linear layers of the other part as well. What
+    alternating costs is not in it."""
+    believed: CostModel | None = None
+    """What the planner takes for the cost; None: `cost`. For planners that count pairs alone."""
     tolerance: float = 0.05
     optimizer: bool = True
     """Whether a step ends with the optimizer."""

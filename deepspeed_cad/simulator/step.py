@@ -46,10 +46,14 @@ class Foreseen:
     """The same to other hosts."""
     peak: float = 0.0
     """Bytes at the fullest rank."""
+    state: float = 0.0
+    """Of them, weights, gradients and optimizer: what does not depend on the tokens."""
     capacity: float = 0.0
     """Bytes that a rank has."""
     degree: int = 1
     """Ranks that share a row (Ulysses, context parallelism), or that are reserved (CAD)."""
+    variant: str = ""
+    """What is special about it, for tables."""
     measured: bool = True
     """Whether benchmarks/results has runs of this mode that predictions were compared with."""
     steps: tuple[float, ...] = ()
@@ -94,8 +98,10 @@ def mean(found: Sequence[Foreseen]) -> Foreseen:
         inside=sum(one.inside for one in found) / count,
         between=sum(one.between for one in found) / count,
         peak=max(one.peak for one in found),
+        state=first.state,
         capacity=first.capacity,
         degree=first.degree,
+        variant=first.variant,
         measured=first.measured,
         steps=tuple(one.seconds.total for one in found),
     )
