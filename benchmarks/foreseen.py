@@ -262,7 +262,7 @@ def page(rows: list[Row]) -> str:
     if not misses:
         lines.append("Nothing.")
     lines += [f"- {row.file}, `{row.mode}`, {name}: {KNOWN[row.file, row.mode, name]}" for row, name in misses]
-    return "\n".join([*lines, "", *EXPLANATION, ""])
+    return "\n".join([*lines, "", EXPLANATION])
 
 
 EXPLANATION = """## What goes into a prediction
@@ -297,9 +297,8 @@ No constant can be right for both, and tokens/s are off by up to that much; rati
   known.
 - **Several hosts**: no run with a known speed of the link is among the results. A file with the key `link_GBps`, an
   object with `inside` and `between`, is foreseen at those speeds.
-- **ZeRO-2 and ZeRO-3, tensor parallelism, more than 4 GPUs**: arithmetic of bytes and links, not compared with a run.""".split(
-    "\n"
-)
+- **ZeRO-2 and ZeRO-3, tensor parallelism, more than 4 GPUs**: arithmetic of bytes and links, not compared with a run.
+"""
 
 
 def main() -> None:

@@ -124,7 +124,8 @@ def recommend(comparison: Comparison) -> str:
         # From the simplest to the least simple: whoever comes later must be clearly faster.
         if one.tokens_per_second > best.tokens_per_second * NEAR:
             best = one
-    others = [one for one in fitting if one.mode != best.mode and not _same_family(one, best)]
+    # Of CAD beside another mode the reason speaks.
+    others = [one for one in fitting if one.mode != best.mode and not one.mode.startswith("cad")]
     ratios = " and ".join(
         f"{best.tokens_per_second / one.tokens_per_second:.2f} times {label(one)}" for one in others[:2]
     )
@@ -161,14 +162,10 @@ def _reason(comparison: Comparison, best: Foreseen) -> str:
         )
     exposed = cad.seconds.exchange / cad.seconds.total
     if exposed > 0.1:
-        return f"CAD would spend {exposed:.0%} of a step on exchanges, because the links between hosts are slow"
+        return f"CAD in place would spend {exposed:.0%} of a step on exchanges that nothing hides"
     share = best.seconds.attention / best.seconds.total
     gain = cad.tokens_per_second / best.tokens_per_second
     return f"CAD in place would be {gain:.2f} times as fast, as attention is {share:.0%} of the step"
-
-
-def _same_family(one: Foreseen, other: Foreseen) -> bool:
-    return one.mode.startswith("cad") and other.mode.startswith("cad")
 
 
 Run = Callable[[modes.Step], Foreseen]

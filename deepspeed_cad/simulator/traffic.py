@@ -81,7 +81,9 @@ def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hos
     order = np.lexsort((tasks[:, 2], tasks[:, 4], tasks[:, 3], tasks[:, 5], tasks[:, 0]))
     keys = tasks[order]
     same = (keys[1:, [0, 3, 4, 5]] == keys[:-1, [0, 3, 4, 5]]).all(1)
-    keys = keys[np.append(~same, len(keys) > 0)]
+    last = np.ones(len(keys), bool)
+    last[:-1] = ~same
+    keys = keys[last]
     read, home, count = homes.overlaps(keys[:, 0], np.zeros_like(keys[:, 2]), keys[:, 2])
     server, groups = keys[read, 5], keys[read, 4] - keys[read, 3]
     away = home != server
