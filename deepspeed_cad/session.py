@@ -70,6 +70,7 @@ class Session:
         self.worker = Worker(device, config.timeout_s)
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
+        self._watch_for_standstill()
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
         if self.cost.unit == "seconds":
@@ -117,6 +118,22 @@ class Session:
             liveness=self.liveness,
             timeout_s=self.config.timeout_s,
         )
+
+    def _watch_for_standstill(self) -> None:
+        """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
+        if self.liveness is None or self.transport is None:
+            return
+        liveness, transport = self.liveness, self.transport
+
+        def tell() -> None:
+            if (inside := self.gatherer.inside) is not None:
+                liveness.block(inside[0], str(inside[1]))
+
+        liveness.started = lambda: transport.exchanges
+        liveness.idle_after = lambda: self.gatherer.begun if self.worker.is_idle else None
+        self.worker.while_blocked = tell
+        # A line from the beginning: what the job's store holds does not grow with what happens in a run.
+        liveness.block(0, "nothing yet")
 
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""

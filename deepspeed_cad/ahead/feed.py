@@ -172,6 +172,7 @@ class Feed:
             if queued:
                 self._plans_at_forward()
             future = self._gather_now(mine, What.FORWARD if queued else What.LOOK)
+        self.worker.trains_here()
         try:
             micro_batch = self.worker.wait(future, "document lengths and plan")
         except CADError as error:

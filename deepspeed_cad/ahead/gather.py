@@ -130,6 +130,10 @@ class Gatherer:
         """What ranks compare before they train: configuration and costs. Set once both are known."""
         self.broken: CADError | None = None
         """Why no collective of this rank can be trusted any more."""
+        self.begun = 0
+        """Collectives so far, the same number on every rank that has come as far."""
+        self.inside: tuple[int, Subject] | None = None
+        """The collective that the look-ahead thread is in, with its number, counted from 1."""
 
     def numbers(self, value: int, subject: Subject) -> list[int]:
         """One number of every rank."""
@@ -179,7 +183,21 @@ class Gatherer:
         pace = self.pace if subject.what in (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP) else None
         if pace is not None:
             header[_WAITED], header[_TICKS] = pace.report()
-        waited_for = f"the other ranks' {subject}"
+        self.begun += 1
+        self.inside = self.begun, subject
+        try:
+            headers, rows = self._meet(header, mine, pace, f"the other ranks' {subject}")
+        finally:
+            self.inside = None
+        return [
+            Said(State(head[_STATE]), int(head[_VALUE]), row[: int(head[_COUNT])])
+            for row, head in zip(rows, headers, strict=True)
+        ]
+
+    def _meet(
+        self, header: np.ndarray, mine: Ints, pace: Pace | None, waited_for: str
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Headers of all ranks, [ranks, 12], and their payloads, each padded to the longest."""
         headers = np.stack(self._all(header, waited_for))
         self._compare(headers)
         if pace is not None:
@@ -187,11 +205,7 @@ class Gatherer:
         widest = int(headers[:, _COUNT].max())
         padded = np.zeros(widest, np.int64)
         padded[: len(mine)] = mine
-        rows = self._all(padded, waited_for) if widest else [padded] * self.ranks
-        return [
-            Said(State(head[_STATE]), int(head[_VALUE]), row[: int(head[_COUNT])])
-            for row, head in zip(rows, headers, strict=True)
-        ]
+        return headers, self._all(padded, waited_for) if widest else [padded] * self.ranks
 
     def _give_up(self, error: CADError) -> CADError:
         """From now on the order of collectives means nothing: every later one of this rank raises this error."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ Result = TypeVar("Result")
 
 PATIENCE_S = 10.0
 """How long an ending process waits for its look-ahead thread."""
+TELL_S = 0.5
+"""Seconds between two times that a training thread tells that it waits."""
 GRACE_S = 30.0
 """Added to `timeout_s` where the training thread waits for a job: the job's own time-out says more and comes first."""
 
@@ -29,6 +32,11 @@ class Worker:
     def __init__(self, device: torch.device | None = None, timeout_s: float = 300.0) -> None:
         """`device`: that of the events which jobs ask about. `timeout_s`: seconds to wait for another rank."""
         self.timeout_s = timeout_s
+        self.while_blocked: Callable[[], None] = lambda: None
+        """Called every TELL_S by a training thread that waits here."""
+        self._training: int | None = None
+        self._submitted = self._done = 0
+        self._submitting = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = start_daemon("look-ahead", self._loop, device)
         # A thread that is still inside a collective when the interpreter goes down takes the process along (SIGABRT).
@@ -37,6 +45,8 @@ class Worker:
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
         """Queue a job."""
         future: Future[Result] = Future()
+        with self._submitting:
+            self._submitted += 1
         self._jobs.put((future, job))
         return future
 
@@ -46,12 +56,25 @@ class Worker:
 
     def wait(self, future: Future[Result], what: str) -> Result:
         """The result of a job; its error is raised here. Raises CADPeerError where it does not end in time."""
-        try:
-            return future.result(self.timeout_s + GRACE_S)
-        except FutureTimeout as error:
-            if future.done():
-                raise
-            raise CADPeerError(f"waited {self.timeout_s:.0f} s for {what}") from error
+        deadline = time.monotonic() + self.timeout_s + GRACE_S
+        while not wait_for([future], min(TELL_S, max(0.0, deadline - time.monotonic()))).done:
+            if time.monotonic() >= deadline:
+                raise CADPeerError(f"waited {self.timeout_s:.0f} s for {what}")
+            # A loader may be read on a thread of its own: where that one waits, training goes on.
+            if threading.get_ident() == self._training:
+                self.while_blocked()
+        return future.result()
+
+    def trains_here(self) -> None:
+        """The calling thread runs the forwards: where it waits here, this rank starts no exchange meanwhile."""
+        self._training = threading.get_ident()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all jobs so far are over."""
+        # In this order: jobs that were done when the first was read are all that there are when the second is.
+        done = self._done
+        return done == self._submitted
 
     def is_current(self) -> bool:
         """Whether the caller is a job of this worker."""
@@ -78,4 +101,6 @@ class Worker:
             future.set_result(job())
         except BaseException as error:
             future.set_exception(error)
+        finally:
+            self._done += 1
         return True

@@ -40,9 +40,11 @@ class Alarm:
         """Why another rank stopped all, or ""."""
         return "" if self.liveness is None else self.liveness.stopped()
 
-    def in_vain(self) -> str:
-        """Why waiting for the other ranks cannot end, or ""."""
-        return "" if self.liveness is None else self.liveness.why_hopeless()
+    def in_vain(self, exchange: int | None = None) -> str:
+        """Why waiting for the other ranks in the exchange of this number cannot end, or ""; None: before the next."""
+        if self.liveness is None:
+            return ""
+        return self.liveness.why_hopeless(self.liveness.started() + 1 if exchange is None else exchange)
 
     def why(self) -> str:
         """What the alarm was sounded for."""

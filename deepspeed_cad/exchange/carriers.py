@@ -85,7 +85,7 @@ class ComparedFirst:
 
     def _wait(self, work: dist.Work, identity: Identity) -> None:
         if self.alarm.liveness is not None:
-            self.alarm.liveness.patiently(work, str(identity))
+            self.alarm.liveness.patiently(work, str(identity), identity.index)
         work.wait()
 
 

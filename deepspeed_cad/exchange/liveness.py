@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.exchange.standstill import Blocked
 
 LOOK_S = 0.5
 """Seconds between two looks at the board while a rank waits."""
@@ -33,6 +34,10 @@ class Liveness:
         self._said = ""
         self._dropped: deque[int] = deque(maxlen=REMEMBERED)
         self._taken: deque[int] = deque(maxlen=REMEMBERED)
+        self.idle_after: Callable[[], int | None] = lambda: None
+        """Says how many collectives this rank's look-ahead thread has begun; None while it still has jobs."""
+        self.started: Callable[[], int] = lambda: 0
+        """Says how many exchanges this rank has started."""
 
     def report(self, message: str) -> None:
         """This rank has stopped: leave a line for the others, the first one that there is reason for."""
@@ -63,25 +68,36 @@ class Liveness:
         """This rank trains the micro-batch of this turn."""
         self._taken.append(micro_batch)
 
-    def patiently(self, work: dist.Work, waited_for: str) -> None:
-        """Wait for communication of the CPU; raises CADPeerError as soon as it is certain that it will not end."""
+    def block(self, collectives: int, subject: str) -> None:
+        """This rank's training thread waits for a collective of its look-ahead thread: the n-th, about `subject`."""
+        self._write("blocked", Blocked(self.started(), collectives, subject).to_text())
+
+    def patiently(self, work: dist.Work, waited_for: str, exchange: int = 0) -> None:
+        """Wait for communication of the CPU; raises CADPeerError as soon as it is certain that it will not end.
+
+        `exchange`: the number of the exchange that it belongs to; 0: to none.
+        """
         pause, looked, before = 20e-6, time.monotonic(), ""
         while not work.is_completed():
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
-                hopeless = "the session was closed" if self._closed else self.why_hopeless()
+                hopeless = "the session was closed" if self._closed else self.why_hopeless(exchange)
                 # Seen twice: what a rank sent before it stopped may still be on its way.
                 before, hopeless = hopeless, hopeless and before
                 if hopeless:
                     self.report(f"waited for {waited_for} in vain: {hopeless}")
                     raise CADPeerError(f"rank {self.rank} waited for {waited_for}: {hopeless}")
 
-    def why_hopeless(self) -> str:
-        """Why waiting for the other ranks cannot end: one has stopped, or left its loop; empty while it may."""
+    def why_hopeless(self, exchange: int = 0) -> str:
+        """Why waiting for the other ranks cannot end: one has stopped, or left its loop; empty while it may.
+
+        `exchange`: the number of the exchange in which, or before which, this rank waits; 0: in none. One that waits in
+        an exchange also asks whether the others wait for it elsewhere (standstill.py).
+        """
         try:
-            return "; ".join(self._hopeless())
+            return "; ".join(self._hopeless() or self._standstill(exchange))
         except (RuntimeError, OSError):
             return "the job's store is gone: the process that holds it (rank 0, or the launcher) died"
 
@@ -100,6 +116,15 @@ class Liveness:
                     f"rank {self.rank} trains. Look for a break, or early stopping, on some rank only"
                 )
         return stopped
+
+    def _standstill(self, exchange: int) -> list[str]:
+        """Of each rank that waits for lengths or a plan, and for this one: what it waits for."""
+        collectives = self.idle_after() if exchange else None
+        if collectives is None:
+            return []
+        said = {rank: self._read("blocked", rank) for rank in range(self.ranks) if rank != self.rank}
+        blocked = {rank: Blocked.from_text(text) for rank, text in said.items() if text is not None}
+        return [one.describe(rank, self.rank) for rank, one in blocked.items() if one.needs(exchange, collectives)]
 
     def _read(self, kind: str, rank: int) -> str | None:
         key = f"{kind}/{rank}"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.liveness import LOOK_S
 from deepspeed_cad.exchange.native_calls import Table
 
 
@@ -29,14 +30,20 @@ class Meeting:
             return [word]
         self._held += 1
         keys = [f"{self._held}/{rank}" for rank in range(len(self.members))]
-        deadline = time.monotonic() + self.alarm.timeout_s
+        begin = looked = time.monotonic()
         try:
             # A mark before the word: some stores cannot keep an empty one.
             self.store.set(keys[self.place], f"={word}")
             # Asked again and again: waiting inside the store would keep this process's other threads out of it.
             while not self.store.check(keys):
                 self.alarm.check()
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now - looked > LOOK_S:
+                    looked = now
+                    if found := self.alarm.in_vain():
+                        self.alarm.stop(f"waited for {what}: {found}")
+                        continue
+                if now - begin > self.alarm.timeout_s:
                     missing = [int(rank) for rank, key in zip(self.members, keys) if not self.store.check([key])]
                     raise RuntimeError(f"ranks {missing} did not come within {self.alarm.timeout_s:g} s")
                 time.sleep(0.001)

@@ -22,6 +22,7 @@ import torch
 
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import Comparison
+from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger(__name__)
@@ -123,9 +124,14 @@ class Watchdog:
                     self.alarm.stop(found)
                     self._let_go(now)
                     continue
-                if (host := self._host) is not None and now - host[1] > self.alarm.timeout_s:
-                    self._time_out(host[0], now)
-                    continue
+                if (host := self._host) is not None:
+                    if now - host[1] > self.alarm.timeout_s:
+                        self._time_out(host[0], now)
+                        continue
+                    if now - host[1] > VAIN_S and (found := self._in_vain(host[0], now)):
+                        self.alarm.stop(f"waited for {host[0]}: {found}")
+                        self._let_go(now)
+                        continue
                 if not self._waits or not self._waits[0].before.query():
                     continue
                 oldest = self._waits[0]
@@ -133,7 +139,7 @@ class Watchdog:
                     reached = (oldest.before, now)
                 elif now - reached[1] > self.alarm.timeout_s:
                     self._time_out(oldest.label, now)
-                elif now - reached[1] > VAIN_S and (found := self._in_vain(now)):
+                elif now - reached[1] > VAIN_S and (found := self._in_vain(oldest.label, now)):
                     self.alarm.stop(f"waited for {oldest.label}: {found}")
                     self._let_go(now)
         except RuntimeError as error:
@@ -153,12 +159,12 @@ class Watchdog:
             found = self.alarm.heard()
         return found
 
-    def _in_vain(self, now: float) -> str:
-        """Why a wait that its stream has reached cannot end: a rank has stopped, or left its loop."""
+    def _in_vain(self, label: object, now: float) -> str:
+        """Why a wait that its stream has reached cannot end: a rank has stopped, left its loop, or waits elsewhere."""
         if now - self._looked_at < BOARD_S:
             return ""
         self._looked_at = now
-        return self.alarm.in_vain()
+        return self.alarm.in_vain(label.index if isinstance(label, Identity) else 0)
 
     def _stands(self) -> bool:
         """Whether a wait that its stream has reached is not over."""

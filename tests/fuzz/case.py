@@ -178,23 +178,6 @@ def _draw_plant(rng: random.Random, case: Case) -> Plant:
     )  # fmt: skip
 
 
-def is_left_out(case: Case) -> bool:
-    """Known to end in a time-out: a rank waits for the others' lengths or plan, they wait for it in an exchange.
-
-    So it is with a forward without gradients on one rank, and with an exception that one rank catches behind its
-    forward, unless its next micro-batch was gathered by then. Neither side hears what the other is at.
-    """
-    plant = case.plant
-    if plant is None or plant.rank == ALL:
-        return False
-    if not plant.caught or plant.kind not in ("loss", "backward"):
-        return plant.kind == "look"
-    gathered = case.ahead and case.accumulation == 1 and not case.look and case.block.get("documents") != "exchange"
-    # The second micro-batch is gathered before any kind of layer is known, and planned at its forward.
-    first, last = plant.epoch == plant.at == 0, plant.at + 1 >= case.given_out(plant.rank)
-    return not gathered or first or last
-
-
 def simpler(case: Case) -> Iterator[Case]:
     """Cases with one feature less, the largest first."""
     plain = Case(case.seed, world=case.world, batches=case.batches)

@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from pool import WorkerPool
 
-from fuzz.case import Case, draw, is_left_out, simpler
+from fuzz.case import Case, draw, simpler
 from fuzz.judge import judge, may
 from fuzz.play import TIMEOUT_S, Played, play
 
@@ -36,14 +36,13 @@ class Tally:
     ends: Counter[str] = field(default_factory=Counter)
     """How ranks ended."""
     failures: list[tuple[str, Case]] = field(default_factory=list)
-    left_out: int = 0
     slowest: tuple[float, str] = (0.0, "")
     """Seconds of the slowest case, and its line."""
 
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {name}" for name, count in self.ends.most_common())
         return (
-            f"{self.cases} cases ({self.left_out} left out), {self.steps} micro-batches compared, "
+            f"{self.cases} cases, {self.steps} micro-batches compared, "
             f"{len(self.failures)} failures\nranks ended: {ends or 'none'}\n"
             f"slowest case {self.slowest[0]:.1f} s: {self.slowest[1]}"
         )
@@ -61,17 +60,12 @@ def run_case(workers: WorkerPool, case: Case) -> tuple[str, list[Played | None]]
     return (f"died: {'; '.join(died)}" if died else judge(case, found)), found
 
 
-def run(
-    workers: WorkerPool, seed: int, seconds: float, ranks: tuple[int, int], known: bool = False, say: bool = False
-) -> Tally:
-    """Cases of seeds `seed`, `seed` + 1, … until the budget is spent. `known`: also those of `is_left_out`."""
+def run(workers: WorkerPool, seed: int, seconds: float, ranks: tuple[int, int], say: bool = False) -> Tally:
+    """Cases of seeds `seed`, `seed` + 1, … until the budget is spent."""
     tally, begin = Tally(), time.monotonic()
     while time.monotonic() - begin < seconds:
         case = draw(seed + tally.cases, ranks)
         tally.cases += 1
-        if is_left_out(case) and not known:
-            tally.left_out += 1
-            continue
         started = time.monotonic()
         failure, played = run_case(workers, case)
         tally.slowest = max(tally.slowest, (time.monotonic() - started, case.to_line()))
@@ -114,9 +108,6 @@ def main() -> int:
     parser.add_argument("--ranks", type=_ranks, default=(1, 4), help="such as 2-4")
     parser.add_argument("--replay", help="run this one case, given as its line")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make each of the first failures simpler")
-    parser.add_argument(
-        "--known", action="store_true", help="also what is known to end in a time-out (case.is_left_out)"
-    )  # fmt: skip
     given = parser.parse_args()
     workers = WorkerPool()
     try:
@@ -126,7 +117,7 @@ def main() -> int:
                 print(one if one is None or one.error is None else f"rank {one.rank}: {one.error[3]}")
             print(failure or "passed")
             return int(bool(failure))
-        tally = run(workers, given.seed, given.seconds, given.ranks, given.known, say=True)
+        tally = run(workers, given.seed, given.seconds, given.ranks, say=True)
         for failure, case in tally.failures[:3]:
             failure, case = shrink(workers, case, failure, given.shrink)
             print(f"made simpler: {failure}\n  --replay '{case.to_line()}'", flush=True)

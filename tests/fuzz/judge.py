@@ -39,7 +39,9 @@ def may(case: Case) -> list[set[str]]:
         return ends if case.world > 1 or plant is None or plant.kind != "skip" else [{"right", "error"}]
     everywhere = plant.rank == ALL or case.world == 1
     here = [everywhere or rank == plant.rank for rank in range(case.world)]
-    if plant.kind == "break" or (plant.kind == "look" and everywhere):
+    # Where all ranks look, one of them does not look more often.
+    looks = everywhere or (case.look > 0 and plant.at % case.look == 0)
+    if plant.kind == "break" or (plant.kind == "look" and looks):
         return ends
     if plant.kind == "skip":
         # A micro-batch like the skipped one can take its plan: then nothing is wrong.
@@ -57,7 +59,12 @@ def may(case: Case) -> list[set[str]]:
     last = [(plant.epoch, plant.at) == (trains(case, rank) or [None])[-1] for rank in range(case.world)]
     if plant.kind == "backward" and everywhere:
         return [end | {"error"} for end in ends]
-    return [{"right", "error"} if last[rank] and here[rank] else {"error"} for rank in range(case.world)]
+    # Ranks that train no more than what comes before it never meet it.
+    met = everywhere or trains(case, plant.rank).index((plant.epoch, plant.at)) < common
+    return [
+        {"right", "error"} if last[rank] and here[rank] else {"error"} if met or here[rank] else ends[rank] | {"error"}
+        for rank in range(case.world)
+    ]
 
 
 def judge(case: Case, played: list[Played | None]) -> str:

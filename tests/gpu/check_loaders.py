@@ -1,4 +1,5 @@
-"""Loops that differ between ranks: loaders of unequal lengths, a `break`, an exception that the script catches.
+"""Loops that differ between ranks: loaders of unequal lengths, a `break`, an exception that the script catches,
+a forward without gradients.
 
 Either every rank trains what it should, or every rank gets a CADError within seconds; never another loss, never a hang.
 """
@@ -97,6 +98,10 @@ def epoch(
             with torch.no_grad():
                 training.loss_sum(model, batch)
             model.train()
+        if odd and settings.get("look") == i:
+            # All lengths are known by then: nobody comes to the collective of this forward, nor it to their exchange.
+            with torch.no_grad():
+                training.loss_sum(model, batch)
         hook = None
         if odd and settings.get("raise") == i:
             hook = model.model.layers[1].register_forward_pre_hook(_out_of_memory)

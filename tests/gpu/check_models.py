@@ -171,20 +171,11 @@ def check(
         ours.gradient_checkpointing_enable({"use_reentrant": False})
     block = {"kernel": place.kernel, "transport": transport, "tolerance": 0.02, "timeout_s": 60.0}
     block["granularity"] = 64 if place.on_gpu else 16
-    refused = None
-    try:
-        deepspeed_cad.apply(ours, block)
-    except deepspeed_cad.CADUnsupportedError as error:
-        refused = str(error)
-    if any(place.gather(refused)):
-        return None, refused or "refused on another rank"
+    place.together(lambda: deepspeed_cad.apply(ours, block))
     tokens = sum(lengths) // place.ranks
     here = [column[place.rank * tokens : (place.rank + 1) * tokens] for column in stream(lengths, place.device)]
-    try:
-        for _ in range(2):  # the second time with warm buffers, and plans made ahead of the layers
-            found = train(ours, *here)
-    except deepspeed_cad.CADUnsupportedError as error:  # the kernel is chosen where the first layer attends
-        return None, str(error)
+    # The kernel is chosen where the first layer attends. The second time with warm buffers.
+    found = [place.together(lambda: train(ours, *here)) for _ in range(2)][-1]
     session = deepspeed_cad.current_session()
     assert session is not None
     parts = [torch.empty_like(found["loss"]) for _ in range(place.ranks)]

@@ -11,16 +11,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from deepspeed_cad.errors import CADUnsupportedError
+
 PASSED, FAILED, REFUSED, BEGUN = "passed", "failed", "refused", "begun"
 """Of a line. Refused: the kernel or transport says that it cannot do this, and why."""
 
+Result = TypeVar("Result")
+
 Found = tuple[bool | None, str]
 """Whether a case is right, None where it is refused; and what there is to say about it."""
+
+
+class Refused(Exception):
+    """Some rank refuses what a case asks for, and why."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,26 @@ class Place:
         dist.all_gather_object(found, value)
         return found
 
+    def together(self, run: Callable[[], Result]) -> Result:
+        """What `run` gives; raises Refused on every rank where some rank has a CADUnsupportedError.
+
+        Which rank sees a refusal first is a matter of time: the others may lose it in the middle of an exchange or a
+        collective, and have another error.
+        """
+        refused, failed, result = "", None, None
+        try:
+            result = run()
+        except CADUnsupportedError as error:
+            refused = str(error)
+        except Exception as error:  # told after the meeting: all ranks come to it
+            failed = error
+        reasons = [one for one in self.gather(refused) if one]
+        if reasons:
+            raise Refused(reasons[0])
+        if failed is not None:
+            raise failed
+        return result  # type: ignore[return-value]
+
 
 class Lines:
     """The lines of one rank."""
@@ -64,13 +92,15 @@ class Lines:
         self.place, self.path = place, path
 
     def check(self, what: str, case: str, run: Callable[[], Found]) -> str:
-        """Run one case and write what came of it; an exception is a failure. Gives the state."""
+        """Run one case and write what came of it; an exception is a failure, or a refusal. Gives the state."""
         self._write(what, case, BEGUN, "", 0.0)
         begun = time.perf_counter()
         try:
             right, detail = run()
             self.place.synchronize()
             state = REFUSED if right is None else PASSED if right else FAILED
+        except Refused as error:
+            state, detail = REFUSED, str(error)
         except Exception as error:  # whatever it is, the table says so and the other cases go on
             state, detail = FAILED, f"{type(error).__name__}: {str(error)[:1500]}"
         self._write(what, case, state, detail, time.perf_counter() - begun)

@@ -30,10 +30,13 @@ def _model(**changes: Any) -> torch.nn.Module:
     return deepspeed_cad.apply(training.tiny_llama(**changes), BLOCK).train()
 
 
-def _step(model: torch.nn.Module, reference: torch.nn.Module, rank: int, batch: dict[str, Any]) -> None:
+def _step(
+    model: torch.nn.Module, reference: torch.nn.Module, rank: int, batch: dict[str, Any], pause_s: float = 0.0
+) -> None:
     """Train a micro-batch; its loss is that of its documents alone."""
     index = batch.pop("index")
     loss = training.loss_sum(model, batch)
+    time.sleep(pause_s)
     loss.backward()
     expected, _ = training.alone(reference, _documents(rank, index))
     assert abs(float(loss.detach()) - expected) < 1e-8, (rank, index)
@@ -97,7 +100,63 @@ def test_evaluation_between(workers: WorkerPool) -> None:
     workers.run(_evaluate_between, 2)
 
 
+def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int]:
+    """Each rank in its turn plans, computes and reads for so long that the others look at the board many times.
+
+    Gives how often this rank told that it is blocked, and how often it asked from an exchange whether others are.
+    """
+    from deepspeed_cad.ahead import worker
+    from deepspeed_cad.exchange import liveness
+
+    model, reference = _model(), training.tiny_llama()
+    session, before = deepspeed_cad.current_session(), (worker.TELL_S, liveness.LOOK_S)
+    board, told, asked = session.liveness, [], []
+    block, standstill, plan_tick = board.block, board._standstill, session.plans.plan_tick
+
+    def batches() -> Any:
+        for index in range(10):
+            time.sleep(0.3 if index == 8 + rank else 0.0)
+            yield training.pack(_documents(rank, index)) | {"index": index}
+
+    def slow_plan(*given: Any, **named: Any) -> Any:
+        time.sleep(0.3 if session.plans.turn == 3 + rank else 0.0)
+        return plan_tick(*given, **named)
+
+    board.block = lambda *given: (told.append(given), block(*given))
+    board._standstill = lambda exchange: (asked.append(exchange) if exchange else None, standstill(exchange))[1]
+    session.plans.plan_tick = slow_plan
+    worker.TELL_S, liveness.LOOK_S = 0.02, 0.03
+    try:
+        for i, batch in enumerate(session.look_ahead(batches(), model) if ahead else batches()):
+            if i == 8:
+                with torch.no_grad():
+                    training.loss_sum(model, training.pack(_documents(rank, 9)))
+            _step(model, reference, rank, batch, 0.3 if i == 5 + rank else 0.0)
+    finally:
+        worker.TELL_S, liveness.LOOK_S = before
+        session.plans.plan_tick = plan_tick
+    return len(told), len([one for one in asked if one])
+
+
+@pytest.mark.parametrize(
+    "ahead", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["look-ahead", "at the forward"]
+)
+def test_ranks_that_are_only_slow_are_waited_for(workers: WorkerPool, ahead: bool) -> None:
+    ranks = workers.run(_take_turns_to_be_slow, 2, ahead)
+    assert all(told > 5 for told, _ in ranks) and all(asked > 5 for _, asked in ranks), ranks
+
+
 # One error on every rank
+
+
+def _look_alone(rank: int, world: int) -> None:
+    """Rank 1 does a forward without gradients after its last batch but one was announced."""
+    model, reference = _model(), training.tiny_llama()
+    for i, batch in enumerate(_loader(rank, model, 3)):
+        if rank == 1 and i == 2:
+            with torch.no_grad():
+                training.loss_sum(model, training.pack(_documents(rank, 9)))
+        _step(model, reference, rank, batch)
 
 
 def _nothing(rank: int, world: int) -> None:
@@ -124,7 +183,7 @@ def _break_alone(rank: int, world: int) -> None:
             _step(model, reference, rank, batch)
 
 
-def _catch(rank: int, world: int, where: str) -> None:
+def _catch(rank: int, world: int, where: str, ahead: bool = True) -> None:
     """Rank 1 meets an exception in its third batch, catches it and goes on with the next."""
     model, reference = _model(), training.tiny_llama()
     failing = model.model.layers[1].mlp
@@ -132,7 +191,8 @@ def _catch(rank: int, world: int, where: str) -> None:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    for i, batch in enumerate(_loader(rank, model, 6)):
+    plain = [training.pack(_documents(rank, index)) | {"index": index} for index in range(6)]
+    for i, batch in enumerate(_loader(rank, model, 6) if ahead else plain):
         try:
             handle = None
             if rank == 1 and i == 2:
@@ -177,6 +237,24 @@ def _loader_raises(rank: int, world: int) -> None:
         (_train_all, (), ["loader of rank 0 ended after 3", "rank 1 trains micro-batch 3 of epoch 1"]),
         (_break_alone, (), ["rank 0 left its loop before micro-batch 2", "break"]),
         (_catch, ("in the forward",), ["rank 1", "forward of micro-batch 2", "exception"]),
+        # Those who wait in an exchange, and the one that waits for them elsewhere, name both.
+        (
+            _look_alone,
+            (),
+            ["rank 0 ", "forward of micro-batch 2, layer 0", "rank 1 waits for", "forward without gradients number 0"],
+        ),
+        pytest.param(
+            _catch,
+            ("in the backward", False),
+            ["rank 0 ", "backward of micro-batch 2", "rank 1 waits for", "lengths at the forward number 3"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            _catch,
+            ("in the loss", False),
+            ["rank 0 ", "backward of micro-batch 2", "rank 1 waits for", "lengths at the forward number 3"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(_loader_raises, (), ["rank 1", "a torn file"], marks=pytest.mark.slow),
     ],
 )

@@ -9,6 +9,7 @@ import ctypes
 import shutil
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
+from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import CudaCalls, NativeCallError, cuda_calls
 from deepspeed_cad.exchange.nccl import NcclTransport
@@ -354,6 +356,30 @@ def test_a_wait_is_in_vain_where_a_rank_has_stopped(monkeypatch: pytest.MonkeyPa
     watched.dog.close()
     with pytest.raises(CADPeerError, match="waited for exchange 1: rank 1 stopped: planted"):
         watched.alarm.check()
+
+
+@pytest.mark.parametrize(("at_host", "exchange", "ends"), [(True, 5, True), (False, 5, True), (False, 4, False)])
+def test_a_wait_is_in_vain_where_a_rank_waits_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, at_host: bool, exchange: int, ends: bool
+) -> None:
+    monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
+    monkeypatch.setattr(watchdog, "BOARD_S", 0.02)
+    watched, other = Watched(60.0), Liveness(dist.HashStore(), 1, 2)
+    watched.alarm.liveness.idle_after, other.started, other.store = lambda: 8, lambda: 4, watched.board
+    other.block(9, "document lengths")
+    identity = Identity(exchange, 0)
+    if not at_host:
+        watched.dog.track(FakeEvent(True), FakeEvent(False), identity)
+    with watched.dog.inside(identity) if at_host else nullcontext():
+        if ends:
+            watched.wait_until_given_up()
+        else:
+            time.sleep(0.3)
+    watched.dog.close()
+    assert bool(watched.gave_up) == ends
+    if ends:
+        with pytest.raises(CADPeerError, match=f"waited for core-attention exchange {exchange}: .* rank 1 waits for"):
+            watched.alarm.check()
 
 
 def test_the_host_is_watched_where_it_may_wait_for_others() -> None:

@@ -15,6 +15,7 @@ from deepspeed_cad.ahead.gather import Said, State, Subject, What
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.carriers import ComparedFirst
+from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.layout import segments_from_cumulative
 
 MINE = Announcement(segments_from_cumulative(np.array([0, 3, 8]), 8))
@@ -110,7 +111,8 @@ def test_the_first_reason_for_stopping_is_told(board: bool, ranks: int) -> None:
 @pytest.mark.parametrize("board", [True, False])
 def test_gloo_is_waited_for_with_an_eye_on_the_board(board: bool) -> None:
     done: list[Any] = []
-    liveness = SimpleNamespace(patiently=lambda work, words: done.append(words)) if board else None
+    liveness = SimpleNamespace(patiently=lambda *given: done.append(given[1:])) if board else None
     carrier = ComparedFirst(None, SimpleNamespace(liveness=liveness))  # type: ignore[arg-type]
-    carrier._wait(SimpleNamespace(wait=lambda: done.append("waited")), "exchange 7")  # type: ignore[arg-type]
-    assert done == [*(["exchange 7"] if board else []), "waited"]
+    identity = Identity(7, 0)
+    carrier._wait(SimpleNamespace(wait=lambda: done.append("waited")), identity)  # type: ignore[arg-type]
+    assert done == [*([(str(identity), 7)] if board else []), "waited"]

@@ -39,6 +39,8 @@ def test_all_kinds_are_drawn() -> None:
 
 
 RIGHT, ERROR, EITHER = {"right"}, {"error"}, {"right", "error"}
+LONGER = {"batches": (3, 1), "epochs": 2, "ahead": False}
+"""Rank 1 trains as many micro-batches as rank 0 does before its third."""
 
 
 @pytest.mark.parametrize(
@@ -53,10 +55,19 @@ RIGHT, ERROR, EITHER = {"right"}, {"error"}, {"right", "error"}
         ({"plant": Plant("break", 0, 0, 1), "epochs": 2}, [ERROR, ERROR]),
         ({"plant": Plant("break", ALL, 0, 1)}, [RIGHT, RIGHT]),
         ({"plant": Plant("look", 1, 0, 1)}, [EITHER, ERROR]),
+        ({"plant": Plant("look", 1, 0, 2), "look": 2}, [RIGHT, RIGHT]),
         ({"plant": Plant("loss", ALL, 0, 1, caught=True)}, [RIGHT, RIGHT]),
         ({"plant": Plant("loss", 0, 0, 1)}, [{"planted", "error"}, ERROR]),
         ({"plant": Plant("forward", 0, 0, 1, caught=True)}, [ERROR, ERROR]),
         ({"plant": Plant("forward", 0, 0, 2, caught=True)}, [EITHER, ERROR]),
+        (
+            {"plant": Plant("loss", 0, 1, 0, caught=True), **LONGER},
+            [ERROR, EITHER],
+        ),
+        (
+            {"plant": Plant("loss", 0, 0, 1, caught=True), **LONGER},
+            [ERROR, ERROR],
+        ),
         ({"plant": Plant("positions", 1, 0, 1)}, [ERROR, ERROR]),
     ],
 )
