@@ -66,7 +66,7 @@ def per_host(given: str | None, ranks: int) -> int:
 
 
 def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
-    """Modes to foresee, and how many servers to reserve (None: as many as make it even)."""
+    """Modes to foresee, and how many servers to reserve (None: what is best)."""
     names = list(MODES) if args.modes is None else [name.strip() for name in args.modes.split(",")]
     unknown = [name for name in names if name not in MODES]
     if unknown:
@@ -159,7 +159,7 @@ def draw(
         raise CADConfigError(f"--pictures: {folder} cannot be made: {error.strerror}") from error
 
     def at(ranks: int, context: int, servers: int | None, modes: Sequence[str]) -> Comparison:
-        cluster = replace(setting.cluster, ranks=ranks, per_host=min(ranks, setting.cluster.per_host))
+        cluster = replace(setting.cluster, ranks=ranks, per_host=per_host(args.ranks_per_node, ranks))
         other = replace(setting, cluster=cluster)
         need = other.seats * context * args.micro_batches * (SWEEP_STEPS + 1)
         # Where the data ends it begins again: the curve is about its lengths.

@@ -84,7 +84,7 @@ def compare(
     servers: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Foresee all steps in all modes that are wanted. `servers`: how many are reserved; None: as many as make it even.
+    """Foresee all steps in all modes that are wanted. `servers`: how many are reserved; None: what is best.
 
     Raises CADConfigError where there is no step.
     """
@@ -119,8 +119,10 @@ def recommend(comparison: Comparison) -> str:
             f"Nothing fits: {label(least)} needs least, {least.peak / 2**30:.0f} GiB a GPU of "
             f"{least.capacity / 2**30:.0f}; it would fit with {what_would_fit(least)}."
         )
-    best = fitting[0]
-    for one in fitting[1:]:
+    # Reserved servers were never measured: they are named beside what to take, and taken where nothing else is asked.
+    tried = [one for one in fitting if one.mode != "cad reserved"] or fitting
+    best = tried[0]
+    for one in tried[1:]:
         # From the simplest to the least simple: whoever comes later must be clearly faster.
         if one.tokens_per_second > best.tokens_per_second * NEAR:
             best = one
@@ -129,7 +131,11 @@ def recommend(comparison: Comparison) -> str:
     ratios = " and ".join(
         f"{best.tokens_per_second / one.tokens_per_second:.2f} times {label(one)}" for one in others[:2]
     )
-    return f"Take {label(best)}{': ' + ratios if ratios else ''}; {_reason(comparison, best)}."
+    sentence = f"Take {label(best)}{': ' + ratios if ratios else ''}; {_reason(comparison, best)}."
+    ahead = [one for one in fitting if one not in tried and one.tokens_per_second > best.tokens_per_second * NEAR]
+    for one in ahead:
+        sentence += f" {label(one)} would be {one.tokens_per_second / best.tokens_per_second:.2f} times as fast."
+    return sentence
 
 
 def what_would_fit(found: Foreseen) -> str:
@@ -200,10 +206,14 @@ def _choices(setting: Setting, step: modes.Step, mode: str, servers: int | None)
             return "reserved servers together with pipeline stages are not foreseen"
         if setting.seats < 2:
             return "one seat cannot be split into trainers and servers"
-        count = _even(setting, step[0]) if servers is None else servers
-        if not 0 < count < setting.seats:
-            return f"{count} servers of {setting.seats} seats leave no server or no trainer"
-        return [partial(modes_cad.reserved, setting, servers=count)]
+        if servers is None:
+            even = _even(setting, step[0])
+            # Where rows are not equally full the fullest trainer sets the pace, and fewer servers are enough.
+            counts = sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
+            return [partial(modes_cad.reserved, setting, servers=count) for count in counts]
+        if not 0 < servers < setting.seats:
+            return f"{servers} servers of {setting.seats} seats leave no server or no trainer"
+        return [partial(modes_cad.reserved, setting, servers=servers)]
     raise CADConfigError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
 
 

@@ -89,6 +89,11 @@ def made(mode: str, total: float, peak: float = 10.0, **parts: float) -> Foresee
         ([made("ulysses", 10.0)], "Take Ulysses; its GPUs idle"),
         ([made("plain", 1.0, peak=300.0), made("ulysses", 2.0, peak=195.0)], "Nothing fits: Ulysses needs least, 195"),
         ([made("plain", 10.0, waiting=3.0), made("packed", 1.0), made("cad", 7.0)], "Take CAD in place"),
+        (
+            [made("plain", 10.0, waiting=3.0), made("cad", 7.0), replace(made("cad reserved", 5.0), measured=False)],
+            "CAD, 1 reserved * would be 1.40 times as fast.",
+        ),
+        ([made("cad reserved", 5.0)], "Take CAD, 1 reserved"),
     ],
 )
 def test_the_sentence(found: list[Foreseen], words: str) -> None:
