@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import os
 import sys
 import warnings
@@ -224,7 +223,7 @@ def main() -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if options.hosts:
         host = [int(one) for one in options.hosts.split(",")][rank]
-        probe.choose_transport = functools.partial(probe.choose_transport, host=host)
+        probe.host_number = lambda: host
     dtype = torch.bfloat16 if cuda else torch.float32
     size = (2, options.hidden, options.heads, options.kv_heads, options.hidden // 2, 512)
     model = make_model(*size, ranks * options.tokens, device, dtype)

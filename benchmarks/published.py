@@ -210,16 +210,17 @@ exchanges which nothing hides. † does not fit; the figure is GiB. The last col
 a step: published, ours with tensor parallelism, ours without. Simulated, not measured. Its column is generous to the
 published mode of work: overlap costs nothing there, and up to 1.67 is more than the 1.35 that the paper reports.
 
-- **Ahead** on mixes of long documents, without pipelines: 1.4 to 1.6 × WLB-ideal where weights are sharded and no
-  tensor parallelism is needed, because keys and values of a whole document need not go to every server (tasks of head
-  groups: last table), attention is not repeated, and no activations are gathered in every layer. Sharding helps
-  WLB-ideal too (0.96 to 1.22): over that column ours is 1.16 to 1.57.
-- **Near** with tensor parallelism of 8: a GPU has one head group, so tasks have one dimension as in the published
-  system.
-- **Behind** where few documents are very long and the rest is short (web), at 50 GB/s: a host of a long document
-  sends its keys to dozens of servers, up to 3 GB a layer from one GPU. The planner weighs what ranks receive, not what
-  they send, and attention alone is too short to hide it. The published mode of work hides it behind linear layers too;
-  ours has that as `"overlap": "pingpong"`, but not for documents that span ranks.
+- **Ahead** without pipelines and without tensor parallelism, which weights sharded over all GPUs make superfluous: 1.4
+  to 1.66 × WLB-ideal on both mixes, 1.2 to 1.66 over the ideal that shards its weights too. Why: keys and values of a
+  whole document need not go to every server (tasks of head groups: last table), attention is not repeated in the
+  recompute (last table), and no activations are gathered in every layer. That plans know what backward costs is worth
+  little here: pieces are long.
+- **Near** with tensor parallelism of 8 on long documents: a GPU has one head group, so tasks have one dimension as in
+  the published system, and what is left is that attention is not repeated.
+- **Behind** with tensor parallelism of 8 where few documents are very long and the rest is short (web), and with
+  pipelines on documents of 512K: one host's keys must go to dozens of servers over 50 GB/s, and a rank's own attention
+  is too short to hide it, so plans move less. The published mode of work hides exchanges behind linear layers too; ours
+  has that as `"overlap": "pingpong"`, but not for documents that span ranks.
 """
 
 

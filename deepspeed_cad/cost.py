@@ -30,9 +30,9 @@ class CostModel:
     task: float = 0.0
     """Per task and head group."""
     byte_inside: float = 0.0
-    """Per byte received from a rank of the same node."""
+    """Per byte of one layer's forward from a rank of the same host, forward and backward together."""
     byte_between: float = 0.0
-    """Per byte received from another node."""
+    """The same between hosts, where each rank sends and receives at once."""
 
     def of(self, q_begin: npt.ArrayLike, q_end: npt.ArrayLike, window: int | None = None) -> npt.NDArray[np.float64]:
         """Cost of query rows [q_begin, q_end) of a document for one head group, elementwise."""

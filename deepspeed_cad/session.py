@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -62,7 +63,8 @@ class Session:
         self.transport: Transport | None = None
         self._cpu_group: dist.ProcessGroup | None = None
         self._exchange_group: dist.ProcessGroup | None = None
-        self._ranks_per_node: int | None = None
+        self.hosts: np.ndarray | None = None
+        """Number of each rank's host ([ranks]), the same on every rank; None where there is one rank."""
         if self.ranks > 1:
             self._open_groups(group)
         self.pace = Pace(self.ranks, self.counts.waits.take, 0.0, torch.are_deterministic_algorithms_enabled)
@@ -89,7 +91,7 @@ class Session:
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self._ranks_per_node, lambda: self.aside,
+            self.hosts, lambda: self.aside,
         )  # fmt: skip
 
     # Opening and closing
@@ -104,12 +106,12 @@ class Session:
         self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
-        from deepspeed_cad.exchange.probe import choose_transport, ranks_per_node
+        from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
 
         def agree(value: int) -> list[int]:
             return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
-        self._ranks_per_node = ranks_per_node(agree)
+        self.hosts = np.array(gather_hosts(agree), np.int64)
         self.transport = choose_transport(
             self.config.transport,
             group,
@@ -117,6 +119,7 @@ class Session:
             agree=agree,
             liveness=self.liveness,
             timeout_s=self.config.timeout_s,
+            host=int(self.hosts[self.rank]),
         )
 
     def _watch_for_standstill(self) -> None:

@@ -47,7 +47,7 @@ class Plans:
         pace: Pace,
         counts: CallCounts,
         transport: Callable[[], Transport | None],
-        ranks_per_node: int | None,
+        hosts: np.ndarray | None,
         aside: Callable[[], torch.cuda.Stream | None],
     ) -> None:
         """What every micro-batch of the session has in common.
@@ -61,12 +61,12 @@ class Plans:
             pace: base loads of ranks that the others wait for.
             counts: what the micro-batches' attention calls count.
             transport: gives the transport when a micro-batch is opened; None where there is one rank.
-            ranks_per_node: ranks of each host where all hosts have as many; None otherwise.
+            hosts: number of each rank's host ([ranks]); None where there is one rank.
             aside: gives the stream on which served tasks run beside local ones, if they do, likewise.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
-        self.ranks_per_node, self.aside = ranks_per_node, aside
+        self.hosts, self.aside = hosts, aside
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
@@ -117,7 +117,8 @@ class Plans:
         plan = make_plan(
             PlanInput(
                 tick, key.shape, self.cost.cost_for(key.shape), key.window, self.config.tolerance,
-                self.config.granularity, base_load=base, ranks_per_node=self.ranks_per_node,
+                self.config.granularity, base_load=base, hosts=self.hosts,
+                keep=self.config.backward == "keep",
             )
         )  # fmt: skip
         if base is None:

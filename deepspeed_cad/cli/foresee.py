@@ -17,6 +17,7 @@ from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADDataError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.outlook import ModelShape
+from deepspeed_cad.planner.question import hosts_of_nodes
 from deepspeed_cad.simulator import Cluster, Machine, Setting, seat_shape
 from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, what_would_fit
 from deepspeed_cad.simulator.setting import check_split
@@ -44,7 +45,7 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
         machine = replace(machine, memory=args.memory * 2**30)
     return Setting(
         model=model,
-        cluster=Cluster(args.ranks, per_host(args.ranks_per_node, args.ranks), machine),
+        cluster=make_cluster(args.ranks_per_node, args.ranks, machine),
         cost=_cost(args.cost, machine, model, args.tensor),
         tensor=args.tensor,
         pipeline=args.pipeline,
@@ -55,14 +56,18 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
     )
 
 
-def per_host(given: str | None, ranks: int) -> int:
-    """GPUs of a host; of the smallest where a list is given."""
+def make_cluster(given: str | None, ranks: int, machine: Machine) -> Cluster:
+    """Hosts as --ranks-per-node says: so many GPUs each, or a list of them."""
     if given is None:
-        return min(ranks, HOST)
-    parts = [part.strip() for part in str(given).split(",")]
+        return Cluster(ranks, min(ranks, HOST), machine)
+    parts = [part.strip() for part in given.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
         raise CADConfigError(f"--ranks-per-node is {given!r}; expected a number of GPUs, or a list such as 8,8,4")
-    return min(ranks, *map(int, parts))
+    sizes = tuple(map(int, parts))
+    if len(sizes) == 1:
+        return Cluster(ranks, min(ranks, sizes[0]), machine)
+    hosts_of_nodes(list(sizes), ranks)
+    return Cluster(ranks, min(sizes), machine, sizes)
 
 
 def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
@@ -159,7 +164,9 @@ def draw(
         raise CADConfigError(f"--pictures: {folder} cannot be made: {error.strerror}") from error
 
     def at(ranks: int, context: int, servers: int | None, modes: Sequence[str]) -> Comparison:
-        cluster = replace(setting.cluster, ranks=ranks, per_host=per_host(args.ranks_per_node, ranks))
+        # Of hosts that differ, the smallest stands for all.
+        size = setting.cluster.per_host if args.ranks_per_node else HOST
+        cluster = Cluster(ranks, min(ranks, size), setting.machine)
         other = replace(setting, cluster=cluster)
         need = other.seats * context * args.micro_batches * (SWEEP_STEPS + 1)
         # Where the data ends it begins again: the curve is about its lengths.
@@ -202,11 +209,11 @@ def _speed(given: float | None, where: str) -> float | None:
 
 def _cost(given: str, machine: Machine, model: ModelShape, tensor: int) -> CostModel:
     """The attention cost of one head group: of the profile that is given, or the machine's own."""
-    from deepspeed_cad.profiles import Profile  # brings torch
-    from deepspeed_cad.profiles.choice import SHIPPED
+    from deepspeed_cad.planner.question import read_cost
+    from deepspeed_cad.profiles.choice import SHIPPED  # brings torch
 
-    path = SHIPPED / machine.profile if given == "pairs" else Path(given)
-    profile = Profile.load(path)
-    if profile.unit != "seconds":
-        raise CADConfigError(f"--cost: {given} counts {profile.unit}; steps are foreseen from a profile in seconds")
-    return profile.cost_for(seat_shape(model, tensor))
+    path = str(SHIPPED / machine.profile) if given == "pairs" else given
+    cost = read_cost(path, seat_shape(model, tensor))
+    if cost.unit != "seconds":
+        raise CADConfigError(f"--cost: {given} counts {cost.unit}; steps are foreseen from a profile in seconds")
+    return cost

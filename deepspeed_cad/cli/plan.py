@@ -170,21 +170,17 @@ def _plan_data(args: argparse.Namespace) -> int:
         Progress,
         draw,
         make_steps,
-        per_host,
         read_setting,
         table,
         wanted_modes,
     )
     from deepspeed_cad.cli.model_shape import read_model_shape
-    from deepspeed_cad.planner.plan import HeadShape
-    from deepspeed_cad.planner.question import read_cost
     from deepspeed_cad.simulator.compare import THREADS, compare
 
     for name in ("ranks", "context", "limit", "steps", "micro_batches"):
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
     model = read_model_shape(args.model)
-    cost = read_cost(args.cost, HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2))
     setting = read_setting(args, model)
     modes, servers = wanted_modes(args)
     progress = Progress(_say)
@@ -195,9 +191,8 @@ def _plan_data(args: argparse.Namespace) -> int:
             f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks with "
             f"{args.context} tokens: give more data, fewer --ranks or a smaller --context"
         )
-    per_node = None if args.ranks <= (size := per_host(args.ranks_per_node, args.ranks)) else size
     with ThreadPoolExecutor(THREADS) as threads:
-        outlook = partial(foresee, model=model, cost=cost, tolerance=args.tolerance, ranks_per_node=per_node)
+        outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
         outlooks = list(threads.map(outlook, [step[0] for step in steps]))
     comparison = compare(setting, steps, modes, servers, progress)
     plain, cad = comparison.of("plain"), comparison.of("cad")
@@ -255,6 +250,8 @@ def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Names
         ("attention, share of the work %", "attention_share", 0.01, ".1f"),
         ("planning ms", "planning_ms", 1.0, ".2f"),
     ]
+    if args.ranks_per_node:
+        rows.insert(3, ("MiB moved between hosts", "between_bytes", 2.0**20, ".0f"))
     for label, field, unit, style in rows:
         values = [getattr(outlook, field) / unit for outlook in outlooks]
         lines.append(f"{label:30}{np.mean(values):>10{style}}{max(values):>10{style}}")

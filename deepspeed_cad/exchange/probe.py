@@ -52,7 +52,7 @@ def choose_transport(
     if name not in ("auto", *NAMES):
         raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
     gather = agree or _gather_over(group)
-    host = _host_number() if host is None else host
+    host = host_number() if host is None else host
     hosts = gather(host) if name in ("auto", "nvlink", "mixed") else []
     refusals: list[str] = []
     for candidate in _candidates(hosts) if name == "auto" else (name,):
@@ -73,19 +73,12 @@ def choose_transport(
     )
 
 
-def ranks_per_node(gather: Agree) -> int | None:
-    """How many ranks each host has, where all have as many and each its ranks one behind the other; else None.
+def gather_hosts(gather: Agree) -> list[int]:
+    """The number of each rank's host. Collective, and the same on every rank.
 
-    Collective, and the same on every rank: made of where the ranks are, not of what their launchers tell each.
+    Made of where the ranks are, not of what their launchers tell each.
     """
-    return _ranks_per_node(gather(_host_number()))
-
-
-def _ranks_per_node(hosts: list[int]) -> int | None:
-    size = hosts.count(hosts[0])
-    blocks = [hosts[at : at + size] for at in range(0, len(hosts), size)]
-    whole = all(len(set(block)) == 1 and len(block) == size for block in blocks)
-    return size if whole and 1 < len(blocks) == len(set(hosts)) else None
+    return gather(host_number())
 
 
 def probe(name: str) -> tuple[bool, str]:
@@ -228,8 +221,8 @@ def _gather_over(group: dist.ProcessGroup) -> Agree:
     return gather
 
 
-def _host_number() -> int:
-    """Equal exactly on one running operating system."""
+def host_number() -> int:
+    """This process's host as a number: equal exactly on one running operating system."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return zlib.crc32(f"{boot.read_text() if boot.exists() else ''}{socket.gethostname()}".encode())
 

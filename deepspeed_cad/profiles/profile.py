@@ -15,11 +15,8 @@ from typing import Any
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.planner.constants import TRAVELS
 from deepspeed_cad.planner.plan import HeadShape
-
-TRAVELS = 2.0
-"""Bytes that a layer moves forward and backward, over those of its forward, which is what plans count: backward moves
-dO (and Q, K, V, where servers do not keep them) out, and dQ, dK, dV back."""
 
 REMEDY = 'write one with "deepspeed-cad profile"'
 

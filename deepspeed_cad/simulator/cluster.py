@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from deepspeed_cad.layout import Ints
 from deepspeed_cad.simulator.machine import Machine
 
 
@@ -17,8 +20,17 @@ class Cluster:
 
     ranks: int
     per_host: int
-    """GPUs that share the fast links."""
+    """GPUs that share the fast links; of the smallest host where they differ."""
     machine: Machine
+    sizes: tuple[int, ...] = ()
+    """GPUs of each host, where they differ."""
+
+    @property
+    def hosts(self) -> Ints:
+        """[ranks]: number of each rank's host."""
+        if self.sizes:
+            return np.repeat(np.arange(len(self.sizes)), self.sizes)
+        return np.arange(self.ranks, dtype=np.int64) // self.per_host
 
     def on_one_host(self, group: int, stride: int = 1) -> int:
         """Members of a group that share a host."""

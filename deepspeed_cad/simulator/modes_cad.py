@@ -114,7 +114,6 @@ def even_servers(setting: Setting, tokens: float, attention: float) -> int:
 
 def plan_layout(setting: Setting, layout: Layout, hosts: Ints | None, base_load: Floats | None = None) -> Plan:
     """The plan of one micro-batch, as training makes it."""
-    per_node = None if hosts is None else setting.seats_per_host
     return make_plan(
         PlanInput(
             layout.tick(),
@@ -122,7 +121,7 @@ def plan_layout(setting: Setting, layout: Layout, hosts: Ints | None, base_load:
             setting.cost if setting.believed is None else setting.believed,
             tolerance=setting.tolerance,
             base_load=base_load,
-            ranks_per_node=per_node,
+            hosts=hosts,
         )
     )
 
@@ -158,10 +157,7 @@ def _in_rounds(setting: Setting, step: Sequence[Layout]) -> Foreseen:
     The backward tick of a round has the same micro-batches in the reverse order of stages, so one plan stands for both.
     """
     stages, count, seats = setting.pipeline, len(step), setting.seats
-    hosts = None
-    if setting.cluster.ranks > setting.cluster.per_host:
-        per_host = max(1, setting.cluster.per_host // setting.tensor)
-        hosts = np.arange(stages * seats, dtype=np.int64) // per_host
+    hosts = setting.all_hosts
     ran, mean, moved, traffics = 0.0, Seconds(), np.zeros(2), []
     for tick in range(count + stages - 1):
         active = [(stage, tick - stage) for stage in range(stages) if 0 <= tick - stage < count]

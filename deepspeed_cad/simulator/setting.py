@@ -10,19 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-import numpy as np
-
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.constants import TRAVELS
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.simulator.cluster import Cluster
 from deepspeed_cad.simulator.machine import Machine
 from deepspeed_cad.simulator.work import Work, work_per_token
-
-TRAVELS = 2.0
-"""Bytes that a layer moves forward and backward, over those of its forward, which plans count; as in profiles."""
 
 Sharding = Literal["zero1", "zero2", "zero3", "fsdp"]
 
@@ -92,15 +88,18 @@ class Setting:
         return work_per_token(self.model, self.machine, self.tensor)
 
     @property
-    def seats_per_host(self) -> int:
-        """Seats that share fast links."""
-        return self.cluster.on_one_host(self.seats, self.tensor)
-
-    @property
     def hosts(self) -> Ints | None:
         """Number of each seat's host; None where all share one."""
-        hosts = np.arange(self.seats, dtype=np.int64) // self.seats_per_host
-        return hosts if hosts[-1] else None
+        return self._hosts(self.seats)
+
+    @property
+    def all_hosts(self) -> Ints | None:
+        """The same for the seats of all pipeline stages, one stage behind the other."""
+        return self._hosts(self.seats * self.pipeline)
+
+    def _hosts(self, count: int) -> Ints | None:
+        hosts = self.cluster.hosts[:: self.tensor][:count]
+        return hosts if (hosts != hosts[0]).any() else None
 
     @property
     def stage_parameters(self) -> float:

@@ -289,7 +289,7 @@ def test_every_option_reaches_the_plan(tmp_path: Path, uneven: Callable[..., dic
     assert len(usual["steps"]) == 4 and len(uneven("--steps", 1)["steps"]) == 1
     assert (usual["ranks"], usual["context"]) == (2, 8192)
     before, after = usual["steps"][0]["imbalance_before"], usual["steps"][0]["imbalance"]
-    assert before > 1.8 and after <= 1.05 < 1.15 < uneven("--tolerance", 0.5)["steps"][0]["imbalance"]
+    assert before > 1.6 and after <= 1.05 < 1.15 < uneven("--tolerance", 0.5)["steps"][0]["imbalance"]
     transformers.GPT2Config().save_pretrained(tmp_path)
     small = uneven("--model", tmp_path)
     assert small["gain"] > usual["gain"] > 1.0, "attention is a larger share of a small model"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deepspeed_cad import profiles
 from deepspeed_cad.cli import main
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Layout
@@ -167,6 +168,34 @@ def test_token_ids_as_jsonl_need_no_tokenizer(tmp_path: Path, capsys: pytest.Cap
     assert "times faster with CAD" in capsys.readouterr().err
     assert main([*words[:3], "100", *words[4:]]) == 2
     assert "do not fill one step" in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hosts and links reach the planner: the slower the link between hosts, the less moves there and is gained."""
+    data, target = tmp_path / "data.jsonl", tmp_path / "out.json"
+    lengths = [60000, *[3000] * 20, 50000, *[2000] * 33, *[1000] * 130]
+    data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
+    words = ["plan", str(data), "--ranks", "4", "--context", "65536", "--output", str(target), "--packing", "in_order"]
+    profile = str(Path(profiles.__file__).parent / "h200_flash_attn_4.json")
+    found = []
+    for speed in ("100", "3", "0.001"):
+        more = ["--cost", profile, "--ranks-per-node", "3,1", "--link-inside", "300", "--link-between", speed]
+        assert main([*words, *more]) == 0
+        found.append(json.loads(target.read_text())["steps"][0])
+        said = capsys.readouterr().err
+        assert "MiB moved between hosts" in said
+    assert found[0]["between_bytes"] > found[1]["between_bytes"] > found[2]["between_bytes"] == 0
+    assert found[0]["gain"] > found[1]["gain"] > found[2]["gain"] > 1.0
+    assert found[0]["moved_bytes"] > found[2]["moved_bytes"] > 0
+    for wrong, text in (
+        (["--ranks-per-node", "3,2"], "hosts of 3, 2 ranks have 5; there are 4"),
+        (["--ranks-per-node", "0"], "--ranks-per-node is '0'; expected a number of GPUs, or a list such as 8,8,4"),
+        (["--ranks-per-node", "2,x"], "--ranks-per-node is '2,x'"),
+        (["--cost", profile, "--link-between", "0"], "--link-between is 0.0; expected GB/s above 0"),
+        (["--cost", profile, "--link-inside", "nan"], "--link-inside is nan"),
+    ):
+        assert main([*words, *wrong]) == 2
+        assert text in capsys.readouterr().err
 
 
 def test_text_needs_a_tokenizer_and_uses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

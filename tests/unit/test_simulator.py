@@ -319,8 +319,13 @@ def test_costs_in_pairs_give_no_seconds() -> None:
 
 def test_tensor_parallel_ranks_share_heads_and_pay_for_activations() -> None:
     own = setting(16, 8, tensor=8)
-    assert (own.seats, own.seats_per_host, own.shape.query_heads, own.shape.groups) == (2, 1, 4, 1)
+    assert (own.seats, own.shape.query_heads, own.shape.groups) == (2, 4, 1)
     assert own.hosts is not None and own.hosts.tolist() == [0, 1]
+    assert setting(16, 16, tensor=8).hosts is None
+    uneven = Setting(MODEL, Cluster(4, 1, machine(), sizes=(3, 1)), COST)
+    assert uneven.hosts is not None and uneven.hosts.tolist() == [0, 0, 0, 1]
+    stages = setting(8, 4, pipeline=2)
+    assert stages.hosts is None and stages.all_hosts is not None and stages.all_hosts.tolist() == [0] * 4 + [1] * 4
     tokens = np.array([1000.0])
     once = 4 * MODEL.layers * (1000 * 2 * 4096 * 7 / 8 / own.machine.collective + own.machine.latency)
     assert tensor_seconds(own, tokens).forward == pytest.approx([once])

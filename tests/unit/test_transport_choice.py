@@ -246,21 +246,7 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ([7, 7, 9, 9], 2),
-        ([7, 7, 7, 9], None),
-        ([7, 9, 7, 9], None),
-        ([7, 7, 7, 7], None),
-        ([7, 8, 9], 1),
-        ([7, 7, 8, 9, 9, 8], None),
-        ([7, 7, 8, 8, 9], None),
-        ([7, 7, 8, 8, 7, 7], None),
-        ([5], None),
-    ],
-)
-def test_ranks_per_node_where_hosts_are_equal_and_consecutive(hosts: list[int], expected: int | None) -> None:
+def test_hosts_are_those_that_ranks_tell_each_other() -> None:
     asked: list[int] = []
-    assert probing.ranks_per_node(lambda value: asked.append(value) or hosts) == expected
-    assert asked == [probing._host_number()]
+    assert probing.gather_hosts(lambda value: asked.append(value) or [7, 9, 7, 7]) == [7, 9, 7, 7]
+    assert asked == [probing.host_number()]
