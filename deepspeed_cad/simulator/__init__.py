@@ -5,7 +5,8 @@ they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch
 
     machine, cluster     figures of a GPU and its links; how long collectives take on them
     work, attention      seconds of linear layers; seconds of attention by the cost model of a profile
-    traffic, memory      bytes that plans move; bytes that ranks hold
+    traffic, finish      bytes that plans move, and when they have arrived
+    memory               bytes that ranks hold
     schedule, pipeline   who waits for whom
     modes, modes_cad     what each mode does with a step
     compare, sweep       all modes beside each other; one figure over ranks, context, reserved servers

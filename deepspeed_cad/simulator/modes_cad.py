@@ -19,6 +19,7 @@ from deepspeed_cad.layout import Ints, Layout, Segments
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import Plan, PlanInput
 from deepspeed_cad.simulator.attention import Both, Floats, of_tasks
+from deepspeed_cad.simulator.finish import done
 from deepspeed_cad.simulator.memory import activation_bytes, exchange_bytes, kept_output_bytes, state_bytes
 from deepspeed_cad.simulator.schedule import compose, linear_seconds, tensor_seconds
 from deepspeed_cad.simulator.setting import Setting
@@ -131,22 +132,22 @@ def _meet(setting: Setting, layout: Layout, tokens: Floats, hosts: Ints | None) 
     plan = plan_layout(setting, layout, hosts)
     traffic = count_traffic(plan.tasks, layout.segments, setting.shape, layout.ranks, hosts)
     again = setting.checkpointing and setting.recompute_attention
-    work = _task_seconds(setting, plan.tasks, layout.ranks).repeated(again)
+    alone = _task_seconds(setting, plan.tasks, layout.ranks)
+    waiting = _task_seconds(setting, plan.tasks[traffic.remote], layout.ranks)
+    links = setting.layers / np.array([setting.machine.copies, setting.machine.between])
+    work, ended = alone.repeated(again), done(traffic, alone, waiting, links).repeated(again)
     linear, tensor = linear_seconds(setting, tokens), tensor_seconds(setting, tokens)
-    transfer = Both(
-        _transfer(setting, traffic.forward) * setting.layers, _transfer(setting, traffic.backward) * setting.layers
-    ).repeated(again)
     ran = exposed = 0.0
-    for own, way, other in (
-        (work.forward, transfer.forward, linear.forward + tensor.forward),
-        (work.backward, transfer.backward, linear.backward + tensor.backward),
+    for own, end, other in (
+        (work.forward, ended.forward, linear.forward + tensor.forward),
+        (work.backward, ended.backward, linear.backward + tensor.backward),
     ):
         slowest = float((other + own).max())
         # Ping-pong moves one part while the other runs its linear layers.
-        hidden = own + other if setting.overlap == "pingpong" else own
-        late = float((other + own + np.maximum(way - hidden, 0.0)).max()) - slowest
-        ran += slowest + late + _latency(setting) / 2
-        exposed += late + _latency(setting) / 2
+        late = np.maximum(end - own - other, 0.0) if setting.overlap == "pingpong" else end - own
+        shown = float((other + own + late).max()) - slowest + _latency(setting) / 2
+        ran += slowest + shown
+        exposed += shown
     mean = Seconds(float(linear.total.mean()), float(work.total.mean()), exposed, float(tensor.total.mean()))
     return ran, mean, traffic
 

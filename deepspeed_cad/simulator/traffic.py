@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from deepspeed_cad.layout import Ints, Segments
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.simulator.attention import Floats
+
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +30,10 @@ class Traffic:
     """O that leaves a rank as a server."""
     returned: Floats
     """O that reaches a rank as a home."""
+    pairs: Ints
+    """[4, n]: home, server, 1 where they are on different hosts, 1 where Q and O travel beside K and V."""
+    remote: Bools
+    """[tasks]: whether a task reads anything that its server does not hold."""
 
     @property
     def forward(self) -> Floats:
@@ -70,7 +77,8 @@ def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hos
 
     task, home, count = homes.overlaps(tasks[:, 0], tasks[:, 1], tasks[:, 2])
     server, groups = tasks[task, 5], tasks[task, 4] - tasks[task, 3]
-    away = home != server
+    away = (home != server) & (count > 0)
+    with_rows = home[away] * ranks + server[away]
     server, home, moved = server[away], home[away], (count * groups)[away].astype(np.float64)
     add(asked, server, moved * shape.query_bytes, home)
     add(sent, home, moved * shape.query_bytes, server)
@@ -86,11 +94,18 @@ def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hos
     keys = keys[last]
     read, home, count = homes.overlaps(keys[:, 0], np.zeros_like(keys[:, 2]), keys[:, 2])
     server, groups = keys[read, 5], keys[read, 4] - keys[read, 3]
-    away = home != server
+    away = (home != server) & (count > 0)
+    every = np.union1d(with_rows, home[away] * ranks + server[away])
     server, home, moved = server[away], home[away], (count * groups)[away] * float(shape.key_value_bytes)
     add(asked, server, moved, home)
     add(sent, home, moved, server)
-    return Traffic(asked, sent, answered, returned)
+
+    home, server = every // ranks, every % ranks
+    pairs = np.stack([home, server, where[home] != where[server], np.isin(every, with_rows)]).astype(np.int64)
+    task, home, count = homes.overlaps(tasks[:, 0], np.zeros_like(tasks[:, 2]), tasks[:, 2])
+    remote = np.zeros(len(tasks), bool)
+    remote[task[(home != tasks[task, 5]) & (count > 0)]] = True
+    return Traffic(asked, sent, answered, returned, pairs, remote)
 
 
 class _Homes:

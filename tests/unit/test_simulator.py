@@ -16,12 +16,13 @@ from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.plan import PlanInput
 from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
 from deepspeed_cad.simulator import Cluster, Machine, Setting, modes, modes_cad
-from deepspeed_cad.simulator.attention import FORWARD_SHARE, of_documents, of_pieces, of_tasks, seconds
+from deepspeed_cad.simulator.attention import FORWARD_SHARE, Both, of_documents, of_pieces, of_tasks, seconds
+from deepspeed_cad.simulator.finish import done
 from deepspeed_cad.simulator.lengths import NAMED
 from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, state_bytes
 from deepspeed_cad.simulator.pipeline import one_forward_one_backward
 from deepspeed_cad.simulator.schedule import linear_seconds, tensor_seconds
-from deepspeed_cad.simulator.traffic import count_traffic
+from deepspeed_cad.simulator.traffic import Traffic, count_traffic
 from deepspeed_cad.simulator.work import work_per_token
 
 MODEL = ModelShape(layers=4, hidden=4096, intermediate=14336, vocabulary=32000)
@@ -133,6 +134,33 @@ def test_where_nothing_moves_there_is_no_traffic() -> None:
     assert found.moved == (0.0, 0.0) and found.landing == 0.0
     none = count_traffic(np.zeros((0, 6), np.int64), EVEN.segments, own.shape, 4, None)
     assert none.served == 0.0
+
+
+def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
+    """Rank 0 sends 60 bytes to rank 1 and 40 to rank 2, at a byte a second; both send half of it back."""
+    zero = np.zeros((2, 3))
+    asked, sent, answered, returned = (zero.copy() for _ in range(4))
+    asked[0, 1:], sent[0, 0], answered[0, 1:], returned[0, 0] = (60, 40), 100, (30, 20), 50
+    pairs = np.array([[0, 0], [1, 2], [0, 0], [1, 1]])
+    traffic = Traffic(asked, sent, answered, returned, pairs, np.zeros(0, bool))
+    own = Both(np.array([10.0, 20.0, 30.0]), np.array([400.0, 20.0, 30.0]))
+    waiting = Both(np.array([0.0, 5.0, 0.0]), np.array([0.0, 5.0, 0.0]))
+    found = done(traffic, own, waiting, np.array([1.0, 1.0]))
+    # Arrived at 100, when all of it has left; rank 1 needs 5 seconds more, rank 2 nothing. O takes 50 to come home.
+    assert found.forward.tolist() == [105 + 50, 105, 30]
+    # With dO it takes 150; dQ, dK and dV take 100 back, which rank 0 does not wait for.
+    assert found.backward.tolist() == [400, 155, 30]
+
+
+@pytest.mark.parametrize("rate", [1e11, 1e9])
+@pytest.mark.parametrize("layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)])
+def test_ranks_are_done_when_the_planner_says(layout: Layout, rate: float) -> None:
+    own = setting(per_host=2, figures=machine(copies=rate, between=rate / 4))
+    plan = modes_cad.plan_layout(own, layout, own.hosts)
+    traffic = count_traffic(plan.tasks, layout.segments, own.shape, 4, own.hosts)
+    alone, waiting = (of_tasks(tasks, own.cost, 4) for tasks in (plan.tasks, plan.tasks[traffic.remote]))
+    found = done(traffic, alone, waiting, 1 / np.array([rate, rate / 4]))
+    assert found.total.max() == pytest.approx(plan.finish.max(), rel=0.1)
 
 
 # Who waits for whom
