@@ -211,12 +211,20 @@ def main() -> None:
     modes = make_modes(split_names(options.mode), model, setting)
     trainer = Trainer(setting, optimizer, matrix_parameters(model))
     results = measure(trainer, modes, options)
+    results["links"] = {
+        mode.name: str(mode.session.traffic.links)
+        for mode in modes
+        if isinstance(mode, CADMode) and mode.session.traffic is not None
+    }
     if rank == 0:
         sys.stdout.write(write_results(results, options.output))
     for mode in modes:
         if isinstance(mode, CADMode):
             late = " ".join(f"{1e3 * seconds:+.3f}" for seconds in mode.session.pace.late)
             say(f"{mode.name}: found ranks late by {late} ms in attention forward and backward")
+            if mode.session.traffic is not None:
+                traffic = mode.session.traffic
+                say(f"{mode.name}: {traffic.links}, at start {traffic.start}, brake level {traffic.brake.level}")
             found = mode.session.statistics
             say(
                 f"{mode.name}: attention max/mean {found.imbalance_before:.3f} as the documents lay, "

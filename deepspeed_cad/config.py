@@ -19,13 +19,14 @@ from typing import Any
 from deepspeed_cad.errors import CADConfigError
 
 _CHOICES: dict[str, tuple] = {
-    "overlap": ("local_first", "pingpong", "none"),
+    "overlap": ("auto", "local_first", "interleave", "pingpong", "none"),
     "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
     "backward": ("auto", "keep", "resend"),
     "documents": ("keep", "exchange"),
     "look_ahead": (0, 1),
     "check": ("sampled", "off"),
 }
+LINK_KEYS = ("inside", "between")
 _KERNEL_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 
 
@@ -56,11 +57,13 @@ class CADConfig:
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
     better; below 128 the backward of most kernels loses speed."""
 
-    overlap: str = "local_first"
+    overlap: str = "auto"
     """What hides the exchange. "local_first": a rank's own tasks run while Q, K and V are on their way and while
-    results return, on GPUs beside the tasks it serves; "pingpong": besides, two nano-batches alternate inside each
-    decoder layer, which also hides exchanges behind linear layers (for slow links, or ranks with little work of their
-    own; inside a node it costs more than it hides); "none": dispatch, serve and return one after the other."""
+    results return, on GPUs beside the tasks it serves; "interleave": besides, two nano-batches alternate over the whole
+    decoder, so that one's linear layers run while servers attend the other (inside decoder layers, as "pingpong", where
+    ZeRO-3 or FSDP shard parameters: docs/interleave.md); "pingpong": two nano-batches alternate inside each decoder
+    layer; "none": dispatch, serve and return one after the other. "auto": "interleave" where ranks are reserved as
+    servers, else "local_first", because inside a node both kinds of nano-batches cost more than they hide."""
 
     transport: str = "auto"
     """What carries an exchange. "auto" takes the fastest that works: "nvlink" (peer copies inside a node), "mixed"
@@ -82,6 +85,13 @@ class CADConfig:
     cost: str = "auto"
     """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
     query-key pairs; or the path of a profile written by `deepspeed-cad profile` (ends in .json)."""
+
+    links: str | Mapping[str, float] = "measure"
+    """How fast ranks exchange data. "measure": CAD times exchanges at start, in under two seconds, and corrects the
+    figures while it trains; or `{"inside": 350, "between": 25}`, GB/s that one rank receives from its host and from
+    other hosts while all ranks do. Give figures where plans must not depend on measured times, or where links are busy
+    while a job starts. Under `torch.use_deterministic_algorithms` nothing is measured: plans take the figures given
+    here, or else those of the profile."""
 
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
@@ -137,6 +147,7 @@ class CADConfig:
             raise _bad("kernel", self.kernel, '"auto" or the name of a backend as "deepspeed-cad doctor" lists it')
         if not isinstance(self.cost, str) or not (self.cost in ("auto", "pairs") or self.cost.endswith(".json")):
             raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
+        _check_links(self)
         _refuse_later_features(self)
 
     @classmethod
@@ -169,6 +180,13 @@ class CADConfig:
             content = content["cad"]
         return cls.from_dict(content)
 
+    @property
+    def overlap_used(self) -> str:
+        """`overlap`, with "auto" decided."""
+        if self.overlap != "auto":
+            return self.overlap
+        return "local_first" if self.servers == "all" else "interleave"
+
     def to_dict(self) -> dict[str, Any]:
         """The block with every key; `from_dict` of it gives an equal config."""
         return dataclasses.asdict(self)
@@ -195,6 +213,27 @@ def _refuse_later_features(config: CADConfig) -> None:
         raise _bad("servers", config.servers, '"all"', "Reserved attention servers come with a later release.")
     if config.documents == "exchange" and not config.look_ahead:
         raise _bad("look_ahead", 0, "1", 'With "documents": "exchange" a step is arranged before its first forward.')
+
+
+def _check_links(config: CADConfig) -> None:
+    """ "measure", or both speeds."""
+    links = config.links
+    allowed = '"measure", or an object with the keys "inside" and "between" in GB/s'
+    if links == "measure":
+        return
+    if not isinstance(links, Mapping):
+        raise _bad("links", links, allowed)
+    missing = [key for key in LINK_KEYS if key not in links]
+    unknown = [key for key in links if key not in LINK_KEYS]
+    if missing or unknown:
+        what = f"{_show(unknown[0])} is not known" if unknown else f'"{missing[0]}" is missing'
+        raise _bad("links", dict(links), allowed, f"Its key {what}.")
+    for key in LINK_KEYS:
+        speed = links[key]
+        number = isinstance(speed, int | float) and not isinstance(speed, bool) and math.isfinite(speed)
+        if not number or not speed > 0:
+            raise _bad("links", dict(links), allowed, f'Its key "{key}" is {_show(speed)}; expected GB/s above 0.')
+    object.__setattr__(config, "links", {key: float(links[key]) for key in LINK_KEYS})
 
 
 def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: Any) -> None:

@@ -43,6 +43,9 @@ class CostModel:
         return np.where(rows > 0, cost, 0.0)
 
 
+TICKS_PER_LOAD = 2
+"""A load is that of forward and backward, a tick is one of them."""
+
 PAIRS = CostModel()
 """One per query-key pair: no measurement needed, and exact where kernels run at one speed."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import socket
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,22 +24,30 @@ from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
+from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
+from deepspeed_cad.exchange.links import Links, measure_links
 from deepspeed_cad.exchange.liveness import Liveness, open_board
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.meet import meet
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
+from deepspeed_cad.profiles.choice import GENERIC_GPU
+from deepspeed_cad.profiles.timed import in_seconds
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
 
 logger = logging.getLogger("deepspeed_cad")
+
+DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
+"""Where plans must not depend on times, figures for links do not either."""
 
 _sessions: list[Session] = []
 
@@ -65,6 +75,9 @@ class Session:
         self._exchange_group: dist.ProcessGroup | None = None
         self.hosts: np.ndarray | None = None
         """Number of each rank's host ([ranks]), the same on every rank; None where there is one rank."""
+        self.links = Links(None, None, "not used")
+        """Speeds that this session began with."""
+        self.traffic: Traffic | None = None
         if self.ranks > 1:
             self._open_groups(group)
         self.pace = Pace(self.ranks, self.counts.waits.take, 0.0, torch.are_deterministic_algorithms_enabled)
@@ -75,6 +88,7 @@ class Session:
         self._watch_for_standstill()
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
+        self._watch_traffic()
         if self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
         elif config.straggler_relief not in (0.0, CADConfig.straggler_relief) and self.rank == 0:
@@ -84,14 +98,14 @@ class Session:
                 config.straggler_relief, self.cost.name,
             )  # fmt: skip
         self.aside: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self.transport is not None and config.overlap == "local_first":
+        if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self.hosts, lambda: self.aside,
+            self.hosts, lambda: self.aside, self.traffic,
         )  # fmt: skip
 
     # Opening and closing
@@ -100,10 +114,18 @@ class Session:
         meet(group, self.config.timeout_s)
         members = dist.get_process_group_ranks(group) if group is not None else None
         timeout = timedelta(seconds=self.config.timeout_s)
-        self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
-        self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
+        try:
+            self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
+            self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
+        except RuntimeError as error:
+            raise CADPeerError(
+                f"rank {self.rank} on {socket.gethostname()} cannot connect to all other ranks within "
+                f"{self.config.timeout_s:g} s ({str(error).strip().splitlines()[0][:300]}). The hosts reach the job's "
+                "store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network that "
+                "connects them, and look at routes and firewalls"
+            ) from error
+        self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
 
     def _open_transport(self, group: dist.ProcessGroup) -> None:
         from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
@@ -111,7 +133,8 @@ class Session:
         def agree(value: int) -> list[int]:
             return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
-        self.hosts = np.array(gather_hosts(agree), np.int64)
+        hosts = gather_hosts(agree)
+        self.hosts = np.array(hosts, np.int64)
         self.transport = choose_transport(
             self.config.transport,
             group,
@@ -119,8 +142,47 @@ class Session:
             agree=agree,
             liveness=self.liveness,
             timeout_s=self.config.timeout_s,
-            host=int(self.hosts[self.rank]),
+            host=hosts[self.rank],
         )
+        self.links = self._find_links(self.transport, hosts, agree)
+
+    def _find_links(self, transport: Transport, hosts: list[int], agree: Callable[[int], list[int]]) -> Links:
+        """Speeds of links: given, or measured now through the transport that will carry the data."""
+        given = self.config.links
+        if isinstance(given, Mapping):
+            return Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
+        if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
+            return Links(None, None, DETERMINISTIC)
+        return measure_links(transport, self.device, self.rank, hosts, agree)
+
+    def _watch_traffic(self) -> None:
+        """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
+
+        Waits are weighed against gains where both are seconds.
+        """
+        if self.transport is None or self.hosts is None:
+            return
+        profile = Links(self.cost.inside, self.cost.between, f"of the profile {self.cost.name}")
+        rule = self.links if self.links.source == "given" else profile
+        if self.links.source == DETERMINISTIC and (profile.inside or profile.between):
+            self.links = Links(profile.inside, profile.between, f"{profile.source}; {DETERMINISTIC}")
+        elif self.links.source == "measured":
+            self.transport.transfers = Transfers(
+                self.rank, self.hosts.tolist(), self.links.inside, self.links.between
+            )  # fmt: skip
+        self.traffic = Traffic(
+            self.links, rule, self.transport.transfers, self.counts.waits if self.cost.unit == "seconds" else None,
+            self._host_names(), torch.are_deterministic_algorithms_enabled,
+        )  # fmt: skip
+        self.gatherer.traffic = self.traffic
+        logger.info("%s", self.links)
+
+    def _host_names(self) -> list[str]:
+        """The name of every rank's host, for messages."""
+        names = [""] * self.ranks
+        with Liveness.watch(self.liveness, "the other ranks' host names"):
+            dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
+        return names
 
     def _watch_for_standstill(self) -> None:
         """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
@@ -239,10 +301,13 @@ class Session:
             self._said_last = True
             notice(f"CAD is done: {self.report()}")
 
+    def _links_in_words(self) -> str:
+        return "" if self.traffic is None else f"{self.traffic.links}, "
+
     def _how(self) -> str:
         transport = "nothing to exchange" if self.transport is None else f"transport {self.transport.name}"
         kernels = dict.fromkeys(kernel.name for kernel in self._kernels.values())
-        return f"{transport}, kernel {', '.join(kernels) or 'not chosen yet'}"
+        return f"{transport}, {self._links_in_words()}kernel {', '.join(kernels) or 'not chosen yet'}"
 
     def describe(self) -> str:
         """One line for the log."""
@@ -250,6 +315,7 @@ class Session:
         return (
             f"rank {self.rank} of {self.ranks} attention servers, transport {transport}, "
             f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
+            f"{self._links_in_words()}"
             f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
         )
 
@@ -259,6 +325,9 @@ class Session:
         if self.rank == 0:
             try:
                 found = [choose_profile(self.config.cost, self.device, self.config.kernel)]
+                if found[0] is GENERIC_GPU and self.ranks > 1 and not torch.are_deterministic_algorithms_enabled():
+                    # Ratios cannot be weighed against transfers.
+                    found = [in_seconds(GENERIC_GPU, self.device, self.config.kernel)]
             except CADError as error:
                 found = [error]
         if self._cpu_group is not None:

@@ -228,7 +228,7 @@ def refuse_checkpointing(decoder: nn.Module) -> None:
         return
     for module in decoder.modules():
         if getattr(module, "gradient_checkpointing", False):
-            if _is_reentrant(getattr(module, "_gradient_checkpointing_func", None)):
+            if is_reentrant(getattr(module, "_gradient_checkpointing_func", None)):
                 raise CADUnsupportedError(
                     f"{type(decoder).__name__} is a mixture of experts under gradient checkpointing with "
                     "use_reentrant=True, which drops the gradient of the router's auxiliary loss. Set "
@@ -244,15 +244,20 @@ def refuse_spanning(config: Any) -> None:
     With the RoPE types "dynamic" and "longrope" the frequencies depend on the largest position in the batch, so the
     parts of one document would be rotated differently on different ranks.
     """
+    kind = batch_rope(config)
+    if kind:
+        raise CADUnsupportedError(
+            f'rope_type is "{kind}": its frequencies depend on the largest position on a rank, so a document that '
+            "spans ranks would be rotated in two ways. Keep every document on one rank, or use another rope_type"
+        )
+
+
+def batch_rope(config: Any) -> str:
+    """The RoPE type of a model whose frequencies depend on the largest position in the batch; else empty."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)] if isinstance(rope, dict) else []
-    for one in nested or [rope]:
-        kind = one.get("rope_type", one.get("type")) if isinstance(one, dict) else None
-        if kind in ("dynamic", "longrope"):
-            raise CADUnsupportedError(
-                f'rope_type is "{kind}": its frequencies depend on the largest position on a rank, so a document that '
-                "spans ranks would be rotated in two ways. Keep every document on one rank, or use another rope_type"
-            )
+    kinds = [one.get("rope_type", one.get("type")) for one in nested or [rope] if isinstance(one, dict)]
+    return next((kind for kind in kinds if kind in ("dynamic", "longrope")), "")
 
 
 def is_mixture(config: Any) -> bool:
@@ -312,7 +317,7 @@ def _homes(model: PreTrainedModel) -> Iterator[Any]:
             yield sys.modules[name]
 
 
-def _is_reentrant(function: Any) -> bool:
+def is_reentrant(function: Any) -> bool:
     """Whether a model's `_gradient_checkpointing_func` is reentrant checkpointing."""
     keywords: dict[str, Any] = {}
     while isinstance(function, functools.partial):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from deepspeed_cad.integrations.alternating import alternate
 from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad_mask, running
+from deepspeed_cad.integrations.interleaved import Interleaving, interleave
 from deepspeed_cad.integrations.models import (
     describe,
     is_mixture,
@@ -75,6 +76,7 @@ class Binding:
         self.announcer: Any = None
         """The iterator of a prepared loader that announces its batches now."""
         self.verified = 0
+        self.interleaving = Interleaving(session.rank == 0)
         self._check: Check | None = None
         """Of the micro-batch whose forward runs."""
         self.comparing = False
@@ -102,9 +104,11 @@ class Binding:
             model.register_forward_hook(_make_return(self), always_call=True)
         decoder.register_forward_pre_hook(_make_enter(self), with_kwargs=True)
         decoder.register_forward_hook(_make_leave(self), with_kwargs=True, always_call=True)
-        if self.session.config.overlap == "pingpong":
+        if self.session.config.overlap_used in ("interleave", "pingpong"):
             for layer in decoder_layers(decoder) or ():
                 alternate(layer)
+        if self.session.config.overlap_used == "interleave":
+            interleave(decoder)
         if self.session.tracer is not None:
             self.session.tracer.watch_layers(decoder_layers(decoder) or ())
         self.session.bind(model, self)

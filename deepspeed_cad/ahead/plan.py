@@ -18,6 +18,7 @@ import torch
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.pace import Pace
+from deepspeed_cad.ahead.traffic import Now, Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
@@ -26,6 +27,7 @@ from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.cut import choose_cut
 from deepspeed_cad.planner.plan import Plan, PlanInput
@@ -49,6 +51,7 @@ class Plans:
         transport: Callable[[], Transport | None],
         hosts: np.ndarray | None,
         aside: Callable[[], torch.cuda.Stream | None],
+        traffic: Traffic | None = None,
     ) -> None:
         """What every micro-batch of the session has in common.
 
@@ -63,10 +66,11 @@ class Plans:
             transport: gives the transport when a micro-batch is opened; None where there is one rank.
             hosts: number of each rank's host ([ranks]); None where there is one rank.
             aside: gives the stream on which served tasks run beside local ones, if they do, likewise.
+            traffic: what links carry; None where there is one rank.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
-        self.hosts, self.aside = hosts, aside
+        self.hosts, self.aside, self.traffic = hosts, aside, traffic
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
@@ -77,22 +81,27 @@ class Plans:
         """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread."""
         layout = assemble([one.local for one in announcements])
         ticks: tuple[Tick, ...] = (layout.tick(),)
-        if self.config.overlap == "pingpong":
+        if self.config.overlap_used in ("interleave", "pingpong"):
             cut = choose_cut(layout, np.array([one.unit for one in announcements]))
             if cut is not None:
                 ticks = layout.cut(cut)
             elif self.gatherer.ranks > 1:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
-        # Nothing else may change what is learned of paces: plans are made on this thread and at the forward, on every
-        # rank in another order.
+        # Nothing else may change what is learned of paces and links: plans are made on this thread and at the forward,
+        # on every rank in another order.
         if self.pace.paused:
             self.say_once("slower ranks are not relieved: torch's deterministic algorithms are on, on some rank")
         for key in keys:
             self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
+        now = None if self.traffic is None else self.traffic.now
+        self._say_news()
         turn, self.turn = self.turn, self.turn + 1
+        late = self.pace.late
         micro_batch = MicroBatch(
-            self.gatherer.rank, layout, ticks, self.device, partial(self.plan_tick, late=self.pace.late),
-            partial(self._agree, turn), self.transport(), self.counts, aside=self.aside(), turn=turn,
+            self.gatherer.rank, layout, ticks, self.device,
+            partial(self.plan_tick, late=late, now=now), partial(self._agree, turn), self.transport(),
+            self.counts, aside=self.aside(), turn=turn, era=now and now.era,
+            late=partial(self._base_load, late),
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(keys)
@@ -111,12 +120,16 @@ class Plans:
             lambda value, what: None, None, CallCounts(),
         )  # fmt: skip
 
-    def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray) -> Plan:
-        """The plan of one tick for layers of one kind; `late` is the pace when the micro-batch was gathered."""
-        base = self.pace.base_load(late, self._mean_attention(tick, key))
+    def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray, now: Now | None = None) -> Plan:
+        """The plan of one tick for layers of one kind.
+
+        `late` and `now`: pace and links as they were when the micro-batch was gathered; None: links as the costs say.
+        """
+        base = self._base_load(late, tick, key)
+        cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
             PlanInput(
-                tick, key.shape, self.cost.cost_for(key.shape), key.window, self.config.tolerance,
+                tick, key.shape, cost.cost_for(key.shape), key.window, self.config.tolerance,
                 self.config.granularity, base_load=base, hosts=self.hosts,
                 keep=self.config.backward == "keep",
             )
@@ -131,6 +144,18 @@ class Plans:
         if text not in self._said:
             self._said.add(text)
             logger.info(text)
+
+    def _say_news(self) -> None:
+        """On rank 0 what all ranks learned of links."""
+        if self.traffic is None:
+            return
+        for text, notable in self.traffic.news:
+            if self.gatherer.rank == 0:
+                notice(text) if notable else logger.info(text)
+        self.traffic.news.clear()
+
+    def _base_load(self, late: np.ndarray, tick: Tick, key: PlanKey) -> np.ndarray | None:
+        return self.pace.base_load(late, self._mean_attention(tick, key))
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
         each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)

@@ -10,7 +10,7 @@ import torch
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
 from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
-from deepspeed_cad.exchange.waits import Waits
+from deepspeed_cad.exchange.waits import Gain, Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.trace.record import NOT_TRACED, Tracer
 
@@ -58,6 +58,8 @@ class CallSetup:
     turn: int = 0
     layer: int = 0
     """Which micro-batch and which of its layers: equal on all ranks, see exchange.identity.Moment."""
+    gain: Gain | None = None
+    """What the plan promises this rank in a tick; None where nobody weighs that against waits."""
 
     @property
     def device(self) -> torch.device:

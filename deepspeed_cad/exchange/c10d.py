@@ -6,6 +6,7 @@ Messages between two ranks hold the slices in table order, which both ends know.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.schedule import Schedule
 
@@ -38,6 +40,8 @@ class C10dTransport:
         self.group, self.device = group, device
         self.exchanges = 0
         self.bytes_sent = 0
+        self.transfers: Transfers | None = None
+        """Only on CPUs, where ranks have met when the data starts to move."""
         self.register = Register()
         self._alarm = Alarm(dist.get_rank(group), liveness, timeout_s)
         self._carrier: Carrier = (
@@ -98,7 +102,18 @@ class C10dTransport:
         self.bytes_sent += outgoing.numel()
         identity = self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
         under_way = self._carrier.start(identity, outgoing, to_peers, from_peers)
+        self._note(under_way, to_peers, from_peers)
         return _Arrival(under_way, [received for _, received in counts], widths, dtypes)
+
+    def _note(self, under_way: UnderWay, to_peers: list[int], from_peers: list[int]) -> None:
+        """Have the end of a transfer noted when it comes, not when somebody waits for it."""
+        transfers, begun = self.transfers, time.perf_counter()
+        if transfers is None or self.device.type != "cpu":
+            return
+        size = transfers.size(to_peers, from_peers)
+        if size is not None:
+            ended = under_way.data.get_future()
+            ended.add_done_callback(lambda _: transfers.note(size, time.perf_counter() - begun))
 
     def _look_up(self, schedule: Schedule) -> tuple[KindRows, KindRows]:
         found = self._kinds.get(schedule)

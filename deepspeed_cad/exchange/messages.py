@@ -20,8 +20,16 @@ from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import RING, Comparison
 from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.exchange.meeting import Meeting
-from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls, Table, new_unique_id, open_nccl
+from deepspeed_cad.exchange.native_calls import (
+    NativeCallError,
+    NcclCalls,
+    Table,
+    UnreachedError,
+    new_unique_id,
+    open_nccl,
+)
 from deepspeed_cad.exchange.peers import open_store
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.threads import start_daemon
 
@@ -81,7 +89,7 @@ def _in_time(
     if errors:
         raise errors[0]
     if not made:
-        raise NativeCallError(
+        raise UnreachedError(
             f"NCCL did not join the ranks within {timeout_s:g} s, though all of them were there: they cannot reach "
             "each other. Set NCCL_SOCKET_IFNAME to the network that connects the hosts; NCCL_DEBUG=INFO says more"
         )
@@ -101,11 +109,17 @@ class Messenger:
         """Of this rank's exchanges, to be sent from here: as many as a ring holds, so none is overwritten too early."""
 
     def exchange(
-        self, identity: Identity, messages: Table, comparison: Comparison, watchdog: Watchdog
+        self,
+        identity: Identity,
+        messages: Table,
+        comparison: Comparison,
+        watchdog: Watchdog,
+        transfers: Transfers | None = None,
     ) -> torch.cuda.Event | None:
         """Queue the messages ([n, 4], see NcclCalls.exchange) of an exchange behind what the current stream holds now.
 
-        Gives what happens when they are over; None where there are none.
+        Gives what happens when they are over; None where there are none. `transfers` notes how long they took: from
+        when the numbers are here, which is when the ranks have met, so no waiting for a late rank is in it.
         """
         stream = self.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -118,11 +132,15 @@ class Messenger:
             mine.fill_(identity.number)
         before = stream.record_event()
         self._queue(identity, numbers, watchdog)
-        known = stream.record_event()
+        size = None if transfers is None else transfers.size_of_messages(messages)
+        known, done = (torch.cuda.Event(enable_timing=size is not None) for _ in range(2))
+        known.record(stream)
         senders = numbers[numbers[:, 0] == 0, 1].tolist()
         watchdog.track(before, known, identity, partial(comparison.arrived, identity, senders))
         self._queue(identity, messages, watchdog)
-        done = stream.record_event()
+        done.record(stream)
+        if transfers is not None and size is not None:
+            transfers.expect(known, done, size)
         watchdog.track(known, done, identity)
         return done
 

@@ -117,7 +117,9 @@ class MixedTransport(NvlinkTransport):
         for the whole device before.
         """
         messages = np.ascontiguousarray(np.concatenate([np.zeros((0, 4), np.int64), *table]))
-        done = self.messages.exchange(under_way.identity, messages, self._comparison, self._watchdog)
+        done = self.messages.exchange(
+            under_way.identity, messages, self._comparison, self._watchdog, self.transfers
+        )  # fmt: skip
         if done is not None:
             under_way.done.append(done)
             under_way.sources.extend(packed)

@@ -46,6 +46,7 @@ from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
 from deepspeed_cad.exchange.peers import PeerGroup, whole_group
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
 from deepspeed_cad.exchange.split import near_part
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
@@ -122,6 +123,7 @@ class NvlinkTransport:
         self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
         self.exchanges = 0
         self.bytes_sent = 0
+        self.transfers: Transfers | None = None
         self.register = Register()
         self._alarm = alarm = alarm or Alarm(self.rank, liveness, timeout_s)
         self._meeting = Meeting(peers.store, peers.members, peers.place, alarm)

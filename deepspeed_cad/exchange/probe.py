@@ -21,7 +21,7 @@ from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.mixed import MixedTransport
-from deepspeed_cad.exchange.native_calls import cuda_calls, open_nccl, peer_reach, symmetric_memory
+from deepspeed_cad.exchange.native_calls import UnreachedError, cuda_calls, open_nccl, peer_reach, symmetric_memory
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.transport import Transport
@@ -30,6 +30,9 @@ logger = logging.getLogger("deepspeed_cad")
 
 NAMES = ("nvlink", "mixed", "nccl", "c10d")
 """Fastest first."""
+
+_UNREACHED = -1
+"""A rank's answer to whether it could make a transport: 0 and 1 are no and yes."""
 
 Agree = Callable[[int], "list[int]"]
 """Gathers one whole number from every rank of the group, in rank order."""
@@ -111,8 +114,13 @@ def _make(
     timeout_s: float,
     near: list[int],
 ) -> tuple[Transport | None, str]:
-    """The transport, if every rank could make it; else none and the reason."""
+    """The transport, if every rank could make it; else none and the reason.
+
+    Raises UnreachedError, on every rank, where hosts do not reach each other: any other transport would wait for that
+    once more.
+    """
     made: Transport | None = None
+    unreached: UnreachedError | None = None
     reason = "another rank could not start it"
     try:
         if name == "nvlink":
@@ -123,12 +131,17 @@ def _make(
             made = NcclTransport(group, device, liveness, timeout_s)
         else:
             made = C10dTransport(group, device, liveness, timeout_s)
+    except UnreachedError as error:
+        unreached = error
     except (RuntimeError, OSError, AttributeError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-    if min(gather(int(made is not None))):
+    answers = gather(_UNREACHED if unreached is not None else int(made is not None))
+    if min(answers) > 0:
         return made, ""
     if made is not None:
         made.close()
+    if _UNREACHED in answers:
+        raise unreached or UnreachedError(f"NCCL did not join rank {answers.index(_UNREACHED)} to the others")
     return None, reason
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_cad.planner.aim import Aim, Solution, Solve, Units
-from deepspeed_cad.planner.constants import FEW_TRIES, MANY_RANKS, NARROWING, TRIES, UNBOUNDED
+from deepspeed_cad.planner.constants import FEW_TRIES, MANY_RANKS, NARROWING, ROUNDING, TRIES, UNBOUNDED
 from deepspeed_cad.planner.finish import finish_times
 from deepspeed_cad.planner.levels import finish_times_of
 from deepspeed_cad.planner.plan import Floats, PlanInput
@@ -78,6 +78,8 @@ class Search:
         if units != Units.RANKS:
             plan = self.solve(self.problem, Aim(self.problem.tolerance, units, mean))
             waited, tries = (1.0, self.keep_better(plan, 1.0, units)), tries - 1
+        if top - mean <= ROUNDING * mean:
+            return
         for _ in range(tries):
             slope = (waited[1] - earlier[1]) / (waited[0] - earlier[0])
             # Work falls on a straight line from `top` to the mean.

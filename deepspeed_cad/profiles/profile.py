@@ -96,6 +96,10 @@ class Profile:
             byte_between=TRAVELS / self.between if self.between else 0.0,
         )
 
+    def with_links(self, inside: float | None, between: float | None) -> Profile:
+        """This profile with other figures for links, bytes per second; None: not known."""
+        return dataclasses.replace(self, inside=inside, between=between)
+
     def with_entries_of(self, earlier: Profile) -> Profile:
         """This profile with the other head shapes of an earlier one of the same machine and kernel, and its links where
         this one has none."""

@@ -160,7 +160,18 @@ def test_family(workers: WorkerPool, family: Family) -> None:
     _check(workers.run(_whole_documents, 2, family, "pingpong", None), family)
 
 
-MODES = [("none", None), ("local_first", "plain"), ("pingpong", "plain"), ("pingpong", "reentrant")]
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.kind)
+def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
+    """Nano-batches that alternate over the decoder; the decoder's output is joined."""
+    _need(family)
+    _check(workers.run(_whole_documents, 2, family, "interleave", "plain"), family)
+
+
+MODES = [
+    ("none", None), ("local_first", "plain"), ("interleave", None), ("interleave", "reentrant"), ("pingpong", "plain"),
+    ("pingpong", "reentrant"),
+]  # fmt: skip
 DENSE, MIXTURE = ("llama", "gemma2", "gpt2"), ("mixtral", "gpt_oss", "deepseek_v3")
 
 

@@ -12,7 +12,7 @@ from deepspeed_cad.exchange.liveness import open_board
 from deepspeed_cad.exchange.peers import open_store
 
 LATE_S = 1.5
-BLOCK = {"granularity": 16, "timeout_s": 1.0}
+BLOCK = {"granularity": 16, "timeout_s": 1.0, "links": {"inside": 100, "between": 10}}
 
 
 def _train_on_a_tcp_store(rank: int, world: int, port: int) -> tuple[float, bytes]:

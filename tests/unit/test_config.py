@@ -22,12 +22,13 @@ def test_defaults() -> None:
         "tolerance": 0.05,
         "straggler_relief": 0.03,
         "granularity": 128,
-        "overlap": "local_first",
+        "overlap": "auto",
         "transport": "auto",
         "kernel": "auto",
         "recompute_attention": False,
         "backward": "auto",
         "cost": "auto",
+        "links": "measure",
         "documents": "keep",
         "look_ahead": 1,
         "timeout_s": 300.0,
@@ -61,6 +62,8 @@ ALLOWED = [
     ("granularity", 1),
     ("overlap", "local_first"),
     ("overlap", "none"),
+    ("overlap", "auto"),
+    ("overlap", "interleave"),
     ("transport", "nvlink"),
     ("kernel", "sdpa"),
     ("kernel", "flash_attn_4"),
@@ -68,6 +71,8 @@ ALLOWED = [
     ("backward", "resend"),
     ("cost", "pairs"),
     ("cost", "profiles/mine.json"),
+    ("links", "measure"),
+    ("links", {"inside": 300, "between": 0.0125}),
     ("documents", "keep"),
     ("look_ahead", 0),
     ("timeout_s", 5),
@@ -102,9 +107,20 @@ REFUSED = [
     ("granularity", 128.0, "whole number"),
     ("granularity", True, "whole number"),
     ("granularity", "auto", 'no "auto"'),
-    ("overlap", "ping-pong", '"local_first" or "pingpong" or "none"'),
+    ("overlap", "ping-pong", '"auto" or "local_first" or "interleave" or "pingpong" or "none"'),
     ("overlap", None, '"pingpong"'),
-    ("overlap", "auto", 'no "auto"'),
+    ("links", "fast", '"measure", or an object'),
+    ("links", 25, '"measure", or an object'),
+    ("links", None, '"measure", or an object'),
+    ("links", "auto", 'no "auto"'),
+    ("links", {"inside": 300}, 'key "between" is missing'),
+    ("links", {}, 'key "inside" is missing'),
+    ("links", {"inside": 300, "between": 0}, 'key "between" is 0; expected GB/s above 0'),
+    ("links", {"inside": -1, "between": 5}, 'key "inside" is -1'),
+    ("links", {"inside": "300", "between": 5}, 'key "inside" is "300"'),
+    ("links", {"inside": True, "between": 5}, 'key "inside" is true'),
+    ("links", {"inside": math.inf, "between": 5}, 'key "inside" is Infinity'),
+    ("links", {"inside": 300, "between": 5, "outside": 1}, '"outside" is not known'),
     ("transport", "gloo", '"c10d"'),
     ("transport", ["nccl"], '"nccl"'),
     ("kernel", "", "deepspeed-cad doctor"),
@@ -199,3 +215,19 @@ def test_load(tmp_path) -> None:
         CADConfig.load(file)
     with pytest.raises(CADConfigError, match="cannot read"):
         CADConfig.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    ("overlap", "servers", "used"),
+    [
+        ("auto", "all", "local_first"),
+        ("auto", {"reserved": 1}, "interleave"),
+        ("local_first", {"reserved": 1}, "local_first"),
+        ("interleave", "all", "interleave"),
+        ("none", "all", "none"),
+    ],
+)
+def test_what_auto_overlaps_with(overlap: str, servers: object, used: str) -> None:
+    config = CADConfig(overlap=overlap)
+    object.__setattr__(config, "servers", servers)
+    assert config.overlap_used == used

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange import peers
 from deepspeed_cad.exchange import probe as probing
+from deepspeed_cad.exchange.native_calls import UnreachedError
 from deepspeed_cad.exchange.peers import host_group
 from deepspeed_cad.exchange.probe import choose_transport, probe
 
@@ -199,6 +200,21 @@ def test_a_transport_that_fails_to_start_is_passed_over(gpus: pytest.MonkeyPatch
     gpus.setattr(probing, "NvlinkTransport", broken)
     with pytest.raises(CADUnsupportedError, match="nvlink: RuntimeError: no symmetric memory. Leave"):
         choose_transport("nvlink", None, GPU, alone)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_hosts_that_nccl_does_not_join_are_an_error_and_no_fallback(here: bool, gpus: pytest.MonkeyPatch) -> None:
+    """c10d on GPUs runs through NCCL too, and would wait for the same hosts again."""
+
+    def unreached(*given: object) -> Made:
+        raise UnreachedError("cannot reach each other")
+
+    if here:
+        gpus.setattr(probing, "NcclTransport", unreached)
+    job = Job([7, 8, 9], answer_3=[-1 if here else 1, -1, 1])
+    with pytest.raises(UnreachedError, match="cannot reach each other" if here else "did not join rank 1"):
+        choose("auto", job)
+    assert job.asked == 3 and Made.closed == ([] if here else ["nccl"])
 
 
 def test_doctor_gets_a_reason_for_each() -> None:
