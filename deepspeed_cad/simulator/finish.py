@@ -2,9 +2,9 @@
 
 In: seconds of attention of each rank, what its plan moves, seconds per byte. Out: seconds of a rank, both ways.
 
-A server has what it waits for when the slowest of those that send to it has sent everything; then it runs the tasks that
-waited, and what it made goes home. Own tasks run before and after. Every rank sends and receives at once, inside its
-host and between hosts at once. planner/finish.py has the same in words and for plans of a few ranks.
+A server has what it waits for when the slowest of those that send to it has sent everything; then it runs the tasks
+that waited, and what it made goes home. Own tasks run before and after. Every rank sends and receives at once, inside
+its host and between hosts at once. planner/finish.py has the same in words, for the planner.
 """
 
 from __future__ import annotations
