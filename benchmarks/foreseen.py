@@ -284,6 +284,10 @@ Matrix products and attention in training were found from runs of this table, so
 that one number fits machines, kernels, contexts and modes that differ is what the table shows. What is predicted and
 then compared is everything else: who waits for whom, what an exchange adds, what is recomputed, what is held.
 
+When a rank is done with a layer's attention follows the planner's model of transfers: a server has what it waits for
+when the slowest of those that send to it has sent everything. Inside a host that is always hidden; where it is not, the
+model is rather too strict.
+
 Machines of one kind differ: linear layers took 1.834 s a step on one machine and 1.886 s on another, at the same sizes.
 No constant can be right for both, and tokens/s are off by up to that much; ratios between modes of one run are not.
 

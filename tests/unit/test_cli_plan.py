@@ -356,3 +356,13 @@ def test_thousands_of_ranks_are_soon_foreseen(capsys: pytest.CaptureFixture[str]
     begun = time.monotonic()
     code, _ = foresee_steps(capsys, "long-mix", "--ranks", "4096", "--steps", "1", "--modes", "plain,packed,cad")
     assert code == 0 and time.monotonic() - begun < 60
+
+
+def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["long-mix", "--ranks", "4", "--steps", "3", "--context", "8192", "--modes", "plain,cad"]
+    assert "…" not in foresee_steps(capsys, *words)[1], "nothing where it is soon done"
+    monkeypatch.setattr("deepspeed_cad.cli.foresee.QUIET", -1.0)
+    said = foresee_steps(capsys, *words)[1]
+    assert [line for line in said.splitlines() if line.startswith("…")] == [
+        f"… {name}: step {step} of 3" for name in ("plain", "CAD in place") for step in (1, 2, 3)
+    ]
