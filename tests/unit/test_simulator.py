@@ -21,7 +21,7 @@ from deepspeed_cad.simulator.finish import done
 from deepspeed_cad.simulator.lengths import NAMED
 from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, state_bytes
 from deepspeed_cad.simulator.pipeline import one_forward_one_backward
-from deepspeed_cad.simulator.schedule import linear_seconds, tensor_seconds
+from deepspeed_cad.simulator.schedule import linear_seconds, tensor_seconds, weight_seconds
 from deepspeed_cad.simulator.traffic import Traffic, count_traffic
 from deepspeed_cad.simulator.work import work_per_token
 
@@ -182,6 +182,17 @@ def test_micro_batches_make_up_for_each_other_only_where_ranks_meet_at_the_end(s
     step = [Layout.from_rank_lengths(rows), Layout.from_rank_lengths(rows[::-1])]
     found = modes.plain(setting(2, 2, sharding=sharding), step)
     assert (found.seconds.waiting > 0.1 * found.seconds.attention) == waits
+
+
+@pytest.mark.parametrize(("sharding", "gradients"), [("zero3", 1.0), ("fsdp", 2.0)])
+def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: float) -> None:
+    own = setting(16, 8, sharding=sharding, figures=machine(between=1e9))
+    weights = own.cluster.gather(2.0 * MODEL.layer_parameters, 16)
+    fast, slow = (Both(np.array([share * weights]), np.array([share * weights])) for share in (0.5, 10.0))
+    first = (1 + gradients) * weights  # what nothing comes before, and nothing after
+    assert weight_seconds(own, 3, slow) == pytest.approx(3 * first)
+    late = MODEL.layers * (0.5 + 0.5 + gradients) * weights
+    assert weight_seconds(own, 3, fast) == pytest.approx(3 * (late + first))
 
 
 def test_ulysses_shares_each_row_and_pays_for_it() -> None:
