@@ -56,7 +56,7 @@ def summarise(
     ranks = setting.ranks
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, (attention, timed))
-    workload, layers = setting.workload, options.layers
+    workload, layers = setting.workload, options.attending_layers
     steps = range(len(workload.steps))
     tokens = workload.tokens_per_rank * ranks * len(steps)
     flops = 6.0 * parameters * tokens

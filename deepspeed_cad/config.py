@@ -41,8 +41,15 @@ class CADConfig:
     enabled: bool = True
     """Whether CAD is on. `false` keeps the block in the JSON (its keys are still checked) and changes nothing else."""
 
-    servers: str = "all"
-    """Which ranks execute core attention. "all": every rank serves in place, beside its training work."""
+    servers: str | dict[str, Any] = "all"
+    """Which ranks execute core attention. "all": every rank serves in place, beside its training work. An object
+    reserves ranks that hold no model and only serve: {"reserved": 2} the last 2 ranks of the launch, {"ranks": [6, 7]}
+    these, {"reserved_per_node": 1} the last one of each host, {"joined": 2} as many from `deepspeed-cad serve`.
+    Reserved ranks need the launcher `-m deepspeed_cad.run` or `accelerate-cad launch`; see docs/servers.md."""
+
+    trainers_serve: bool = True
+    """With reserved servers: whether trainers serve too, so that all ranks are equally busy with attention. `false`
+    leaves all of it to the servers."""
 
     tolerance: float = 0.05
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
@@ -124,7 +131,7 @@ class CADConfig:
     several forwards; 0: none."""
 
     def __post_init__(self) -> None:
-        for key in ("enabled", "recompute_attention", "monitor"):
+        for key in ("enabled", "trainers_serve", "recompute_attention", "monitor"):
             if not isinstance(getattr(self, key), bool):
                 raise _bad(key, getattr(self, key), "true or false")
         for key, allowed in _CHOICES.items():
@@ -148,7 +155,8 @@ class CADConfig:
         if not isinstance(self.cost, str) or not (self.cost in ("auto", "pairs") or self.cost.endswith(".json")):
             raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
         _check_links(self)
-        _refuse_later_features(self)
+        _check_servers(self.servers)
+        _refuse_combinations(self)
 
     @classmethod
     def from_dict(cls, block: Any) -> "CADConfig":
@@ -207,10 +215,29 @@ NOT_GLOBAL = (
 """Why exchanging documents is refused in a training loop that CAD does not know."""
 
 
-def _refuse_later_features(config: CADConfig) -> None:
-    """Values that are designed but not built yet: refused with that reason instead of ignored."""
-    if config.servers != "all":
-        raise _bad("servers", config.servers, '"all"', "Reserved attention servers come with a later release.")
+_SERVERS = (
+    '"all", {"reserved": n}, {"ranks": [r, …]}, {"reserved_per_node": n} or {"joined": n}, with n of 1 or more and '
+    "ranks that differ"
+)
+
+
+def _check_servers(servers: Any) -> None:
+    if servers == "all":
+        return
+    if not isinstance(servers, dict) or len(servers) != 1:
+        raise _bad("servers", servers, _SERVERS)
+    kind, value = next(iter(servers.items()))
+    if kind == "ranks":
+        fits = isinstance(value, list) and value and all(type(one) is int and one >= 0 for one in value)
+        fits = fits and len(set(value)) == len(value)
+    else:
+        fits = kind in ("reserved", "reserved_per_node", "joined") and type(value) is int and value >= 1
+    if not fits:
+        raise _bad("servers", servers, _SERVERS)
+
+
+def _refuse_combinations(config: CADConfig) -> None:
+    """Values that do not go together."""
     if config.documents == "exchange" and not config.look_ahead:
         raise _bad("look_ahead", 0, "1", 'With "documents": "exchange" a step is arranged before its first forward.')
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import socket
-from collections.abc import Callable, Mapping
+import sys
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,11 +26,12 @@ from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, kernel_need
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
-from deepspeed_cad.exchange.links import Links, measure_links
+from deepspeed_cad.exchange.group import Group, OwnGroup
+from deepspeed_cad.exchange.links import DETERMINISTIC, Links, find_links
 from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
@@ -41,13 +42,13 @@ from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.profiles.choice import GENERIC_GPU
 from deepspeed_cad.profiles.timed import in_seconds
+from deepspeed_cad.server.join import Reserved, join_servers
+from deepspeed_cad.server.launch import find_role
+from deepspeed_cad.server.split import Split
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
 
 logger = logging.getLogger("deepspeed_cad")
-
-DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
-"""Where plans must not depend on times, figures for links do not either."""
 
 _sessions: list[Session] = []
 
@@ -72,13 +73,18 @@ class Session:
         self.liveness: Liveness | None = None
         self.transport: Transport | None = None
         self._cpu_group: dist.ProcessGroup | None = None
-        self._exchange_group: dist.ProcessGroup | None = None
+        self._exchange_group: Group | None = None
         self.hosts: np.ndarray | None = None
-        """Number of each rank's host ([ranks]), the same on every rank; None where there is one rank."""
+        """Number of each rank's host ([trainers and servers]), the same on every rank; None where there is one rank."""
         self.links = Links(None, None, "not used")
         """Speeds that this session began with."""
         self.traffic: Traffic | None = None
-        if self.ranks > 1:
+        self.reserved: Reserved | None = None
+        """Servers that hold no model, where there are any; `ranks` counts trainers."""
+        role = find_role(config, self.ranks, self.rank)
+        if role is not None:
+            self._open_with_servers(role, group)
+        elif self.ranks > 1:
             self._open_groups(group)
         self.pace = Pace(self.ranks, self.counts.waits.take, 0.0, torch.are_deterministic_algorithms_enabled)
         self.gatherer = Gatherer(self._cpu_group, self.rank, self.ranks, self.liveness, self.pace)
@@ -89,7 +95,9 @@ class Session:
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
         self._watch_traffic()
-        if self.cost.unit == "seconds":
+        if self.reserved is not None:
+            logger.info("slower ranks are not relieved: that is not built for reserved servers")
+        elif self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
         elif config.straggler_relief not in (0.0, CADConfig.straggler_relief) and self.rank == 0:
             logger.warning(
@@ -106,6 +114,7 @@ class Session:
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
             self.hosts, lambda: self.aside, self.traffic,
+            None if self.reserved is None else self.reserved.planning(self.rank),
         )  # fmt: skip
 
     # Opening and closing
@@ -127,10 +136,22 @@ class Session:
             ) from error
         self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
 
-    def _open_transport(self, group: dist.ProcessGroup) -> None:
+    def _open_with_servers(self, role: Split, group: dist.ProcessGroup | None) -> None:
+        if group is not None:
+            raise CADConfigError('"servers" reserves ranks beside all of torch.distributed\'s: pass no group')
+        if self.ranks > 1:
+            meet(None, self.config.timeout_s)
+            timeout = timedelta(seconds=self.config.timeout_s)
+            self._cpu_group = dist.new_group(timeout=timeout, backend="gloo")
+        self.reserved = join_servers(role, self.config, self.device)
+        self.liveness, self._exchange_group = self.reserved.liveness, self.reserved.group
+
+    def _open_transport(self, group: Group) -> None:
         from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
 
         def agree(value: int) -> list[int]:
+            if self.reserved is not None:
+                return self.reserved.group.numbers(value, self.liveness)
             return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
         hosts = gather_hosts(agree)
@@ -144,16 +165,7 @@ class Session:
             timeout_s=self.config.timeout_s,
             host=hosts[self.rank],
         )
-        self.links = self._find_links(self.transport, hosts, agree)
-
-    def _find_links(self, transport: Transport, hosts: list[int], agree: Callable[[int], list[int]]) -> Links:
-        """Speeds of links: given, or measured now through the transport that will carry the data."""
-        given = self.config.links
-        if isinstance(given, Mapping):
-            return Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
-        if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
-            return Links(None, None, DETERMINISTIC)
-        return measure_links(transport, self.device, self.rank, hosts, agree)
+        self.links = find_links(self.config.links, self.transport, self.device, self.rank, hosts, agree)
 
     def _watch_traffic(self) -> None:
         """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
@@ -170,18 +182,21 @@ class Session:
             self.transport.transfers = Transfers(
                 self.rank, self.hosts.tolist(), self.links.inside, self.links.between
             )  # fmt: skip
+        # Beside reserved servers a plan that moves nothing would leave them idle: gains are not weighed there.
+        weighed = self.cost.unit == "seconds" and self.reserved is None
         self.traffic = Traffic(
-            self.links, rule, self.transport.transfers, self.counts.waits if self.cost.unit == "seconds" else None,
+            self.links, rule, self.transport.transfers, self.counts.waits if weighed else None,
             self._host_names(), torch.are_deterministic_algorithms_enabled,
         )  # fmt: skip
         self.gatherer.traffic = self.traffic
         logger.info("%s", self.links)
 
     def _host_names(self) -> list[str]:
-        """The name of every rank's host, for messages."""
-        names = [""] * self.ranks
-        with Liveness.watch(self.liveness, "the other ranks' host names"):
-            dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
+        """The host of every rank that reports what it measured, for messages: reserved servers do not."""
+        names = [socket.gethostname()] * self.ranks
+        if self._cpu_group is not None:
+            with Liveness.watch(self.liveness, "the other ranks' host names"):
+                dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
         return names
 
     def _watch_for_standstill(self) -> None:
@@ -212,9 +227,22 @@ class Session:
             if self.transport is not None:
                 self.transport.close()
         finally:
+            self.leave_servers("")
             for group in (self._cpu_group, self._exchange_group):
-                if group is not None and dist.is_initialized():
+                if isinstance(group, OwnGroup):
+                    group.close()
+                elif group is not None and dist.is_initialized():
                     dist.destroy_process_group(group)
+
+    def leave_servers(self, reason: str) -> None:
+        """This process ends, or its session; `reason` is empty where all is well. Only the first word counts."""
+        if self.reserved is not None:
+            self.reserved.link.leave(reason)
+
+    @property
+    def group_ranks(self) -> int:
+        """Ranks that run attention: trainers and reserved servers."""
+        return self.ranks if self.reserved is None else self.reserved.role.ranks
 
     # Models and their loaders
 
@@ -293,6 +321,9 @@ class Session:
         gain = f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f} in the first micro-batch"
         sent = f"rank 0 sent {now.bytes_sent / 2**20:.1f} MiB in its forward"
         ranks = f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
+        if self.reserved is not None:
+            servers = self.reserved.role.servers
+            ranks = f"{_count(self.ranks, 'trainer')} and {_count(servers, 'reserved server')}"
         notice(f"CAD is on: {ranks}, {self._how()}; {gain}, {sent}")
 
     def say_last(self) -> None:
@@ -312,8 +343,9 @@ class Session:
     def describe(self) -> str:
         """One line for the log."""
         transport = "nothing to exchange" if self.transport is None else self.transport.name
+        servers = "" if self.reserved is None else f" beside {_count(self.reserved.role.servers, 'reserved server')}"
         return (
-            f"rank {self.rank} of {self.ranks} attention servers, transport {transport}, "
+            f"rank {self.rank} of {self.ranks} attention servers{servers}, transport {transport}, "
             f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
             f"{self._links_in_words()}"
             f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
@@ -351,16 +383,14 @@ class Session:
         # Without gradients no backward comes: nothing is kept for one.
         backward = torch.is_grad_enabled()
         keep = self.config.backward == "keep" or (self.config.backward == "auto" and not checkpointed)
-        modes = Modes(self.config.overlap != "none", self.config.recompute_attention or not backward, keep and backward)
+        modes = Modes(
+            self.config.overlap != "none", self.config.recompute_attention or not backward, keep and backward,
+            sinks_travel=self.reserved is not None, returns=backward,
+        )  # fmt: skip
         return MaskDescriptor(micro_batch, window, self._kernel_for, modes)
 
     def _kernel_for(self, shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> Kernel:
-        return self.kernel(
-            KernelNeed(
-                q.device, q.dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
-                rule.window is not None, rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
-            )
-        )  # fmt: skip
+        return self.kernel(kernel_need(shape, rule, q))
 
 
 def current_session() -> Session | None:
@@ -384,6 +414,13 @@ def open_session(config: CADConfig, device: torch.device, group: dist.ProcessGro
 def _say_last() -> None:
     for session in _sessions:
         session.say_last()
+        # Set by the interpreter when it has shown what ended the script.
+        error = getattr(sys, "last_value", None)
+        session.leave_servers("" if error is None else f"{type(error).__name__}: {error}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def close_session() -> None:

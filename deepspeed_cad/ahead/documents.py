@@ -56,6 +56,11 @@ def read_documents(given: Mapping[str, Any]) -> Announcement:
         return Announcement(segments_from_cumulative(_numpy(cumulative), batch * width), unit)
     positions = given.get("position_ids")
     array = np.arange(width)[None] if positions is None else _numpy(positions)
+    if array.ndim == 3:
+        # Several axes: that of the text comes first where there are four, and all are equal where there is only text.
+        if array.shape[0] != 4 and (array != array[:1]).any():
+            raise CADUnsupportedError("position_ids differ between their axes: CAD needs batches of text only")
+        array = array[0]
     if array.ndim == 1:
         array = array[None]
     if array.ndim == 2 and array.shape[0] == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,16 +17,28 @@ import torch
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
-from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.attention.setup import CallCounts, CallOrders, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Gain
-from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
 from deepspeed_cad.schedule import native as schedule_native
+
+
+class MicroBatchOrders(Protocol):
+    """Tells reserved servers of one micro-batch, on the rank that leads them."""
+
+    def plan(self, key: PlanKey, nano_batch: int, plan: Plan) -> None:
+        """What was planned for a kind of layer."""
+
+    def call(
+        self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
+    ) -> CallOrders:
+        """Orders of one call; `place` is the layer and its nano-batch."""
 
 
 class PlanKey(NamedTuple):
@@ -71,6 +83,8 @@ class MicroBatch:
     """Seconds by which ranks finish later than their attention says, where plans know of any ([ranks])."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
+    orders: MicroBatchOrders | None = None
+    """Where this rank leads reserved servers."""
     padding: Any = None
     """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
     check: Any = None
@@ -111,6 +125,10 @@ class MicroBatch:
                 self.planned[key, nano_batch] = PlannedTick(plan, schedule, time.perf_counter() - begin)
                 digest = (digest * 1000003 + plan.fingerprint()) & ((1 << 62) - 1)
         self.agree(digest, "plan")
+        if self.orders is not None:
+            for key in keys:
+                for nano_batch in range(len(self.ticks)):
+                    self.orders.plan(key, nano_batch, self.planned[key, nano_batch].plan)
 
     def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
         """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""
@@ -276,12 +294,16 @@ class MaskDescriptor:
         layer = id(module)
 
         def build() -> AttentionCall:
-            schedule = micro_batch.schedule(PlanKey(self.window, shape), nano_batch)
+            key, number = PlanKey(self.window, shape), micro_batch._layers.setdefault(layer, len(micro_batch._layers))
+            schedule = micro_batch.schedule(key, nano_batch)
+            orders = None
+            if micro_batch.orders is not None:
+                need = kernel_need(shape, rule, q)
+                orders = micro_batch.orders.call((number, nano_batch), key, need, rule, self.modes, sinks is not None)
             setup = CallSetup(
-                schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
-                micro_batch.counts, nano_batch, label, micro_batch.aside, micro_batch.turn,
-                micro_batch._layers.setdefault(layer, len(micro_batch._layers)),
-                micro_batch.gain(PlanKey(self.window, shape), nano_batch),
+                schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes, micro_batch.counts,
+                nano_batch, label, micro_batch.aside, micro_batch.turn, number, micro_batch.gain(key, nano_batch),
+                orders,
             )  # fmt: skip
             return AttentionCall(setup)
 
@@ -311,6 +333,14 @@ def _own(x: torch.Tensor) -> torch.Tensor:
     """To be kept until backward: as it is, or a copy where it would keep much more memory alive than it has."""
     x = x.detach()
     return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
+
+
+def kernel_need(shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> KernelNeed:
+    """What a layer needs of its kernel."""
+    return KernelNeed(
+        q.device, q.dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
+        rule.window is not None, rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:

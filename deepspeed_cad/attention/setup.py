@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -37,6 +38,20 @@ class Modes:
     """Let activation checkpointing run core attention again instead of keeping O and LSE."""
     keep_received: bool = False
     """A server keeps the Q, K, V it received until backward instead of receiving them again."""
+    sinks_travel: bool = False
+    """Sinks go along with Q: some server has no model to take them from."""
+    returns: bool = True
+    """A backward will come, as far as is known in the forward."""
+
+
+class CallOrders(Protocol):
+    """Tells reserved servers of one call, ahead of each of its exchanges."""
+
+    def dispatch(self, backward: bool) -> None:
+        """Q, K, V or dO go out next."""
+
+    def give_back(self, backward: bool) -> None:
+        """O, or dQ, dK, dV come back next."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +75,8 @@ class CallSetup:
     """Which micro-batch and which of its layers: equal on all ranks, see exchange.identity.Moment."""
     gain: Gain | None = None
     """What the plan promises this rank in a tick; None where nobody weighs that against waits."""
+    orders: CallOrders | None = None
+    """On the rank that leads reserved servers."""
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +88,8 @@ class CallSetup:
         transport, tracer = self.transport, self.counts.tracer
         if transport is None:
             return None
+        if self.orders is not None:
+            self.orders.dispatch(backward)
         moment = Moment(self.turn, self.layer, backward)
 
         def start() -> Dispatched:
@@ -83,6 +102,8 @@ class CallSetup:
         """Start an exchange back, on the stream that runs served tasks."""
         transport, tracer = self.transport, self.counts.tracer
         assert transport is not None  # nothing was served without one
+        if self.orders is not None:
+            self.orders.give_back(backward)
         moment = Moment(self.turn, self.layer, backward)
 
         def start() -> Returned:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.carriers import Carrier, Collectives, ComparedFirst, UnderWay
+from deepspeed_cad.exchange.group import Group, rank_of
 from deepspeed_cad.exchange.identity import Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import Table
@@ -32,7 +32,7 @@ class C10dTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         device: torch.device,
         liveness: Liveness | None = None,
         timeout_s: float = 300.0,
@@ -43,7 +43,7 @@ class C10dTransport:
         self.transfers: Transfers | None = None
         """Only on CPUs, where ranks have met when the data starts to move."""
         self.register = Register()
-        self._alarm = Alarm(dist.get_rank(group), liveness, timeout_s)
+        self._alarm = Alarm(rank_of(group), liveness, timeout_s)
         self._carrier: Carrier = (
             ComparedFirst(group, self._alarm)
             if device.type == "cpu"

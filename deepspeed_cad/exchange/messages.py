@@ -13,11 +13,11 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import RING, Comparison
+from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import (
@@ -36,9 +36,9 @@ from deepspeed_cad.threads import start_daemon
 NUMBER_BYTES = 8
 
 
-def join_ranks(group: dist.ProcessGroup, device: torch.device, alarm: Alarm) -> NcclCalls:
+def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
     """A communicator of the ranks of a group, apart from torch's. Collective; CADPeerError where a rank is missing."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank, ranks = rank_of(group), size_of(group)
     # Through the job's store: a broadcast would make a communicator of torch's own first.
     meeting = Meeting(open_store(group, "nccl"), np.arange(ranks), rank, alarm)
     unique_id, problem = "", ""
@@ -99,10 +99,10 @@ def _in_time(
 class Messenger:
     """Sends and receives what belongs to the exchanges of one transport."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, alarm: Alarm) -> None:
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
         """Collective: every rank of the group makes one at the same time."""
         self.device, self.alarm = device, alarm
-        self.rank = dist.get_rank(group)
+        self.rank = rank_of(group)
         self.calls = join_ranks(group, device, alarm)
         self.stream = torch.cuda.Stream(device)
         self._numbers = torch.zeros(RING, dtype=torch.int64, device=device)

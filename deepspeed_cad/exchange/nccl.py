@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import RING, Comparison
+from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.messages import Messenger
@@ -35,14 +35,14 @@ class NcclTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         device: torch.device,
         liveness: Liveness | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         """Collective: every rank of the group makes one at the same time."""
         self.group, self.device = group, device
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.ranks = rank_of(group), size_of(group)
         self.exchanges = 0
         self.bytes_sent = 0
         self.transfers: Transfers | None = None

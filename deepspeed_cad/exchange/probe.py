@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.exchange.c10d import C10dTransport
+from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.mixed import MixedTransport
 from deepspeed_cad.exchange.native_calls import UnreachedError, cuda_calls, open_nccl, peer_reach, symmetric_memory
@@ -40,7 +41,7 @@ Agree = Callable[[int], "list[int]"]
 
 def choose_transport(
     name: str,
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     agree: Agree | None = None,
     liveness: Liveness | None = None,
@@ -68,7 +69,7 @@ def choose_transport(
         if reason is None:
             found, reason = _make(candidate, group, device, gather, liveness, timeout_s, near)
             if found is not None:
-                _say(found.name, refusals, hosts, near, device.type == "cuda" and dist.get_rank(group) == 0)
+                _say(found.name, refusals, hosts, near, device.type == "cuda" and rank_of(group) == 0)
                 return found
         refusals.append(f"{candidate}: {reason}")
     raise CADUnsupportedError(
@@ -107,7 +108,7 @@ def probe(name: str) -> tuple[bool, str]:
 
 def _make(
     name: str,
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     gather: Agree,
     liveness: Liveness | None,
@@ -225,8 +226,10 @@ def _say(name: str, refusals: list[str], hosts: list[int], near: list[int], loud
             )  # fmt: skip
 
 
-def _gather_over(group: dist.ProcessGroup) -> Agree:
+def _gather_over(group: Group) -> Agree:
     def gather(value: int) -> list[int]:
+        if isinstance(group, OwnGroup):
+            return group.numbers(value)
         found: list[int] = [0] * dist.get_world_size(group)
         dist.all_gather_object(found, value, group=group)
         return found

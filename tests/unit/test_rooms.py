@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("transformers", "deepspeed", "accelerate", "trl", "peft", "axolotl")
-RUNNING = ("ahead", "attention", "exchange", "session", "engine", "integrations")
+RUNNING = ("ahead", "attention", "exchange", "server", "session", "engine", "integrations")
 """Rooms that take part in training; those that only compute are tested without processes."""
 NEVER: dict[str, tuple[str, ...]] = {
     "config": ("torch", "numpy", *HOSTS),
@@ -25,10 +25,12 @@ NEVER: dict[str, tuple[str, ...]] = {
     "schedule": ("torch", *HOSTS, *RUNNING),
     "simulator": ("torch", "profiles", "schedule", "cli", *HOSTS, *RUNNING),
     "profiles": ("torch.distributed", *HOSTS, *RUNNING),
-    "exchange": (*HOSTS, "attention", "ahead", "session", "planner", "kernels", "engine", "integrations"),
+    "exchange": (*HOSTS, "attention", "ahead", "server", "session", "planner", "kernels", "engine", "integrations"),
     "kernels": ("torch.distributed", *HOSTS),
-    "attention": (*HOSTS, "ahead", "session", "engine", "integrations"),
-    "ahead": (*HOSTS, "session", "engine", "integrations"),
+    "attention": (*HOSTS, "ahead", "server", "session", "engine", "integrations"),
+    "ahead": (*HOSTS, "server", "session", "engine", "integrations"),
+    "server": (*HOSTS, "session", "engine", "integrations"),
+    "server.split": ("torch", "numpy"),
     "session": (*HOSTS, "engine", "integrations"),
     "autoload": ("torch",),
     "asked": ("torch",),
