@@ -142,7 +142,7 @@ def read_setting(result: dict[str, Any], ranks: int) -> Setting:
         numbers = hosts.split(",")
         per_host = min(numbers.count(one) for one in numbers)
         links = result.get("link_GBps")
-        if not links:
+        if not links or not links.get("between"):
             raise ValueError("the file does not say what its links reach (link_GBps: {inside, between})")
         figures = figures.with_links(*(links[key] * 1e9 if links.get(key) else None for key in ("inside", "between")))
     head = sizes["hidden"] // sizes["heads"]

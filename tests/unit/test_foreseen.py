@@ -118,6 +118,8 @@ def test_what_cannot_be_foreseen_says_why(tmp_path: Path) -> None:
     settings = json.loads(path.read_text())["settings"]
     _rewrite(path, {"settings": settings | {"hosts": "0,1"}})
     assert "what its links reach" in module.foresee_run(path)[0].note
+    _rewrite(path, {"link_GBps": {"inside": 300.0, "between": None}})
+    assert "what its links reach" in module.foresee_run(path)[0].note
     _rewrite(path, {"link_GBps": {"inside": None, "between": 20.0}})
     assert module.foresee_run(path)[-1].tokens is not None
     _rewrite(path, {"machine": {"device": "Tomorrow's GPU"}})
