@@ -222,6 +222,11 @@ def main() -> None:
         for mode in modes
         if isinstance(mode, CADMode) and mode.session.traffic is not None
     }
+    # What benchmarks/foreseen.py foresees steps on several hosts with.
+    traffics = [mode.session.traffic for mode in modes if isinstance(mode, CADMode)]
+    for start in [traffic.start for traffic in traffics if traffic is not None][:1]:
+        speeds = {"inside": start.inside, "between": start.between}
+        results["link_GBps"] = {kind: speed and speed / 1e9 for kind, speed in speeds.items()}
     if rank == 0:
         sys.stdout.write(write_results(results, options.output))
     for mode in modes:
