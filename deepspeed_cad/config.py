@@ -19,7 +19,7 @@ from typing import Any
 from deepspeed_cad.errors import CADConfigError
 
 _CHOICES: dict[str, tuple] = {
-    "overlap": ("local_first", "pingpong", "none"),
+    "overlap": ("auto", "local_first", "interleave", "pingpong", "none"),
     "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
     "backward": ("auto", "keep", "resend"),
     "documents": ("keep", "exchange"),
@@ -64,11 +64,13 @@ class CADConfig:
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
     better; below 128 the backward of most kernels loses speed."""
 
-    overlap: str = "local_first"
+    overlap: str = "auto"
     """What hides the exchange. "local_first": a rank's own tasks run while Q, K and V are on their way and while
-    results return, on GPUs beside the tasks it serves; "pingpong": besides, two nano-batches alternate inside each
-    decoder layer, which also hides exchanges behind linear layers (for slow links, or ranks with little work of their
-    own; inside a node it costs more than it hides); "none": dispatch, serve and return one after the other."""
+    results return, on GPUs beside the tasks it serves; "interleave": besides, two nano-batches alternate over the whole
+    decoder, so that one's linear layers run while servers attend the other (inside decoder layers, as "pingpong", where
+    ZeRO-3 or FSDP shard parameters: docs/interleave.md); "pingpong": two nano-batches alternate inside each decoder
+    layer; "none": dispatch, serve and return one after the other. "auto": "interleave" where ranks are reserved as
+    servers, else "local_first", because inside a node both kinds of nano-batches cost more than they hide."""
 
     transport: str = "auto"
     """What carries an exchange. "auto" takes the fastest that works: "nvlink" (peer copies inside a node), "mixed"
@@ -159,8 +161,8 @@ class CADConfig:
             raise _bad("kernel", self.kernel, '"auto" or the name of a backend as "deepspeed-cad doctor" lists it')
         if not isinstance(self.cost, str) or not (self.cost in ("auto", "pairs") or self.cost.endswith(".json")):
             raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
-        _check_links(self)
         _check_servers(self.servers)
+        _check_links(self)
         _refuse_combinations(self)
 
     @classmethod
@@ -192,6 +194,13 @@ class CADConfig:
         if isinstance(content, dict) and "cad" in content:
             content = content["cad"]
         return cls.from_dict(content)
+
+    @property
+    def overlap_used(self) -> str:
+        """`overlap`, with "auto" decided."""
+        if self.overlap != "auto":
+            return self.overlap
+        return "local_first" if self.servers == "all" else "interleave"
 
     def to_dict(self) -> dict[str, Any]:
         """The block with every key; `from_dict` of it gives an equal config."""

@@ -10,7 +10,7 @@ import atexit
 import logging
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,8 +32,9 @@ from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
 from deepspeed_cad.exchange.group import Group, OwnGroup
-from deepspeed_cad.exchange.links import Links, measure_links
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.liveness import Liveness, open_board
+from deepspeed_cad.exchange.opening import DETERMINISTIC
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
@@ -50,9 +51,6 @@ from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
 
 logger = logging.getLogger("deepspeed_cad")
-
-DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
-"""Where plans must not depend on times, figures for links do not either."""
 
 _sessions: list[Session] = []
 
@@ -78,13 +76,13 @@ class Session:
         self.transport: Transport | None = None
         self._cpu_group: dist.ProcessGroup | None = None
         self._exchange_group: Group | None = None
+        self.reserved: Reserved | None = None
+        """Servers that hold no model, where there are any; `ranks` counts trainers."""
         self.hosts: np.ndarray | None = None
-        """Number of each rank's host ([ranks]), the same on every rank; None where there is one rank."""
+        """Number of each rank's host ([ranks of the CAD group]), the same on all; None where there is one rank."""
         self.links = Links(None, None, "not used")
         """Speeds that this session began with."""
         self.traffic: Traffic | None = None
-        self.reserved: Reserved | None = None
-        """Servers that hold no model, where there are any; `ranks` counts trainers."""
         role = find_role(config, self.ranks, self.rank)
         if role is not None:
             self._open_with_servers(role, group)
@@ -98,8 +96,7 @@ class Session:
         self._watch_for_standstill()
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
-        if self.reserved is None:
-            self._watch_traffic()
+        self._watch_traffic()
         if self.reserved is not None:
             logger.info("slower ranks are not relieved: that is not built for reserved servers")
         elif self.cost.unit == "seconds":
@@ -111,7 +108,7 @@ class Session:
                 config.straggler_relief, self.cost.name,
             )  # fmt: skip
         self.aside: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self.transport is not None and config.overlap == "local_first":
+        if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
@@ -152,36 +149,18 @@ class Session:
         self.liveness, self._exchange_group = self.reserved.liveness, self.reserved.group
 
     def _open_transport(self, group: Group) -> None:
-        from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
+        from deepspeed_cad.exchange.opening import open_transport
 
         def agree(value: int) -> list[int]:
             if self.reserved is not None:
                 return self.reserved.group.numbers(value, self.liveness)
             return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
-        hosts = gather_hosts(agree)
-        self.hosts = np.array(hosts, np.int64)
-        self.transport = choose_transport(
-            self.config.transport,
-            group,
-            self.device,
-            agree=agree,
-            liveness=self.liveness,
-            timeout_s=self.config.timeout_s,
-            host=hosts[self.rank],
+        given = self.config.links if isinstance(self.config.links, Mapping) else None
+        self.transport, hosts, self.links = open_transport(
+            self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s, given
         )
-        # Reserved servers take no part in measuring: plans count with what is given, or the costs' links.
-        if self.reserved is None or isinstance(self.config.links, Mapping):
-            self.links = self._find_links(self.transport, hosts, agree)
-
-    def _find_links(self, transport: Transport, hosts: list[int], agree: Callable[[int], list[int]]) -> Links:
-        """Speeds of links: given, or measured now through the transport that will carry the data."""
-        given = self.config.links
-        if isinstance(given, Mapping):
-            return Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
-        if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
-            return Links(None, None, DETERMINISTIC)
-        return measure_links(transport, self.device, self.rank, hosts, agree)
+        self.hosts = np.array(hosts, np.int64)
 
     def _watch_traffic(self) -> None:
         """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
@@ -198,8 +177,10 @@ class Session:
             self.transport.transfers = Transfers(
                 self.rank, self.hosts.tolist(), self.links.inside, self.links.between
             )  # fmt: skip
+        # What plans promise trainers beside reserved servers depends on their other work, which is not measured.
+        weighs = self.cost.unit == "seconds" and self.reserved is None
         self.traffic = Traffic(
-            self.links, rule, self.transport.transfers, self.counts.waits if self.cost.unit == "seconds" else None,
+            self.links, rule, self.transport.transfers, self.counts.waits if weighs else None,
             self._host_names(), torch.are_deterministic_algorithms_enabled,
         )  # fmt: skip
         self.gatherer.traffic = self.traffic
@@ -207,6 +188,8 @@ class Session:
 
     def _host_names(self) -> list[str]:
         """The name of every rank's host, for messages."""
+        if self._cpu_group is None:
+            return [socket.gethostname()]
         names = [""] * self.ranks
         with Liveness.watch(self.liveness, "the other ranks' host names"):
             dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
@@ -370,7 +353,11 @@ class Session:
         if self.rank == 0:
             try:
                 found = [choose_profile(self.config.cost, self.device, self.config.kernel)]
-                if found[0] is GENERIC_GPU and self.ranks > 1 and not torch.are_deterministic_algorithms_enabled():
+                if (
+                    found[0] is GENERIC_GPU
+                    and self.group_ranks > 1
+                    and not torch.are_deterministic_algorithms_enabled()
+                ):
                     # Ratios cannot be weighed against transfers.
                     found = [in_seconds(GENERIC_GPU, self.device, self.config.kernel)]
             except CADError as error:

@@ -38,7 +38,6 @@ def free_port() -> int:
 
 def play(rank: int, world: int, port: int, block: dict[str, Any], train: Callable[..., Any], *args: Any) -> Any:
     """A trainer gives train(rank, trainers, block, *args), a server what `Served` has. All ranks are on one host."""
-    dist.destroy_process_group()
     surrounding = dict(os.environ)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),

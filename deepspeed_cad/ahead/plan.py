@@ -87,8 +87,7 @@ class Plans:
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
-        self.hosts, self.aside, self.traffic = hosts, aside, traffic
-        self.reserved = reserved
+        self.hosts, self.aside, self.traffic, self.reserved = hosts, aside, traffic, reserved
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
@@ -106,7 +105,7 @@ class Plans:
         layout = assemble([one.local for one in announcements] + [LocalSegments.none(0)] * idle)
         ticks: tuple[Tick, ...] = (layout.tick(),)
         cut = None
-        if self.config.overlap == "pingpong":
+        if self.config.overlap_used in ("interleave", "pingpong"):
             cut = choose_cut(layout, np.array([one.unit for one in announcements] + [1] * idle))
             if cut is not None:
                 ticks = layout.cut(cut)
@@ -121,9 +120,10 @@ class Plans:
         now = None if self.traffic is None else self.traffic.now
         self._say_news()
         turn, self.turn = self.turn, self.turn + 1
-        late, orders = self.pace.late, None
+        orders = None
         if self.reserved is not None and self.reserved.open is not None:
             orders = self.reserved.open(turn, layout, cut)
+        late = self.pace.late
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device,
             partial(self.plan_tick, late=late, now=now), partial(self._agree, turn), self.transport(),
@@ -152,9 +152,8 @@ class Plans:
 
         `late` and `now`: pace and links as they were when the micro-batch was gathered; None: links as the costs say.
         """
-        base, speed = self._base_load(late, tick, key), None
-        if self.reserved is not None:
-            base, speed = self.reserved.base_load, self.reserved.speed
+        base = self._base_load(late, tick, key)
+        speed = None if self.reserved is None else self.reserved.speed
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
             PlanInput(
@@ -196,6 +195,8 @@ class Plans:
         self.traffic.news.clear()
 
     def _base_load(self, late: np.ndarray, tick: Tick, key: PlanKey) -> np.ndarray | None:
+        if self.reserved is not None:
+            return self.reserved.base_load
         return self.pace.base_load(late, self._mean_attention(tick, key))
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:

@@ -66,7 +66,7 @@ class MicroBatch:
     rank: int
     layout: Layout
     ticks: tuple[Tick, ...]
-    """One, or two where ping-pong cuts the micro-batch."""
+    """One, or two where the micro-batch is cut into nano-batches."""
     device: torch.device
     make_plan: Callable[[Tick, PlanKey], Plan]
     """Pure: gives the same plan on every rank."""
@@ -159,20 +159,33 @@ class MicroBatch:
             )
         return call
 
-    def with_first_keys(
+    def first_keys(
         self, layer: int, nano_batch: int, k_UKD: torch.Tensor, v_UKV: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V that a nano-batch reads: the second also reads rows of documents that began in the first."""
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V that a nano-batch reads besides its own: rows of documents that the second has from the first."""
         if len(self.ticks) == 1:
-            return k_UKD, v_UKV
+            return None
         if nano_batch == 0:
             self._first_keys[layer] = (k_UKD, v_UKV)
-            return k_UKD, v_UKV
+            return None
         k_first, v_first = self._first_keys.pop(layer)
         base = int(self.ticks[1].key_base[self.rank])
-        if base == k_first.shape[0]:
-            return k_UKD, v_UKV
-        return torch.cat([k_first[base:], k_UKD]), torch.cat([v_first[base:], v_UKV])
+        return None if base == k_first.shape[0] else (k_first[base:], v_first[base:])
+
+    def forget_calls(self) -> None:
+        """The forward begins again, on every rank."""
+        self._calls.clear()
+        self._layers.clear()
+        self._first_keys.clear()
+
+    @property
+    def begun(self) -> bool:
+        """Whether attention was called."""
+        return bool(self._calls)
+
+
+class NotInterleaved(Exception):
+    """Why the nano-batches of a model cannot alternate over its decoder, in words; found before anything was sent."""
 
 
 class MaskDescriptor:
@@ -181,7 +194,7 @@ class MaskDescriptor:
     Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
     """
 
-    __slots__ = ("kernel", "micro_batch", "modes", "nano_batch", "window")
+    __slots__ = ("gradients", "interleaved", "kernel", "micro_batch", "modes", "nano_batch", "window")
 
     def __init__(
         self,
@@ -190,15 +203,33 @@ class MaskDescriptor:
         kernel: Callable[[HeadShape, MaskRule, torch.Tensor], Kernel],
         modes: Modes,
         nano_batch: int | None = None,
+        interleaved: bool = False,
     ) -> None:
-        """`kernel` chooses the kernel of a layer; `nano_batch` is the one that reads this, None where not cut."""
+        """What layers receive.
+
+        Args:
+            micro_batch: the running one.
+            window: of the mask.
+            kernel: chooses the kernel of a layer.
+            modes: how attention runs.
+            nano_batch: the one that reads this; None where not cut.
+            interleaved: the nano-batches alternate over the decoder, not inside a layer.
+        """
         self.micro_batch, self.window, self.kernel, self.modes = micro_batch, window, kernel, modes
-        self.nano_batch = nano_batch
+        self.nano_batch, self.interleaved = nano_batch, interleaved
+        self.gradients = torch.is_grad_enabled()
+        """Around the layers: a layer without them is under reentrant checkpointing, or frozen."""
 
     def cut(self) -> tuple[MaskDescriptor, MaskDescriptor]:
-        """The descriptors of both nano-batches."""
-        common = (self.micro_batch, self.window, self.kernel, self.modes)
-        return MaskDescriptor(*common, nano_batch=0), MaskDescriptor(*common, nano_batch=1)
+        """The descriptors of both nano-batches, for a layer in which they alternate."""
+        return self._part(0, False), self._part(1, False)
+
+    def interleave(self, nano_batch: int) -> MaskDescriptor:
+        """The descriptor of a nano-batch that alternates with the other over the whole decoder."""
+        return self._part(nano_batch, True)
+
+    def _part(self, nano_batch: int, interleaved: bool) -> MaskDescriptor:
+        return MaskDescriptor(self.micro_batch, self.window, self.kernel, self.modes, nano_batch, interleaved)
 
     def row_cut(self, batch: int, width: int) -> RowCut:
         """How a layer's arguments are cut on this rank."""
@@ -208,6 +239,12 @@ class MaskDescriptor:
     def is_cut(self) -> bool:
         """Whether layers should alternate two nano-batches."""
         return self.nano_batch is None and len(self.micro_batch.ticks) == 2
+
+    @property
+    def runs_again(self) -> bool:
+        """A checkpointed layer of an interleaved nano-batch runs in the backward: the second nano-batch first, and
+        neither hands over."""
+        return self.interleaved and not self.micro_batch.in_forward
 
     def attend(
         self,
@@ -264,18 +301,26 @@ class MaskDescriptor:
                 orders = micro_batch.orders.call((number, nano_batch), key, need, rule, self.modes, sinks is not None)
             setup = CallSetup(
                 schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes, micro_batch.counts,
-                nano_batch, label, micro_batch.aside, micro_batch.turn, number, micro_batch.gain(key, nano_batch),
-                orders,
+                nano_batch, label, micro_batch.aside, micro_batch.turn, number, orders,
+                micro_batch.gain(key, nano_batch),
             )  # fmt: skip
             return AttentionCall(setup)
 
+        if self.interleaved and self.gradients and not torch.is_grad_enabled() and not micro_batch.begun:
+            raise NotInterleaved(
+                "reentrant checkpointing runs the backward of a layer in one piece (set use_reentrant to false)"
+            )
         call = micro_batch.call(layer, nano_batch, build, label)
-        k, v = micro_batch.with_first_keys(layer, nano_batch, k, v)
+        first = call.first_keys if self.runs_again else micro_batch.first_keys(layer, nano_batch, k, v)
+        if first is not None:
+            if self.interleaved and not self.runs_again and torch.is_grad_enabled():
+                call.first_keys = _own(first[0]), _own(first[1])
+            k, v = torch.cat([first[0], k]), torch.cat([first[1], v])
         token = call.dispatch(q, k, v, sinks)
-        if self.nano_batch is not None:
+        if self.nano_batch is not None and not self.runs_again:
             hand_over()
         token = call.serve(token)
-        if self.nano_batch is not None:
+        if self.nano_batch is not None and not self.interleaved:
             hand_over()
         o_THV = call.collect(token, q, k, v, sinks)
         if stand_in:
@@ -289,6 +334,12 @@ def kernel_need(shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> KernelNeed
         q.device, q.dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
         rule.window is not None, rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """To be kept until backward: as it is, or a copy where it would keep much more memory alive than it has."""
+    x = x.detach()
+    return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
 
@@ -46,19 +47,28 @@ FAREWELL_S = 3.0
 
 def serve(split: Split, config: CADConfig, device: torch.device) -> int:
     """Serve until the trainers end; gives the exit code."""
-    _explain_signals(split)
+    server = _Server(split, config, device)
+    _explain_signals(server)
     try:
-        return _Server(split, config, device).run()
+        server.open()
+        return server.run()
     except Abandoned as end:
         notice(f"server {split.rank} ends: {end}")
         return 0
     except CADError as error:
+        if server.trainers is not None:
+            server.trainers.fail(str(error))
         return _say(split, str(error))
 
 
 class _Server:
     def __init__(self, split: Split, config: CADConfig, device: torch.device) -> None:
         self.split, self.config, self.device = split, config, device
+        self.trainers: TrainerLinks | None = None
+
+    def open(self) -> None:
+        """Meet the trainers; raises a CADError, the same on all ranks where they do not belong together."""
+        split, config, device = self.split, self.config, self.device
         # Whoever starts training may first load a model for as long as it likes.
         listener = Listener(split.rendezvous)
         meeting = Rendezvous(split, config.timeout_s)
@@ -66,7 +76,7 @@ class _Server:
         where = {"addresses": listener.addresses, "port": listener.port, "token": listener.token}
         meeting.meet(hello(split, config, __version__, **where))
         self.liveness = open_board(meeting, split)
-        self.trainers = TrainerLinks(
+        self.trainers = self._links = TrainerLinks(
             split.rank, listener.accept(split.trainers, split.rank, config.timeout_s), self.liveness
         )
         self._closed = threading.Event()
@@ -85,7 +95,7 @@ class _Server:
         )
         began, reason = time.perf_counter(), ""
         try:
-            while not isinstance(item := self.trainers.items.get(), End):
+            while not isinstance(item := self._links.items.get(), End):
                 loop.follow(item)
             reason = item.reason
         except Exception as error:
@@ -101,7 +111,7 @@ class _Server:
     def _explain(self, error: Exception) -> str:
         """Why this server ends: what ended the trainers, if they did; else its own failure, which they are told."""
         consequence = isinstance(error, CADPeerError)
-        if consequence and (reason := self.trainers.wait_for_reason(LAST_WORD_S)):
+        if consequence and (reason := self._links.wait_for_reason(LAST_WORD_S)):
             return reason
         logger.debug("where it happened", exc_info=True)
         reason = str(error) if isinstance(error, CADError) else f"{type(error).__name__}: {error}"
@@ -110,25 +120,23 @@ class _Server:
                 f"server {self.split.rank} has no memory left on {self.device} ({self.loop.held >> 20} MiB held for "
                 f"backwards): {error}. Reserve more servers, or use smaller micro-batches"
             )
-        if self.trainers.ended.is_set() and self.trainers.reason:
-            return self.trainers.reason
+        if self._links.ended.is_set() and self._links.reason:
+            return self._links.reason
         self.liveness.report(reason)
-        self.trainers.fail(reason)
-        self.trainers.wait_for_reason(FAREWELL_S)
+        self._links.fail(reason)
+        self._links.wait_for_reason(FAREWELL_S)
         return reason
 
     def _open_transport(self) -> Transport:
-        from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
+        from deepspeed_cad.exchange.opening import open_transport
 
         def agree(value: int) -> list[int]:
             return self.group.numbers(value, self.liveness)
 
-        # The same collectives in the same order as Session._open_transport.
-        gather_hosts(agree)
-        return choose_transport(
-            self.config.transport, self.group, self.device, agree=agree, liveness=self.liveness,
-            timeout_s=self.config.timeout_s,
-        )  # fmt: skip
+        given = self.config.links if isinstance(self.config.links, Mapping) else None
+        return open_transport(
+            self.config.transport, self.group, self.device, agree, self.liveness, self.config.timeout_s, given
+        )[0]
 
     def _kernel(self, need: KernelNeed) -> Kernel:
         from deepspeed_cad.kernels.registry import choose
@@ -142,15 +150,14 @@ class _Server:
 
     def _end_with_trainers(self) -> None:
         """A thread that ends the process soon after the trainers did, where it is stuck in a GPU or an exchange."""
-        self.trainers.ended.wait()
+        self._links.ended.wait()
         if self._closed.wait(STUCK_S):
             return
-        if self.trainers.reason:
-            _say(self.split, self.trainers.reason)
-        os._exit(FAILED if self.trainers.reason else 0)
+        if self._links.reason:
+            _say(self.split, self._links.reason)
+        os._exit(FAILED if self._links.reason else 0)
 
     def _close(self) -> None:
-        self.liveness.close()
         self.worker.close()
         with suppress(CADError):  # of the exchange that failed: it is said already
             self.transport.close()
@@ -158,11 +165,13 @@ class _Server:
         self._closed.set()
 
 
-def _explain_signals(split: Split) -> None:
+def _explain_signals(server: _Server) -> None:
     """Launchers end processes by SIGTERM when another one failed: say so."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        _say(split, f"{signal.Signals(number).name} from the launcher or the user")
+        # The launcher may be first to notice that a trainer died; its socket says so too.
+        reason = "" if server.trainers is None else server.trainers.wait_for_reason(2 * LAST_WORD_S)
+        _say(server.split, reason or f"{signal.Signals(number).name} from the launcher or the user")
         os._exit(128 + number)
 
     if threading.current_thread() is threading.main_thread():

@@ -83,6 +83,8 @@ class TrainerLinks:
         self.ended = threading.Event()
         self._connections = connections
         self._left: set[int] = set()
+        self._failed: set[int] = set()
+        """Of those that left: who said why."""
         start_daemon("trainers", self._listen, None)
 
     def fail(self, reason: str) -> None:
@@ -127,6 +129,7 @@ class TrainerLinks:
             return True
         self._left.add(trainer)
         if frame.head["reason"]:
+            self._failed.add(trainer)
             self._end(f"trainer {trainer} ended: {frame.head['reason']}")
         elif len(self._left) == len(self._connections):
             self._end("")
@@ -169,10 +172,13 @@ class TrainerLinks:
     def _end(self, reason: str) -> None:
         if self.ended.is_set():
             return
+        if reason and (left := sorted(self._left - self._failed)):
+            reason += f" (trainers {', '.join(map(str, left))} had ended well before: look for a loop that is shorter)"
         self.reason = reason
         if reason:
             # For ranks that wait for everyone's word before they call a silent one dead.
             self.liveness.report(f"lost its trainers: {reason}")
+            self.fail(reason)
         self.ended.set()
         self.items.put(End(reason))
 

@@ -52,7 +52,7 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None,
     }
 
 
-@pytest.mark.parametrize("overlap", ["none", "local_first", "pingpong"])
+@pytest.mark.parametrize("overlap", ["none", "local_first", "interleave", "pingpong"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_same_as_each_document_alone(workers: WorkerPool, world: int, overlap: str) -> None:
     results = workers.run(_train, world, {"overlap": overlap}, None, 2)
@@ -71,13 +71,13 @@ def test_the_same_in_waves(workers: WorkerPool, overlap: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+@pytest.mark.parametrize("overlap", ["local_first", "interleave", "pingpong"])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
 def test_checkpointing(workers: WorkerPool, checkpoint: str, overlap: str, recompute: bool) -> None:
     """Exact, and by default neither attention nor an exchange runs again."""
     block = {"overlap": overlap, "recompute_attention": recompute}
     results = workers.run(_train, 2, block, checkpoint, 1)
-    parts = 2 if overlap == "pingpong" else 1
+    parts = 2 if overlap in ("interleave", "pingpong") else 1
     calls = 2 * parts
     for r in results:
         assert r["backwards"] == calls

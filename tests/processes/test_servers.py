@@ -49,7 +49,7 @@ BLOCK = {"granularity": 16, "tolerance": 0.02}
 def _run(workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, **block: Any) -> tuple[list, list]:
     """What trainers and servers give."""
     given = {**BLOCK, "servers": {"reserved": servers}, **block}
-    results = workers.run(play, trainers + servers, free_port(), given, train, *args)
+    results = workers.run(play, trainers + servers, free_port(), given, train, *args, joined=False)
     served = results[trainers:]
     assert all(one.code == 0 and one.micro_batches > 0 for one in served), served
     return results[:trainers], served
@@ -75,9 +75,11 @@ def test_same_as_each_document_alone(workers: WorkerPool, trainers: int, servers
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
-def test_checkpointing(workers: WorkerPool, checkpoint: str, recompute: bool) -> None:
-    results, served = _run(workers, 2, 1, _train, checkpoint, 2, recompute_attention=recompute)
-    assert results[0]["forwards"] == (8 if recompute else 4) and served[0].held == 0
+@pytest.mark.parametrize("overlap", ["local_first", "interleave"])
+def test_checkpointing(workers: WorkerPool, checkpoint: str, recompute: bool, overlap: str) -> None:
+    results, served = _run(workers, 2, 1, _train, checkpoint, 2, recompute_attention=recompute, overlap=overlap)
+    calls = 4 if overlap == "local_first" else 8
+    assert results[0]["forwards"] == calls * (2 if recompute else 1) and served[0].held == 0
 
 
 @pytest.mark.slow
@@ -85,6 +87,7 @@ def test_checkpointing(workers: WorkerPool, checkpoint: str, recompute: bool) ->
     "block",
     [
         {"overlap": "pingpong"},
+        {"overlap": "local_first"},
         {"overlap": "none"},
         {"backward": "resend"},
         {"backward": "keep"},

@@ -107,10 +107,10 @@ def _lane(events: list[dict[str, Any]], rank: int, name: str) -> Iterator[dict[s
     return iter(sorted(found, key=lambda event: event["ts"]))
 
 
-@pytest.mark.parametrize("overlap, keep, waves", [("pingpong", False, 1), ("none", True, 2)])
+@pytest.mark.parametrize("overlap, keep, waves", [("pingpong", False, 1), ("interleave", False, 2), ("none", True, 2)])
 def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, keep: bool, waves: int) -> None:
     steps, layers = 2, 2
-    nano_batches = 2 if overlap == "pingpong" else 1
+    nano_batches = 1 if overlap == "none" else 2
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         block = {"overlap": overlap, "backward": "keep" if keep else "resend", "waves": waves}

@@ -237,7 +237,7 @@ class Recorder:
     def mark(self, what: str, nano_batch: int, backward: bool) -> None:
         self.told.append((what, nano_batch, backward))
 
-    def exchange(self, what: str, nano_batch: int, backward: bool, transport: Any, start: Any) -> Any:
+    def exchange(self, what: str, nano_batch: int, backward: bool, transport: Any, start: Any, wave: int = 0) -> Any:
         self.told.append((what, nano_batch, backward, transport.name))
         return start()
 

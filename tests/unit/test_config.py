@@ -23,7 +23,7 @@ def test_defaults() -> None:
         "tolerance": 0.05,
         "straggler_relief": 0.03,
         "granularity": 128,
-        "overlap": "local_first",
+        "overlap": "auto",
         "transport": "auto",
         "kernel": "auto",
         "recompute_attention": False,
@@ -69,6 +69,8 @@ ALLOWED = [
     ("granularity", 1),
     ("overlap", "local_first"),
     ("overlap", "none"),
+    ("overlap", "auto"),
+    ("overlap", "interleave"),
     ("transport", "nvlink"),
     ("kernel", "sdpa"),
     ("kernel", "flash_attn_4"),
@@ -123,9 +125,8 @@ REFUSED = [
     ("granularity", 128.0, "whole number"),
     ("granularity", True, "whole number"),
     ("granularity", "auto", 'no "auto"'),
-    ("overlap", "ping-pong", '"local_first" or "pingpong" or "none"'),
+    ("overlap", "ping-pong", '"auto" or "local_first" or "interleave" or "pingpong" or "none"'),
     ("overlap", None, '"pingpong"'),
-    ("overlap", "auto", 'no "auto"'),
     ("links", "fast", '"measure", or an object'),
     ("links", 25, '"measure", or an object'),
     ("links", None, '"measure", or an object'),
@@ -232,3 +233,19 @@ def test_load(tmp_path) -> None:
         CADConfig.load(file)
     with pytest.raises(CADConfigError, match="cannot read"):
         CADConfig.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    ("overlap", "servers", "used"),
+    [
+        ("auto", "all", "local_first"),
+        ("auto", {"reserved": 1}, "interleave"),
+        ("local_first", {"reserved": 1}, "local_first"),
+        ("interleave", "all", "interleave"),
+        ("none", "all", "none"),
+    ],
+)
+def test_what_auto_overlaps_with(overlap: str, servers: object, used: str) -> None:
+    config = CADConfig(overlap=overlap)
+    object.__setattr__(config, "servers", servers)
+    assert config.overlap_used == used

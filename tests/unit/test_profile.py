@@ -384,6 +384,7 @@ def profile_of_two(
     rank: int, world: int, path: str, port: int, noisy: float, transport: str = "auto"
 ) -> tuple[int, str]:
     """`torchrun --nproc-per-node 2 -m deepspeed_cad.cli profile`, in a worker: its exit code and what it said."""
+    dist.barrier()  # a rank that leaves while another still connects cuts it off
     dist.destroy_process_group()
     tiny = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes=(32, 64), repeats=1, rounds=1)
     said = io.StringIO()
