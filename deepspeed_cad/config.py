@@ -102,8 +102,8 @@ class CADConfig:
 
     waves: str | int = "auto"
     """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
-    while another is computed. "auto": 1 on one host; on several, the number from 1 to 8 with which the plan says that
-    a step ends first. A number fixes it, for measurements. With reserved servers it is always 1."""
+    while another is computed. "auto": 1 on one host or by "c10d"; on several hosts the number from 1 to 8 with which
+    the plan says that a step ends first. A number fixes it, for measurements. With reserved servers it is always 1."""
 
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as

@@ -29,6 +29,9 @@ class C10dTransport:
     """Exchange through a torch.distributed process group of its own."""
 
     name = "c10d"
+    most_waves = 1
+    """Both ways share one queue of collectives, so nothing comes back before all is out; and where one starts on a CPU,
+    the host waits for the numbers of all ranks."""
 
     def __init__(
         self,
@@ -39,8 +42,6 @@ class C10dTransport:
     ) -> None:
         self.group, self.device = group, device
         self.exchanges = 0
-        # Gloo moves two collectives at once; where a third starts, the host would wait.
-        self.most_waves = 2 if device.type == "cpu" else 8
         self.bytes_sent = 0
         self.transfers: Transfers | None = None
         """Only on CPUs, where ranks have met when the data starts to move."""

@@ -69,7 +69,7 @@ class Transport(Protocol):
     """Exchanges started so far: tests count them."""
     bytes_sent: int
     most_waves: int
-    """Waves in which one tick may usefully go: parts that travel while others are served."""
+    """In how many waves a tick may usefully go. More work all the same, where they are asked for."""
     transfers: Transfers | None
     """Where it notes how long transfers took, if somebody wants to know and it can tell."""
 
