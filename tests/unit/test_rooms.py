@@ -36,6 +36,8 @@ NEVER: dict[str, tuple[str, ...]] = {
 THROUGH = {
     "api", "config", "errors", "notice", "request", "autoload", "meet", "layout", "session", "kernels.interface",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
+    "ahead.pipeline", "ahead.pipeline_gather", "ahead.rounds", "attention.phase", "attention.program",
+    "attention.setup",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
 STARTS = {"engine", "cli", "api", "run", "asked", "autoload"}

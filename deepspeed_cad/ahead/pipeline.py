@@ -1,0 +1,130 @@
+"""A pipeline's step ahead: from the documents of all its micro-batches to a plan for every tick.
+
+In: what the first stage of every replica is about to train, and the program of ticks. Out: `PlannedPhase`s, in the
+order in which they run; made on the look-ahead thread, each while those before it run. A forward tick and a backward
+tick hold segments of different micro-batches, so each has a plan of its own. Everything is pure, so all ranks make the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from deepspeed_cad.ahead.gather import Subject, What
+from deepspeed_cad.ahead.plan import Plans
+from deepspeed_cad.ahead.rounds import Rounds
+from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
+from deepspeed_cad.attention.program import LayerKind, ProgramTick
+from deepspeed_cad.attention.setup import CallSetup, Modes
+from deepspeed_cad.kernels.interface import Kernel
+from deepspeed_cad.layout import Layout, LocalSegments, assemble
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in the pipeline."""
+
+    stage: int
+    replica: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPhase:
+    """All that runs forward, or backward, in one round: a layout and its plans for every set of stages."""
+
+    turn: int
+    parts: dict[tuple[int, ...], MicroBatch]
+    """By the stages that take part in a tick."""
+
+    def setup(self, number: int, tick: ProgramTick, kernel: Kernel, modes: Modes, label: str) -> CallSetup:
+        """This rank's call in one tick: the `number`th of the program."""
+        part = self.parts[tick.stages]
+        return CallSetup(
+            part.schedule(key_of(tick.kind), 0), kernel, part.transport, tick.kind.rule, modes, part.counts,
+            label=label, aside=part.aside, turn=self.turn, layer=number,
+        )  # fmt: skip
+
+
+def key_of(kind: LayerKind) -> PlanKey:
+    """What plans of a layer differ in."""
+    return PlanKey(kind.rule.window, kind.shape)
+
+
+def phase_layout(
+    places: Sequence[Place],
+    documents: Sequence[Sequence[LocalSegments]],
+    rounds: Rounds,
+    round_: int,
+    backward: bool,
+    stages: Sequence[int],
+) -> Layout:
+    """Which segments meet in a tick. `documents[r][m]`: those of replica r's micro-batch m."""
+    find = rounds.backward if backward else rounds.forward
+
+    def of(place: Place) -> LocalSegments:
+        micro_batch = find(round_, place.stage) if place.stage in stages else None
+        return LocalSegments.none(0) if micro_batch is None else documents[place.replica][micro_batch]
+
+    return assemble([of(place) for place in places])
+
+
+class StepPlans:
+    """The plans of one optimizer step."""
+
+    def __init__(
+        self,
+        plans: Plans,
+        places: Sequence[Place],
+        program: Sequence[ProgramTick],
+        documents: Sequence[Sequence[LocalSegments]],
+        rounds: Rounds,
+        step: int,
+    ) -> None:
+        """Begin to plan; called by all ranks for the same steps."""
+        self.plans, self.places, self.program, self.documents = plans, places, program, documents
+        self.rounds = rounds
+        self._phases: dict[tuple[int, bool], Future[PlannedPhase]] = {}
+        self._fingerprint = 0
+        submit = plans.worker.submit
+        for r in range(rounds.count):
+            for backward, runs in ((False, rounds.has_forward(r)), (True, rounds.has_backward(r))):
+                if runs:
+                    self._phases[r, backward] = submit(partial(self._plan, r, backward))
+        # Each exchange compares its schedule with the other ranks; this also names plans as the cause.
+        self._agreed = submit(lambda: plans.gatherer.agree(self._fingerprint, Subject(What.PLAN, index=step)))
+
+    def take(self, round_: int, backward: bool) -> PlannedPhase:
+        """The plans of a phase that runs now; waits until they are made."""
+        worker = self.plans.worker
+        worker.trains_here()
+        return worker.wait(self._phases.pop((round_, backward)), "the plan of a round")
+
+    def finish(self) -> None:
+        """After the last phase. Raises CADPeerError where ranks made different plans."""
+        self.plans.worker.wait(self._agreed, "the comparison of plans")
+
+    # On the look-ahead thread
+
+    def _plan(self, round_: int, backward: bool) -> PlannedPhase:
+        plans = self.plans
+        turn, plans.turn = plans.turn, plans.turn + 1
+        parts: dict[tuple[int, ...], MicroBatch] = {}
+        nobody_late = np.zeros(len(self.places))
+        for stages in dict.fromkeys(tick.stages for tick in self.program):
+            layout = phase_layout(self.places, self.documents, self.rounds, round_, backward, stages)
+            part = MicroBatch(
+                plans.gatherer.rank, layout, (layout.tick(),), plans.device,
+                partial(plans.plan_tick, late=nobody_late), self._remember, plans.transport(), plans.counts,
+                aside=plans.aside(), turn=turn,
+            )  # fmt: skip
+            part.plan_all(list(dict.fromkeys(key_of(tick.kind) for tick in self.program if tick.stages == stages)))
+            parts[stages] = part
+        return PlannedPhase(turn, parts)
+
+    def _remember(self, fingerprint: int, what: str) -> None:
+        self._fingerprint = (self._fingerprint * 1000003 + fingerprint) & ((1 << 62) - 1)

@@ -1,0 +1,86 @@
+"""Attention of pipeline stages: the functions that transformers' layers call inside a DeepSpeed PipelineModule.
+
+Layers of a stage get tensors only, so no descriptor can travel with them as it does where a whole model runs. Each
+attention module knows its engine's binding, and that knows which micro-batch runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from deepspeed_cad.integrations.models import refuse_arguments
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.kernels.interface import MaskRule
+
+NAME = "cad_pipeline"
+"""The attention name; see functions.NAME about what it must not contain."""
+_BINDING = "cad_pipeline"
+"""Attribute of attention modules."""
+
+
+class Attends(Protocol):
+    """What runs the attention of a stage."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q_BHSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSV: torch.Tensor,
+        rule: MaskRule,
+        sinks: torch.Tensor | None,
+        label: str,
+    ) -> torch.Tensor:
+        """O [B, S, H, V]."""
+
+
+def install_attention(stage: torch.nn.Module, binding: Attends) -> None:
+    """Let all attention modules of a stage attend through a binding."""
+    AttentionInterface.register(NAME, pipeline_attention)
+    AttentionMaskInterface.register(NAME, no_mask)
+    for module in stage.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = NAME
+            if "Attention" in type(module).__name__:
+                setattr(module, _BINDING, binding)
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """In place of a mask: plans know the documents."""
+    return None
+
+
+@torch.compiler.disable
+def pipeline_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]."""
+    label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    binding: Attends | None = getattr(module, _BINDING, None)
+    if binding is None:
+        raise CADUnsupportedError(f"{label} is not part of a stage on which CAD was turned on")
+    if attention_mask is not None:
+        raise CADUnsupportedError(
+            f"{label} got a ready-made mask; in a pipeline documents are read from position ids: pass none"
+        )
+    if dropout:
+        raise CADUnsupportedError(
+            f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"
+        )
+    refuse_arguments(label, kwargs)
+    rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else float(scaling), sliding_window, softcap)
+    return binding.attend(module, query, key, value, rule, s_aux, label), None
