@@ -77,13 +77,16 @@ def by_hand(model: torch.nn.Module, stages: int, parts: list[int] | None = None,
 
     return Pipeline(
         layers(model), num_stages=stages, loss_fn=loss_fn, partition_method="uniform",
-        activation_checkpoint_interval=interval,
+        activation_checkpoint_interval=interval, checkpointable_layers=["Decoder"],
     )  # fmt: skip
 
 
 def documents_of(replica: int, micro_batch: int, step: int = 0) -> list[torch.Tensor]:
-    """Documents of one micro-batch: long and short ones, never as many tokens as the one before."""
-    some = [[90], [30, 9, 1, 40], [50, 50], [17], [64, 3, 20], [5, 5, 110]]
+    """Documents of one micro-batch: long and short ones, never as many tokens as the one before.
+
+    None of one token: alone, its norms would add up in another order than in a longer row.
+    """
+    some = [[90], [30, 9, 2, 40], [50, 50], [17], [64, 3, 20], [5, 5, 110]]
     return training.documents(
         some[(micro_batch + 2 * replica + step) % len(some)], 1000 * step + 100 * replica + micro_batch
     )
@@ -96,7 +99,10 @@ def pairs(replica: int, count: int, step: int = 0) -> list[tuple[tuple[torch.Ten
 
 
 def in_one_process(model: torch.nn.Module, replicas: int, count: int, step: int = 0) -> float:
-    """Loss of a step, with gradients in the model: each document alone."""
+    """Loss of a step, each document alone; gradients in the model are added up, `replicas` times those of the mean.
+
+    Norms compute in fp32 also in backward, so only what DeepSpeed scales before it may be scaled before it here.
+    """
     total = 0.0
     for replica in range(replicas):
         for m in range(count):
@@ -107,7 +113,7 @@ def in_one_process(model: torch.nn.Module, replicas: int, count: int, step: int 
                     for doc in docs
                 ]
             )
-            loss = loss_fn(logits[None], training.pack(docs)["labels"]) / (replicas * count)
+            loss = loss_fn(logits[None], training.pack(docs)["labels"]) / count
             loss.backward()
-            total += float(loss.detach())
+            total += float(loss.detach()) / replicas
     return total

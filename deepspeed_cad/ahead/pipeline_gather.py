@@ -29,7 +29,7 @@ def gather_layers(
     gatherer: Gatherer, places: Sequence[Place], mine: Sequence[LayerKind], index: int
 ) -> list[list[LayerKind]]:
     """The attention layers of every stage. Raises CADUnsupportedError where there are none, or replicas differ."""
-    said = gatherer.gather(Subject(What.CHOICE, index=index), _layers_to_array(mine))
+    said = gatherer.gather(Subject(What.LAYERS, index=index), _layers_to_array(mine))
     stages = max(place.stage for place in places) + 1
     found: list[list[LayerKind] | None] = [None] * stages
     for rank, (place, one) in enumerate(zip(places, said, strict=True)):

@@ -78,7 +78,8 @@ def _make_train_batch(binding: PipelineBinding, original: Callable[..., Any]) ->
         """As DeepSpeed evaluates, with one micro-batch."""
         training = engine.module.training
         engine.module.eval()
-        engine._compute_loss = False
+        engine._compute_loss = True
+        engine.total_loss = None
         with torch.no_grad():
             engine._exec_schedule(InferenceSchedule(1, engine.num_stages, engine.stage_id))
         engine.module.train(training)

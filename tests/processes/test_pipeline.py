@@ -10,7 +10,7 @@ import torch
 import training
 from pool import WorkerPool
 
-BLOCK = {"cost": "pairs", "granularity": 8}
+BLOCK = {"cost": "pairs", "granularity": 2}
 LAYERS = 4
 
 
@@ -57,7 +57,7 @@ def _in_one_process(replicas: int, count: int) -> dict[str, torch.Tensor]:
     for step in range(2):
         pipelines.in_one_process(model, replicas, count, step)
     module = torch.nn.ModuleDict({str(i): part for i, part in enumerate(pipelines.layers(model))})
-    return {name: p.grad for name, p in module.named_parameters()}
+    return {name: p.grad / replicas for name, p in module.named_parameters()}
 
 
 def _compare(rank: int, world: int, cases: list[tuple[int, int, dict[str, Any]]]) -> list[tuple[float, float]]:
