@@ -37,21 +37,33 @@ class Attends(Protocol):
         """O [B, S, H, V]."""
 
 
-def install_attention(stage: torch.nn.Module, binding: Attends) -> None:
-    """Let all attention modules of a stage attend through a binding."""
+def install_attention(stage: torch.nn.Module, binding: Attends) -> int:
+    """Let all attention modules of a stage attend through a binding; gives how many there are."""
     AttentionInterface.register(NAME, pipeline_attention)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, window_mask)
+    found = 0
     for module in stage.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
             if "Attention" in type(module).__name__:
                 setattr(module, _BINDING, binding)
+                found += 1
+    return found
 
 
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """In place of a mask: plans know the documents."""
-    return None
+class Window:
+    """Stands where layers expect a mask: plans know the documents, only the window is the layer's own."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+
+
+def window_mask(*args: Any, **kwargs: Any) -> Window:
+    """The mask function."""
+    return Window(kwargs.get("local_size"))
 
 
 @torch.compiler.disable
@@ -73,7 +85,13 @@ def pipeline_attention(
     binding: Attends | None = getattr(module, _BINDING, None)
     if binding is None:
         raise CADUnsupportedError(f"{label} is not part of a stage on which CAD was turned on")
-    if attention_mask is not None:
+    if isinstance(attention_mask, Window):
+        if sliding_window not in (None, attention_mask.size):
+            raise CADUnsupportedError(
+                f"{label} has a window of {sliding_window} tokens, its mask one of {attention_mask.size}"
+            )
+        sliding_window = attention_mask.size
+    elif attention_mask is not None:
         raise CADUnsupportedError(
             f"{label} got a ready-made mask; in a pipeline documents are read from position ids: pass none"
         )

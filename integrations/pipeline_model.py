@@ -38,14 +38,14 @@ def to_pipeline(model: str | os.PathLike[str] | PreTrainedModel, stages: int, **
     Args:
         model: a folder or name that `from_pretrained` takes, of which each stage loads its part; or a model in memory.
         stages: pipeline stages; must divide the number of ranks.
-        settings: of DeepSpeed's PipelineModule (activation_checkpoint_interval, loss_fn, topology…), and `dtype`, in
-            which a checkpoint is loaded (default: that of the checkpoint).
+        settings: of DeepSpeed's PipelineModule (activation_checkpoint_interval, loss_fn, topology…); and of
+            from_pretrained `dtype` (default: that of the checkpoint) and `attn_implementation`.
 
     Batches are (inputs, labels) with inputs (input_ids, position_ids), or with CAD also the dicts of transformers'
     collators. The loss is the mean cross-entropy over the labels of a micro-batch. Raises CADUnsupportedError for a
     model that cannot be cut, CADConfigError where stages would be empty.
     """
-    dtype = settings.pop("dtype", "auto")
+    loading = {name: settings.pop(name) for name in ("dtype", "attn_implementation") if name in settings}
     if isinstance(model, PreTrainedModel):
         config, source = model.config, model
     else:
@@ -62,7 +62,7 @@ def to_pipeline(model: str | os.PathLike[str] | PreTrainedModel, stages: int, **
             f"{stages} pipeline stages for a model with {count} decoder layers: every stage needs one layer or "
             f"more, so take 1 to {count} stages"
         )
-    load = from_memory(source) if source is not None else from_checkpoint(str(model), type(skeleton), dtype)
+    load = from_memory(source) if source is not None else from_checkpoint(str(model), type(skeleton), loading)
     return _Pipeline(skeleton, load, num_stages=stages, **settings)
 
 
@@ -104,7 +104,7 @@ class _Pipeline(PipelineModule):
         super().__init__([None] * (count + 3), **{**checkpointable, **settings})
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        self.parts = partition_balanced(weights=_work(self.skeleton), num_parts=self.num_stages)
+        self.parts = partition_balanced(weights=layer_work(self.skeleton), num_parts=self.num_stages)
         layers = [[k for k in self._kinds[a:b] if isinstance(k, int)] for a, b in zip(self.parts, self.parts[1:])]
         if not all(layers):
             raise CADConfigError(
@@ -182,7 +182,7 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def _work(skeleton: PreTrainedModel) -> list[float]:
+def layer_work(skeleton: PreTrainedModel) -> list[float]:
     """Matrix products of every layer per token, in weights read: experts that a token does not visit are not."""
     config = skeleton.config
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
@@ -236,13 +236,17 @@ def refuse_uncut(skeleton: PreTrainedModel) -> None:
                 value.uniform_(0.5, 1.5, generator=generator)
         ids = torch.randint(0, 64, (1, 4), generator=generator)
         positions = torch.arange(4)[None]
-        whole = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        # Without its norm first: a norm takes factors out that are applied once too often.
+        norm, inner.norm = inner.norm, torch.nn.Identity()
+        hidden = inner(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        inner.norm = norm
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         given: Any = Embedding(model.get_input_embeddings())((ids, positions))
         for _ in range(2):
             empty = decoder_around(inner, torch.nn.ModuleList(), small)
             given = empty(inputs_embeds=given[0], position_ids=positions, use_cache=False).last_hidden_state, positions
-        cut = Head(model.get_output_embeddings())(Norm(inner.norm)(given))
-    if whole.shape != cut.shape or not torch.allclose(whole, cut, rtol=1e-4, atol=1e-4):
+        cut = given[0], Head(model.get_output_embeddings())(Norm(norm)(given))
+    if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip((hidden, logits), cut, strict=True)):
         raise CADUnsupportedError(
             f"{name} cannot be cut into stages: it does more between token ids and logits than embedding, layers, norm "
             "and head (scaled embeddings, capped logits…)"

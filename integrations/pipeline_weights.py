@@ -25,7 +25,7 @@ def from_memory(model: PreTrainedModel) -> Load:
     return lambda layers, embedding, head: model
 
 
-def from_checkpoint(path: str, model_class: type[PreTrainedModel], dtype: Any) -> Load:
+def from_checkpoint(path: str, model_class: type[PreTrainedModel], loading: dict[str, Any]) -> Load:
     """From a checkpoint, of which only what is wanted is read."""
 
     def load(layers: set[int], embedding: bool, head: bool) -> PreTrainedModel:
@@ -45,7 +45,7 @@ def from_checkpoint(path: str, model_class: type[PreTrainedModel], dtype: Any) -
 
         Stage.__name__ = model_class.__name__
         with _quiet_loading():
-            loaded: PreTrainedModel = Stage.from_pretrained(path, dtype=dtype)
+            loaded: PreTrainedModel = Stage.from_pretrained(path, **{"dtype": "auto", **loading})
         return loaded
 
     return load

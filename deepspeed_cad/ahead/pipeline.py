@@ -8,19 +8,21 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from deepspeed_cad.ahead.gather import Subject, What
+from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.rounds import Rounds
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.attention.program import LayerKind, ProgramTick
 from deepspeed_cad.attention.setup import CallSetup, Modes
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel
 from deepspeed_cad.layout import Layout, LocalSegments, assemble
 
@@ -40,6 +42,8 @@ class PlannedPhase:
     turn: int
     parts: dict[tuple[int, ...], MicroBatch]
     """By the stages that take part in a tick."""
+    counted: MicroBatch
+    """All plans of the phase, for statistics."""
 
     def setup(self, number: int, tick: ProgramTick, kernel: Kernel, modes: Modes, label: str) -> CallSetup:
         """This rank's call in one tick: the `number`th of the program."""
@@ -73,6 +77,10 @@ def phase_layout(
     return assemble([of(place) for place in places])
 
 
+Documents = list[list[LocalSegments]]
+"""[replica][micro-batch]"""
+
+
 class StepPlans:
     """The plans of one optimizer step."""
 
@@ -81,13 +89,19 @@ class StepPlans:
         plans: Plans,
         places: Sequence[Place],
         program: Sequence[ProgramTick],
-        documents: Sequence[Sequence[LocalSegments]],
+        gather: Callable[[], Documents | None],
         rounds: Rounds,
         step: int,
     ) -> None:
-        """Begin to plan; called by all ranks for the same steps."""
-        self.plans, self.places, self.program, self.documents = plans, places, program, documents
-        self.rounds = rounds
+        """Begin to gather and to plan; called by all ranks for the same steps.
+
+        `gather` gives what all ranks train, None where a loader ended; it runs on the look-ahead thread.
+        """
+        self.plans, self.places, self.program, self.rounds = plans, places, program, rounds
+        self.order: list[list[int]] = []
+        """[replica]: in which order its micro-batches are trained, as numbers of those that it loaded."""
+        self._documents: Documents | None = None
+        self._gathered = plans.worker.submit(partial(self._gather, gather))
         self._phases: dict[tuple[int, bool], Future[PlannedPhase]] = {}
         self._fingerprint = 0
         submit = plans.worker.submit
@@ -96,12 +110,17 @@ class StepPlans:
                 if runs:
                     self._phases[r, backward] = submit(partial(self._plan, r, backward))
         # Each exchange compares its schedule with the other ranks; this also names plans as the cause.
-        self._agreed = submit(lambda: plans.gatherer.agree(self._fingerprint, Subject(What.PLAN, index=step)))
+        self._agreed = submit(partial(self._agree, step))
+
+    @property
+    def known(self) -> bool:
+        """Whether all ranks have this step; waits until that is known. Raises what gathering raised."""
+        self.plans.worker.trains_here()
+        return bool(self.plans.worker.wait(self._gathered, "documents of a step"))
 
     def take(self, round_: int, backward: bool) -> PlannedPhase:
         """The plans of a phase that runs now; waits until they are made."""
         worker = self.plans.worker
-        worker.trains_here()
         return worker.wait(self._phases.pop((round_, backward)), "the plan of a round")
 
     def finish(self) -> None:
@@ -110,13 +129,34 @@ class StepPlans:
 
     # On the look-ahead thread
 
+    def _gather(self, gather: Callable[[], Documents | None]) -> bool:
+        given = gather()
+        if given is None:
+            return False
+        kinds = list(dict.fromkeys(key_of(tick.kind) for tick in self.program))
+        self.order = order_micro_batches([[self._work(one, kinds) for one in own] for own in given])
+        self._documents = [[own[m] for m in order] for own, order in zip(given, self.order, strict=True)]
+        return True
+
+    def _work(self, one: LocalSegments, kinds: Sequence[PlanKey]) -> float:
+        return sum(
+            float(self.plans.cost.cost_for(key.shape).of(one.begin, one.end, key.window).sum()) * key.shape.groups
+            for key in kinds
+        )
+
+    def _agree(self, step: int) -> None:
+        if self._documents is not None:
+            self.plans.gatherer.agree(self._fingerprint, Subject(What.PLAN, index=step))
+
     def _plan(self, round_: int, backward: bool) -> PlannedPhase:
         plans = self.plans
+        if self._documents is None:
+            raise CADError("a step of the pipeline is planned that a loader did not reach")
         turn, plans.turn = plans.turn, plans.turn + 1
         parts: dict[tuple[int, ...], MicroBatch] = {}
         nobody_late = np.zeros(len(self.places))
         for stages in dict.fromkeys(tick.stages for tick in self.program):
-            layout = phase_layout(self.places, self.documents, self.rounds, round_, backward, stages)
+            layout = phase_layout(self.places, self._documents, self.rounds, round_, backward, stages)
             part = MicroBatch(
                 plans.gatherer.rank, layout, (layout.tick(),), plans.device,
                 partial(plans.plan_tick, late=nobody_late), self._remember, plans.transport(), plans.counts,
@@ -124,7 +164,9 @@ class StepPlans:
             )  # fmt: skip
             part.plan_all(list(dict.fromkeys(key_of(tick.kind) for tick in self.program if tick.stages == stages)))
             parts[stages] = part
-        return PlannedPhase(turn, parts)
+        plans_of = [{(key, i): one for (key, _), one in part.planned.items()} for i, part in enumerate(parts.values())]
+        counted = replace(next(iter(parts.values())), planned={k: v for one in plans_of for k, v in one.items()})
+        return PlannedPhase(turn, parts, counted)
 
     def _remember(self, fingerprint: int, what: str) -> None:
         self._fingerprint = (self._fingerprint * 1000003 + fingerprint) & ((1 << 62) - 1)

@@ -25,6 +25,16 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NONE = -1
 
 
+def any_has_attention(gatherer: Gatherer, modules: int) -> bool:
+    """Whether any stage has attention modules; `modules`: how many this one has."""
+    return any(gatherer.numbers(modules, Subject(What.LAYERS)))
+
+
+def all_are_ready(gatherer: Gatherer, ready: bool, step: int) -> bool:
+    """Whether every rank trains now what it announced as its next step."""
+    return all(gatherer.numbers(int(ready), Subject(What.LOADER, index=step)))
+
+
 def gather_layers(
     gatherer: Gatherer, places: Sequence[Place], mine: Sequence[LayerKind], index: int
 ) -> list[list[LayerKind]]:

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.ahead.pipeline import Place, PlannedPhase, StepPlans
-from deepspeed_cad.ahead.pipeline_gather import gather_documents, gather_layers
+from deepspeed_cad.ahead.pipeline import Documents, Place, PlannedPhase, StepPlans
+from deepspeed_cad.ahead.pipeline_gather import all_are_ready, any_has_attention, gather_documents, gather_layers
 from deepspeed_cad.ahead.rounds import Rounds
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.attention.phase import Phase, StageMicroBatch
 from deepspeed_cad.attention.program import LayerKind, ProgramTick, kind_of, merge_stages
 from deepspeed_cad.attention.setup import CallSetup, Modes
-from deepspeed_cad.engine.pipeline_data import Loaded, pull
-from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.engine.pipeline_data import Loaded, Reader
+from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.session import Session
@@ -72,33 +72,61 @@ class PipelineBinding:
         """None until the layers have been seen."""
         self._own: list[int] = []
         """Ticks of the program that run a layer of this rank's stage."""
+        self._reader = Reader()
         self._loaded: deque[Loaded] = deque()
+        """Micro-batches of the step that runs, in the order of training."""
         self._in_flight: dict[int, StageMicroBatch] = {}
         self._plans: StepPlans | None = None
         self._seen: list[LayerKind] = []
         """Layers of the last such forward."""
         self._alone: deque[LocalSegments] = deque()
         """Documents of the forwards to come in which this rank attends alone."""
+        self._next: tuple[list[Loaded], StepPlans] | None = None
+        """The step after the one that runs: what this rank loads of it, and its plans."""
         self._steps = 0
+
+    def check_attention(self, modules: int) -> None:
+        """Raise CADUnsupportedError on all ranks where no stage has an attention module that CAD can switch."""
+        gatherer = self.session.gatherer
+        if not self.session.worker.run(lambda: any_has_attention(gatherer, modules)):
+            raise CADUnsupportedError(
+                "no stage of the pipeline has an attention module of transformers, through which CAD takes over "
+                "attention: build its layers of them (deepspeed_cad.to_pipeline does), or train without CAD"
+            )
+        # Waits of a pipeline tell of bubbles too, not only of slow ranks.
+        self.session.pace.most = 0.0
 
     # Steps
 
     @property
     def rounds(self) -> Rounds:
         """Of a training step."""
-        return Rounds(self.engine.num_stages, self.engine.micro_batches)
+        most = self.session.config.pipeline_in_flight
+        return Rounds(self.engine.num_stages, self.engine.micro_batches, most)
 
     def begin_step(self, look: Callable[[], None]) -> None:
         """Before a step: learn what all replicas train, and begin to plan. Raises StopIteration where data ended.
 
         `look` runs the first micro-batch through all stages, without gradients; called before the first step.
         """
-        documents = self._read_ahead(self.engine.micro_batches, self.engine.module.loss_fn is not None)
+        self._refuse_abandoned()
+        count, rounds = self.engine.micro_batches, self.rounds
         if self.program is None:
-            self.program = self._look_at_layers(documents, look)
-        self._plans = StepPlans(
-            self.session.plans, self.places, self.program, documents, self.rounds, self._steps
-        )  # fmt: skip
+            self.program = self._look_at_layers(look, count)
+        mine = self._peek(count)
+        ahead, self._next = self._next, None
+        if ahead is None or not self._is_next(ahead, mine, rounds):
+            ahead = self._plan_step(self.program, mine, rounds)
+        loaded, plans = ahead
+        if not plans.known:
+            raise StopIteration("a loader of the pipeline ended within this step")
+        self._plans = plans
+        order = plans.order[self.place.replica]
+        self._loaded = deque(loaded[m] for m in order) if loaded else deque()
+        if self._loads:
+            self._reader.drop(self.engine.data_iterator, count)
+        if self.session.config.look_ahead:
+            self._next = self._plan_step(self.program, self._peek(count), rounds)
 
     def end_step(self) -> None:
         """After a step. Raises CADPeerError where ranks made different plans."""
@@ -109,12 +137,19 @@ class PipelineBinding:
 
     def begin_evaluation(self, count: int) -> None:
         """Before an evaluation: every stage learns the documents that it will attend alone."""
-        documents = self._read_ahead(count, has_loss=False)
+        self._refuse_abandoned()
+        mine = self._peek(count)
+        documents = self._gather(mine, count)
+        if documents is None:
+            raise StopIteration("a loader of the pipeline ended within this evaluation")
+        self._loaded = deque(mine or [])
+        if self._loads:
+            self._reader.drop(self.engine.data_iterator, count)
         self._alone = deque(documents[self.place.replica])
 
     def stop(self, error: BaseException) -> None:
         """A step ended with an exception: this rank's part of its exchanges is missing, so tell those that wait."""
-        self.running, self._plans = None, None
+        self.running, self._plans, self._next = None, None, None
         self._in_flight.clear()
         self._alone.clear()
         if not isinstance(error, CADError):
@@ -136,8 +171,10 @@ class PipelineBinding:
         if self._plans is None or self.program is None:
             raise CADError("a step of the pipeline runs that train_batch did not begin")
         planned = self._plans.take(round_, backward)
-        for part in planned.parts.values():
-            self.session.count(part)
+        self.session.count(planned.counted)
+        if self.session.tracer is not None:
+            runs = "serving" if micro_batch is None else f"micro-batch {micro_batch}"
+            self.session.tracer.name_tick(f"round {round_}, {runs}", backward)
         own = [] if micro_batch is None else self._own
         phase = Phase(self.program, own, partial(self._setup, self.program, planned), backward)
         if micro_batch is not None:
@@ -187,33 +224,62 @@ class PipelineBinding:
         modes = Modes(local_first=session.config.overlap != "none")
         return planned.setup(tick, program[tick], session.kernel(need), modes, label)
 
-    def _read_ahead(self, count: int, has_loss: bool) -> list[list[LocalSegments]]:
-        """Pull micro-batches where this stage loads any, and learn those of all replicas."""
+    @property
+    def _loads(self) -> bool:
+        """Whether this stage loads data."""
+        return self.place.stage in (0, self.engine.num_stages - 1)
+
+    def _refuse_abandoned(self) -> None:
         if self.session.plans.abandoned is not None:
             raise CADPeerError(str(self.session.plans.abandoned))
-        loaded: list[Loaded] | None = []
-        if self.place.stage in (0, self.engine.num_stages - 1):
-            try:
-                loaded = pull(self.engine.data_iterator, count, has_loss)
-            except CADError as error:
-                self.feed.fail(error)
-        self._steps += 1
-        worker, step = self.session.worker, self._steps
-        mine = None if loaded is None else [one.documents for one in loaded]
-        worker.trains_here()
-        documents = worker.run(lambda: gather_documents(self.session.gatherer, self.places, mine, step, count))
-        if documents is None:
-            raise StopIteration("a loader of the pipeline ended within this step")
-        self._loaded = deque(loaded or [])
-        return documents
 
-    def _look_at_layers(
-        self, documents: list[list[LocalSegments]], look: Callable[[], None]
-    ) -> tuple[ProgramTick, ...]:
-        loaded = list(self._loaded)
+    def _peek(self, count: int) -> list[Loaded] | None:
+        """This rank's next micro-batches: none on a stage that loads nothing, None where the loader ended."""
+        if not self._loads:
+            return []
+        try:
+            return self._reader.peek(self.engine.data_iterator, count, self.engine.module.loss_fn is not None)
+        except CADError as error:
+            self.feed.fail(error)
+
+    def _is_next(self, ahead: tuple[list[Loaded], StepPlans], mine: list[Loaded] | None, rounds: Rounds) -> bool:
+        """Whether the step that was planned ahead is the one that every rank trains now: a script may have given
+        another loader, or evaluated on this one."""
+        loaded, plans = ahead
+        same = mine is not None and len(mine) == len(loaded) and all(a is b for a, b in zip(mine, loaded))
+        ready = same and plans.rounds == rounds
+        self._steps += 1
+        step, worker, gatherer = self._steps, self.session.worker, self.session.gatherer
+        worker.trains_here()
+        return worker.run(lambda: all_are_ready(gatherer, ready, step)) and plans.known
+
+    def _gather(self, mine: list[Loaded] | None, count: int) -> Documents | None:
+        """Documents of all replicas now."""
+        self._steps += 1
+        step, worker = self._steps, self.session.worker
+        documents = None if mine is None else [one.documents for one in mine]
+        worker.trains_here()
+        return worker.run(lambda: gather_documents(self.session.gatherer, self.places, documents, step, count))
+
+    def _plan_step(
+        self, program: tuple[ProgramTick, ...], mine: list[Loaded] | None, rounds: Rounds
+    ) -> tuple[list[Loaded], StepPlans]:
+        """Begin to plan a step."""
+        self._steps += 1
+        documents = None if mine is None else [one.documents for one in mine]
+        gather = partial(
+            gather_documents, self.session.gatherer, self.places, documents, self._steps, rounds.micro_batches
+        )
+        return mine or [], StepPlans(self.session.plans, self.places, program, gather, rounds, self._steps)
+
+    def _look_at_layers(self, look: Callable[[], None], count: int) -> tuple[ProgramTick, ...]:
+        mine = self._peek(count)
+        documents = self._gather(mine, count)
+        if documents is None:
+            raise StopIteration("a loader of the pipeline ended within the first step")
+        self._loaded = deque(mine or [])
         self._alone, self._seen = deque([documents[self.place.replica][0]]), []
         look()
-        self._loaded = deque(loaded)
         seen, gatherer = self._seen, self.session.gatherer
         layers = self.session.worker.run(lambda: gather_layers(gatherer, self.places, seen, 1))
         program = merge_stages(layers)

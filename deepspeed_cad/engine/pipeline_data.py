@@ -7,6 +7,7 @@ of transformers' collators. Out: pairs for DeepSpeed, with their documents.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ import torch
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments
+
+LOADERS = 8
+"""Loaders of which micro-batches that were read ahead are kept. A choice: more than a script alternates."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,13 +110,37 @@ def _check_labels(labels: Any) -> None:
         raise CADDataError("all labels of a micro-batch are -100: it has no loss. Leave such micro-batches out")
 
 
-def pull(iterator: Iterator[Any] | None, count: int, has_loss: bool) -> list[Loaded] | None:
-    """The next micro-batches of a loader; None where it ended before."""
-    loaded = []
-    for _ in range(count):
-        try:
-            batch = next(iterator)  # type: ignore[arg-type]
-        except StopIteration:
-            return None
-        loaded.append(read_micro_batch(batch, has_loss))
-    return loaded
+class Reader:
+    """Reads loaders ahead. What was read and is not trained yet comes first when its loader is read again."""
+
+    def __init__(self) -> None:
+        self._ahead: deque[tuple[Any, deque[Loaded]]] = deque(maxlen=LOADERS)
+
+    def peek(self, iterator: Iterator[Any] | None, count: int, has_loss: bool) -> list[Loaded] | None:
+        """The next micro-batches of a loader, which stay the next ones; None where it ends before."""
+        if iterator is None:
+            raise CADDataError(
+                "this stage loads data and has none: pass data_iter to train_batch on the first and the last stage"
+            )
+        ahead = self._of(iterator)
+        while len(ahead) < count:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return None
+            ahead.append(read_micro_batch(batch, has_loss))
+        return list(ahead)[:count]
+
+    def drop(self, iterator: Iterator[Any] | None, count: int) -> None:
+        """The next micro-batches of a loader are about to be trained."""
+        ahead = self._of(iterator)
+        for _ in range(count):
+            ahead.popleft()
+
+    def _of(self, iterator: Any) -> deque[Loaded]:
+        for known, ahead in self._ahead:
+            if known is iterator:
+                return ahead
+        ahead = deque()
+        self._ahead.append((iterator, ahead))
+        return ahead

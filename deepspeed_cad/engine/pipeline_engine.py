@@ -6,6 +6,7 @@ classes stay as they are.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from functools import wraps
@@ -16,11 +17,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ForwardPass, InferenceSchedule
 
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.engine.block import find_config
 from deepspeed_cad.engine.pipeline import PipelineBinding
+from deepspeed_cad.engine.pipeline_refusals import refuse_block, refuse_deepspeed, refuse_module
 from deepspeed_cad.engine.pipeline_schedule import BackwardTicks, ForwardTicks, LockstepSchedule
 from deepspeed_cad.integrations.pipeline import install_attention
 from deepspeed_cad.meet import together
-from deepspeed_cad.session import open_session
+from deepspeed_cad.session import Session, open_session
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -28,7 +31,14 @@ logger = logging.getLogger("deepspeed_cad")
 def initialize_pipeline(
     original: Callable[..., Any], config: CADConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Run `deepspeed.initialize` for a PipelineModule and turn CAD on for its engine."""
+    """Run `deepspeed.initialize` for a PipelineModule and turn CAD on for its engine.
+
+    Raises CADConfigError and CADUnsupportedError for what CAD does not combine with, before DeepSpeed starts.
+    """
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    refuse_block(config)
+    refuse_deepspeed(find_config(original, args, kwargs))
+    refuse_module(given["model"])
     with together():
         engine, optimizer, loader, scheduler = original(*args, **kwargs)
     binding = bind_pipeline(engine, config)
@@ -40,7 +50,7 @@ def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     """Turn CAD on for an engine."""
     session = open_session(config, torch.device(engine.device))
     binding = PipelineBinding(engine, session)
-    install_attention(engine.module, binding)
+    binding.check_attention(install_attention(engine.module, binding))
     session.bind(engine.module, binding)
     engine._train_schedule = lambda: LockstepSchedule(binding.rounds, engine.stage_id)
     engine._INSTRUCTION_MAP = {
@@ -54,7 +64,26 @@ def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     engine.dynamic_shape = engine.module.dynamic_shape = True
     engine.train_batch = _make_train_batch(binding, engine.train_batch)
     engine.eval_batch = _make_eval_batch(binding, engine.eval_batch)
+    if config.monitor:
+        _report_statistics(engine, session)
     return binding
+
+
+def _report_statistics(engine: PipelineEngine, session: Session) -> None:
+    """Write CAD's figures to the engine's monitor after every step."""
+    train_batch = engine.train_batch
+
+    @wraps(train_batch)
+    def train_and_report(data_iter: Any = None) -> Any:
+        loss = train_batch(data_iter)
+        if engine.monitor.enabled and engine.global_rank == 0:
+            figures = session.take_statistics("monitor").as_events()
+            engine.monitor.write_events(
+                [(f"Train/{name}", value, engine.global_samples) for name, value in figures.items()]
+            )
+        return loss
+
+    engine.train_batch = train_and_report
 
 
 def _make_ticks(binding: PipelineBinding, run: Callable[..., None], backward: bool) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pipelines
@@ -121,3 +122,107 @@ def test_what_stages_are_made_of(fresh_workers: WorkerPool) -> None:
         (2, 3, {"interval": 2, "pipeline": {"use_reentrant": False}}),
     ]
     fresh_workers.run(_compare, 4, cases, timeout=200.0)
+
+
+def _engine(stages: int, count: int, changes: dict[str, Any], block: dict[str, Any], model: Any = None) -> Any:
+    import deepspeed
+
+    import deepspeed_cad
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    deepspeed_cad.install()
+    module = pipelines.by_hand(training.tiny_llama(torch.float32, num_hidden_layers=LAYERS), stages)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": count,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_allow_untested_optimizer": True, **changes,
+    }  # fmt: skip
+    if block is not None:
+        config["cad"] = block
+    else:
+        module.dynamic_shape = True
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    return engine
+
+
+def _losses(
+    rank: int, world: int, stages: int, count: int, changes: dict[str, Any], block: dict[str, Any]
+) -> list[list[float]]:
+    """Losses of four steps on one loader with evaluations between, with CAD and without."""
+    import deepspeed_cad
+    from deepspeed_cad.session import close_session
+
+    found = []
+    for cad in (block, None):
+        engine = _engine(stages, count, changes, cad)
+        replica = engine.grid.get_data_parallel_id()
+        loader = iter([pair for step in range(5) for pair in pipelines.pairs(replica, count, step)])
+        losses = [float(engine.train_batch(loader)) for _ in range(2)]
+        losses.append(float(engine.eval_batch(iter(pipelines.pairs(replica, count, 7)))))
+        losses.append(float(engine.train_batch(loader)))
+        losses.append(float(engine.eval_batch(loader, num_micro_batches=count)))  # takes what was read ahead
+        losses.append(float(engine.train_batch(loader)))
+        if cad is not None:
+            with pytest.raises(StopIteration):
+                engine.train_batch(loader)
+            session = deepspeed_cad.current_session()
+            assert session is not None and session.counts.forwards == session.counts.backwards > 0
+        found.append(losses)
+        close_session()
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "block", "tolerance"),
+    [
+        ({}, {}, 1e-5),
+        ({"zero_optimization": {"stage": 1}}, {"look_ahead": 0}, 1e-5),
+        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, {"overlap": "none"}, 2e-2),
+        ({}, {"pipeline_in_flight": 2}, 1e-5),
+    ],
+    ids=["plain", "ZeRO-1, no look-ahead", "ZeRO-1, bf16", "two in flight"],
+)
+def test_loaders_and_engines(
+    fresh_workers: WorkerPool, changes: dict[str, Any], block: dict[str, Any], tolerance: float
+) -> None:
+    """Losses are those without CAD whatever reads ahead of whom, and the end of a loader is one on all ranks."""
+    for cad, plain in fresh_workers.run(_losses, 4, 2, 3, changes, {**BLOCK, **block}, timeout=120.0):
+        assert cad == pytest.approx(plain, abs=tolerance)
+
+
+def _wrong(rank: int, world: int, what: str) -> str:
+    """The error of one kind of bad input, on this rank."""
+    from deepspeed_cad.errors import CADError
+
+    try:
+        if what == "ZeRO-2":
+            _engine(2, 2, {"zero_optimization": {"stage": 2}}, BLOCK)
+        elif what == "recompute_attention":
+            _engine(2, 2, {}, {**BLOCK, "recompute_attention": True})
+        else:
+            engine = _engine(2, 2, {}, BLOCK)
+            pairs = pipelines.pairs(0, 2, rank if what == "different data" else 0)
+            if what == "no labels":
+                pairs[1] = (pairs[1][0], torch.full_like(pairs[1][1], -100))
+            engine.train_batch(iter(pairs))
+    except CADError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("ZeRO-2", "CADUnsupportedError: .*stage 2"),
+        ("recompute_attention", 'CADConfigError: .*"recompute_attention"'),
+        ("no labels", "CADDataError: .*all labels of a micro-batch are -100"),
+        ("different data", "CADDataError: .*on the first stage"),
+    ],
+)
+def test_bad_input_is_one_error_on_all_ranks(fresh_workers: WorkerPool, what: str, expected: str) -> None:
+    for said in fresh_workers.run(_wrong, 2, what, timeout=60.0):
+        assert re.match(expected, said), said
