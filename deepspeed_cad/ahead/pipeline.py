@@ -13,8 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from deepspeed_cad.ahead.gather import Subject, What
 from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.plan import Plans
@@ -22,9 +20,15 @@ from deepspeed_cad.ahead.rounds import Rounds
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.attention.program import LayerKind, ProgramTick
 from deepspeed_cad.attention.setup import CallSetup, Modes
+from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel
-from deepspeed_cad.layout import Layout, LocalSegments, assemble
+from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.plan import Plan, PlanInput
+
+BACKWARD_PAIRS = 5 / 7
+"""Share of the matrix products of a query-key pair that backward has."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,18 @@ class PlannedPhase:
 def key_of(kind: LayerKind) -> PlanKey:
     """What plans of a layer differ in."""
     return PlanKey(kind.rule.window, kind.shape)
+
+
+def tick_cost(cost: CostModel, backward: bool) -> CostModel:
+    """What a task costs in one direction, of its cost in both.
+
+    A kernel multiplies two matrices per pair forward and five backward, at about one speed. What a KV row costs, it
+    costs backward, where each task writes dK and dV for its whole prefix: forward is as fast with 128 rows of a task as
+    with all. (H200, FlashAttention-4: benchmarks/results/kernels-h200.md.)
+    """
+    if backward:
+        return replace(cost, pair=cost.pair * BACKWARD_PAIRS, row=cost.row / 2, task=cost.task / 2)
+    return replace(cost, pair=cost.pair * (1 - BACKWARD_PAIRS), row=cost.row / 2, key=0.0, task=cost.task / 2)
 
 
 def phase_layout(
@@ -154,12 +170,11 @@ class StepPlans:
             raise CADError("a step of the pipeline is planned that a loader did not reach")
         turn, plans.turn = plans.turn, plans.turn + 1
         parts: dict[tuple[int, ...], MicroBatch] = {}
-        nobody_late = np.zeros(len(self.places))
         for stages in dict.fromkeys(tick.stages for tick in self.program):
             layout = phase_layout(self.places, self._documents, self.rounds, round_, backward, stages)
             part = MicroBatch(
                 plans.gatherer.rank, layout, (layout.tick(),), plans.device,
-                partial(plans.plan_tick, late=nobody_late), self._remember, plans.transport(), plans.counts,
+                partial(self._plan_tick, backward), self._remember, plans.transport(), plans.counts,
                 aside=plans.aside(), turn=turn,
             )  # fmt: skip
             part.plan_all(list(dict.fromkeys(key_of(tick.kind) for tick in self.program if tick.stages == stages)))
@@ -167,6 +182,16 @@ class StepPlans:
         plans_of = [{(key, i): one for (key, _), one in part.planned.items()} for i, part in enumerate(parts.values())]
         counted = replace(next(iter(parts.values())), planned={k: v for one in plans_of for k, v in one.items()})
         return PlannedPhase(turn, parts, counted)
+
+    def _plan_tick(self, backward: bool, tick: Tick, key: PlanKey) -> Plan:
+        plans = self.plans
+        cost = tick_cost(plans.cost.cost_for(key.shape), backward)
+        return make_plan(
+            PlanInput(
+                tick, key.shape, cost, key.window, plans.config.tolerance, plans.config.granularity,
+                ranks_per_node=plans.ranks_per_node,
+            )
+        )  # fmt: skip
 
     def _remember(self, fingerprint: int, what: str) -> None:
         self._fingerprint = (self._fingerprint * 1000003 + fingerprint) & ((1 << 62) - 1)

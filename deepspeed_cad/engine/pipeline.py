@@ -138,7 +138,7 @@ class PipelineBinding:
     def begin_evaluation(self, count: int) -> None:
         """Before an evaluation: every stage learns the documents that it will attend alone."""
         self._refuse_abandoned()
-        mine = self._peek(count)
+        mine = self._peek(count, has_loss=False)
         documents = self._gather(mine, count)
         if documents is None:
             raise StopIteration("a loader of the pipeline ended within this evaluation")
@@ -233,12 +233,13 @@ class PipelineBinding:
         if self.session.plans.abandoned is not None:
             raise CADPeerError(str(self.session.plans.abandoned))
 
-    def _peek(self, count: int) -> list[Loaded] | None:
+    def _peek(self, count: int, has_loss: bool = True) -> list[Loaded] | None:
         """This rank's next micro-batches: none on a stage that loads nothing, None where the loader ended."""
         if not self._loads:
             return []
+        has_loss = has_loss and self.engine.module.loss_fn is not None
         try:
-            return self._reader.peek(self.engine.data_iterator, count, self.engine.module.loss_fn is not None)
+            return self._reader.peek(self.engine.data_iterator, count, has_loss)
         except CADError as error:
             self.feed.fail(error)
 

@@ -16,14 +16,14 @@ LAYERS = 4
 
 
 def _gradients(
-    stages: int, count: int, block: dict[str, Any] | None, parts: list[int] | None = None, interval: int = 0,
-    **changes: Any,
+    stages: int, count: int, block: dict[str, Any] | None, parts: list[int] | None = None, frozen: bool = False,
+    interval: int = 0, **changes: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
     """Losses of two steps, and the summed gradients of both, by name and layer, on this stage."""
     import deepspeed
     from deepspeed.runtime.pipe.schedule import OptimizerStep
 
-    model = training.tiny_llama(torch.float64, num_hidden_layers=LAYERS)
+    model = _model(frozen)
     module = pipelines.by_hand(model, stages, parts, interval)
     module.dynamic_shape = True
     config = {
@@ -32,7 +32,7 @@ def _gradients(
     }  # fmt: skip
     if block is not None:
         config["cad"] = block
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1.0)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
     group, replicas = engine.grid.get_data_parallel_group(), engine.grid.get_data_parallel_world_size()
@@ -40,9 +40,10 @@ def _gradients(
 
     def add(engine: Any) -> None:
         for name, p in module.named_parameters():
-            torch.distributed.all_reduce(p.grad, group=group)
-            total[name] += p.grad / replicas
-            p.grad = None
+            if p.requires_grad:
+                torch.distributed.all_reduce(p.grad, group=group)
+                total[name] += p.grad / replicas
+                p.grad = None
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: add}
     losses = []
@@ -53,12 +54,21 @@ def _gradients(
     return losses, total
 
 
-def _in_one_process(replicas: int, count: int) -> dict[str, torch.Tensor]:
+def _model(frozen: bool) -> Any:
     model = training.tiny_llama(torch.float64, num_hidden_layers=LAYERS)
+    if frozen:
+        # No gradient reaches attention of the first layer, and its tick comes all the same.
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def _in_one_process(replicas: int, count: int, frozen: bool = False) -> dict[str, torch.Tensor]:
+    model = _model(frozen)
     for step in range(2):
         pipelines.in_one_process(model, replicas, count, step)
     module = torch.nn.ModuleDict({str(i): part for i, part in enumerate(pipelines.layers(model))})
-    return {name: p.grad / replicas for name, p in module.named_parameters()}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad / replicas for name, p in module.named_parameters()}
 
 
 def _compare(rank: int, world: int, cases: list[tuple[int, int, dict[str, Any]]]) -> list[tuple[float, float]]:
@@ -77,7 +87,7 @@ def _compare(rank: int, world: int, cases: list[tuple[int, int, dict[str, Any]]]
         assert session is not None and session.statistics.imbalance < 1.05
         close_session()
         expected, theirs = _gradients(stages, count, None, **changes)
-        alone = _in_one_process(world // stages, count)
+        alone = _in_one_process(world // stages, count, changes.get("frozen", False))
         for loss, other in zip(losses, expected, strict=True):
             assert loss == other or abs(loss - other) < 1e-10
         for name, gradient in own.items():
@@ -118,6 +128,7 @@ def test_what_stages_are_made_of(fresh_workers: WorkerPool) -> None:
     cases = [
         (2, 3, {"parts": [0, 2, 6]}),
         (2, 3, {"parts": [0, 1, 6]}),
+        (2, 3, {"frozen": True}),
         (2, 3, {"interval": 1}),
         (2, 3, {"interval": 2, "pipeline": {"use_reentrant": False}}),
     ]

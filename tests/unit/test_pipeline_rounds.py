@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.pipeline import Place, phase_layout
+from deepspeed_cad.ahead.pipeline import Place, phase_layout, tick_cost
 from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.rounds import Rounds
 from deepspeed_cad.attention.program import LayerKind, ProgramTick, merge_stages
-from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
@@ -91,6 +91,14 @@ def test_light_micro_batches_come_first_and_last() -> None:
     orders = order_micro_batches(work)
     assert [work[0][m] for m in orders[0]] == [1.0, 3.0, 5.0, 4.0, 2.0]
     assert sorted(orders[1]) == list(range(5))
+
+
+def test_a_task_costs_in_both_directions_what_it_costs_in_all() -> None:
+    cost = CostModel(pair=2.0, row=3.0, key=5.0, task=7.0)
+    forward, backward = (tick_cost(cost, direction) for direction in (False, True))
+    assert forward.key == 0 and backward.key == cost.key
+    for begin, end in ((0, 10), (100, 357)):
+        assert forward.of(begin, end) + backward.of(begin, end) == pytest.approx(cost.of(begin, end))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
