@@ -141,6 +141,8 @@ class _Pipeline(PipelineModule):
             else:
                 specs.append(made[kind]())
         self._layer_specs = specs
+        # What other stages have of a model in memory is let go.
+        del self.__dict__["_load"]
         super()._build()
 
     def named_weights(self) -> dict[str, torch.Tensor]:
