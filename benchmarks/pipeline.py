@@ -66,11 +66,12 @@ class Local:
         scaling: float | None = None, position_ids: torch.Tensor | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """As transformers calls it: [1, heads, T, head size]."""
-        known = self._made.get(id(position_ids))
-        if known is None or known[0] is not position_ids:
+        # By address: a recompute gets another tensor of the same memory, which is held here and so not used again.
+        known = self._made.get(position_ids.data_ptr())
+        if known is None:
             starts = (position_ids[0] == 0).nonzero().flatten().tolist()
             lengths = [end - begin for begin, end in zip(starts, [*starts[1:], position_ids.shape[-1]])]
-            known = self._made[id(position_ids)] = position_ids, make_sequences(lengths, lengths, query.device)
+            known = self._made[position_ids.data_ptr()] = position_ids, make_sequences(lengths, lengths, query.device)
             while len(self._made) > 64:
                 self._made.pop(next(iter(self._made)))
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))

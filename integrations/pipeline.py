@@ -45,11 +45,22 @@ def install_attention(stage: torch.nn.Module, binding: Attends) -> int:
     for module in stage.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
+            refuse_dropout(config)
             config._attn_implementation = NAME
             if "Attention" in type(module).__name__:
                 setattr(module, _BINDING, binding)
                 found += 1
     return found
+
+
+def refuse_dropout(config: Any) -> None:
+    """Raise CADUnsupportedError where attention weights would be dropped at random."""
+    for name in ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if getattr(config, name, 0.0):
+            raise CADUnsupportedError(
+                f"{name} is {getattr(config, name)} in the model's config: attention weights would be dropped at "
+                f"random on another rank than without CAD. Set {name}=0.0; dropout elsewhere in the model is fine"
+            )
 
 
 class Window:

@@ -125,8 +125,6 @@ class PipelineBinding:
         self._loaded = deque(loaded[m] for m in order) if loaded else deque()
         if self._loads:
             self._reader.drop(self.engine.data_iterator, count)
-        if self.session.config.look_ahead:
-            self._next = self._plan_step(self.program, self._peek(count), rounds)
 
     def end_step(self) -> None:
         """After a step. Raises CADPeerError where ranks made different plans."""
@@ -187,6 +185,10 @@ class PipelineBinding:
             if backward:
                 del self._in_flight[micro_batch]
         phase.finish()
+        if round_ == 0 and self.session.config.look_ahead:
+            # Once the GPU has work: reading data takes time.
+            rounds = self._plans.rounds
+            self._next = self._plan_step(self.program, self._peek(rounds.micro_batches), rounds)
 
     def run_alone(self, work: Callable[[], None]) -> None:
         """The forward of the next micro-batch of an evaluation."""

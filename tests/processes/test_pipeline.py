@@ -135,7 +135,7 @@ def test_what_stages_are_made_of(fresh_workers: WorkerPool) -> None:
     fresh_workers.run(_compare, 4, cases, timeout=200.0)
 
 
-def _engine(stages: int, count: int, changes: dict[str, Any], block: dict[str, Any], model: Any = None) -> Any:
+def _engine(stages: int, count: int, changes: dict[str, Any], block: dict[str, Any] | None, **model: Any) -> Any:
     import deepspeed
 
     import deepspeed_cad
@@ -143,7 +143,7 @@ def _engine(stages: int, count: int, changes: dict[str, Any], block: dict[str, A
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     deepspeed_cad.install()
-    module = pipelines.by_hand(training.tiny_llama(torch.float32, num_hidden_layers=LAYERS), stages)
+    module = pipelines.by_hand(training.tiny_llama(torch.float32, num_hidden_layers=LAYERS, **model), stages)
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": count,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
@@ -211,6 +211,8 @@ def _wrong(rank: int, world: int, what: str) -> str:
     try:
         if what == "ZeRO-2":
             _engine(2, 2, {"zero_optimization": {"stage": 2}}, BLOCK)
+        elif what == "dropout":
+            _engine(2, 2, {}, BLOCK, attention_dropout=0.1)
         elif what == "recompute_attention":
             _engine(2, 2, {}, {**BLOCK, "recompute_attention": True})
         else:
@@ -230,6 +232,7 @@ def _wrong(rank: int, world: int, what: str) -> str:
     [
         ("ZeRO-2", "CADUnsupportedError: .*stage 2"),
         ("recompute_attention", 'CADConfigError: .*"recompute_attention"'),
+        ("dropout", "CADUnsupportedError: attention_dropout is 0.1"),
         ("no labels", "CADDataError: .*all labels of a micro-batch are -100"),
         ("different data", "CADDataError: .*on the first stage"),
     ],
@@ -237,3 +240,30 @@ def _wrong(rank: int, world: int, what: str) -> str:
 def test_bad_input_is_one_error_on_all_ranks(fresh_workers: WorkerPool, what: str, expected: str) -> None:
     for said in fresh_workers.run(_wrong, 2, what, timeout=60.0):
         assert re.match(expected, said), said
+
+
+def _raises(rank: int, world: int) -> str:
+    """One rank's loss raises in the second step."""
+    from deepspeed_cad.errors import CADError
+
+    engine = _engine(2, 2, {}, {**BLOCK, "timeout_s": 20})
+    loader = iter([pair for step in range(3) for pair in pipelines.pairs(0, 2, step)])
+    engine.train_batch(loader)
+    if engine.is_last_stage():
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("out of everything")
+
+        engine.module.loss_fn = fail
+    try:
+        engine.train_batch(loader)
+    except (CADError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_is_named_on_the_others(fresh_workers: WorkerPool) -> None:
+    serving, raised = fresh_workers.run(_raises, 2, timeout=60.0)
+    assert raised == "RuntimeError: out of everything"
+    assert serving.startswith("CADPeerError") and "rank 1" in serving and "out of everything" in serving
