@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import os
 import sys
 import warnings
@@ -39,7 +38,7 @@ from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import KERNELS, choose  # noqa: E402
 from deepspeed_cad.session import close_session  # noqa: E402
 
-OVERLAPS = ("pingpong", "local_first", "none")
+OVERLAPS = ("interleave", "pingpong", "local_first", "none")
 CHECKPOINTING = ("no", "kept", "recomputed")
 """Without activation checkpointing; with it, attention kept; with it, attention run again."""
 
@@ -224,7 +223,7 @@ def main() -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if options.hosts:
         host = [int(one) for one in options.hosts.split(",")][rank]
-        probe.choose_transport = functools.partial(probe.choose_transport, host=host)
+        probe.host_number = lambda: host
     dtype = torch.bfloat16 if cuda else torch.float32
     size = (2, options.hidden, options.heads, options.kv_heads, options.hidden // 2, 512)
     model = make_model(*size, ranks * options.tokens, device, dtype)

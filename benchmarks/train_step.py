@@ -11,7 +11,7 @@ compared. README.md says what every figure means. On machines without GPUs it ru
 from __future__ import annotations
 
 import argparse
-import functools
+import dataclasses
 import json
 import logging
 import os
@@ -29,6 +29,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
+from train_hybrid import attending_layers, make_hybrid  # noqa: E402
 from train_model import ChunkedLoss, ShardedAdamW, add_sizes, make_model, matrix_parameters  # noqa: E402
 from train_modes import CADMode, Mode, make_modes  # noqa: E402
 from train_report import Measured, summarise, write_results  # noqa: E402
@@ -133,6 +134,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--workload", type=Path, required=True, help="JSON with document lengths per step and rank")
     add("--mode", default="dp,cad,bound", help='comma-separated; also cad:recompute, cad@{"overlap": "none"}')
     add_sizes(parser)
+    add("--model", choices=("llama", "hybrid"), default="llama", help="hybrid: of four layers three are delta nets")
     add("--dtype", choices=("bfloat16", "float32", "float64"), help="bfloat16 on GPUs, else float32")
     add("--kernel", default="auto", help="attention kernel of every mode")
     add("--cad", type=json.loads, default={}, help='the "cad" block that the modes cad… start from')
@@ -159,7 +161,7 @@ def pretend_hosts(hosts: list[int], link: str) -> None:
     the host. "nvlink": NCCL as it is.
     """
     host = hosts[int(os.environ["RANK"])]
-    probe.choose_transport = functools.partial(probe.choose_transport, host=host)
+    probe.host_number = lambda: host
     if link == "sockets":
         os.environ.update(
             NCCL_HOSTID=f"pretended-{host}", NCCL_SOCKET_IFNAME="lo", NCCL_SOCKET_NTHREADS="8",
@@ -196,11 +198,14 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     logging.getLogger("deepspeed_cad").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     workload = Workload.load(options.workload).fit(ranks, options.tokens_per_rank, options.scale, options.steps)
+    if options.model != "llama":
+        workload = dataclasses.replace(workload, name=f"{workload.name}_{options.model}")
     dtype = getattr(torch, options.dtype or ("bfloat16" if cuda else "float32"))
-    model = make_model(
+    model = (make_hybrid if options.model == "hybrid" else make_model)(
         options.layers, options.hidden, options.heads, options.kv_heads, options.ffn, options.vocab,
         workload.row_tokens, device, dtype,
     )  # fmt: skip
+    options.attending_layers = attending_layers(model)
     if not options.no_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = ShardedAdamW(list(model.parameters()), options.lr)
@@ -212,12 +217,25 @@ def main() -> None:
     modes = make_modes(split_names(options.mode), model, setting)
     trainer = Trainer(setting, optimizer, matrix_parameters(model))
     results = measure(trainer, modes, options)
+    results["links"] = {
+        mode.name: str(mode.session.traffic.links)
+        for mode in modes
+        if isinstance(mode, CADMode) and mode.session.traffic is not None
+    }
+    # What benchmarks/foreseen.py foresees steps on several hosts with.
+    traffics = [mode.session.traffic for mode in modes if isinstance(mode, CADMode)]
+    for start in [traffic.start for traffic in traffics if traffic is not None][:1]:
+        speeds = {"inside": start.inside, "between": start.between}
+        results["link_GBps"] = {kind: speed and speed / 1e9 for kind, speed in speeds.items()}
     if rank == 0:
         sys.stdout.write(write_results(results, options.output))
     for mode in modes:
         if isinstance(mode, CADMode):
             late = " ".join(f"{1e3 * seconds:+.3f}" for seconds in mode.session.pace.late)
             say(f"{mode.name}: found ranks late by {late} ms in attention forward and backward")
+            if mode.session.traffic is not None:
+                traffic = mode.session.traffic
+                say(f"{mode.name}: {traffic.links}, at start {traffic.start}, brake level {traffic.brake.level}")
             found = mode.session.statistics
             say(
                 f"{mode.name}: attention max/mean {found.imbalance_before:.3f} as the documents lay, "

@@ -19,11 +19,15 @@ namespace cad {
 
 using std::size_t;
 
+using Ranks = std::vector<int32_t>;
+
 struct Problem {
-    int64_t ranks, groups, window, granularity, node_size;
+    int64_t ranks, groups, window, granularity;
     int64_t query_bytes, output_bytes, key_value_bytes;
-    double pair, row, key, task, inside, between, tolerance;
+    double pair, row, key, task, inside, between;
     const double *base, *speed, *memory;
+    int64_t hosts;
+    const int64_t* host;  // of each rank, numbered in the order in which hosts first appear
     int64_t query_count, key_count;
     const int64_t *query_document, *query_begin, *query_end, *query_rank;
     const int64_t *key_document, *key_begin, *key_end, *key_rank;
@@ -68,6 +72,17 @@ struct Task {
     bool operator<(const Task& other) const;
 };
 
+// What a plan moves in one layer's forward: planner/flows.py.
+struct Flows {
+    struct Pair {
+        int64_t home, server, with_rows;
+        bool operator<(const Pair& other) const;
+    };
+    std::vector<int64_t> bytes;   // [4][2][ranks]: QKV sent and received, O sent and received; inside and between hosts
+    std::vector<double> waiting;  // work of tasks that read anything from another rank
+    std::vector<Pair> pairs;      // ordered
+};
+
 // Who runs which rows of each (document, head group), while a plan is being made: planner/columns.py.
 class Columns {
 public:
@@ -84,7 +99,7 @@ public:
     }
     double link(int32_t home, int32_t server) const {
         if (home == server) return 0.0;
-        return home / p.node_size == server / p.node_size ? p.inside : p.between;
+        return p.host[home] == p.host[server] ? p.inside : p.between;
     }
     // The column of one head group: cells ordered by begin.
     const Cell* column(int32_t document, int64_t group, int32_t* count) const;
@@ -94,7 +109,7 @@ public:
     void move(int32_t document, int64_t group, int64_t begin, int64_t end, int32_t server);
     int32_t segment_of(int32_t document, int64_t row) const;
     std::vector<Task> tasks() const;
-    void count_sent(std::vector<int64_t>* sent, std::vector<int64_t>* between) const;
+    Flows flows() const;
 
     const Problem& p;
     std::vector<Segment> segments;
@@ -113,26 +128,33 @@ private:
 
     std::vector<Cell> base_;                     // one per segment: the column of a document at home
     std::vector<std::vector<Column>> touched_;
-    std::vector<int32_t> keys_by_rank_;          // per document, its keys ordered by (home, begin)
+    std::vector<int32_t> keys_by_rank_;          // per document, its keys ordered by (host, home, begin)
     std::vector<int64_t> rows_before_;           // key rows of the document before each key segment
     mutable Spans needed_;
 };
 
 void spans_of(const Cell* column, int32_t count, int32_t server, Spans* spans);
 
-double finish_time(double work, const Problem& p);
-std::vector<double> work_until(double time, const Problem& p);
-void settle_levels(const std::vector<double>& load, const Problem& p, double finish, double tolerance,
+// Base loads and speeds of some ranks.
+struct Pace {
+    std::vector<double> base, speed;
+};
+
+double finish_time(double work, const Pace& pace);
+std::vector<double> work_until(double time, const Pace& pace);
+void settle_levels(const std::vector<double>& load, const Pace& pace, double finish, double tolerance,
                    std::vector<double>* give, std::vector<double>* take);
 
-// Rounds of moves until every rank is within the tolerance, or nothing helps: planner/reference.py.
-void balance(Columns* columns);
-double slowest(const std::vector<double>& load, const Problem& p);
-
+// What a round aims at, of all ranks.
 struct Levels {
+    explicit Levels(int64_t ranks);  // no rank gives or takes
     std::vector<double> most, give, take, slack;
 };
 
-void run_round(Columns* columns, const Levels& levels);
+void settle_units(const std::vector<double>& load, const Pace& pace, const std::vector<Ranks>& units, double upper,
+                  Levels* levels);
+
+// Moves between the ranks of a pool.
+void run_round(Columns* columns, const Levels& levels, const Ranks& pool);
 
 }  // namespace cad

@@ -78,7 +78,10 @@ Columns::Columns(const Problem& problem)
     for (const Document& document : documents) {
         if (document.keys <= kFewKeys) continue;
         const auto from = keys_by_rank_.begin() + document.first_key;
-        std::stable_sort(from, from + document.keys, [&](int32_t a, int32_t b) { return keys[a].home < keys[b].home; });
+        std::stable_sort(from, from + document.keys, [&](int32_t a, int32_t b) {
+            const int32_t one = keys[a].home, other = keys[b].home;
+            return std::tie(p.host[one], one) < std::tie(p.host[other], other);
+        });
     }
     base_.reserve(segments.size());
     for (size_t index = 0; index < segments.size(); ++index) {
@@ -194,12 +197,12 @@ Missing Columns::missing(int32_t document, int32_t server, const Spans& spans) c
     }
     const Document& of = documents[document];
     int64_t inside = 0, between = 0;
-    const int64_t node = server / p.node_size;
+    const int64_t host = p.host[server];
     const KeySegment* own = keys.data() + of.first_key;
     if (of.keys <= kFewKeys) {
         for (int32_t at = 0; at < of.keys; ++at) {
             if (own[at].home == server) continue;
-            (own[at].home / p.node_size == node ? inside : between) += overlap(needed, own[at]);
+            (p.host[own[at].home] == host ? inside : between) += overlap(needed, own[at]);
         }
     } else {
         const auto below = [&](int64_t position) {
@@ -211,15 +214,15 @@ Missing Columns::missing(int32_t document, int32_t server, const Spans& spans) c
         };
         for (const Span& span : needed) between += below(span.second) - below(span.first);
         const auto from = keys_by_rank_.begin() + of.first_key, to = from + of.keys;
-        const auto first_rank = static_cast<int32_t>(node * p.node_size);
-        auto at = std::lower_bound(from, to, first_rank, [&](int32_t key, int32_t rank) { return keys[key].home < rank; });
-        if (p.node_size >= p.ranks) {  // one node: all that is not the server's own lies inside
-            at = std::lower_bound(from, to, server, [&](int32_t key, int32_t rank) { return keys[key].home < rank; });
+        if (p.hosts == 1) {  // all that is not the server's own lies inside
+            auto at = std::lower_bound(from, to, server, [&](int32_t key, int32_t rank) { return keys[key].home < rank; });
             for (; at != to && keys[*at].home == server; ++at) between -= overlap(needed, keys[*at]);
             inside = between;
             between = 0;
         } else {
-            for (; at != to && keys[*at].home / p.node_size == node; ++at) {
+            auto at = std::lower_bound(from, to, host,
+                                       [&](int32_t key, int64_t value) { return p.host[keys[key].home] < value; });
+            for (; at != to && p.host[keys[*at].home] == host; ++at) {
                 const int64_t rows = overlap(needed, keys[*at]);
                 between -= rows;
                 if (keys[*at].home != server) inside += rows;
@@ -328,55 +331,6 @@ std::vector<Task> Columns::tasks() const {
         std::sort(tasks.begin() + first_task, tasks.end());
     }
     return tasks;
-}
-
-void Columns::count_sent(std::vector<int64_t>* sent, std::vector<int64_t>* between) const {
-    sent->assign(p.ranks, 0);
-    between->assign(p.ranks, 0);
-    const auto send = [&](int32_t from, int32_t to, int64_t bytes) {
-        (*sent)[from] += bytes;
-        if (from / p.node_size != to / p.node_size) (*between)[to] += bytes;
-    };
-    std::vector<std::pair<int32_t, int32_t>> runs;
-    std::vector<std::pair<int32_t, Span>> reads;
-    for (size_t at = 0; at < documents.size(); ++at) {
-        const Document& document = documents[at];
-        const KeySegment* own = keys.data() + document.first_key;
-        if (document.touched < 0 && document.segments == 1 && document.keys == 1 &&
-            own->home == segments[document.first_segment].home)
-            continue;
-        classes(static_cast<int32_t>(at), &runs);
-        for (const auto& run : runs) {
-            const int64_t groups = run.second - run.first;
-            int32_t count;
-            const Cell* cells = column(static_cast<int32_t>(at), run.first, &count);
-            reads.clear();
-            for (int32_t cell = 0; cell < count; ++cell) {
-                const Cell& one = cells[cell];
-                reads.push_back({one.server, {one.begin, one.end}});
-                if (one.server == one.home) continue;
-                send(one.home, one.server, (one.end - one.begin) * groups * p.query_bytes);
-                send(one.server, one.home, (one.end - one.begin) * groups * p.output_bytes);
-            }
-            std::sort(reads.begin(), reads.end());
-            for (size_t read = 0; read < reads.size();) {
-                const int32_t server = reads[read].first;
-                Spans needed;
-                for (; read < reads.size() && reads[read].first == server; ++read) {
-                    const int64_t start = first_key(reads[read].second.first);
-                    if (!needed.empty() && start <= needed.back().second)
-                        needed.back().second = reads[read].second.second;
-                    else
-                        needed.emplace_back(start, reads[read].second.second);
-                }
-                for (int32_t key = 0; key < document.keys; ++key) {
-                    if (own[key].begin >= needed.back().second) break;
-                    if (own[key].home != server)
-                        send(own[key].home, server, overlap(needed, own[key]) * groups * p.key_value_bytes);
-                }
-            }
-        }
-    }
 }
 
 }  // namespace cad

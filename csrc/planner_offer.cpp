@@ -18,7 +18,7 @@ void Offer::search(int32_t from, const Item& what, int32_t to, const Prices& els
     held = state.missing(item.document, server, theirs_);
     row_bytes = p.query_bytes + p.output_bytes;
     const double dense = state.density(item.end - 1);
-    row_cost = dense > 0.0 ? real(row_bytes) / dense : 0.0;
+    row_cost = dense > 0.0 ? real(row_bytes) * prices.link / dense : 0.0;
     best_ = kNoMove;
     find_path();
     const int64_t all = item.group_end - item.group_begin;
@@ -126,7 +126,7 @@ double Offer::second_trip(int64_t cut) const {
     double again = real(row_bytes * (cut - prices.level));
     const double ground = state.density(prices.level);
     if (ground > 0.0) again *= state.density((cut + prices.level) / 2) / ground - 1.0;
-    return std::min(again, real(p.key_value_bytes * cut));
+    return std::min(again, real(p.key_value_bytes * cut)) * prices.link;
 }
 
 bool Offer::has_room(int32_t owner, int32_t home, int64_t groups, int64_t rows, int64_t keys, int64_t landing) const {

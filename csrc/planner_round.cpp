@@ -16,12 +16,12 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
-void run_round(Columns* columns, const Levels& levels) { Round(columns, levels).run(); }
+void run_round(Columns* columns, const Levels& levels, const Ranks& pool) { Round(columns, levels, pool).run(); }
 
 void Round::run() {
     using Entry = std::pair<double, int32_t>;
     std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> heap;
-    for (int32_t rank = 0; rank < p.ranks; ++rank)
+    for (const int32_t rank : pool_)
         if (state.load[rank] - at.give[rank] > at.slack[rank]) {
             const Move move = choose(rank);
             if (move.server >= 0) heap.emplace(move.rate, rank);
@@ -161,13 +161,11 @@ int64_t Round::water_level(double surplus) const {
 
 void Round::find_emptiest(int32_t donor) {
     int32_t best = -1, near = -1;
-    const int64_t node = donor / p.node_size;
-    const int64_t first = node * p.node_size, last = std::min(first + p.node_size, p.ranks);
-    for (int32_t rank = 0; rank < p.ranks; ++rank) {
+    for (const int32_t rank : pool_) {
         const double deficit = at.take[rank] - state.load[rank];
         if (deficit <= at.slack[rank] || rank == donor) continue;
         if (best < 0 || deficit > at.take[best] - state.load[best]) best = rank;
-        if (rank >= first && rank < last && (near < 0 || deficit > at.take[near] - state.load[near])) near = rank;
+        if (p.host[rank] == p.host[donor] && (near < 0 || deficit > at.take[near] - state.load[near])) near = rank;
     }
     emptiest_.clear();
     if (best >= 0) emptiest_.push_back(best);
@@ -232,9 +230,12 @@ Move Round::cheapest(int32_t donor) {
         if (amount > 0.0) generic = std::min(generic, real(size) / amount);
     }
     const double floor = state.density(level);
-    double fallback = generic * kLeftoverPrice;
-    if (floor > 0.0) fallback = std::max(fallback, real(both) / floor);
-    const Prices prices{surplus, level, fallback, real(longest.end * p.key_value_bytes)};
+    const bool near = std::any_of(emptiest_.begin(), emptiest_.end(),
+                                  [&](int32_t rank) { return p.host[rank] == p.host[donor]; });
+    const double link = near ? p.inside : p.between;
+    double fallback = generic * kLeftoverPrice * link;
+    if (floor > 0.0) fallback = std::max(fallback, real(both) * link / floor);
+    const Prices prices{surplus, level, fallback, real(longest.end * p.key_value_bytes) * link, link};
     Move best = kNoMove;
     int32_t seen[kDocuments];
     size_t seen_count = 0;

@@ -20,7 +20,7 @@ struct Move {
 struct Prices {
     double surplus;
     int64_t level;
-    double fallback, fixed;
+    double fallback, fixed, link;
 };
 
 // The search for the best move of an item to a server; one object serves all searches of a round.
@@ -66,8 +66,8 @@ private:
 
 class Round {
 public:
-    Round(Columns* columns, const Levels& levels)
-        : state(*columns), p(columns->p), at(levels), offer_(*columns, levels) {}
+    Round(Columns* columns, const Levels& levels, const Ranks& pool)
+        : state(*columns), p(columns->p), at(levels), pool_(pool), offer_(*columns, levels) {}
     void run();
 
 private:
@@ -92,6 +92,7 @@ private:
     Columns& state;
     const Problem& p;
     const Levels& at;
+    const Ranks& pool_;
     Offer offer_;
     std::vector<Item> items_;
     std::vector<int32_t> emptiest_, receivers_;

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from _deepspeed_cad_waiter import ASKED, ASKED_FOR, wait_for
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.request import Request, agree, read_environment
+from deepspeed_cad.server.launch import farewell
 
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.active import ProcessCheck
@@ -73,7 +74,9 @@ class Armed:
             self._exit(code)
 
     def _exit_at_once(self, status: int) -> NoReturn:
-        self._exit(status or self.settle())
+        status = status or self.settle()
+        farewell(f"exit code {status}" if status else "")
+        self._exit(status)
 
     def _arm_torch(self, module: ModuleType) -> None:
         from deepspeed_cad.integrations.active import ProcessCheck

@@ -19,13 +19,14 @@ from typing import Any
 from deepspeed_cad.errors import CADConfigError
 
 _CHOICES: dict[str, tuple] = {
-    "overlap": ("local_first", "pingpong", "none"),
+    "overlap": ("auto", "local_first", "interleave", "pingpong", "none"),
     "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
     "backward": ("auto", "keep", "resend"),
     "documents": ("keep", "exchange"),
     "look_ahead": (0, 1),
     "check": ("sampled", "off"),
 }
+LINK_KEYS = ("inside", "between")
 _KERNEL_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 
 
@@ -40,8 +41,15 @@ class CADConfig:
     enabled: bool = True
     """Whether CAD is on. `false` keeps the block in the JSON (its keys are still checked) and changes nothing else."""
 
-    servers: str = "all"
-    """Which ranks execute core attention. "all": every rank serves in place, beside its training work."""
+    servers: str | dict[str, Any] = "all"
+    """Which ranks execute core attention. "all": every rank serves in place, beside its training work. An object
+    reserves ranks that hold no model and only serve: {"reserved": 2} the last 2 ranks of the launch, {"ranks": [6, 7]}
+    these, {"reserved_per_node": 1} the last one of each host, {"joined": 2} as many from `deepspeed-cad serve`.
+    Reserved ranks need the launcher `-m deepspeed_cad.run` or `accelerate-cad launch`; see docs/servers.md."""
+
+    trainers_serve: bool = True
+    """With reserved servers: whether trainers serve too, so that all ranks are equally busy with attention. `false`
+    leaves all of it to the servers."""
 
     tolerance: float = 0.05
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
@@ -56,11 +64,13 @@ class CADConfig:
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
     better; below 128 the backward of most kernels loses speed."""
 
-    overlap: str = "local_first"
+    overlap: str = "auto"
     """What hides the exchange. "local_first": a rank's own tasks run while Q, K and V are on their way and while
-    results return, on GPUs beside the tasks it serves; "pingpong": besides, two nano-batches alternate inside each
-    decoder layer, which also hides exchanges behind linear layers (for slow links, or ranks with little work of their
-    own; inside a node it costs more than it hides); "none": dispatch, serve and return one after the other."""
+    results return, on GPUs beside the tasks it serves; "interleave": besides, two nano-batches alternate over the whole
+    decoder, so that one's linear layers run while servers attend the other (inside decoder layers, as "pingpong", where
+    ZeRO-3 or FSDP shard parameters: docs/interleave.md); "pingpong": two nano-batches alternate inside each decoder
+    layer; "none": dispatch, serve and return one after the other. "auto": "interleave" where ranks are reserved as
+    servers, else "local_first", because inside a node both kinds of nano-batches cost more than they hide."""
 
     transport: str = "auto"
     """What carries an exchange. "auto" takes the fastest that works: "nvlink" (peer copies inside a node), "mixed"
@@ -82,6 +92,13 @@ class CADConfig:
     cost: str = "auto"
     """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
     query-key pairs; or the path of a profile written by `deepspeed-cad profile` (ends in .json)."""
+
+    links: str | Mapping[str, float] = "measure"
+    """How fast ranks exchange data. "measure": CAD times exchanges at start, in under two seconds, and corrects the
+    figures while it trains; or `{"inside": 350, "between": 25}`, GB/s that one rank receives from its host and from
+    other hosts while all ranks do. Give figures where plans must not depend on measured times, or where links are busy
+    while a job starts. Under `torch.use_deterministic_algorithms` nothing is measured: plans take the figures given
+    here, or else those of the profile."""
 
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
@@ -119,7 +136,7 @@ class CADConfig:
     several forwards; 0: none."""
 
     def __post_init__(self) -> None:
-        for key in ("enabled", "recompute_attention", "monitor"):
+        for key in ("enabled", "trainers_serve", "recompute_attention", "monitor"):
             if not isinstance(getattr(self, key), bool):
                 raise _bad(key, getattr(self, key), "true or false")
         for key, allowed in _CHOICES.items():
@@ -143,7 +160,9 @@ class CADConfig:
             raise _bad("kernel", self.kernel, '"auto" or the name of a backend as "deepspeed-cad doctor" lists it')
         if not isinstance(self.cost, str) or not (self.cost in ("auto", "pairs") or self.cost.endswith(".json")):
             raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
-        _refuse_later_features(self)
+        _check_servers(self.servers)
+        _check_links(self)
+        _refuse_combinations(self)
 
     @classmethod
     def from_dict(cls, block: Any) -> "CADConfig":
@@ -175,6 +194,13 @@ class CADConfig:
             content = content["cad"]
         return cls.from_dict(content)
 
+    @property
+    def overlap_used(self) -> str:
+        """`overlap`, with "auto" decided."""
+        if self.overlap != "auto":
+            return self.overlap
+        return "local_first" if self.servers == "all" else "interleave"
+
     def to_dict(self) -> dict[str, Any]:
         """The block with every key; `from_dict` of it gives an equal config."""
         return dataclasses.asdict(self)
@@ -195,12 +221,52 @@ NOT_GLOBAL = (
 """Why exchanging documents is refused in a training loop that CAD does not know."""
 
 
-def _refuse_later_features(config: CADConfig) -> None:
-    """Values that are designed but not built yet: refused with that reason instead of ignored."""
-    if config.servers != "all":
-        raise _bad("servers", config.servers, '"all"', "Reserved attention servers come with a later release.")
+_SERVERS = (
+    '"all", {"reserved": n}, {"ranks": [r, …]}, {"reserved_per_node": n} or {"joined": n}, with n of 1 or more and '
+    "ranks that differ"
+)
+
+
+def _check_servers(servers: Any) -> None:
+    if servers == "all":
+        return
+    if not isinstance(servers, dict) or len(servers) != 1:
+        raise _bad("servers", servers, _SERVERS)
+    kind, value = next(iter(servers.items()))
+    if kind == "ranks":
+        fits = isinstance(value, list) and value and all(type(one) is int and one >= 0 for one in value)
+        fits = fits and len(set(value)) == len(value)
+    else:
+        fits = kind in ("reserved", "reserved_per_node", "joined") and type(value) is int and value >= 1
+    if not fits:
+        raise _bad("servers", servers, _SERVERS)
+
+
+def _refuse_combinations(config: CADConfig) -> None:
+    """Values that do not go together."""
     if config.documents == "exchange" and not config.look_ahead:
         raise _bad("look_ahead", 0, "1", 'With "documents": "exchange" a step is arranged before its first forward.')
+
+
+def _check_links(config: CADConfig) -> None:
+    """ "measure", or both speeds."""
+    links = config.links
+    allowed = '"measure", or an object with the keys "inside" and "between" in GB/s'
+    if links == "measure":
+        return
+    if not isinstance(links, Mapping):
+        raise _bad("links", links, allowed)
+    missing = [key for key in LINK_KEYS if key not in links]
+    unknown = [key for key in links if key not in LINK_KEYS]
+    if missing or unknown:
+        what = f"{_show(unknown[0])} is not known" if unknown else f'"{missing[0]}" is missing'
+        raise _bad("links", dict(links), allowed, f"Its key {what}.")
+    for key in LINK_KEYS:
+        speed = links[key]
+        number = isinstance(speed, int | float) and not isinstance(speed, bool) and math.isfinite(speed)
+        if not number or not speed > 0:
+            raise _bad("links", dict(links), allowed, f'Its key "{key}" is {_show(speed)}; expected GB/s above 0.')
+    object.__setattr__(config, "links", {key: float(links[key]) for key in LINK_KEYS})
 
 
 def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: Any) -> None:

@@ -30,9 +30,9 @@ class CostModel:
     task: float = 0.0
     """Per task and head group."""
     byte_inside: float = 0.0
-    """Per byte received from a rank of the same node."""
+    """Per byte of one layer's forward from a rank of the same host, forward and backward together."""
     byte_between: float = 0.0
-    """Per byte received from another node."""
+    """The same between hosts, where each rank sends and receives at once."""
 
     def of(self, q_begin: npt.ArrayLike, q_end: npt.ArrayLike, window: int | None = None) -> npt.NDArray[np.float64]:
         """Cost of query rows [q_begin, q_end) of a document for one head group, elementwise."""
@@ -42,6 +42,9 @@ class CostModel:
         cost = self.pair * count_pairs(begin, end, window) + self.row * rows + self.key * keys + self.task
         return np.where(rows > 0, cost, 0.0)
 
+
+TICKS_PER_LOAD = 2
+"""A load is that of forward and backward, a tick is one of them."""
 
 PAIRS = CostModel()
 """One per query-key pair: no measurement needed, and exact where kernels run at one speed."""

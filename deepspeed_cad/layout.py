@@ -107,6 +107,10 @@ class Tick:
     query_base: Ints
     key_base: Ints
 
+    def rows(self) -> Layout:
+        """The rows whose output is computed, as a layout of their own; segments may begin inside documents."""
+        return Layout(self.ranks, self.query, self.query_tokens)
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
@@ -22,11 +23,15 @@ class Request:
 
     config: CADConfig
     asked_by: str
+    split: dict[str, Any] | None = None
+    """Where ranks are reserved for serving: this process's numbers (server.split.Split)."""
 
     def publish(self) -> None:
         """Put it into the environment, for the processes that this one starts."""
         # Without blanks where possible: launchers of several hosts may not pass on a variable that holds one.
-        text = {"cad": self.config.to_dict(), "asked_by": self.asked_by}
+        text: dict[str, Any] = {"cad": self.config.to_dict(), "asked_by": self.asked_by}
+        if self.split is not None:
+            text["split"] = self.split
         os.environ[VARIABLE] = json.dumps(text, separators=(",", ":"))
 
 
@@ -42,11 +47,11 @@ def read_environment() -> Request | None:
             f"{VARIABLE} in the environment is {text!r}, which is not JSON: {error}. "
             f'Write the "cad" block, such as {VARIABLE}=\'{{"tolerance": 0.05}}\''
         ) from error
-    asked_by = VARIABLE
+    asked_by, split = VARIABLE, None
     if isinstance(block, dict) and "cad" in block:
-        asked_by = str(block.get("asked_by", VARIABLE))
+        asked_by, split = str(block.get("asked_by", VARIABLE)), block.get("split")
         block = block["cad"]
-    return Request(CADConfig.from_dict(block), asked_by)
+    return Request(CADConfig.from_dict(block), asked_by, split)
 
 
 def agree(first: CADConfig, first_source: str, second: CADConfig, second_source: str) -> None:

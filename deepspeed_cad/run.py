@@ -21,6 +21,7 @@ from deepspeed_cad.asked import arm
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.request import Request, agree, read_environment
+from deepspeed_cad.server.launch import farewell, take_role
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -57,12 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     words = args.args if args.local_rank is None else [f"--local_rank={args.local_rank}", *args.args]
     try:
-        return run_script(args.script, words, args.module, request)
+        request, served = take_role(request)
+        if served is not None:
+            return served
+        code = run_script(args.script, words, args.module, request)
+        farewell(f"exit code {code}" if code else "")
+        return code
     except CADError as error:
         logger.debug("where it happened", exc_info=True)
+        farewell(str(error))
         sys.stderr.write(f"deepspeed_cad: rank {os.environ.get('RANK', '0')}: {error}\n")
         sys.stderr.flush()
         return 2
+    except BaseException as error:
+        farewell(f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}")
+        raise
 
 
 def read_request(text: str | None, path: str | None, default: str = "-m deepspeed_cad.run") -> Request:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import socket
+import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,18 +25,28 @@ from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
+from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, kernel_need
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
+from deepspeed_cad.exchange.group import Group, OwnGroup
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.liveness import Liveness, open_board
+from deepspeed_cad.exchange.opening import DETERMINISTIC
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.meet import meet
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
+from deepspeed_cad.profiles.choice import GENERIC_GPU
+from deepspeed_cad.profiles.timed import in_seconds
+from deepspeed_cad.server.join import Reserved, join_servers
+from deepspeed_cad.server.launch import find_role
+from deepspeed_cad.server.split import Split
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
 
@@ -61,9 +75,18 @@ class Session:
         self.liveness: Liveness | None = None
         self.transport: Transport | None = None
         self._cpu_group: dist.ProcessGroup | None = None
-        self._exchange_group: dist.ProcessGroup | None = None
-        self._ranks_per_node: int | None = None
-        if self.ranks > 1:
+        self._exchange_group: Group | None = None
+        self.reserved: Reserved | None = None
+        """Servers that hold no model, where there are any; `ranks` counts trainers."""
+        self.hosts: np.ndarray | None = None
+        """Number of each rank's host ([ranks of the CAD group]), the same on all; None where there is one rank."""
+        self.links = Links(None, None, "not used")
+        """Speeds that this session began with."""
+        self.traffic: Traffic | None = None
+        role = find_role(config, self.ranks, self.rank)
+        if role is not None:
+            self._open_with_servers(role, group)
+        elif self.ranks > 1:
             self._open_groups(group)
         self.pace = Pace(self.ranks, self.counts.waits.take, 0.0, torch.are_deterministic_algorithms_enabled)
         self.gatherer = Gatherer(self._cpu_group, self.rank, self.ranks, self.liveness, self.pace)
@@ -73,7 +96,10 @@ class Session:
         self._watch_for_standstill()
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
-        if self.cost.unit == "seconds":
+        self._watch_traffic()
+        if self.reserved is not None:
+            logger.info("slower ranks are not relieved: that is not built for reserved servers")
+        elif self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
         elif config.straggler_relief not in (0.0, CADConfig.straggler_relief) and self.rank == 0:
             logger.warning(
@@ -82,14 +108,15 @@ class Session:
                 config.straggler_relief, self.cost.name,
             )  # fmt: skip
         self.aside: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self.transport is not None and config.overlap == "local_first":
+        if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self._ranks_per_node, lambda: self.aside,
+            self.hosts, lambda: self.aside, self.traffic,
+            None if self.reserved is None else self.reserved.planning(self.rank),
         )  # fmt: skip
 
     # Opening and closing
@@ -98,26 +125,75 @@ class Session:
         meet(group, self.config.timeout_s)
         members = dist.get_process_group_ranks(group) if group is not None else None
         timeout = timedelta(seconds=self.config.timeout_s)
-        self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
-        self.liveness = open_board(self._cpu_group, self.rank, self.ranks)
+        try:
+            self._cpu_group = dist.new_group(members, timeout=timeout, backend="gloo")
+            self._exchange_group = dist.new_group(members, timeout=timeout, backend=backend)
+        except RuntimeError as error:
+            raise CADPeerError(
+                f"rank {self.rank} on {socket.gethostname()} cannot connect to all other ranks within "
+                f"{self.config.timeout_s:g} s ({str(error).strip().splitlines()[0][:300]}). The hosts reach the job's "
+                "store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network that "
+                "connects them, and look at routes and firewalls"
+            ) from error
+        self.liveness = open_board(self._cpu_group, self.rank, self.ranks, self.config.timeout_s)
 
-    def _open_transport(self, group: dist.ProcessGroup) -> None:
-        from deepspeed_cad.exchange.probe import choose_transport, ranks_per_node
+    def _open_with_servers(self, role: Split, group: dist.ProcessGroup | None) -> None:
+        if group is not None:
+            raise CADConfigError('"servers" reserves ranks beside all of torch.distributed\'s: pass no group')
+        if self.ranks > 1:
+            meet(None, self.config.timeout_s)
+            timeout = timedelta(seconds=self.config.timeout_s)
+            self._cpu_group = dist.new_group(timeout=timeout, backend="gloo")
+        self.reserved = join_servers(role, self.config, self.device)
+        self.liveness, self._exchange_group = self.reserved.liveness, self.reserved.group
+
+    def _open_transport(self, group: Group) -> None:
+        from deepspeed_cad.exchange.opening import open_transport
 
         def agree(value: int) -> list[int]:
+            if self.reserved is not None:
+                return self.reserved.group.numbers(value, self.liveness)
             return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
-        self._ranks_per_node = ranks_per_node(agree)
-        self.transport = choose_transport(
-            self.config.transport,
-            group,
-            self.device,
-            agree=agree,
-            liveness=self.liveness,
-            timeout_s=self.config.timeout_s,
+        given = self.config.links if isinstance(self.config.links, Mapping) else None
+        self.transport, hosts, self.links = open_transport(
+            self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s, given
         )
+        self.hosts = np.array(hosts, np.int64)
+
+    def _watch_traffic(self) -> None:
+        """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
+
+        Waits are weighed against gains where both are seconds.
+        """
+        if self.transport is None or self.hosts is None:
+            return
+        profile = Links(self.cost.inside, self.cost.between, f"of the profile {self.cost.name}")
+        rule = self.links if self.links.source == "given" else profile
+        if self.links.source == DETERMINISTIC and (profile.inside or profile.between):
+            self.links = Links(profile.inside, profile.between, f"{profile.source}; {DETERMINISTIC}")
+        elif self.links.source == "measured":
+            self.transport.transfers = Transfers(
+                self.rank, self.hosts.tolist(), self.links.inside, self.links.between
+            )  # fmt: skip
+        # What plans promise trainers beside reserved servers depends on their other work, which is not measured.
+        weighs = self.cost.unit == "seconds" and self.reserved is None
+        self.traffic = Traffic(
+            self.links, rule, self.transport.transfers, self.counts.waits if weighs else None,
+            self._host_names(), torch.are_deterministic_algorithms_enabled,
+        )  # fmt: skip
+        self.gatherer.traffic = self.traffic
+        logger.info("%s", self.links)
+
+    def _host_names(self) -> list[str]:
+        """The name of every rank's host, for messages."""
+        if self._cpu_group is None:
+            return [socket.gethostname()]
+        names = [""] * self.ranks
+        with Liveness.watch(self.liveness, "the other ranks' host names"):
+            dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
+        return names
 
     def _watch_for_standstill(self) -> None:
         """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
@@ -147,9 +223,22 @@ class Session:
             if self.transport is not None:
                 self.transport.close()
         finally:
+            self.leave_servers("")
             for group in (self._cpu_group, self._exchange_group):
-                if group is not None and dist.is_initialized():
+                if isinstance(group, OwnGroup):
+                    group.close()
+                elif group is not None and dist.is_initialized():
                     dist.destroy_process_group(group)
+
+    def leave_servers(self, reason: str) -> None:
+        """This process ends, or its session; `reason` is empty where all is well. Only the first word counts."""
+        if self.reserved is not None:
+            self.reserved.link.leave(reason)
+
+    @property
+    def group_ranks(self) -> int:
+        """Ranks that run attention: trainers and reserved servers."""
+        return self.ranks if self.reserved is None else self.reserved.role.ranks
 
     # Models and their loaders
 
@@ -228,6 +317,9 @@ class Session:
         gain = f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f} in the first micro-batch"
         sent = f"rank 0 sent {now.bytes_sent / 2**20:.1f} MiB in its forward"
         ranks = f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
+        if self.reserved is not None:
+            servers = self.reserved.role.servers
+            ranks = f"{_count(self.ranks, 'trainer')} and {_count(servers, 'reserved server')}"
         notice(f"CAD is on: {ranks}, {self._how()}; {gain}, {sent}")
 
     def say_last(self) -> None:
@@ -236,17 +328,22 @@ class Session:
             self._said_last = True
             notice(f"CAD is done: {self.report()}")
 
+    def _links_in_words(self) -> str:
+        return "" if self.traffic is None else f"{self.traffic.links}, "
+
     def _how(self) -> str:
         transport = "nothing to exchange" if self.transport is None else f"transport {self.transport.name}"
         kernels = dict.fromkeys(kernel.name for kernel in self._kernels.values())
-        return f"{transport}, kernel {', '.join(kernels) or 'not chosen yet'}"
+        return f"{transport}, {self._links_in_words()}kernel {', '.join(kernels) or 'not chosen yet'}"
 
     def describe(self) -> str:
         """One line for the log."""
         transport = "nothing to exchange" if self.transport is None else self.transport.name
+        servers = "" if self.reserved is None else f" beside {_count(self.reserved.role.servers, 'reserved server')}"
         return (
-            f"rank {self.rank} of {self.ranks} attention servers, transport {transport}, "
+            f"rank {self.rank} of {self.ranks} attention servers{servers}, transport {transport}, "
             f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
+            f"{self._links_in_words()}"
             f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
         )
 
@@ -256,6 +353,13 @@ class Session:
         if self.rank == 0:
             try:
                 found = [choose_profile(self.config.cost, self.device, self.config.kernel)]
+                if (
+                    found[0] is GENERIC_GPU
+                    and self.group_ranks > 1
+                    and not torch.are_deterministic_algorithms_enabled()
+                ):
+                    # Ratios cannot be weighed against transfers.
+                    found = [in_seconds(GENERIC_GPU, self.device, self.config.kernel)]
             except CADError as error:
                 found = [error]
         if self._cpu_group is not None:
@@ -279,16 +383,14 @@ class Session:
         # Without gradients no backward comes: nothing is kept for one.
         backward = torch.is_grad_enabled()
         keep = self.config.backward == "keep" or (self.config.backward == "auto" and not checkpointed)
-        modes = Modes(self.config.overlap != "none", self.config.recompute_attention or not backward, keep and backward)
+        modes = Modes(
+            self.config.overlap != "none", self.config.recompute_attention or not backward, keep and backward,
+            sinks_travel=self.reserved is not None, returns=backward,
+        )  # fmt: skip
         return MaskDescriptor(micro_batch, window, self._kernel_for, modes)
 
     def _kernel_for(self, shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> Kernel:
-        return self.kernel(
-            KernelNeed(
-                q.device, q.dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
-                rule.window is not None, rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
-            )
-        )  # fmt: skip
+        return self.kernel(kernel_need(shape, rule, q))
 
 
 def current_session() -> Session | None:
@@ -312,6 +414,13 @@ def open_session(config: CADConfig, device: torch.device, group: dist.ProcessGro
 def _say_last() -> None:
     for session in _sessions:
         session.say_last()
+        # Set by the interpreter when it has shown what ended the script.
+        error = getattr(sys, "last_value", None)
+        session.leave_servers("" if error is None else f"{type(error).__name__}: {error}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def close_session() -> None:

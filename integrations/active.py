@@ -57,7 +57,7 @@ class ActivationCheck:
             )
             return
         self._active = True
-        if session.ranks == 1:
+        if session.group_ranks == 1:
             logger.warning("deepspeed_cad: CAD is on, but there is one process only: there is nothing to balance")
             self.close()
         elif session.statistics.micro_batches >= _ENOUGH:

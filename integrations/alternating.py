@@ -33,7 +33,11 @@ class _Alternating:
         return _run_cut(whole, found[0], args, kwargs)
 
 
-@functools.partial(torch.compiler.disable, recursive=set_eval_frame is None)
+keep_hook = set_eval_frame is None
+"""Without `set_eval_frame` nothing inside can be compiled."""
+
+
+@functools.partial(torch.compiler.disable, recursive=keep_hook)
 def _run_cut(whole: Callable[..., Any], mask: MaskDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     hidden = args[0] if args else kwargs["hidden_states"]
     cut = mask.row_cut(hidden.shape[0], hidden.shape[1])
@@ -42,7 +46,7 @@ def _run_cut(whole: Callable[..., Any], mask: MaskDescriptor, args: tuple[Any, .
         return value.cut() if isinstance(value, MaskDescriptor) else cut.split(value)
 
     # Where the layer is compiled, Dynamo looks at both runs of it and not at what alternates them.
-    with _DynamoOff() as dynamo:
+    with DynamoOff() as dynamo:
         first_args, second_args = ([split(value)[part] for value in args] for part in (0, 1))
         pairs = {name: split(value) for name, value in kwargs.items()}
         first_kwargs, second_kwargs = ({name: pair[part] for name, pair in pairs.items()} for part in (0, 1))
@@ -54,10 +58,10 @@ def _run_cut(whole: Callable[..., Any], mask: MaskDescriptor, args: tuple[Any, .
         )
 
 
-class _DynamoOff:
+class DynamoOff:
     """Keeps torch.compile's frame hook off inside, except in `run`. It is off whenever nano-batches hand over."""
 
-    def __enter__(self) -> _DynamoOff:
+    def __enter__(self) -> DynamoOff:
         self._hook = None if set_eval_frame is None else set_eval_frame(None)
         return self
 
@@ -82,11 +86,14 @@ def alternate(layer: torch.nn.Module) -> None:
     for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
         layer = getattr(layer, name, layer)
     if not isinstance(layer, _Alternating):
-        layer.__class__ = _alternating_class(type(layer))  # type: ignore[arg-type]
+        layer.__class__ = subclass_of(type(layer), _Alternating)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _alternating_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """One class for all layers of a class: FSDP's wrapping policies look layers up by it."""
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return types.new_class(cls.__name__, (_Alternating, cls), exec_body=lambda names: names.update(body))
+def subclass_of(cls: type, mixin: type, **more: Any) -> type:
+    """One class for all modules of a class: FSDP's wrapping policies look layers up by it, transformers by its name.
+
+    `more`: what else is in its body.
+    """
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **more}
+    return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda names: names.update(body))

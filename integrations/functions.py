@@ -44,6 +44,8 @@ class Scope:
     """This rank has no tokens: the model runs on one row of padding, which is taken out of its output."""
     alone: Check | None = None
     """The decoder runs without CAD, to be compared."""
+    part: int | None = None
+    """The nano-batch that the decoder runs on, where both alternate over it."""
 
 
 running: ContextVar[Scope | None] = ContextVar("deepspeed_cad_scope", default=None)
@@ -63,10 +65,12 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
     session = scope.binding.session
     if session.config.check == "sampled" and (scope.training or not scope.binding.forwards):
         try:
-            check_mask(scope.micro_batch.layout, scope.micro_batch.rank, window, kwargs, scope.binding.forwards)
+            layout = scope.micro_batch.layout if scope.part is None else scope.micro_batch.ticks[scope.part].rows()
+            check_mask(layout, scope.micro_batch.rank, window, kwargs, scope.binding.forwards)
         except CADError as error:
             scope.binding.feed.fail(error)
-    return session.descriptor(scope.micro_batch, window, scope.checkpointed)
+    found = session.descriptor(scope.micro_batch, window, scope.checkpointed)
+    return found if scope.part is None else found.interleave(scope.part)
 
 
 @torch.compiler.disable

@@ -53,7 +53,8 @@ class Padding:
         self.real_BS, self.eager, self.device = real_BS, eager, device
         self._blocks: dict[tuple[int | None, int | None], _Block | None] = {}
         self._first: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """K and V of the first nano-batch, by layer, where the cut lies inside the only batch row."""
+        """K and V of the first nano-batch, by layer, where the cut lies inside the only batch row. Where nano-batches
+        alternate over the decoder it stays: under checkpointing the second runs again before the first."""
 
     def fill(
         self,
@@ -73,9 +74,13 @@ class Padding:
         batch, width = self.real_BS.shape
         k, v = k_BKSD, v_BKSV
         if batch == 1 and first == 0 and last < width:
-            self._first[layer] = (k, v)
+            if not descriptor.runs_again:
+                self._first[layer] = (k, v)
         elif batch == 1 and first > 0:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self._first.pop(layer), (k, v), strict=True))
+            earlier = self._first.pop(layer)
+            if descriptor.interleaved:
+                self._first[layer] = (earlier[0].detach(), earlier[1].detach())
+            k, v = (torch.cat(pair, dim=2) for pair in zip(earlier, (k, v), strict=True))
         name = (descriptor.nano_batch, descriptor.window)
         if name not in self._blocks:
             self._blocks[name] = self._block(self.real_BS[rows], first, last, descriptor.window)

@@ -90,7 +90,7 @@ class PreparedIterator:
     def _find_binding(self) -> Binding | None:
         """The model that may train these batches, if there is one only, and plans can be made ahead."""
         session = current_session()
-        if session is None or session.ranks == 1 or not session.config.look_ahead or len(session.bindings) != 1:
+        if session is None or session.group_ranks == 1 or not session.config.look_ahead or len(session.bindings) != 1:
             return None
         # Its state, which checkpoints hold, counts what was read and not what was trained.
         if session.config.documents == "exchange" or getattr(self.loader, "use_stateful_dataloader", False):

@@ -29,7 +29,8 @@ class WorkerError(AssertionError):
 
     def __init__(self, errors: list[tuple[str, str, str] | None]) -> None:
         self.errors = errors
-        text = "\n".join(f"--- rank {rank}\n{error[2]}" for rank, error in enumerate(errors) if error)
+        said = [(rank, *error) for rank, error in enumerate(errors) if error]
+        text = "\n".join(f"--- rank {rank}: {kind}: {message}\n{trace}" for rank, kind, message, trace in said)
         super().__init__(f"{sum(e is not None for e in errors)} of {len(errors)} ranks failed\n{text}")
 
 
@@ -45,17 +46,18 @@ def _serve(rank: int, pipe: Connection) -> None:
             task = None
         if task is None:
             return
-        function, world, store, timeout, once, args = task
+        function, world, store, timeout, once, joined, args = task
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
         try:
             torch.manual_seed(0)
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=timeout),
-            )
+            if joined:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.FileStore(store, world),
+                    rank=rank,
+                    world_size=world,
+                    timeout=timedelta(seconds=timeout),
+                )
             answer = (True, function(rank, world, *args))
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
@@ -88,9 +90,11 @@ class WorkerPool:
         theirs.close()
         return process, ours
 
-    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, joined: bool = True
+    ) -> list[Any]:
         """[function(rank, world, *args) for every rank]; raises WorkerError if any rank raised."""
-        errors, results = self.try_run(function, world, *args, timeout=timeout)
+        errors, results = self.try_run(function, world, *args, timeout=timeout, joined=joined)
         if any(errors):
             raise WorkerError(errors)
         return results
@@ -103,9 +107,11 @@ class WorkerPool:
         timeout: float = 60.0,
         grace: float = 20.0,
         once: bool = False,
+        joined: bool = True,
     ) -> tuple[list[tuple[str, str, str] | None], list[Any]]:
         """Errors and results of every rank; a worker that died has the error ("Died", exit code).
 
+        `joined`: workers are in one process group; else `function` makes its own.
         `once`: each worker ends after its answer, as the process of a script does, and closes its connections.
         """
         while len(self._workers) < world:
@@ -115,7 +121,7 @@ class WorkerPool:
                 self._workers[rank] = self._start(rank)
         with tempfile.TemporaryDirectory() as folder:
             for _, pipe in self._workers[:world]:
-                pipe.send((function, world, os.path.join(folder, "store"), timeout, once, args))
+                pipe.send((function, world, os.path.join(folder, "store"), timeout, once, joined, args))
             errors: list[tuple[str, str, str] | None] = [None] * world
             results: list[Any] = [None] * world
             waiting = dict(enumerate(self._workers[:world]))

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+LINKS = {"inside": 100, "between": 10}
+"""Given to CAD where a test does not ask how links are measured: that takes time, and exchanges that tests count."""
+
 
 def tiny_llama(dtype: torch.dtype = torch.float64, **changes: Any) -> LlamaForCausalLM:
     """Two layers, 8 query heads of 4 head groups, the same weights everywhere."""

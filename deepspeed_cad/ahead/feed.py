@@ -212,7 +212,7 @@ class Feed:
 
     def abandon(self, error: CADError) -> None:
         """This rank trains no further micro-batch; those that wait for it learn why."""
-        if self.plans.abandoned is None and self.ranks > 1:
+        if self.plans.abandoned is None and self.plans.ranks > 1:
             self.plans.abandoned = error
             if self.gatherer.liveness is not None:
                 self.gatherer.liveness.report(str(error))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.ahead.pace import Pace
+from deepspeed_cad.ahead.traffic import COLUMNS, Traffic
 from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.layout import Ints
@@ -93,7 +94,8 @@ class State(IntEnum):
     """It cannot go on; the reason is on the error board."""
 
 
-_VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WAITED, _TICKS = range(12)
+_VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WAITED, _TICKS, _TRAFFIC = range(13)
+_WIDTH = _TRAFFIC + COLUMNS
 
 APART = (
     "Every rank must train as many micro-batches, in the same order. Look for a break, an exception that the script "
@@ -129,6 +131,8 @@ class Gatherer:
     ) -> None:
         """`pace` learns from what ranks measured, which travels with the lengths of their documents."""
         self.group, self.rank, self.ranks, self.liveness, self.pace = group, rank, ranks, liveness, pace
+        self.traffic: Traffic | None = None
+        """Learns from what ranks measured, likewise; set once links are known."""
         self.settings = ""
         """What ranks compare before they train: configuration and costs. Set once both are known."""
         self.broken: CADError | None = None
@@ -178,18 +182,21 @@ class Gatherer:
         if self.broken is not None:
             raise type(self.broken)(str(self.broken))
         mine = np.zeros(0, np.int64) if payload is None else payload
-        header = np.zeros(12, np.int64)
+        header = np.zeros(_WIDTH, np.int64)
         header[_VERSION], header[_CONFIG], header[_MODEL] = digest(__version__), digest(self.settings), digest(model)
         header[_WHAT], header[_WHICH] = subject.what, subject.model
         header[_EPOCH], header[_INDEX] = subject.epoch, subject.index
         header[_STATE], header[_VALUE], header[_COUNT] = state, value, len(mine)
-        pace = self.pace if subject.what in (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP) else None
+        learns = subject.what in (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP)
+        pace, traffic = (self.pace, self.traffic) if learns else (None, None)
         if pace is not None:
             header[_WAITED], header[_TICKS] = pace.report()
+        if traffic is not None:
+            header[_TRAFFIC:] = traffic.report()
         self.begun += 1
         self.inside = self.begun, subject
         try:
-            headers, rows = self._meet(header, mine, pace, f"the other ranks' {subject}")
+            headers, rows = self._meet(header, mine, pace, traffic, f"the other ranks' {subject}")
         finally:
             self.inside = None
         return [
@@ -198,13 +205,15 @@ class Gatherer:
         ]
 
     def _meet(
-        self, header: np.ndarray, mine: Ints, pace: Pace | None, waited_for: str
+        self, header: np.ndarray, mine: Ints, pace: Pace | None, traffic: Traffic | None, waited_for: str
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Headers of all ranks, [ranks, 12], and their payloads, each padded to the longest."""
+        """Headers of all ranks, [ranks, _WIDTH], and their payloads, each padded to the longest."""
         headers = np.stack(self._all(header, waited_for))
         self._compare(headers)
         if pace is not None:
             pace.hear(headers[:, _WAITED], headers[:, _TICKS])
+        if traffic is not None:
+            traffic.hear(headers[:, _TRAFFIC:])
         widest = int(headers[:, _COUNT].max())
         padded = np.zeros(widest, np.int64)
         padded[: len(mine)] = mine

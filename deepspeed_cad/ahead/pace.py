@@ -12,6 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from deepspeed_cad.cost import TICKS_PER_LOAD
+
 Floats = npt.NDArray[np.float64]
 
 GAIN = 0.4
@@ -20,8 +22,6 @@ prediction that pass with their step; a difference that stays is made up for to 
 ENOUGH = 4
 """Ticks of every rank between two corrections. A choice: two layers' forward and backward, so that a few late kernels
 do not count as a slow GPU."""
-TICKS_PER_LOAD = 2
-"""The planner's seconds are those of forward and backward, a tick is one of them."""
 PAUSED = -1
 """In place of a number of ticks, where a rank does not want to be learned from."""
 NANOSECONDS = 1e9

@@ -17,6 +17,7 @@ from deepspeed_cad.ahead.gather import Subject, What
 from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.rounds import Rounds
+from deepspeed_cad.ahead.traffic import Now
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.attention.program import LayerKind, ProgramTick
 from deepspeed_cad.attention.setup import CallSetup, Modes
@@ -64,15 +65,13 @@ def key_of(kind: LayerKind) -> PlanKey:
 
 
 def tick_cost(cost: CostModel, backward: bool) -> CostModel:
-    """What a task costs in one direction, of its cost in both.
+    """What tasks of one direction cost beside each other, in seconds of both directions, as transfers are weighed.
 
     A kernel multiplies two matrices per pair forward and five backward, at about one speed. What a KV row costs, it
     costs backward, where each task writes dK and dV for its whole prefix: forward is as fast with 128 rows of a task as
     with all. (H200, FlashAttention-4: benchmarks/results/kernels-h200.md.)
     """
-    if backward:
-        return replace(cost, pair=cost.pair * BACKWARD_PAIRS, row=cost.row / 2, task=cost.task / 2)
-    return replace(cost, pair=cost.pair * (1 - BACKWARD_PAIRS), row=cost.row / 2, key=0.0, task=cost.task / 2)
+    return replace(cost, key=cost.key / BACKWARD_PAIRS if backward else 0.0)
 
 
 def phase_layout(
@@ -117,6 +116,7 @@ class StepPlans:
         self.order: list[list[int]] = []
         """[replica]: in which order its micro-batches are trained, as numbers of those that it loaded."""
         self._documents: Documents | None = None
+        self._links: Now | None = None
         self._gathered = plans.worker.submit(partial(self._gather, gather))
         self._phases: dict[tuple[int, bool], Future[PlannedPhase]] = {}
         self._fingerprint = 0
@@ -147,6 +147,8 @@ class StepPlans:
 
     def _gather(self, gather: Callable[[], Documents | None]) -> bool:
         given = gather()
+        # What was learned of links travelled with the documents: now it is the same on all ranks.
+        self._links = None if self.plans.traffic is None else self.plans.traffic.now
         if given is None:
             return False
         kinds = list(dict.fromkeys(key_of(tick.kind) for tick in self.program))
@@ -184,12 +186,12 @@ class StepPlans:
         return PlannedPhase(turn, parts, counted)
 
     def _plan_tick(self, backward: bool, tick: Tick, key: PlanKey) -> Plan:
-        plans = self.plans
-        cost = tick_cost(plans.cost.cost_for(key.shape), backward)
+        plans, now = self.plans, self._links
+        cost = plans.cost if now is None else plans.cost.with_links(now.inside, now.between)
         return make_plan(
             PlanInput(
-                tick, key.shape, cost, key.window, plans.config.tolerance, plans.config.granularity,
-                ranks_per_node=plans.ranks_per_node,
+                tick, key.shape, tick_cost(cost.cost_for(key.shape), backward), key.window, plans.config.tolerance,
+                plans.config.granularity, hosts=plans.hosts,
             )
         )  # fmt: skip
 

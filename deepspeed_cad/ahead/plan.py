@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -18,20 +18,36 @@ import torch
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.pace import Pace
+from deepspeed_cad.ahead.traffic import Now, Traffic
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.cut import choose_cut
-from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
 
 logger = logging.getLogger("deepspeed_cad")
+
+
+@dataclass(frozen=True, eq=False)
+class Reserved:
+    """Ranks behind the trainers that only serve, as plans see them."""
+
+    servers: int
+    open: Callable[[int, Layout, Ints | None], MicroBatchOrders] | None
+    """Tells the servers of a micro-batch by its turn, its layout and its cut; None where another rank does."""
+    base_load: Floats | None = None
+    """Seconds that each rank computes besides attention in a tick ([trainers and servers]), the same on all trainers;
+    None: not measured, taken for equal."""
+    speed: Floats | None = None
+    """Relative speed of each rank; 0 where it runs no attention."""
 
 
 class Plans:
@@ -47,8 +63,10 @@ class Plans:
         pace: Pace,
         counts: CallCounts,
         transport: Callable[[], Transport | None],
-        ranks_per_node: int | None,
+        hosts: np.ndarray | None,
         aside: Callable[[], torch.cuda.Stream | None],
+        traffic: Traffic | None = None,
+        reserved: Reserved | None = None,
     ) -> None:
         """What every micro-batch of the session has in common.
 
@@ -61,38 +79,55 @@ class Plans:
             pace: base loads of ranks that the others wait for.
             counts: what the micro-batches' attention calls count.
             transport: gives the transport when a micro-batch is opened; None where there is one rank.
-            ranks_per_node: ranks of each host where all hosts have as many; None otherwise.
+            hosts: number of each rank's host ([ranks]); None where there is one rank.
             aside: gives the stream on which served tasks run beside local ones, if they do, likewise.
+            traffic: what links carry; None where there is one rank.
+            reserved: servers beside the ranks that train; None where there are none.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
-        self.ranks_per_node, self.aside = ranks_per_node, aside
+        self.hosts, self.aside, self.traffic, self.reserved = hosts, aside, traffic, reserved
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
         """Why this rank trains no further micro-batch."""
         self._said: set[str] = set()
 
+    @property
+    def ranks(self) -> int:
+        """Ranks that run attention."""
+        return self.gatherer.ranks + (0 if self.reserved is None else self.reserved.servers)
+
     def open(self, announcements: list[Announcement], keys: list[PlanKey]) -> MicroBatch:
         """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread."""
-        layout = assemble([one.local for one in announcements])
+        idle = self.ranks - len(announcements)
+        layout = assemble([one.local for one in announcements] + [LocalSegments.none(0)] * idle)
         ticks: tuple[Tick, ...] = (layout.tick(),)
-        if self.config.overlap == "pingpong":
-            cut = choose_cut(layout, np.array([one.unit for one in announcements]))
+        cut = None
+        if self.config.overlap_used in ("interleave", "pingpong"):
+            cut = choose_cut(layout, np.array([one.unit for one in announcements] + [1] * idle))
             if cut is not None:
                 ticks = layout.cut(cut)
-            elif self.gatherer.ranks > 1:
+            elif self.ranks > 1:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
-        # Nothing else may change what is learned of paces: plans are made on this thread and at the forward, on every
-        # rank in another order.
+        # Nothing else may change what is learned of paces and links: plans are made on this thread and at the forward,
+        # on every rank in another order.
         if self.pace.paused:
             self.say_once("slower ranks are not relieved: torch's deterministic algorithms are on, on some rank")
         for key in keys:
             self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
+        now = None if self.traffic is None else self.traffic.now
+        self._say_news()
         turn, self.turn = self.turn, self.turn + 1
+        orders = None
+        if self.reserved is not None and self.reserved.open is not None:
+            orders = self.reserved.open(turn, layout, cut)
+        late = self.pace.late
         micro_batch = MicroBatch(
-            self.gatherer.rank, layout, ticks, self.device, partial(self.plan_tick, late=self.pace.late),
-            partial(self._agree, turn), self.transport(), self.counts, aside=self.aside(), turn=turn,
+            self.gatherer.rank, layout, ticks, self.device,
+            partial(self.plan_tick, late=late, now=now), partial(self._agree, turn), self.transport(),
+            self.counts, aside=self.aside(), turn=turn, era=now and now.era,
+            late=partial(self._base_load, late), orders=orders,
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(keys)
@@ -111,13 +146,19 @@ class Plans:
             lambda value, what: None, None, CallCounts(),
         )  # fmt: skip
 
-    def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray) -> Plan:
-        """The plan of one tick for layers of one kind; `late` is the pace when the micro-batch was gathered."""
-        base = self.pace.base_load(late, self._mean_attention(tick, key))
+    def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray, now: Now | None = None) -> Plan:
+        """The plan of one tick for layers of one kind.
+
+        `late` and `now`: pace and links as they were when the micro-batch was gathered; None: links as the costs say.
+        """
+        base = self._base_load(late, tick, key)
+        speed = None if self.reserved is None else self.reserved.speed
+        cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
             PlanInput(
-                tick, key.shape, self.cost.cost_for(key.shape), key.window, self.config.tolerance,
-                self.config.granularity, base_load=base, ranks_per_node=self.ranks_per_node,
+                tick, key.shape, cost.cost_for(key.shape), key.window, self.config.tolerance,
+                self.config.granularity, base_load=base, speed=speed, hosts=self.hosts,
+                keep=self.config.backward == "keep",
             )
         )  # fmt: skip
         if base is None:
@@ -131,9 +172,23 @@ class Plans:
             self._said.add(text)
             logger.info(text)
 
+    def _say_news(self) -> None:
+        """On rank 0 what all ranks learned of links."""
+        if self.traffic is None:
+            return
+        for text, notable in self.traffic.news:
+            if self.gatherer.rank == 0:
+                notice(text) if notable else logger.info(text)
+        self.traffic.news.clear()
+
+    def _base_load(self, late: np.ndarray, tick: Tick, key: PlanKey) -> np.ndarray | None:
+        if self.reserved is not None:
+            return self.reserved.base_load
+        return self.pace.base_load(late, self._mean_attention(tick, key))
+
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
         each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)
-        return float(each.sum()) * key.shape.groups / self.gatherer.ranks
+        return float(each.sum()) * key.shape.groups / self.ranks
 
     def _agree(self, turn: int, value: int, what: str) -> None:
         self.worker.run(lambda: self.gatherer.agree(value, Subject(What.PLAN, index=turn)))

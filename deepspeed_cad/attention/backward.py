@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.forward import Kept, as_received
+from deepspeed_cad.attention.forward import Kept, ServedOutputs, as_received
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
 from deepspeed_cad.attention.serve import (
     by_group,
@@ -102,25 +102,41 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
 
     def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
         assert kept.served is not None  # whoever exchanges has served
-        do_RW, *resent = arrived
-        received = kept.served.received or as_received(resent, q)
-        with setup.span("served", backward=True, aside=setup.aside is not None):
-            dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-                setup.schedule, setup.kernel, setup.rule, do_RW.unflatten(1, (-1, v.shape[2])), *received,
-                kept.served.o_RGV, kept.served.lse_RG,
-            )  # fmt: skip
-        fields = [
-            Returning(QUERY, dq_RGD.flatten(1), by_group(own.dq_THD, own.dk_UKD)),
-            Returning(KEY, dk_S1D.flatten(1), landing[0], add=True),
-            Returning(KEY, dv_S1V.flatten(1), landing[1], add=True),
-        ]
-        return None, setup.give_back("dQ, dK, dV back", fields, backward=True)
+        made = serve_arrived_backward(setup, started, kept.served, arrived)
+        return None, setup.give_back("dQ, dK, dV back", gradients_back(made, own, landing), backward=True)
 
     if started.out is None:
         run_alone(setup, run, backward=True)
         return BackwardServed(started, own, landing, None)
     _, back = run_tasks(setup, started.out, run, serve, backward=True)
     return BackwardServed(started, own, landing, back)
+
+
+def serve_arrived_backward(
+    setup: CallSetup, started: BackwardStarted, served: ServedOutputs, arrived: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dQ, dK and dV of what was served, from the dO that arrived."""
+    do_RW, *resent = arrived
+    received = served.received or as_received(resent, started.q_THD)
+    with setup.span("served", backward=True, aside=setup.aside is not None):
+        return run_served_backward(
+            setup.schedule, setup.kernel, setup.rule, do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *received,
+            served.o_RGV, served.lse_RG,
+        )  # fmt: skip
+
+
+def gradients_back(
+    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    own: Gradients,
+    landing: tuple[torch.Tensor, torch.Tensor],
+) -> list[Returning]:
+    """Gradients of served tasks, to be placed in dQ of `own` and added to `landing` at home."""
+    dq_RGD, dk_S1D, dv_S1V = made
+    return [
+        Returning(QUERY, dq_RGD.flatten(1), by_group(own.dq_THD, own.dk_UKD)),
+        Returning(KEY, dk_S1D.flatten(1), landing[0], add=True),
+        Returning(KEY, dv_S1V.flatten(1), landing[1], add=True),
+    ]
 
 
 def collect_backward(setup: CallSetup, done: BackwardServed) -> Gradients:

@@ -55,6 +55,8 @@ class AttentionCall:
     def __init__(self, setup: CallSetup) -> None:
         self.setup = setup
         self.state: State = Unused()
+        self.first_keys: tuple[torch.Tensor, torch.Tensor] | None = None
+        """K and V that it read of the other nano-batch, for a layer that runs again before the other one does."""
 
     def __call__(
         self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None = None
@@ -107,8 +109,10 @@ class AttentionCall:
 
     def release(self, kept: Kept) -> None:
         """Hold no more of what a forward kept; where autograd holds it, a backward may run again."""
-        recompute = self.setup.modes.recompute
-        self.state = HeldByAutograd(kept.sinks_H, kept.version) if recompute else Released()
+        if self.setup.modes.recompute:
+            self.state = HeldByAutograd(kept.sinks_H, kept.version)
+        else:
+            self.state, self.first_keys = Released(), None
 
     def check_unchanged(self, kept: Kept) -> None:
         """Raise where the model changed O in place: backward, and a layer that runs again, need it as it was.

@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
-from deepspeed_cad.attention.serve import by_group, new_outputs, run_local, run_served
+from deepspeed_cad.attention.serve import by_group, lse_dtype, new_outputs, run_local, run_served
 from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
@@ -105,6 +105,10 @@ def start_forward(
 ) -> ForwardStarted:
     """Start sending Q, K, V."""
     fields = [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
+    if sinks_H is not None and setup.modes.sinks_travel:
+        # One row per token: transports take rows of all fields alike.
+        rows_TH = sinks_H.to(lse_dtype(q_THD.dtype)).expand(q_THD.shape[0], -1)
+        fields.append(Outgoing(QUERY, rows_TH.unflatten(1, (k_UKD.shape[1], -1)).contiguous()))
     out = setup.dispatch("Q, K, V out", fields)
     return ForwardStarted(q_THD, k_UKD, v_UKV, None if sinks_H is None else sinks_H.clone(), out)
 
@@ -118,22 +122,41 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
         run_local(batches, setup.kernel, setup.rule, q, k, v, o, lse, sinks)
 
     def serve(arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
-        received = as_received(arrived, q)
-        with setup.span("served", aside=setup.aside is not None):
-            o_RGV, lse_RG = run_served(setup.schedule, setup.kernel, setup.rule, *received, sinks)
-        groups = k.shape[1]
-        fields = [Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2))]
-        if sinks is not None:
-            # A kernel may give LSE transposed. The server keeps that: the kernel takes it back without a copy.
-            fields.append(Returning(QUERY, lse_RG.contiguous(), lse.unflatten(1, (groups, -1))))
-        kept = Received(*(x.clone() for x in received)) if setup.modes.keep_received else None
-        return ServedOutputs(o_RGV, lse_RG, kept), setup.give_back("O back", fields)
+        served = serve_arrived(setup, started, arrived)
+        return served, setup.give_back("O back", outputs_back(started, served, o, lse))
 
     if started.out is None:
         run_alone(setup, run)
         return ForwardServed(started, o, lse, None, None)
     served, back = run_tasks(setup, started.out, run, serve)
     return ForwardServed(started, o, lse, served, back)
+
+
+def serve_arrived(setup: CallSetup, started: ForwardStarted, arrived: list[torch.Tensor]) -> ServedOutputs:
+    """Run what arrived from other ranks, and this rank's own rows of served tasks."""
+    received = as_received(arrived[:3], started.q_THD)
+    sinks_RG = None
+    if started.sinks_H is not None:
+        travelled = setup.modes.sinks_travel
+        by_group_KG = started.sinks_H.view(-1, received.q_RGD.shape[1])
+        sinks_RG = arrived[3] if travelled else by_group_KG[setup.schedule.served_group]
+    with setup.span("served", aside=setup.aside is not None):
+        o_RGV, lse_RG = run_served(setup.schedule, setup.kernel, setup.rule, *received, sinks_RG)
+    # Q, K and V lie where the next dispatch lands.
+    kept = Received(*(x.clone() for x in received)) if setup.modes.keep_received else None
+    return ServedOutputs(o_RGV, lse_RG, kept)
+
+
+def outputs_back(
+    started: ForwardStarted, served: ServedOutputs, o_THV: torch.Tensor, lse_TH: torch.Tensor
+) -> list[Returning]:
+    """O of served tasks, and LSE where backward at home needs it, to be placed in `o_THV` and `lse_TH` there."""
+    groups = started.k_UKD.shape[1]
+    fields = [Returning(QUERY, served.o_RGV.flatten(1), o_THV.unflatten(1, (groups, -1)).flatten(2))]
+    if started.sinks_H is not None:
+        # A kernel may give LSE transposed. The server keeps that: the kernel takes it back without a copy.
+        fields.append(Returning(QUERY, served.lse_RG.contiguous(), lse_TH.unflatten(1, (groups, -1))))
+    return fields
 
 
 def collect_forward(setup: CallSetup, done: ForwardServed) -> Kept:

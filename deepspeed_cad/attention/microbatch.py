@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,14 +17,28 @@ import torch
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
-from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.attention.setup import CallCounts, CallOrders, CallSetup, Modes
+from deepspeed_cad.cost import TICKS_PER_LOAD
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.exchange.waits import Gain
+from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
 from deepspeed_cad.schedule import native as schedule_native
+
+
+class MicroBatchOrders(Protocol):
+    """Tells reserved servers of one micro-batch, on the rank that leads them."""
+
+    def plan(self, key: PlanKey, nano_batch: int, plan: Plan) -> None:
+        """What was planned for a kind of layer."""
+
+    def call(
+        self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
+    ) -> CallOrders:
+        """Orders of one call; `place` is the layer and its nano-batch."""
 
 
 class PlanKey(NamedTuple):
@@ -51,7 +65,7 @@ class MicroBatch:
     rank: int
     layout: Layout
     ticks: tuple[Tick, ...]
-    """One, or two where ping-pong cuts the micro-batch."""
+    """One, or two where the micro-batch is cut into nano-batches."""
     device: torch.device
     make_plan: Callable[[Tick, PlanKey], Plan]
     """Pure: gives the same plan on every rank."""
@@ -63,8 +77,14 @@ class MicroBatch:
     """On which served tasks run beside local ones, where they do."""
     turn: int = 0
     """How many micro-batches were opened before it, the same on every rank."""
+    era: int | None = None
+    """Which settings of how much plans move it was planned with; None: nobody weighs gains against waits."""
+    late: Callable[[Tick, PlanKey], np.ndarray | None] = lambda tick, key: None
+    """Seconds by which ranks finish later than their attention says, where plans know of any ([ranks])."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
+    orders: MicroBatchOrders | None = None
+    """Where this rank leads reserved servers."""
     padding: Any = None
     """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
     check: Any = None
@@ -73,6 +93,7 @@ class MicroBatch:
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
+    _late: dict[tuple[PlanKey, int], np.ndarray] = field(default_factory=dict)
     _layers: dict[int, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -104,6 +125,24 @@ class MicroBatch:
                 self.planned[key, nano_batch] = PlannedTick(plan, schedule, time.perf_counter() - begin)
                 digest = (digest * 1000003 + plan.fingerprint()) & ((1 << 62) - 1)
         self.agree(digest, "plan")
+        if self.orders is not None:
+            for key in keys:
+                for nano_batch in range(len(self.ticks)):
+                    self.orders.plan(key, nano_batch, self.planned[key, nano_batch].plan)
+
+    def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
+        """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""
+        if self.era is None:
+            return None
+        plan = self.planned[key, nano_batch].plan
+        if not plan.sent_bytes.any():
+            return None
+        if (key, nano_batch) not in self._late:
+            found = self.late(self.ticks[nano_batch], key)
+            self._late[key, nano_batch] = np.zeros(len(plan.load)) if found is None else found
+        late = self._late[key, nano_batch]
+        without = float((plan.load_before + late).max())
+        return Gain((without - float(plan.load[self.rank] + late[self.rank])) / TICKS_PER_LOAD, self.era)
 
     @property
     def keys(self) -> list[PlanKey]:
@@ -121,20 +160,33 @@ class MicroBatch:
             )
         return call
 
-    def with_first_keys(
+    def first_keys(
         self, layer: int, nano_batch: int, k_UKD: torch.Tensor, v_UKV: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V that a nano-batch reads: the second also reads rows of documents that began in the first."""
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V that a nano-batch reads besides its own: rows of documents that the second has from the first."""
         if len(self.ticks) == 1:
-            return k_UKD, v_UKV
+            return None
         if nano_batch == 0:
             self._first_keys[layer] = (k_UKD, v_UKV)
-            return k_UKD, v_UKV
+            return None
         k_first, v_first = self._first_keys.pop(layer)
         base = int(self.ticks[1].key_base[self.rank])
-        if base == k_first.shape[0]:
-            return k_UKD, v_UKV
-        return torch.cat([k_first[base:], k_UKD]), torch.cat([v_first[base:], v_UKV])
+        return None if base == k_first.shape[0] else (k_first[base:], v_first[base:])
+
+    def forget_calls(self) -> None:
+        """The forward begins again, on every rank."""
+        self._calls.clear()
+        self._layers.clear()
+        self._first_keys.clear()
+
+    @property
+    def begun(self) -> bool:
+        """Whether attention was called."""
+        return bool(self._calls)
+
+
+class NotInterleaved(Exception):
+    """Why the nano-batches of a model cannot alternate over its decoder, in words; found before anything was sent."""
 
 
 class MaskDescriptor:
@@ -143,7 +195,7 @@ class MaskDescriptor:
     Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
     """
 
-    __slots__ = ("kernel", "micro_batch", "modes", "nano_batch", "window")
+    __slots__ = ("gradients", "interleaved", "kernel", "micro_batch", "modes", "nano_batch", "window")
 
     def __init__(
         self,
@@ -152,15 +204,33 @@ class MaskDescriptor:
         kernel: Callable[[HeadShape, MaskRule, torch.Tensor], Kernel],
         modes: Modes,
         nano_batch: int | None = None,
+        interleaved: bool = False,
     ) -> None:
-        """`kernel` chooses the kernel of a layer; `nano_batch` is the one that reads this, None where not cut."""
+        """What layers receive.
+
+        Args:
+            micro_batch: the running one.
+            window: of the mask.
+            kernel: chooses the kernel of a layer.
+            modes: how attention runs.
+            nano_batch: the one that reads this; None where not cut.
+            interleaved: the nano-batches alternate over the decoder, not inside a layer.
+        """
         self.micro_batch, self.window, self.kernel, self.modes = micro_batch, window, kernel, modes
-        self.nano_batch = nano_batch
+        self.nano_batch, self.interleaved = nano_batch, interleaved
+        self.gradients = torch.is_grad_enabled()
+        """Around the layers: a layer without them is under reentrant checkpointing, or frozen."""
 
     def cut(self) -> tuple[MaskDescriptor, MaskDescriptor]:
-        """The descriptors of both nano-batches."""
-        common = (self.micro_batch, self.window, self.kernel, self.modes)
-        return MaskDescriptor(*common, nano_batch=0), MaskDescriptor(*common, nano_batch=1)
+        """The descriptors of both nano-batches, for a layer in which they alternate."""
+        return self._part(0, False), self._part(1, False)
+
+    def interleave(self, nano_batch: int) -> MaskDescriptor:
+        """The descriptor of a nano-batch that alternates with the other over the whole decoder."""
+        return self._part(nano_batch, True)
+
+    def _part(self, nano_batch: int, interleaved: bool) -> MaskDescriptor:
+        return MaskDescriptor(self.micro_batch, self.window, self.kernel, self.modes, nano_batch, interleaved)
 
     def row_cut(self, batch: int, width: int) -> RowCut:
         """How a layer's arguments are cut on this rank."""
@@ -170,6 +240,12 @@ class MaskDescriptor:
     def is_cut(self) -> bool:
         """Whether layers should alternate two nano-batches."""
         return self.nano_batch is None and len(self.micro_batch.ticks) == 2
+
+    @property
+    def runs_again(self) -> bool:
+        """A checkpointed layer of an interleaved nano-batch runs in the backward: the second nano-batch first, and
+        neither hands over."""
+        return self.interleaved and not self.micro_batch.in_forward
 
     def attend(
         self,
@@ -218,26 +294,53 @@ class MaskDescriptor:
         layer = id(module)
 
         def build() -> AttentionCall:
-            schedule = micro_batch.schedule(PlanKey(self.window, shape), nano_batch)
+            key, number = PlanKey(self.window, shape), micro_batch._layers.setdefault(layer, len(micro_batch._layers))
+            schedule = micro_batch.schedule(key, nano_batch)
+            orders = None
+            if micro_batch.orders is not None:
+                need = kernel_need(shape, rule, q)
+                orders = micro_batch.orders.call((number, nano_batch), key, need, rule, self.modes, sinks is not None)
             setup = CallSetup(
-                schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes,
-                micro_batch.counts, nano_batch, label, micro_batch.aside, micro_batch.turn,
-                micro_batch._layers.setdefault(layer, len(micro_batch._layers)),
+                schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes, micro_batch.counts,
+                nano_batch, label, micro_batch.aside, micro_batch.turn, number, orders,
+                micro_batch.gain(key, nano_batch),
             )  # fmt: skip
             return AttentionCall(setup)
 
+        if self.interleaved and self.gradients and not torch.is_grad_enabled() and not micro_batch.begun:
+            raise NotInterleaved(
+                "reentrant checkpointing runs the backward of a layer in one piece (set use_reentrant to false)"
+            )
         call = micro_batch.call(layer, nano_batch, build, label)
-        k, v = micro_batch.with_first_keys(layer, nano_batch, k, v)
+        first = call.first_keys if self.runs_again else micro_batch.first_keys(layer, nano_batch, k, v)
+        if first is not None:
+            if self.interleaved and not self.runs_again and torch.is_grad_enabled():
+                call.first_keys = _own(first[0]), _own(first[1])
+            k, v = torch.cat([first[0], k]), torch.cat([first[1], v])
         token = call.dispatch(q, k, v, sinks)
-        if self.nano_batch is not None:
+        if self.nano_batch is not None and not self.runs_again:
             hand_over()
         token = call.serve(token)
-        if self.nano_batch is not None:
+        if self.nano_batch is not None and not self.interleaved:
             hand_over()
         o_THV = call.collect(token, q, k, v, sinks)
         if stand_in:
             o_THV = torch.cat([o_THV, o_THV.new_zeros(batch * width, *o_THV.shape[1:])])
         return o_THV.unflatten(0, (batch, width))
+
+
+def kernel_need(shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> KernelNeed:
+    """What a layer needs of its kernel."""
+    return KernelNeed(
+        q.device, q.dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
+        rule.window is not None, rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """To be kept until backward: as it is, or a copy where it would keep much more memory alive than it has."""
+    x = x.detach()
+    return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Return:
     def finish(self, setup: CallSetup, backward: bool = False) -> None:
         """Wait for what comes back, and for the other stream where there is one."""
         if self.ends is None or setup.aside is None:
-            with setup.span("wait", backward), setup.counts.waits.timed(setup.device, ends_tick=True):
+            with setup.span("wait", backward), setup.counts.waits.timed(setup.device, True, setup.gain):
                 self.back.wait()
             return
         current = torch.cuda.current_stream(setup.device)
@@ -50,7 +50,7 @@ class Return:
             self.back.wait()
         returned.record(current)
         setup.aside.wait_event(returned)
-        setup.counts.waits.beside(*self.ends, returned)
+        setup.counts.waits.beside(*self.ends, returned, setup.gain)
 
 
 def run_alone(setup: CallSetup, run: Run, backward: bool = False) -> None:
@@ -74,7 +74,7 @@ def _run_in_turn(
     """About half of the local batches hide the dispatch, the other half the return."""
 
     def wait() -> list[torch.Tensor]:
-        with setup.span("wait", backward), setup.counts.waits.timed(setup.device):
+        with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
             return out.wait()
 
     received = None if setup.modes.local_first else wait()

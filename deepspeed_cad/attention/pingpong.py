@@ -1,25 +1,37 @@
-"""Ping-pong: two nano-batches of one micro-batch alternate inside a decoder layer.
+"""Two nano-batches of one micro-batch alternate: greenlets run the unmodified code of a model on two parts.
 
-The layer is called once for the whole micro-batch, so sharded parameters are gathered once. Inside, two greenlets run
-the unmodified layer code on two nano-batches and hand over to each other around core attention:
+Ping-pong alternates inside a decoder layer. The layer is called once for the whole micro-batch, so sharded parameters
+are gathered once, and the nano-batches hand over to each other around core attention:
 
     pre A │ pre B ‖ dispatch A │ attention A ‖ dispatch B │ attention B ‖ return A │ post A ‖ return B │ post B
 
-Autograd runs its nodes in the reverse order of their creation, so the backward mirrors this without further help.
-Greenlets stay on one thread: grad mode, autocast and saved-tensor hooks hold for both nano-batches.
+Interleaving alternates over the whole decoder: each layer is called once for each nano-batch, which hands over once,
+right after its dispatch. `linear A(l)` is what lies between two attentions: post A of layer l, pre A of layer l + 1.
+While one nano-batch is there, servers attend the other one, and neither has to wait where both take as long:
+
+    … collect A │ linear A(l) │ dispatch A │ collect B │ linear B(l) │ dispatch B │ collect A │ linear A(l+1) │ …
+    servers:      B of layer l               A of layer l+1            B of layer l+1
+
+Autograd runs its nodes in the reverse order of their creation, so the backward mirrors both without further help.
+Greenlets stay on one thread. Inside a layer, grad mode, autocast and saved-tensor hooks hold for both nano-batches;
+over the decoder each has its own (thread_state.py).
 """
 
 from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from deepspeed_cad.errors import CADError
+
+if TYPE_CHECKING:  # it needs private names, which another torch may lack
+    from deepspeed_cad.attention.thread_state import ThreadState
 
 
 def hand_over() -> None:
@@ -30,10 +42,13 @@ def hand_over() -> None:
     parent.switch()
 
 
-def run_alternating(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+def run_alternating(
+    first: Callable[[], Any], second: Callable[[], Any], states: tuple[ThreadState, ThreadState] | None = None
+) -> tuple[Any, Any]:
     """Run two functions on this thread, switching whenever one calls `hand_over`; the first goes first.
 
-    An error in either ends both and is raised.
+    An error in either ends both and is raised. `states`: each function has a state of torch of its own; None: what one
+    changes the other sees, so neither may hand over inside a context that it entered.
     """
     results: list[Any] = [None, None]
 
@@ -44,16 +59,20 @@ def run_alternating(first: Callable[[], Any], second: Callable[[], Any]) -> tupl
     for one in pair:
         one.gr_context = contextvars.copy_context()
     arguments: list[tuple[Any, ...]] = [(0, first), (1, second)]
+    held: Any = states or (nullcontext(), nullcontext())
     try:
         while not all(one.dead for one in pair):
             for index, one in enumerate(pair):
                 if not one.dead:
-                    one.switch(*arguments[index])
+                    with held[index]:
+                        one.switch(*arguments[index])
                     arguments[index] = ()
     finally:
-        for one in pair:
+        for index, one in enumerate(pair):
             if one and not one.dead:
-                one.throw(GreenletExit)
+                # What it entered it leaves now, with what it pushed in place.
+                with held[index]:
+                    one.throw(GreenletExit)
     return results[0], results[1]
 
 

@@ -77,7 +77,7 @@ def run_served(
     q_RGD: torch.Tensor,
     k_S1D: torch.Tensor,
     v_S1V: torch.Tensor,
-    sinks_H: torch.Tensor | None = None,
+    sinks_RG: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O [R, G, V] and LSE [R, G] of the served tasks, made here; LSE has any strides.
 
@@ -88,7 +88,7 @@ def run_served(
         q_RGD: what arrived, with the rank's own rows of served tasks.
         k_S1D: likewise.
         v_S1V: likewise.
-        sinks_H: one logit more per head of the model, or None.
+        sinks_RG: one logit more per row and head, or None.
     """
     if not schedule.served:
         o = q_RGD.new_empty(q_RGD.shape[0], q_RGD.shape[1], v_S1V.shape[2])
@@ -101,8 +101,8 @@ def run_served(
     o, lse = (
         results[0] if len(results) == 1 else (torch.cat([o for o, _ in results]), torch.cat([x for _, x in results]))
     )
-    if sinks_H is not None:
-        o, lse = fold_sinks(o, lse, sinks_H.view(-1, q_RGD.shape[1])[schedule.served_group])
+    if sinks_RG is not None:
+        o, lse = fold_sinks(o, lse, sinks_RG)
     return o, lse
 
 

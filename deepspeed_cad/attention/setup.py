@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
 from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
-from deepspeed_cad.exchange.waits import Waits
+from deepspeed_cad.exchange.waits import Gain, Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.trace.record import NOT_TRACED, Tracer
 
@@ -37,6 +38,20 @@ class Modes:
     """Let activation checkpointing run core attention again instead of keeping O and LSE."""
     keep_received: bool = False
     """A server keeps the Q, K, V it received until backward instead of receiving them again."""
+    sinks_travel: bool = False
+    """Sinks go along with Q: some server has no model to take them from."""
+    returns: bool = True
+    """A backward will come, as far as is known in the forward."""
+
+
+class CallOrders(Protocol):
+    """Tells reserved servers of one call, ahead of each of its exchanges."""
+
+    def dispatch(self, backward: bool) -> None:
+        """Q, K, V or dO go out next."""
+
+    def give_back(self, backward: bool) -> None:
+        """O, or dQ, dK, dV come back next."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +73,10 @@ class CallSetup:
     turn: int = 0
     layer: int = 0
     """Which micro-batch and which of its layers: equal on all ranks, see exchange.identity.Moment."""
+    orders: CallOrders | None = None
+    """On the rank that leads reserved servers."""
+    gain: Gain | None = None
+    """What the plan promises this rank in a tick; None where nobody weighs that against waits."""
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +88,8 @@ class CallSetup:
         transport, tracer = self.transport, self.counts.tracer
         if transport is None:
             return None
+        if self.orders is not None:
+            self.orders.dispatch(backward)
         moment = Moment(self.turn, self.layer, backward)
 
         def start() -> Dispatched:
@@ -81,6 +102,8 @@ class CallSetup:
         """Start an exchange back, on the stream that runs served tasks."""
         transport, tracer = self.transport, self.counts.tracer
         assert transport is not None  # nothing was served without one
+        if self.orders is not None:
+            self.orders.give_back(backward)
         moment = Moment(self.turn, self.layer, backward)
 
         def start() -> Returned:

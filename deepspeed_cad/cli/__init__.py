@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "doctor": "try every kernel, transport and device here, and say how to get what is missing",
     "plan": "plan one micro-batch, or say what CAD would gain on a data set",
     "profile": "measure this machine's attention and links into a profile for the planner",
+    "serve": "serve the attention of a training of another launch",
     "trace": "record a few steps of a run as one timeline over all ranks",
 }
 

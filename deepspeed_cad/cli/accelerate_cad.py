@@ -67,9 +67,27 @@ def _launch(block: str | None, path: str | None, words: list[str]) -> None:
             "the installed hook is not active in this Python (the package is only on the path, or Python runs with "
             "-S): the processes that accelerate starts would train without CAD. Install deepspeed_cad with pip"
         )
+    if request.config.servers != "all" and request.config.enabled:
+        # Reserved ranks must not run the script, so what each process runs first is our launcher.
+        words = insert_run(words)
     request.publish()
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *words])
+
+
+def insert_run(words: list[str]) -> list[str]:
+    """The words of `accelerate launch` with `-m deepspeed_cad.run` before the script. Raises CADConfigError."""
+    from accelerate.commands.launch import launch_command_parser
+
+    read = launch_command_parser().parse_args(words)
+    if read.no_python:
+        raise CADConfigError(
+            '"servers" reserves ranks, and --no_python starts a program that CAD cannot keep from running there: start '
+            "a Python script"
+        )
+    at = len(words) - len(read.training_script_args) - 1
+    # With --module accelerate takes ours for the module, and ours is told that the script is one.
+    return [*words[:at], *(["deepspeed_cad.run", "-m"] if read.module else ["-m", "deepspeed_cad.run"]), *words[at:]]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """One exchange of a transport between two processes of this machine, there and back; each is started by the doctor.
 
 In: `python -m deepspeed_cad.cli.exchange_trial TRANSPORT RANK STORE`. Out: exit code 0 where every slice arrived where
-the schedule says and came back home; else the reason as the last line on stderr. Slices are uneven: rank 0 sends rows
+the schedule says and came back home, and on stdout of rank 0 the GB/s of one process while both send; else the reason
+as the last line on stderr. Slices are uneven: rank 0 sends rows
 of one head group, rank 1 sends nothing.
 """
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_cad.exchange.links import measure_links
 from deepspeed_cad.exchange.probe import choose_transport
 from deepspeed_cad.exchange.transport import Outgoing, Returning, Transport
 from deepspeed_cad.layout import Layout
@@ -48,6 +50,16 @@ def main(name: str, rank: int, store: str) -> None:
     # "mixed" is for several hosts: there the two processes pass for one on each.
     transport = choose_transport(name, group, device, timeout_s=60, host=rank if name == "mixed" else None)
     _there_and_back(transport, rank, device)
+
+    def gather(value: int) -> list[int]:
+        found: list[int] = [0] * RANKS
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    hosts = [0, 1] if name == "mixed" else [0, 0]
+    links = measure_links(transport, device, rank, hosts, gather)
+    if rank == 0:
+        sys.stdout.write(f"{(links.inside or links.between or 0.0) / 1e9:.3g}\n")
     transport.close()
     dist.barrier()
 
@@ -77,4 +89,5 @@ def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    sys.stdout.flush()
     os._exit(0)  # libraries of the accelerator may abort while the interpreter closes down

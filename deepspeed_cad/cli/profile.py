@@ -32,9 +32,6 @@ NOISY = 0.15
 ATTEMPTS = 3
 """How often everything is measured where the times do not fit; the least of each call counts."""
 
-LINK_TOKENS = {"cuda": 16384, "cpu": 1024}
-"""Rows that each rank sends while links are timed."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -152,8 +149,8 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
     """
     import torch.distributed as dist
 
-    from deepspeed_cad.cli.links import measure_links
-    from deepspeed_cad.exchange.probe import choose_transport
+    from deepspeed_cad.exchange.links import measure_links
+    from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
 
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
@@ -176,8 +173,13 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
         if world is None:
             raise CADConfigError("torch.distributed made no process group")
         transport = choose_transport(args.transport, world, device)
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        links = measure_links(transport, cpu_group, device, shape, per_node, LINK_TOKENS[device.type])
+
+        def gather(value: int) -> list[int]:
+            found = [0] * dist.get_world_size()
+            dist.all_gather_object(found, value, group=cpu_group)
+            return found
+
+        links = measure_links(transport, device, dist.get_rank(), gather_hosts(gather), gather)
         dist.barrier(cpu_group)
         transport.close()
     finally:

@@ -18,10 +18,15 @@ def refuse_block(config: CADConfig) -> None:
         ("recompute_attention", True, "attention of a stage meets the others only in the ticks of its own forward"),
         ("backward", "keep", "a row's backward may run on another rank than its forward, so servers keep nothing"),
         ("overlap", "pingpong", "the tasks of other stages hide exchanges instead"),
+        ("overlap", "interleave", "the tasks of other stages hide exchanges instead"),
         ("documents", "exchange", "the loss of a pipeline is the mean over micro-batches, so they stay as they are"),
     ):
         if getattr(config, key) == wrong:
             raise CADConfigError(f'"cad": "{key}" is {wrong!r}, which a pipeline cannot have: {why}. Leave it out')
+    if config.servers != "all":
+        raise CADConfigError(
+            f'"cad": "servers" is {config.servers!r}, which is not built for pipelines: idle stages serve. Leave it out'
+        )
     if config.verify:
         raise CADConfigError(
             f'"cad": "verify" is {config.verify}, but a stage of a pipeline cannot run without the others; set it to '

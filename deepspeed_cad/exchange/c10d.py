@@ -6,19 +6,21 @@ Messages between two ranks hold the slices in table order, which both ends know.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.carriers import Carrier, Collectives, ComparedFirst, UnderWay
+from deepspeed_cad.exchange.group import Group, rank_of
 from deepspeed_cad.exchange.identity import Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.schedule import Schedule
 
@@ -30,7 +32,7 @@ class C10dTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         device: torch.device,
         liveness: Liveness | None = None,
         timeout_s: float = 300.0,
@@ -38,8 +40,10 @@ class C10dTransport:
         self.group, self.device = group, device
         self.exchanges = 0
         self.bytes_sent = 0
+        self.transfers: Transfers | None = None
+        """Only on CPUs, where ranks have met when the data starts to move."""
         self.register = Register()
-        self._alarm = Alarm(dist.get_rank(group), liveness, timeout_s)
+        self._alarm = Alarm(rank_of(group), liveness, timeout_s)
         self._carrier: Carrier = (
             ComparedFirst(group, self._alarm)
             if device.type == "cpu"
@@ -98,7 +102,18 @@ class C10dTransport:
         self.bytes_sent += outgoing.numel()
         identity = self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
         under_way = self._carrier.start(identity, outgoing, to_peers, from_peers)
+        self._note(under_way, to_peers, from_peers)
         return _Arrival(under_way, [received for _, received in counts], widths, dtypes)
+
+    def _note(self, under_way: UnderWay, to_peers: list[int], from_peers: list[int]) -> None:
+        """Have the end of a transfer noted when it comes, not when somebody waits for it."""
+        transfers, begun = self.transfers, time.perf_counter()
+        if transfers is None or self.device.type != "cpu":
+            return
+        size = transfers.size(to_peers, from_peers)
+        if size is not None:
+            ended = under_way.data.get_future()
+            ended.add_done_callback(lambda _: transfers.note(size, time.perf_counter() - begun))
 
     def _look_up(self, schedule: Schedule) -> tuple[KindRows, KindRows]:
         found = self._kinds.get(schedule)

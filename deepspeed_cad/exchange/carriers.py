@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import RING, Comparison
+from deepspeed_cad.exchange.group import Group, processes_of, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity, compare
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.watchdog import Watchdog
@@ -54,8 +55,8 @@ class ComparedFirst:
     data move before. The host waits for the numbers where an exchange starts: what is under way then is the data.
     """
 
-    def __init__(self, group: dist.ProcessGroup, alarm: Alarm) -> None:
-        self.group, self.alarm = group, alarm
+    def __init__(self, group: Group, alarm: Alarm) -> None:
+        self.group, self.alarm = processes_of(group), alarm
 
     def start(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
         """See Carrier."""
@@ -96,9 +97,9 @@ class Collectives:
     ends it; the first is over by then, and the error is known.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, alarm: Alarm) -> None:
-        self.group, self.device, self.alarm = group, device, alarm
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
+        self.group, self.device, self.alarm = processes_of(group), device, alarm
+        self.rank, self.ranks = rank_of(group), size_of(group)
         ring = torch.zeros(RING, self.ranks, dtype=torch.int64, device=device)
         self._comparison = Comparison(ring, self.rank)
         self._watchdog = Watchdog(alarm, lambda: None, device, self._comparison)

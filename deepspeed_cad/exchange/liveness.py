@@ -15,6 +15,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.exchange.patient_store import PatientStore, SilentStoreError
 from deepspeed_cad.exchange.standstill import Blocked
 
 LOOK_S = 0.5
@@ -28,7 +29,7 @@ PATIENCE_S = 5.0
 class Liveness:
     """The error board of one CAD group."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int) -> None:
+    def __init__(self, store: dist.Store | PatientStore, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
         self._stopped = self._closed = False
         self._said = ""
@@ -98,6 +99,8 @@ class Liveness:
         """
         try:
             return "; ".join(self._hopeless() or self._standstill(exchange))
+        except SilentStoreError as error:
+            return f"{error}: the host that holds it (that of rank 0, or of the launcher) cannot be reached"
         except (RuntimeError, OSError):
             return "the job's store is gone: the process that holds it (rank 0, or the launcher) died"
 
@@ -163,6 +166,11 @@ class Liveness:
                     if rank not in said and (text := self._read("error", rank)) is not None:
                         said[rank] = text
                 time.sleep(0.05)
+        except SilentStoreError as unanswered:
+            return CADPeerError(
+                f"rank {self.rank} waited for {waited_for}, and {unanswered}: the host that holds it (that of rank "
+                f"0, or of the launcher) cannot be reached. First error here: {_first_line(error)}"
+            )
         except (RuntimeError, OSError):
             return CADPeerError(
                 f"rank {self.rank} waited for {waited_for}, and the job's store is gone too: the process that holds it "
@@ -196,14 +204,17 @@ class Liveness:
         return Liveness.Watch(liveness, waited_for)
 
 
-def open_board(group: dist.ProcessGroup, rank: int, ranks: int) -> Liveness:
+def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float = 300.0) -> Liveness:
     """The board of a group, on the store of the job's default process group.
+
+    A store that takes half of `timeout_s` for an answer counts as lost.
 
     Nothing here waits inside the store: only what is there is read. Its time-out is the job's, for whom communicators
     are opened later, and a PrefixStore hands the time-out that it is given down to the store of the whole job.
     """
     store = dist.distributed_c10d._get_default_store()
-    return Liveness(dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store), rank, ranks)
+    board = dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store)
+    return Liveness(PatientStore(board, timeout_s / 2), rank, ranks)
 
 
 def _first_line(error: BaseException) -> str:

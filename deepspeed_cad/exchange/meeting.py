@@ -14,6 +14,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.liveness import LOOK_S
 from deepspeed_cad.exchange.native_calls import Table
+from deepspeed_cad.exchange.patient_store import PatientStore
 
 
 class Meeting:
@@ -21,7 +22,9 @@ class Meeting:
 
     def __init__(self, store: dist.Store | None, members: Table, place: int, alarm: Alarm) -> None:
         """`store` None: a rank alone."""
-        self.store, self.members, self.place, self.alarm = store, members, place, alarm
+        # A store behind a link that dies answers nobody, and asking it again and again would not end.
+        self.store = None if store is None else PatientStore(store, alarm.timeout_s)
+        self.members, self.place, self.alarm = members, place, alarm
         self._held = 0
 
     def hold(self, what: str, word: str = "") -> list[str]:

@@ -13,24 +13,32 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import RING, Comparison
+from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.exchange.meeting import Meeting
-from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls, Table, new_unique_id, open_nccl
+from deepspeed_cad.exchange.native_calls import (
+    NativeCallError,
+    NcclCalls,
+    Table,
+    UnreachedError,
+    new_unique_id,
+    open_nccl,
+)
 from deepspeed_cad.exchange.peers import open_store
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.threads import start_daemon
 
 NUMBER_BYTES = 8
 
 
-def join_ranks(group: dist.ProcessGroup, device: torch.device, alarm: Alarm) -> NcclCalls:
+def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
     """A communicator of the ranks of a group, apart from torch's. Collective; CADPeerError where a rank is missing."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank, ranks = rank_of(group), size_of(group)
     # Through the job's store: a broadcast would make a communicator of torch's own first.
     meeting = Meeting(open_store(group, "nccl"), np.arange(ranks), rank, alarm)
     unique_id, problem = "", ""
@@ -81,7 +89,7 @@ def _in_time(
     if errors:
         raise errors[0]
     if not made:
-        raise NativeCallError(
+        raise UnreachedError(
             f"NCCL did not join the ranks within {timeout_s:g} s, though all of them were there: they cannot reach "
             "each other. Set NCCL_SOCKET_IFNAME to the network that connects the hosts; NCCL_DEBUG=INFO says more"
         )
@@ -91,21 +99,27 @@ def _in_time(
 class Messenger:
     """Sends and receives what belongs to the exchanges of one transport."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, alarm: Alarm) -> None:
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
         """Collective: every rank of the group makes one at the same time."""
         self.device, self.alarm = device, alarm
-        self.rank = dist.get_rank(group)
+        self.rank = rank_of(group)
         self.calls = join_ranks(group, device, alarm)
         self.stream = torch.cuda.Stream(device)
         self._numbers = torch.zeros(RING, dtype=torch.int64, device=device)
         """Of this rank's exchanges, to be sent from here: as many as a ring holds, so none is overwritten too early."""
 
     def exchange(
-        self, identity: Identity, messages: Table, comparison: Comparison, watchdog: Watchdog
+        self,
+        identity: Identity,
+        messages: Table,
+        comparison: Comparison,
+        watchdog: Watchdog,
+        transfers: Transfers | None = None,
     ) -> torch.cuda.Event | None:
         """Queue the messages ([n, 4], see NcclCalls.exchange) of an exchange behind what the current stream holds now.
 
-        Gives what happens when they are over; None where there are none.
+        Gives what happens when they are over; None where there are none. `transfers` notes how long they took: from
+        when the numbers are here, which is when the ranks have met, so no waiting for a late rank is in it.
         """
         stream = self.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -118,11 +132,15 @@ class Messenger:
             mine.fill_(identity.number)
         before = stream.record_event()
         self._queue(identity, numbers, watchdog)
-        known = stream.record_event()
+        size = None if transfers is None else transfers.size_of_messages(messages)
+        known, done = (torch.cuda.Event(enable_timing=size is not None) for _ in range(2))
+        known.record(stream)
         senders = numbers[numbers[:, 0] == 0, 1].tolist()
         watchdog.track(before, known, identity, partial(comparison.arrived, identity, senders))
         self._queue(identity, messages, watchdog)
-        done = stream.record_event()
+        done.record(stream)
+        if transfers is not None and size is not None:
+            transfers.expect(known, done, size)
         watchdog.track(known, done, identity)
         return done
 

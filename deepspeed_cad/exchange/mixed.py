@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.messages import Messenger
@@ -49,7 +49,7 @@ class MixedTransport(NvlinkTransport):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         device: torch.device,
         near: list[int],
         liveness: Liveness | None = None,
@@ -60,9 +60,9 @@ class MixedTransport(NvlinkTransport):
         Args:
             near: one number for every rank; ranks with the same number exchange by peer copies.
         """
-        if len(near) != dist.get_world_size(group):
-            raise CADError(f"{len(near)} numbers of neighbourhoods for a group of {dist.get_world_size(group)} ranks")
-        alarm = Alarm(dist.get_rank(group), liveness, timeout_s)
+        if len(near) != size_of(group):
+            raise CADError(f"{len(near)} numbers of neighbourhoods for a group of {size_of(group)} ranks")
+        alarm = Alarm(rank_of(group), liveness, timeout_s)
         # First what all ranks take part in: making landing areas can fail on one host alone.
         self.messages = Messenger(group, device, alarm)
         try:
@@ -117,7 +117,9 @@ class MixedTransport(NvlinkTransport):
         for the whole device before.
         """
         messages = np.ascontiguousarray(np.concatenate([np.zeros((0, 4), np.int64), *table]))
-        done = self.messages.exchange(under_way.identity, messages, self._comparison, self._watchdog)
+        done = self.messages.exchange(
+            under_way.identity, messages, self._comparison, self._watchdog, self.transfers
+        )  # fmt: skip
         if done is not None:
             under_way.done.append(done)
             under_way.sources.extend(packed)

@@ -39,6 +39,10 @@ class NativeCallError(CADError):
     """A call into the native library, the CUDA driver or NCCL failed."""
 
 
+class UnreachedError(NativeCallError):
+    """Hosts do not reach each other through NCCL: nothing else that runs through NCCL would."""
+
+
 class _Library:
     """The loaded library with argument types declared and error codes turned into exceptions."""
 

@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import RING, Comparison
+from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.messages import Messenger
@@ -22,6 +22,7 @@ from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds
 from deepspeed_cad.exchange.split import list_messages
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import Schedule
@@ -34,16 +35,17 @@ class NcclTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         device: torch.device,
         liveness: Liveness | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         """Collective: every rank of the group makes one at the same time."""
         self.group, self.device = group, device
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.ranks = rank_of(group), size_of(group)
         self.exchanges = 0
         self.bytes_sent = 0
+        self.transfers: Transfers | None = None
         self.register = Register()
         self._alarm = Alarm(self.rank, liveness, timeout_s)
         self.messages = Messenger(group, device, self._alarm)
@@ -122,7 +124,7 @@ class NcclTransport:
                 messages.append(list_messages(is_send, runs, tensor.data_ptr(), width))
             self.bytes_sent += int(sent.sum()) * width
         done = self.messages.exchange(
-            identity, np.ascontiguousarray(np.concatenate(messages)), self._comparison, self._watchdog
+            identity, np.ascontiguousarray(np.concatenate(messages)), self._comparison, self._watchdog, self.transfers
         )
         return _UnderWay(identity, done, packed, arrived, torch.cuda.current_stream(self.device))
 

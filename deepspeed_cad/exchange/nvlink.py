@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
@@ -38,6 +37,7 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
+from deepspeed_cad.exchange.group import Group, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.landing import LandingArea, SymmetricBuffer
 from deepspeed_cad.exchange.liveness import Liveness
@@ -46,6 +46,7 @@ from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
 from deepspeed_cad.exchange.peers import PeerGroup, whole_group
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
 from deepspeed_cad.exchange.split import near_part
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
@@ -105,7 +106,7 @@ class NvlinkTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         device: torch.device,
         liveness: Liveness | None = None,
         timeout_s: float = 300.0,
@@ -122,6 +123,7 @@ class NvlinkTransport:
         self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
         self.exchanges = 0
         self.bytes_sent = 0
+        self.transfers: Transfers | None = None
         self.register = Register()
         self._alarm = alarm = alarm or Alarm(self.rank, liveness, timeout_s)
         self._meeting = Meeting(peers.store, peers.members, peers.place, alarm)
@@ -132,7 +134,7 @@ class NvlinkTransport:
             self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
         self.stream: torch.cuda.Stream | None = self._copies
         """Where the transfers of an exchange end, if that is one stream: for timelines."""
-        whole = dist.get_world_size(group)
+        whole = size_of(group)
         ahead = -(-FLAG_BYTES * self.ranks // PAGE) * PAGE
         size = ahead + RING * whole * NAME_BYTES
         self._flags = SymmetricBuffer(size, peers, device, self._meeting, "making flags for exchanges")

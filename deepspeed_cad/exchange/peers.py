@@ -12,6 +12,16 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from deepspeed_cad.exchange.group import (
+    Group,
+    OwnGroup,
+    global_rank,
+    name_of,
+    rank_of,
+    show_to_symmetric_memory,
+    size_of,
+    store_of,
+)
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 
 
@@ -37,54 +47,49 @@ class PeerGroup:
             torch_groups._unregister_process_group(self.handle)
 
 
-def whole_group(group: dist.ProcessGroup) -> PeerGroup:
+def whole_group(group: Group) -> PeerGroup:
     """All ranks of a group."""
-    members = np.arange(dist.get_world_size(group))
-    return PeerGroup(members, dist.get_rank(group), group, open_store(group, "nvlink"))
+    members = np.arange(size_of(group))
+    if isinstance(group, OwnGroup):
+        enable = getattr(symmetric_memory(), "enable_symm_mem_for_group", None)
+        ranks = {int(member): int(member) for member in members}
+        show_to_symmetric_memory(enable, group.name, group.processes, group.store, ranks)
+    handle = group.name if isinstance(group, OwnGroup) else group
+    return PeerGroup(members, rank_of(group), handle, open_store(group, "nvlink"))
 
 
-def host_group(group: dist.ProcessGroup, near: list[int]) -> PeerGroup:
+def host_group(group: Group, near: list[int]) -> PeerGroup:
     """The ranks r of a group with the same `near[r]` as this one. Every rank of the group calls it at the same time.
 
     Symmetric memory wants no more of a process group than rank, size and a store, so one is registered that has
     nothing else. `dist.new_group` would have all ranks of the job make the groups of all hosts, one after the other,
     and where a device is bound to the default group, ranks outside of a gloo group split its NCCL communicator.
     """
-    rank = dist.get_rank(group)
+    rank = rank_of(group)
     members = np.flatnonzero(np.asarray(near) == near[rank]).astype(np.int64)
     place = int(np.searchsorted(members, rank))
     shared, number = _open(group, "host")
     if len(members) == 1:
         return PeerGroup(members, 0, None, None)
-    name = f"deepspeed_cad host of rank {members[0]} in {group.group_name}, {number}"
+    name = f"deepspeed_cad host of rank {members[0]} in {name_of(group)}, {number}"
     store = dist.PrefixStore(name, shared)
     registered = dist.ProcessGroup(store, place, len(members))
     torch_groups: Any = dist.distributed_c10d
     torch_groups._register_process_group(name, registered)
+    ranks = {global_rank(group, int(member)): index for index, member in enumerate(members)}
     enable = getattr(symmetric_memory(), "enable_symm_mem_for_group", None)
-    if enable is not None and not hasattr(enable, "__deprecated__"):
-        # This torch looks store and ranks up among its own groups. They are there for this moment only: the profiler,
-        # for one, takes whatever is there for a whole process group.
-        world = torch_groups._world
-        world.pg_map[registered] = ("none", store)
-        world.pg_group_ranks[registered] = {
-            dist.get_global_rank(group, int(member)): index for index, member in enumerate(members)
-        }
-        try:
-            enable(name)
-        finally:
-            del world.pg_map[registered], world.pg_group_ranks[registered]
+    show_to_symmetric_memory(enable, name, registered, store, ranks)
     return PeerGroup(members, place, name, dist.PrefixStore("meetings", store), registered)
 
 
-def open_store(group: dist.ProcessGroup, purpose: str) -> dist.Store:
+def open_store(group: Group, purpose: str) -> dist.Store:
     """A part of the job's store for one transport object: all ranks of the group open it in the same order."""
     shared, number = _open(group, purpose)
     return dist.PrefixStore(f"{number}", shared)
 
 
-def _open(group: dist.ProcessGroup, purpose: str) -> tuple[dist.Store, int]:
+def _open(group: Group, purpose: str) -> tuple[dist.Store, int]:
     """What all openings for a purpose share, and how many this rank has made."""
-    rank = dist.get_rank(group)
-    shared = dist.PrefixStore(f"deepspeed_cad/{purpose}/{group.group_name}", dist.distributed_c10d._get_default_store())
+    rank = rank_of(group)
+    shared = dist.PrefixStore(f"deepspeed_cad/{purpose}/{name_of(group)}", store_of(group))
     return shared, shared.add(f"opened by {rank}", 1)

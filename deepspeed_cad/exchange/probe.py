@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.exchange.c10d import C10dTransport
+from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.mixed import MixedTransport
-from deepspeed_cad.exchange.native_calls import cuda_calls, open_nccl, peer_reach, symmetric_memory
+from deepspeed_cad.exchange.native_calls import UnreachedError, cuda_calls, open_nccl, peer_reach, symmetric_memory
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.transport import Transport
@@ -31,13 +32,16 @@ logger = logging.getLogger("deepspeed_cad")
 NAMES = ("nvlink", "mixed", "nccl", "c10d")
 """Fastest first."""
 
+_UNREACHED = -1
+"""A rank's answer to whether it could make a transport: 0 and 1 are no and yes."""
+
 Agree = Callable[[int], "list[int]"]
 """Gathers one whole number from every rank of the group, in rank order."""
 
 
 def choose_transport(
     name: str,
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     agree: Agree | None = None,
     liveness: Liveness | None = None,
@@ -52,7 +56,7 @@ def choose_transport(
     if name not in ("auto", *NAMES):
         raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
     gather = agree or _gather_over(group)
-    host = _host_number() if host is None else host
+    host = host_number() if host is None else host
     hosts = gather(host) if name in ("auto", "nvlink", "mixed") else []
     refusals: list[str] = []
     for candidate in _candidates(hosts) if name == "auto" else (name,):
@@ -65,7 +69,7 @@ def choose_transport(
         if reason is None:
             found, reason = _make(candidate, group, device, gather, liveness, timeout_s, near)
             if found is not None:
-                _say(found.name, refusals, hosts, near, device.type == "cuda" and dist.get_rank(group) == 0)
+                _say(found.name, refusals, hosts, near, device.type == "cuda" and rank_of(group) == 0)
                 return found
         refusals.append(f"{candidate}: {reason}")
     raise CADUnsupportedError(
@@ -73,19 +77,12 @@ def choose_transport(
     )
 
 
-def ranks_per_node(gather: Agree) -> int | None:
-    """How many ranks each host has, where all have as many and each its ranks one behind the other; else None.
+def gather_hosts(gather: Agree) -> list[int]:
+    """The number of each rank's host. Collective, and the same on every rank.
 
-    Collective, and the same on every rank: made of where the ranks are, not of what their launchers tell each.
+    Made of where the ranks are, not of what their launchers tell each.
     """
-    return _ranks_per_node(gather(_host_number()))
-
-
-def _ranks_per_node(hosts: list[int]) -> int | None:
-    size = hosts.count(hosts[0])
-    blocks = [hosts[at : at + size] for at in range(0, len(hosts), size)]
-    whole = all(len(set(block)) == 1 and len(block) == size for block in blocks)
-    return size if whole and 1 < len(blocks) == len(set(hosts)) else None
+    return gather(host_number())
 
 
 def probe(name: str) -> tuple[bool, str]:
@@ -111,15 +108,20 @@ def probe(name: str) -> tuple[bool, str]:
 
 def _make(
     name: str,
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     gather: Agree,
     liveness: Liveness | None,
     timeout_s: float,
     near: list[int],
 ) -> tuple[Transport | None, str]:
-    """The transport, if every rank could make it; else none and the reason."""
+    """The transport, if every rank could make it; else none and the reason.
+
+    Raises UnreachedError, on every rank, where hosts do not reach each other: any other transport would wait for that
+    once more.
+    """
     made: Transport | None = None
+    unreached: UnreachedError | None = None
     reason = "another rank could not start it"
     try:
         if name == "nvlink":
@@ -130,12 +132,17 @@ def _make(
             made = NcclTransport(group, device, liveness, timeout_s)
         else:
             made = C10dTransport(group, device, liveness, timeout_s)
+    except UnreachedError as error:
+        unreached = error
     except (RuntimeError, OSError, AttributeError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-    if min(gather(int(made is not None))):
+    answers = gather(_UNREACHED if unreached is not None else int(made is not None))
+    if min(answers) > 0:
         return made, ""
     if made is not None:
         made.close()
+    if _UNREACHED in answers:
+        raise unreached or UnreachedError(f"NCCL did not join rank {answers.index(_UNREACHED)} to the others")
     return None, reason
 
 
@@ -219,8 +226,10 @@ def _say(name: str, refusals: list[str], hosts: list[int], near: list[int], loud
             )  # fmt: skip
 
 
-def _gather_over(group: dist.ProcessGroup) -> Agree:
+def _gather_over(group: Group) -> Agree:
     def gather(value: int) -> list[int]:
+        if isinstance(group, OwnGroup):
+            return group.numbers(value)
         found: list[int] = [0] * dist.get_world_size(group)
         dist.all_gather_object(found, value, group=group)
         return found
@@ -228,8 +237,8 @@ def _gather_over(group: dist.ProcessGroup) -> Agree:
     return gather
 
 
-def _host_number() -> int:
-    """Equal exactly on one running operating system."""
+def host_number() -> int:
+    """This process's host as a number: equal exactly on one running operating system."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return zlib.crc32(f"{boot.read_text() if boot.exists() else ''}{socket.gethostname()}".encode())
 

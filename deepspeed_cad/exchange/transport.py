@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.schedule import Schedule
 
 UNNAMED = Moment()
@@ -67,6 +68,8 @@ class Transport(Protocol):
     exchanges: int
     """Exchanges started so far: tests count them."""
     bytes_sent: int
+    transfers: Transfers | None
+    """Where it notes how long transfers took, if somebody wants to know and it can tell."""
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED

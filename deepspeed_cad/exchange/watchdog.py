@@ -167,7 +167,9 @@ class Watchdog:
         return self.alarm.in_vain(label.index if isinstance(label, Identity) else 0)
 
     def _stands(self) -> bool:
-        """Whether a wait that its stream has reached is not over."""
+        """Whether a wait that its stream has reached is not over, or the host is still inside a call."""
+        if self._host is not None:
+            return True
         return bool(self._waits) and self._waits[0].before.query() and not self._waits[0].after.query()
 
     def _time_out(self, label: object, now: float) -> None:
@@ -181,7 +183,8 @@ class Watchdog:
             self._given_up, self._gave_up_at = self._given_up + 1, now
             self.give_up()
         elif not self.alarm.told and now - self._gave_up_at > LAST_S and self._stands():
-            self.end_process(f"{self.alarm.why()}. The GPU could not be freed from its wait, so this process ends")
+            what = "The GPU" if self._host is None else "The training thread"
+            self.end_process(f"{self.alarm.why()}. {what} could not be freed from its wait, so this process ends")
 
 
 def _end_process(reason: str) -> None:

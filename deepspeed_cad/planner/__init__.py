@@ -15,19 +15,26 @@ The heuristic, in words. Names in capitals are numbers in `constants.py`, which 
    them on other donors, so that K and V travel once for all; or it is the first rows of a segment, for a server that
    holds the keys before them. A rank without own rows to give hands on rows that it was given.
 4. *Price.* The cheapest move is that of the fewest bytes per unit of load (`offers.py`). Bytes are Q and O of the rows
-   that leave home, and K and V that the server does not hold yet, those between nodes weighted. What a move leaves of
-   the donor's surplus is charged at the price of a typical move (MOVE_SHARES, LEFTOVER_PRICE), so that many small cheap
-   moves do not win over one that ends the matter.
+   that leave home, and K and V that the server does not hold yet, those between hosts weighted. What a move leaves of
+   the donor's surplus is charged at the price of a typical move (MOVE_SHARES, LEFTOVER_PRICE) over the nearest link on
+   which anyone takes, so that many small cheap moves do not win over one that ends the matter.
 5. *Where cuts are too coarse*, the smallest possible step is taken if its server then finishes before the donor does
    now. A rank of speed 0 hands everything over.
-6. *Never worse.* If the slowest rank finishes later than without CAD, nothing is moved. Where the links have a cost,
-   and transfers would take longer than the attention that hides them, wider tolerances are tried (LOOSER), and the
-   plan that ends first is taken, with a note (`answer.py`).
+6. *Slow links.* Where links have a cost, each plan is timed with its transfers (`finish.py`): in each pass what goes
+   out, what is computed on it and what comes back follow one another, beside the rank's own work. If the even plan
+   waits, less is moved (`search.py`), and at two levels where ranks share hosts. Hosts that would end above a level
+   come down to it and no further: their fullest ranks give, the emptiest of hosts that end early take. Then each host's
+   ranks are made even as in 2. Also tried with hosts made even first, so that all of their links send, and with ranks
+   instead of hosts. A lower level means less work for the slowest and longer transfers; the search follows both to
+   where they meet (TRIES).
+7. *Never worse.* If the slowest rank finishes later than if all rows stayed at home, nothing is moved. What was held
+   back, and why, is in the plan's notes.
 
 Evidence: the kernels' measured costs say what a task takes (cost.py, benchmarks/results/kernels-h200.md); few head
 groups with many rows need about half of the bytes of the published planner on its own 18 inputs, and both sides of the
-tolerance hold there (benchmarks/results/planner.md); on small inputs an exact optimum is near
-(tests/unit/test_planner_optimum.py).
+tolerance hold there (benchmarks/results/planner.md); on small inputs an exact optimum is near, of bytes on one host and
+of time on two (tests/unit/test_planner_optimum.py). The model of transfers follows what attention/ does step by step;
+it was not compared with GPUs. benchmarks/links.py prints what plans can reach by it.
 
 `reference.py` is the definition, csrc/planner*.cpp gives the same tasks to the row.
 """

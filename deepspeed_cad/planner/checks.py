@@ -36,8 +36,13 @@ def check_input(problem: PlanInput) -> None:
         raise CADConfigError(f"granularity is {problem.granularity}; it is a number of query rows, at least 1")
     if problem.window is not None and problem.window < 1:
         raise CADConfigError(f"window is {problem.window}; it is a number of tokens, at least 1, or None")
-    if problem.ranks_per_node is not None and problem.ranks_per_node < 1:
-        raise CADConfigError(f"ranks_per_node is {problem.ranks_per_node}; it must be at least 1")
+    if problem.hosts is not None:
+        hosts = np.asarray(problem.hosts)
+        if hosts.shape != (ranks,) or hosts.dtype.kind not in "iu":
+            raise CADConfigError(
+                f"hosts has shape {hosts.shape} and dtype {hosts.dtype}; it needs a whole number, that of its host, "
+                f"for each of the {ranks} ranks"
+            )
     for name in ("base_load", "speed", "memory"):
         values = getattr(problem, name)
         if values is None:

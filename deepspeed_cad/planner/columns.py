@@ -6,7 +6,9 @@ In: the tick as plain lists. Out: loads, and what a move would cost in bytes. A 
 
 from __future__ import annotations
 
-from deepspeed_cad.planner.constants import NODE_BORDER
+import numpy as np
+
+from deepspeed_cad.planner.constants import HOST_BORDER
 from deepspeed_cad.planner.plan import PlanInput
 
 Cell = tuple[int, int, int, int]
@@ -24,7 +26,7 @@ class Columns:
         self.granularity = problem.granularity
         self.query_bytes, self.output_bytes = shape.query_bytes, shape.output_bytes
         self.key_value_bytes = shape.key_value_bytes
-        self.node_size = self.ranks if problem.ranks_per_node is None else problem.ranks_per_node
+        self.host = host_of_rank(problem)
         self.inside, self.between = link_weights(problem)
         order = sorted(
             zip(tick.query.document.tolist(), tick.query.begin.tolist(), tick.query.end.tolist(),
@@ -121,7 +123,7 @@ class Columns:
             else:
                 needed.append((start, end))
             reach = end
-        node = server // self.node_size
+        host = self.host[server]
         for low, high, home in self.home_keys.get(document, ()):
             if home == server:
                 continue
@@ -129,17 +131,27 @@ class Columns:
             for start, end in needed:
                 if start < high and low < end:
                     rows += min(end, high) - max(start, low)
-            if home // self.node_size == node:
+            if self.host[home] == host:
                 inside += rows
             else:
                 between += rows
         return inside + between, self.inside * inside + self.between * between
 
+    def classes(self, document: int) -> list[tuple[int, int]]:
+        """Runs of head groups whose columns are equal."""
+        columns = self.cells[document]
+        runs, first = [], 0
+        for group in range(1, self.groups + 1):
+            if group == self.groups or columns[group] != columns[first]:
+                runs.append((first, group))
+                first = group
+        return runs
+
     def link(self, home: int, server: int) -> float:
         """Weight of a byte between two ranks."""
         if home == server:
             return 0.0
-        return self.inside if home // self.node_size == server // self.node_size else self.between
+        return self.inside if self.host[home] == self.host[server] else self.between
 
     def run_cost(self, spans: list[Interval]) -> float:
         """Cost of one server's rows in a column."""
@@ -217,11 +229,19 @@ class Columns:
         return sorted(tasks)
 
 
+def host_of_rank(problem: PlanInput) -> list[int]:
+    """Number of each rank's host, in the order in which hosts first appear."""
+    if problem.hosts is None:
+        return [0] * problem.tick.ranks
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(host, len(numbers)) for host in np.asarray(problem.hosts).tolist()]
+
+
 def link_weights(problem: PlanInput) -> tuple[float, float]:
-    """Weight of a byte inside a node and between nodes; the first is 1."""
-    if problem.ranks_per_node is None or problem.ranks_per_node >= problem.tick.ranks:
+    """Weight of a byte inside a host and between hosts; the first is 1."""
+    if problem.hosts is None or len(set(np.asarray(problem.hosts).tolist())) < 2:
         return 1.0, 1.0
     inside, between = problem.cost.byte_inside, problem.cost.byte_between
     if inside > 0.0 and between > inside:
         return 1.0, between / inside
-    return 1.0, 1.0 if between > 0.0 else NODE_BORDER
+    return 1.0, 1.0 if between > 0.0 else HOST_BORDER

@@ -42,9 +42,9 @@ the next move will be somewhat worse than the best. Trial: 1.0 needs 1.2 % more 
 DEARER = 1.02
 """Times the rate of the next donor in turn. A donor whose best move became dearer than this waits until those before it
 have moved. Trial: 1.2 moves 0.2 to 0.4 % more bytes, 1.0 as many."""
-NODE_BORDER = 8.0
-"""Bytes inside a node that one byte between nodes counts as, where the cost model has no figures. A guess, not
-measured. For scale: 362 GB/s by peer copies inside a node (the shipped profiles), 50 GB/s by a link of 400 Gbit/s."""
+HOST_BORDER = 8.0
+"""Bytes inside a host that one byte between hosts counts as, where the cost model has no figures. A guess, not
+measured. For scale: 362 GB/s by peer copies inside a host (the shipped profiles), 50 GB/s by a link of 400 Gbit/s."""
 
 # How far is searched
 
@@ -67,13 +67,26 @@ NEAR = 4
 """Servers that hold keys of the document and are searched beside the emptiest: so many of its first homes, of its last
 homes, and of those that already run rows of it. Trial: 1 and 8 give the same."""
 
-# Slow links (in planner/answer.py only)
+# Transfers
 
-LOOSER = (2.0, 4.0, 8.0, 16.0)
-"""Times the tolerance. Tried in turn where transfers would take longer than the attention that hides them. A choice:
-doubling finds the best within a factor of two in four plans."""
-LEAST_WIDENED = 0.01
-"""Share of the mean. The tolerance that is widened is at least this, or a tolerance of 0 would stay 0."""
+TRAVELS = 2.0
+"""Bytes that a layer moves forward and backward, over those of its forward, which is what plans count and what a byte's
+cost is for: backward mirrors forward. What travels again where servers keep nothing is counted apart."""
+FORWARD_SHARE = 0.26
+"""Share of the forward in the cost of attention. Measured: whole documents of 32K at 665 and 598 TFLOP/s, forward and
+backward, on an H200 with FlashAttention-4; backward has 2.5 times the work."""
+
+# Slow links (in planner/search.py only)
+
+TRIES = 6
+"""Plans that are made to find how far the slowest comes down, each way. Trial, 4 to 64 ranks: 4 end up to 4 % later at
+5 GB/s between hosts, 8 need 1.3 times the time."""
+MANY_RANKS = 128
+"""Ranks. Beyond, a plan takes milliseconds, and the search is short and goes one way only."""
+FEW_TRIES = 3
+"""The same with many ranks."""
+NARROWING = 0.1
+"""Share of what is left to search. Tries stay so far from its ends, or two of them could fall together."""
 UNBOUNDED = 1e6
 """Share of the mean. A tolerance at which nothing moves."""
 ROUNDING = 1e-9

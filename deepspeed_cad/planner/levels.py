@@ -7,7 +7,13 @@ planner does the same operations in the same order, so both get the same numbers
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
+from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.constants import BISECTIONS
+from deepspeed_cad.planner.plan import Floats
 
 
 def finish_time(work: float, base: list[float], speed: list[float]) -> float:
@@ -35,12 +41,23 @@ def finish_time(work: float, base: list[float], speed: list[float]) -> float:
     return high
 
 
+def finish_times_of(work: Floats, base: Floats, speed: Floats, group: Ints) -> Floats:
+    """The same for groups of ranks, each by itself ([groups]); `group`: number of each rank's."""
+    # Sums in rank order: the same on every machine.
+    total, speeds = np.bincount(group, work), np.bincount(group, speed)
+    low, high = np.zeros(len(total)), np.zeros(len(total))
+    np.maximum.at(high, group, np.where(speed > 0.0, base, 0.0))
+    high += total / np.where(speeds > 0.0, speeds, 1.0)
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        done = np.bincount(group, speed * np.maximum(middle[group] - base, 0.0))
+        low, high = np.where(done < total, middle, low), np.where(done < total, high, middle)
+    return np.where(speeds > 0.0, high, 0.0)
+
+
 def work_until(time: float, base: list[float], speed: list[float]) -> list[float]:
     """Work of every rank that stops at `time`; 0 where the base load is later or the speed is 0."""
-    return [
-        speed[rank] * (time - base[rank]) if speed[rank] > 0.0 and time > base[rank] else 0.0
-        for rank in range(len(base))
-    ]
+    return [_work_of(rank, time, base, speed) for rank in range(len(base))]
 
 
 def settle_levels(
@@ -71,6 +88,87 @@ def settle_levels(
         else:
             low = middle
     return work_until(low, base, speed), work_until(lower, base, speed)
+
+
+def settle_units(
+    load: list[float], base: list[float], speed: list[float], units: list[list[int]], upper: float
+) -> tuple[list[float], list[float], list[float]]:
+    """Levels to give and to take, and the most, where units of ranks above `upper` give what is above.
+
+    Units that take end as early as that allows. Inside a unit that gives, the ranks with most go first, inside one that
+    takes those with least: all ranks of a unit above (below) one time give (take).
+    """
+    ranks = len(load)
+    give, take, most = [math.inf] * ranks, [0.0] * ranks, [0.0] * ranks
+    work = [_sum_of(load, unit) for unit in units]
+    at_upper = work_until(upper, base, speed)
+    shed = 0.0
+    for number, unit in enumerate(units):
+        over = work[number] - _sum_of(at_upper, unit)
+        if over > 0.0:
+            shed += over
+    low, high = 0.0, upper
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        until = work_until(middle, base, speed)
+        room = 0.0
+        for number, unit in enumerate(units):
+            under = _sum_of(until, unit) - work[number]
+            if under > 0.0:
+                room += under
+        if room < shed:
+            low = middle
+        else:
+            high = middle
+    at_lower = work_until(high, base, speed)
+    for number, unit in enumerate(units):
+        over, under = work[number] - _sum_of(at_upper, unit), _sum_of(at_lower, unit) - work[number]
+        if over > 0.0:
+            low, top = upper, upper
+            for rank in unit:
+                if speed[rank] > 0.0:
+                    top = max(top, base[rank] + load[rank] / speed[rank])
+            for _ in range(BISECTIONS):
+                middle = 0.5 * (low + top)
+                shed = 0.0
+                for rank in unit:
+                    level = _work_of(rank, middle, base, speed)
+                    if load[rank] > level:
+                        shed += load[rank] - level
+                if shed < over:
+                    top = middle
+                else:
+                    low = middle
+            for rank in unit:
+                give[rank] = _work_of(rank, low, base, speed)
+        elif under > 0.0:
+            low, top = 0.0, high
+            for _ in range(BISECTIONS):
+                middle = 0.5 * (low + top)
+                room = 0.0
+                for rank in unit:
+                    level = _work_of(rank, middle, base, speed)
+                    if load[rank] < level:
+                        room += level - load[rank]
+                if room < under:
+                    low = middle
+                else:
+                    top = middle
+            for rank in unit:
+                take[rank] = _work_of(rank, top, base, speed)
+                most[rank] = max(take[rank], at_upper[rank])
+    return give, take, most
+
+
+def _work_of(rank: int, time: float, base: list[float], speed: list[float]) -> float:
+    return speed[rank] * (time - base[rank]) if speed[rank] > 0.0 and time > base[rank] else 0.0
+
+
+def _sum_of(values: list[float], ranks: list[int]) -> float:
+    total = 0.0
+    for rank in ranks:
+        total += values[rank]
+    return total
 
 
 def _above(load: list[float], level: list[float]) -> float:

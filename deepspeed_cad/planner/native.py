@@ -1,6 +1,6 @@
 """The native planner core, csrc/planner*.cpp, through ctypes.
 
-In: a `PlanInput` and a tolerance. Out: a `Solution`, equal to the reference's to the row.
+In: a `PlanInput` and an `Aim`. Out: a `Solution`, equal to the reference's to the row.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import numpy as np
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints, Segments
 from deepspeed_cad.native import load
-from deepspeed_cad.planner.answer import Solution, per_rank
-from deepspeed_cad.planner.columns import link_weights
+from deepspeed_cad.planner.aim import Aim, Solution, per_rank
+from deepspeed_cad.planner.columns import host_of_rank, link_weights
+from deepspeed_cad.planner.flows import Flows
 from deepspeed_cad.planner.plan import PlanInput
 
 _POINTER = ctypes.c_void_p
@@ -25,19 +26,20 @@ def is_available() -> bool:
     return library is not None and hasattr(library, "cad_planner_solve")
 
 
-def solve(problem: PlanInput, tolerance: float) -> Solution:
+def solve(problem: PlanInput, aim: Aim) -> Solution:
     """Make a plan with the compiled library. Raises CADError where it is missing or fails."""
     library = load()
     if library is None:
         raise CADError("the native planner was asked for, but the compiled library is not there")
     tick, shape, cost = problem.tick, problem.shape, problem.cost
     ranks = tick.ranks
-    node = ranks if problem.ranks_per_node is None else problem.ranks_per_node
     sizes = np.array(
-        [ranks, shape.groups, problem.window or 0, problem.granularity, node, shape.query_bytes, shape.output_bytes,
-         shape.key_value_bytes, len(tick.query), len(tick.key)], np.int64
+        [ranks, shape.groups, problem.window or 0, problem.granularity, shape.query_bytes, shape.output_bytes,
+         shape.key_value_bytes, len(tick.query), len(tick.key), aim.units], np.int64
     )  # fmt: skip
-    numbers = np.array([cost.pair, cost.row, cost.key, cost.task, *link_weights(problem), tolerance], np.float64)
+    numbers = np.array(
+        [cost.pair, cost.row, cost.key, cost.task, *link_weights(problem), aim.tolerance, aim.level], np.float64
+    )
     ranked = np.concatenate(
         [
             per_rank(problem.base_load, problem, 0.0),
@@ -45,19 +47,20 @@ def solve(problem: PlanInput, tolerance: float) -> Solution:
             per_rank(problem.memory, problem, np.inf),
         ]
     )
+    host = np.array(host_of_rank(problem), np.int64)
     query, key = _columns(tick.query), _columns(tick.key)
-    plan, count = ctypes.c_void_p(), ctypes.c_int64()
+    plan, counts = ctypes.c_void_p(), np.empty(2, np.int64)
     code = library.cad_planner_solve(
-        _at(sizes), _at(numbers), _at(ranked), _at(query), _at(key), ctypes.byref(plan), ctypes.byref(count)
+        _at(sizes), _at(numbers), _at(ranked), _at(host), _at(query), _at(key), ctypes.byref(plan), _at(counts)
     )
     if code:
         library.cad_last_error.restype = ctypes.c_char_p
         raise CADError(f"the native planner failed: {library.cad_last_error().decode()}")
-    tasks = np.empty((count.value, 6), np.int64)
-    loads, counted = np.empty((2, ranks)), np.empty((3, ranks), np.int64)
+    tasks, pairs = np.empty((counts[0], 6), np.int64), np.empty((counts[1], 3), np.int64)
+    loads, moved = np.empty((3, ranks)), np.empty((4, 2, ranks), np.int64)
     library.cad_planner_take.restype = None
-    library.cad_planner_take(plan, _at(tasks), _at(loads), _at(counted))
-    return Solution(tasks, loads[0], loads[1], counted[0], counted[1], counted[2])
+    library.cad_planner_take(plan, _at(tasks), _at(loads), _at(moved), _at(pairs))
+    return Solution(tasks, loads[0], loads[1], Flows(moved, loads[2], pairs))
 
 
 def _columns(segments: Segments) -> Ints:

@@ -7,10 +7,21 @@ same document, so that K and V are sent once for all; or the first rows, for who
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from deepspeed_cad.planner.columns import Cell, Columns
 from deepspeed_cad.planner.constants import GROUP_STEPS, OVERSHOOT
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ranks are, each of them [ranks]."""
+
+    base: list[float]
+    """Base load."""
+    speed: list[float]
+    memory: list[float]
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,12 @@ class Levels:
     base: list[float]
     speed: list[float]
     memory: list[float]
+
+    @staticmethod
+    def closed(ranks: int, limits: Limits) -> Levels:
+        """Levels at which no rank gives or takes."""
+        zero, never = [0.0] * ranks, [math.inf] * ranks
+        return Levels(list(zero), never, list(zero), list(zero), limits.base, limits.speed, limits.memory)
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,8 @@ class Prices:
     """Bytes per unit of load of what is left to be moved by another move."""
     fixed: float
     """Bytes of that move's K and V."""
+    link: float
+    """Weight of a byte of that move: inside a host where a rank of the donor's host takes, else between hosts."""
 
 
 class Offer:
@@ -93,7 +112,7 @@ class Offer:
         self.held = state.missing(item.document, server, self.theirs)
         self.row_bytes = state.query_bytes + state.output_bytes
         dense = state.density(item.end - 1)
-        self.row_cost = self.row_bytes / dense if dense > 0.0 else 0.0
+        self.row_cost = self.row_bytes * prices.link / dense if dense > 0.0 else 0.0
         self.best: Move | None = None
 
     def search(self) -> Move | None:
@@ -198,7 +217,7 @@ class Offer:
         ground = state.density(level)
         if ground > 0.0:
             again *= state.density((cut + level) // 2) / ground - 1.0
-        return min(again, float(state.key_value_bytes * cut))
+        return min(again, float(state.key_value_bytes * cut)) * self.prices.link
 
     def has_room(self, owner: int, home: int, groups: int, rows: int, keys: int, landing: int) -> bool:
         """Whether memory holds what would arrive at the server, and at home on the way back.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_cad.cost import CostModel, count_pairs
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import HeadShape, PlanInput
 
@@ -30,10 +30,20 @@ class ModelShape:
     head_dim: int = 128
 
     @property
+    def layer_parameters(self) -> int:
+        """Weights of the matrices of one layer: Q, K, V and O, and a gated MLP."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        """All weights: layers, embedding and head."""
+        return self.layers * self.layer_parameters + 2 * self.hidden * self.vocabulary
+
+    @property
     def row_flops(self) -> float:
         """Forward work of one token outside core attention."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return 2.0 * (self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocabulary)
+        return 2.0 * (self.layers * self.layer_parameters + self.hidden * self.vocabulary)
 
     @property
     def pair_flops(self) -> float:
@@ -50,10 +60,12 @@ class StepOutlook:
     moved_bytes: int
     """One layer's forward, all ranks."""
     hottest_bytes: int
+    between_bytes: int
+    """Of the moved bytes, those between hosts."""
     attention_share: float
     """Of the floating-point work of the mean rank."""
     gain: float
-    """Time of the slowest rank without CAD over that with it."""
+    """Time of the slowest rank without CAD over that with it, what it waits for transfers included."""
     planning_ms: float
 
 
@@ -76,36 +88,40 @@ def pack(lengths: list[int], ranks: int, context: int, spanning: bool) -> Iterat
                     step, held = [], 0
         return
     rows: list[list[int]] = [[]]
+    held = 0
     for length in lengths:
         while length:
             part = min(length, context)
-            if sum(rows[-1]) + part > context:
+            if held + part > context:
                 if len(rows) == ranks:
                     yield Layout.from_rank_lengths(rows)
                     rows = []
                 rows.append([])
+                held = 0
             rows[-1].append(part)
+            held += part
             length -= part
 
 
 def foresee(
-    layout: Layout, model: ModelShape, cost: CostModel, tolerance: float, ranks_per_node: int | None = None
+    layout: Layout, model: ModelShape, cost: CostModel, tolerance: float, hosts: Ints | None = None
 ) -> StepOutlook:
     """Plan one step and say what it gains."""
     shape = HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2)
-    plan = make_plan(PlanInput(layout.tick(), shape, cost, tolerance=tolerance, ranks_per_node=ranks_per_node))
+    plan = make_plan(PlanInput(layout.tick(), shape, cost, tolerance=tolerance, hosts=hosts))
     segments = layout.segments
     pairs = float(count_pairs(segments.begin, segments.end).sum()) / layout.ranks
     rows = np.bincount(segments.rank, segments.end - segments.begin, minlength=layout.ranks) * model.row_flops
     attention = pairs * model.pair_flops
     scale = attention / plan.load.mean() if plan.load.mean() > 0 else 0.0
     before = float((rows + plan.load_before * scale).max())
-    after = float((rows + plan.load * scale).max())
+    after = float((rows + plan.finish * scale).max())
     return StepOutlook(
         imbalance_before=plan.imbalance_before,
         imbalance=plan.imbalance,
         moved_bytes=int(plan.sent_bytes.sum()),
         hottest_bytes=int(np.maximum(plan.sent_bytes, plan.received_bytes).max()),
+        between_bytes=plan.between_bytes,
         attention_share=attention / (attention + float(rows.mean())),
         gain=before / after,
         planning_ms=plan.planning_ms,

@@ -71,8 +71,10 @@ class PlanInput:
     """Relative speed of each rank ([ranks], default 1); 0: the rank runs no tasks."""
     memory: Floats | None = None
     """Most bytes of Q, K, V and O that each rank can receive ([ranks], default unlimited)."""
-    ranks_per_node: int | None = None
-    """Ranks that share the fast links; None: all."""
+    hosts: Ints | None = None
+    """Number of each rank's host ([ranks], any numbers in any order); ranks of one share fast links. None: one host."""
+    keep: bool = False
+    """Whether servers keep Q, K and V for the backward; else they travel again with dO."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +92,10 @@ class Plan:
     """[ranks]: bytes of Q, K, V and O that leave each rank in one layer's forward."""
     received_bytes: Ints
     """[ranks]: bytes that reach each rank in one layer's forward."""
+    finish: Floats = field(default_factory=lambda: np.zeros(0))
+    """[ranks]: as `load`, and what of its transfers each rank waits for; equal to it where links have no cost."""
+    between_bytes: int = 0
+    """Of the sent bytes, those between hosts."""
     planning_ms: float = 0.0
     notes: tuple[str, ...] = field(default=())
     """Why a bound was not reached, if one was not."""
@@ -117,6 +123,8 @@ class Plan:
             "load_before": self.load_before.tolist(),
             "sent_bytes": self.sent_bytes.tolist(),
             "received_bytes": self.received_bytes.tolist(),
+            "finish": self.finish.tolist(),
+            "between_bytes": self.between_bytes,
             "planning_ms": self.planning_ms,
             "notes": list(self.notes),
         }

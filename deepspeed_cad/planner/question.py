@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ import numpy as np
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import Ints, Layout
+from deepspeed_cad.planner.constants import TRAVELS
 from deepspeed_cad.planner.plan import Floats, HeadShape, PlanInput
 
 logger = logging.getLogger(__name__)
+
+GIGA = 1e9
+"""Bytes of a GB."""
 
 KEYS = {
     "documents": "lengths in stream order, cut into ranks of tokens_per_rank",
@@ -34,7 +39,9 @@ KEYS = {
     "cost": '"pairs" (default) or the file of a profile',
     "tolerance": "how far any rank may lie from the mean (default 0.05)",
     "granularity": "query rows between cuts (default 128)",
-    "ranks_per_node": "ranks that share the fast links (default: all)",
+    "hosts": "number of each rank's host; equal ones share the fast links (default: one host)",
+    "ranks_per_node": "the same for hosts one behind the other: ranks of each, or a list such as [8, 8, 4]",
+    "links": 'GB/s into a rank, {"inside": of its host, "between": hosts}; only with a profile as cost',
     "speeds": "relative speed of each rank; 0: runs no tasks",
     "base_load": "what each rank computes besides, in the unit of the cost model",
     "memory": "most bytes of Q, K, V and O that each rank can receive",
@@ -77,18 +84,17 @@ def read_question(fields: Any) -> Question:
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
         raise CADConfigError(f"tolerance is {tolerance!r}; expected a share of the mean, from 0 up to 1")
     window = None if fields.get("window") is None else _integer(fields, "window", None)
-    per_node = None if fields.get("ranks_per_node") is None else _integer(fields, "ranks_per_node", None)
     problem = PlanInput(
         tick=layout.tick(),
         shape=shape,
-        cost=read_cost(fields.get("cost", "pairs"), shape),
+        cost=_with_links(read_cost(fields.get("cost", "pairs"), shape), fields.get("links")),
         window=window,
         tolerance=float(tolerance),
         granularity=_integer(fields, "granularity", PlanInput.granularity),
         base_load=_numbers(fields, "base_load", layout.ranks, 0.0),
         speed=speed,
         memory=_numbers(fields, "memory", layout.ranks, np.inf),
-        ranks_per_node=per_node,
+        hosts=_hosts(fields, layout.ranks),
     )
     return Question(problem, number)
 
@@ -141,6 +147,68 @@ def read_cost(cost: Any, shape: HeadShape) -> CostModel:
         return Profile.load(cost).cost_for(shape)
     raise CADConfigError(
         f'cost is {cost!r}; expected "pairs" or the path of a profile that `deepspeed-cad profile` wrote'
+    )
+
+
+def hosts_of_nodes(per_node: int | list[int], ranks: int) -> Ints:
+    """Number of each rank's host where hosts have their ranks one behind the other ([ranks]).
+
+    `per_node`: ranks of every host, the last one has what is left; or the ranks of each. Raises CADConfigError where
+    they do not make up all ranks.
+    """
+    if isinstance(per_node, int):
+        return np.arange(ranks) // per_node
+    if sum(per_node) != ranks:
+        raise CADConfigError(f"hosts of {', '.join(map(str, per_node))} ranks have {sum(per_node)}; there are {ranks}")
+    return np.repeat(np.arange(len(per_node)), per_node)
+
+
+def _hosts(fields: dict[str, Any], ranks: int) -> Ints | None:
+    hosts, per_node = fields.get("hosts"), fields.get("ranks_per_node")
+    if hosts is not None and per_node is not None:
+        raise CADConfigError("hosts and ranks_per_node are both given: give one of them")
+    if hosts is not None:
+        if not isinstance(hosts, list) or len(hosts) != ranks or any(type(one) is not int for one in hosts):
+            raise CADConfigError(f"hosts is {hosts!r}; expected a list of {ranks} whole numbers, one for each rank")
+        return np.array(hosts, np.int64)
+    if per_node is None:
+        return None
+    for one in per_node if isinstance(per_node, list) and per_node else [per_node]:
+        if type(one) is not int or one < 1:
+            raise CADConfigError(
+                f"ranks_per_node is {per_node!r}; expected a whole number of at least 1, or a list of them "
+                f"({KEYS['ranks_per_node']})"
+            )
+    return hosts_of_nodes(per_node, ranks)
+
+
+def _with_links(cost: CostModel, links: Any) -> CostModel:
+    if links is None:
+        return cost
+    if not isinstance(links, dict) or not links or links.keys() - {"inside", "between"}:
+        raise CADConfigError(f'links is {links!r}; expected {{"inside": GB/s, "between": GB/s}}, or one of the two')
+    for key, value in links.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise CADConfigError(f"links.{key} is {value!r}; expected GB/s above 0")
+    return with_links(cost, links.get("inside"), links.get("between"))
+
+
+def with_links(cost: CostModel, inside: float | None, between: float | None) -> CostModel:
+    """A cost model with links of so many GB/s into each rank; None: as the model has them.
+
+    Raises CADConfigError where the costs of attention are not seconds, with which those of links could be compared.
+    """
+    if inside is None and between is None:
+        return cost
+    if cost.unit != "seconds":
+        raise CADConfigError(
+            f"links have speeds, but the cost of attention is in {cost.unit}: give a profile as cost, which "
+            "`deepspeed-cad profile` writes"
+        )
+    return replace(
+        cost,
+        byte_inside=cost.byte_inside if inside is None else TRAVELS / (inside * GIGA),
+        byte_between=cost.byte_between if between is None else TRAVELS / (between * GIGA),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 
 from deepspeed_cad.planner.columns import Columns
 from deepspeed_cad.planner.constants import (
@@ -26,15 +27,16 @@ from deepspeed_cad.planner.offers import Item, Levels, Move, Offer, Prices
 class Round:
     """One round of moves towards fixed levels."""
 
-    def __init__(self, state: Columns, levels: Levels) -> None:
-        self.state, self.levels = state, levels
+    def __init__(self, state: Columns, levels: Levels, pool: Sequence[int]) -> None:
+        """Moves between the ranks of `pool`, in rank order."""
+        self.state, self.levels, self.pool = state, levels, pool
         self.give, self.take, self.slack = levels.give, levels.take, levels.slack
 
     def run(self) -> None:
         """Move until no rank is above its level, or nothing helps."""
         state = self.state
         heap = []
-        for rank in range(state.ranks):
+        for rank in self.pool:
             if state.load[rank] - self.give[rank] > self.slack[rank]:
                 move = self.choose(rank)
                 if move is not None:
@@ -115,7 +117,7 @@ class Round:
 
     def _own_rows(self, index: int, found: list[Item]) -> None:
         document, begin, end, home = self.state.segments[index]
-        for first, last in self.classes(document):
+        for first, last in self.state.classes(document):
             for cell in self.state.cells[document][first]:
                 if begin <= cell[0] < end and cell[2] == home and cell[3] == home:
                     found.append(Item(document, first, last, cell[0], cell[1]))
@@ -126,22 +128,12 @@ class Round:
         state = self.state
         found = []
         for document in state.served[rank]:
-            for first, last in self.classes(document):
+            for first, last in state.classes(document):
                 for begin, end, server, home in state.cells[document][first]:
                     if server == rank and home != rank:
                         found.append(Item(document, first, last, begin, end))
         found.sort(key=lambda item: (-item.end, item.document, item.begin, item.group_begin))
         return found
-
-    def classes(self, document: int) -> list[tuple[int, int]]:
-        """Runs of head groups whose columns are equal."""
-        columns = self.state.cells[document]
-        runs, first = [], 0
-        for group in range(1, self.state.groups + 1):
-            if group == self.state.groups or columns[group] != columns[first]:
-                runs.append((first, group))
-                first = group
-        return runs
 
     def water_level(self, items: list[Item], surplus: float) -> int:
         """The position behind which rows must leave for the surplus to be gone."""
@@ -164,17 +156,17 @@ class Round:
         return low
 
     def emptiest(self, donor: int) -> list[int]:
-        """The server farthest below its level, overall and in the donor's node."""
+        """The server farthest below its level, overall and on the donor's host."""
         state = self.state
         best, near = -1, -1
-        node = donor // state.node_size
-        for rank in range(state.ranks):
+        host = state.host[donor]
+        for rank in self.pool:
             deficit = self.take[rank] - state.load[rank]
             if deficit <= self.slack[rank] or rank == donor:
                 continue
             if best < 0 or deficit > self.take[best] - state.load[best]:
                 best = rank
-            if rank // state.node_size == node and (near < 0 or deficit > self.take[near] - state.load[near]):
+            if state.host[rank] == host and (near < 0 or deficit > self.take[near] - state.load[near]):
                 near = rank
         return [rank for rank in (best, near) if rank >= 0]
 
@@ -221,10 +213,12 @@ class Round:
             if amount > 0.0:
                 generic = min(generic, size / amount)
         floor = state.density(level)
-        fallback = generic * LEFTOVER_PRICE
+        near = any(state.host[rank] == state.host[donor] for rank in emptiest)
+        link = state.inside if near else state.between
+        fallback = generic * LEFTOVER_PRICE * link
         if floor > 0.0:
-            fallback = max(fallback, (state.query_bytes + state.output_bytes) / floor)
-        prices = Prices(surplus, level, fallback, float(longest.end * state.key_value_bytes))
+            fallback = max(fallback, (state.query_bytes + state.output_bytes) * link / floor)
+        prices = Prices(surplus, level, fallback, longest.end * state.key_value_bytes * link, link)
         best: Move | None = None
         seen: list[int] = []
         for item in items:

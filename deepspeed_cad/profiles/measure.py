@@ -150,7 +150,7 @@ def most_keys(device: torch.device, shape: HeadShape) -> int:
 def measure_calls(kernel: Kernel, device: torch.device, shape: HeadShape, sizes: Sizes) -> list[Measured]:
     """Time every call."""
     listed = list(calls(sizes, shape.groups, most_keys(device, shape)))
-    return least(*([_measure(kernel, device, shape, call, sizes) for call in listed] for _ in range(sizes.rounds)))
+    return least(*([time_call(kernel, device, shape, call, sizes) for call in listed] for _ in range(sizes.rounds)))
 
 
 def least(*rounds: list[Measured]) -> list[Measured]:
@@ -177,7 +177,8 @@ def predict(call: Call, fit: Fit) -> float:
     return float(cost.of(call.begin, call.end).sum()) * call.groups
 
 
-def _measure(kernel: Kernel, device: torch.device, shape: HeadShape, call: Call, sizes: Sizes) -> Measured:
+def time_call(kernel: Kernel, device: torch.device, shape: HeadShape, call: Call, sizes: Sizes) -> Measured:
+    """Seconds of one call, forward and backward; of `sizes` the repeats and the budget count."""
     host_q = np.concatenate([[0], np.cumsum(call.end - call.begin)]).astype(np.int32)
     host_k = np.concatenate([[0], np.cumsum(call.end)]).astype(np.int32)
     cu_q, cu_k = (torch.from_numpy(edges).to(device) for edges in (host_q, host_k))

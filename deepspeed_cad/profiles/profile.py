@@ -15,11 +15,8 @@ from typing import Any
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.planner.constants import TRAVELS
 from deepspeed_cad.planner.plan import HeadShape
-
-TRAVELS = 2.0
-"""Bytes that a layer moves forward and backward, over those of its forward, which is what plans count: backward moves
-dO (and Q, K, V, where servers do not keep them) out, and dQ, dK, dV back."""
 
 REMEDY = 'write one with "deepspeed-cad profile"'
 
@@ -98,6 +95,10 @@ class Profile:
             byte_inside=TRAVELS / self.inside if self.inside else 0.0,
             byte_between=TRAVELS / self.between if self.between else 0.0,
         )
+
+    def with_links(self, inside: float | None, between: float | None) -> Profile:
+        """This profile with other figures for links, bytes per second; None: not known."""
+        return dataclasses.replace(self, inside=inside, between=between)
 
     def with_entries_of(self, earlier: Profile) -> Profile:
         """This profile with the other head shapes of an earlier one of the same machine and kernel, and its links where

@@ -151,7 +151,7 @@ def draw(seed: int, worlds: tuple[int, int] = (1, 4)) -> Case:
 
 def _draw_block(rng: random.Random, ahead: bool) -> dict[str, Any]:
     choices: dict[str, list[Any]] = {
-        "overlap": ["local_first", "pingpong", "none"],
+        "overlap": ["local_first", "interleave", "pingpong", "none"],
         "backward": ["keep", "resend"],
         "recompute_attention": [True],
         "granularity": [1, 8, 16, 64],

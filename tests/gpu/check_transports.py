@@ -17,6 +17,8 @@ from lines import Found, Lines, Place
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange import probe
+from deepspeed_cad.exchange.links import measure_links
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Outgoing, Returning, Transport
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER, Schedule, build_slices, schedule_rank
@@ -44,6 +46,13 @@ def run(place: Place, lines: Lines, case: str) -> None:
         transport.close()
         return found
 
+    def links(name: str) -> Found:
+        transport = probe.choose_transport(name, group, device, agree)
+        found = check_links(transport, place, agree)
+        agree(0)
+        transport.close()
+        return found
+
     def choice() -> Found:
         transport = probe.choose_transport("auto", group, device, agree)
         transport.close()
@@ -54,6 +63,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
     lines.check("transport auto", f"choice{where}", choice)
     for name in names:
         lines.check(f"transport {name}", f"exchanges{where}", partial(exchanges, name))
+        lines.check(f"transport {name}", f"links{where}", partial(links, name))
     for name, warm in (("nvlink", True), ("nvlink", False), ("nccl", True), ("mixed", True), ("mixed", False)):
         if name in names:
             left_out = partial(check_timeout, name, warm, group, place, agree)
@@ -178,6 +188,30 @@ def check_transport(transport: Transport, place: Place) -> Found:
     seconds = time.perf_counter() - begun
     detail = f"{transport.exchanges} exchanges, {transport.bytes_sent >> 20} MiB sent, {seconds:.1f} s"
     return count == 0, detail if count == 0 else f"{count} values are wrong; {detail}"
+
+
+def check_links(transport: Transport, place: Place, agree: Agree) -> Found:
+    """Links are measured in time, alike on all ranks, and what travels by messages is timed while training."""
+    hosts = list(place.hosts or [0] * place.ranks)
+    begun = time.perf_counter()
+    found = measure_links(transport, place.device, place.rank, hosts, agree)
+    seconds = time.perf_counter() - begun
+    several = [hosts.count(host) > 1 for host in hosts]
+    known = (found.inside is not None) == any(several) and (found.between is not None) == (len(set(hosts)) > 1)
+    transport.transfers = transfers = Transfers(place.rank, hosts, 1.0, 1.0)  # every transfer counts
+    plans = make_schedules(place.ranks, 2, 900)
+    for seed in range(3):
+        one = Round(plans, place.rank, seed, 0, place.device)
+        one.start(transport)
+        one.serve(transport)
+        one.collect()
+    place.synchronize()
+    noted = np.sum([place.gather(transfers.take().tolist())], axis=(0, 1))
+    # Peer copies, and torch's collectives on GPUs, are not timed.
+    timed = transport.name in ("nccl", "mixed") or not place.on_gpu
+    right = known and place.gather(found) == [found] * place.ranks
+    right = right and seconds < 8 and bool(noted[0] + noted[2] > 0) == timed
+    return right, f"{found}, {seconds:.2f} s; noted {noted.tolist()}"
 
 
 def check_timeout(name: str, warm: bool, group: dist.ProcessGroup, place: Place, agree: Agree) -> Found:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import functools
 import os
 import sys
 import threading
@@ -65,8 +64,8 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     hosts = tuple(int(one) for one in options.hosts.split(",")) if options.hosts else None
     if hosts:
-        # All that asks for a transport, sessions too, takes this rank to be on the pretended host.
-        probe.choose_transport = functools.partial(probe.choose_transport, host=hosts[rank])
+        # All that asks for a transport or plans, sessions too, takes this rank to be on the pretended host.
+        probe.host_number = lambda: hosts[rank]
     place = Place(rank, ranks, device, hosts, options.kernel)
     import_module(f"check_{options.group}").run(place, Lines(place, options.lines), options.case)
     sys.stdout.flush()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import training
 from pool import WorkerPool
-from trainers import BLOCK, STEPS, assert_same_and_balanced, step_entry
+from trainers import BLOCK, STEPS, assert_same, assert_same_and_balanced, step_entry
 
 WORLD = 4
 
@@ -48,7 +48,9 @@ def _train(rank: int, world: int, config: dict[str, Any], checkpoint: str | None
     return found
 
 
-def _compare(rank: int, world: int, cases: list[tuple[str, dict[str, Any], str | None]]) -> dict[str, Any]:
+def _compare(
+    rank: int, world: int, cases: list[tuple[str, dict[str, Any], str | None]], block: dict[str, Any] = BLOCK
+) -> dict[str, Any]:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -62,10 +64,11 @@ def _compare(rank: int, world: int, cases: list[tuple[str, dict[str, Any], str |
     for name, config, checkpoint in cases:
         plain = _train(rank, world, config, checkpoint)
         assert deepspeed_cad.current_session() is None
-        cad = _train(rank, world, {**config, "cad": BLOCK}, checkpoint)
+        cad = _train(rank, world, {**config, "cad": block}, checkpoint)
         session = deepspeed_cad.current_session()
         assert session is not None
-        found[name] = (plain, cad, (session.counts.forwards, session.counts.backwards, session.counts.replays))
+        counts = (session.counts.forwards, session.counts.backwards, session.counts.replays)
+        found[name] = (plain, cad, counts, *(binding.interleaving.reason for binding in session.bindings.values()))
         close_session()
     return found
 
@@ -87,10 +90,33 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
 def test_zero_stages(fresh_workers: WorkerPool) -> None:
     """Every stage, both checkpoint modes and offload: the same losses, and attention is balanced."""
     for found in fresh_workers.run(_compare, WORLD, CASES, timeout=240.0):
-        for name, (plain, cad, counts) in found.items():
+        for name, (plain, cad, counts, _) in found.items():
             assert_same_and_balanced(name, plain, cad, losses=STEPS * (2 if "accumulation" in name else 1))
             assert counts[0] == counts[1], (name, counts)
             assert counts[2] == (counts[0] if "reentrant" in name else 0), (name, counts)
+
+
+INTERLEAVED: list[tuple[str, dict[str, Any], str | None]] = [
+    ("ZeRO-0", _config(0), None),
+    ("ZeRO-1, accumulation", _config(1, gradient_accumulation_steps=2), None),
+    ("ZeRO-2, non-reentrant", _config(2), "non-reentrant"),
+    ("ZeRO-2, overlapped, accumulation", _config(2, gradient_accumulation_steps=2, zero_optimization={
+        "stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5000,
+    }), None),
+    ("ZeRO-3, non-reentrant", _config(3), "non-reentrant"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_zero_stages_interleaved(fresh_workers: WorkerPool) -> None:
+    """Nano-batches alternate over the decoder, but inside layers where ZeRO-3 shards parameters."""
+    block = {**BLOCK, "overlap": "interleave"}
+    for found in fresh_workers.run(_compare, 2, INTERLEAVED, block, timeout=240.0):
+        for name, (plain, cad, counts, reason) in found.items():
+            accumulation = 2 if "accumulation" in name else 1
+            assert_same([entry["loss"] for entry in cad], [entry["loss"] for entry in plain])
+            assert counts[0] == counts[1] == STEPS * accumulation * 2 * 2, (name, counts)
+            assert ("ZeRO-3 shards" in reason) == ("ZeRO-3" in name), (name, reason)
 
 
 def _without_optimizer(rank: int, world: int) -> None:

@@ -21,7 +21,7 @@ from deepspeed_cad.ahead.gather import Gatherer
 from deepspeed_cad.ahead.move_documents import Fields, exchange_documents, read_fields
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 
-BLOCK = {"granularity": 16, "tolerance": 0.02}
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 SHORT = [13, 27, 8, 31, 19, 22, 11, 29]
 """160 tokens."""
 LENGTHS = [[[160], [80, 80]], [SHORT, [20, 60, 5, 75]], [SHORT[::-1], SHORT]]

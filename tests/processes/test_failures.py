@@ -13,7 +13,7 @@ from pool import WorkerPool
 
 import deepspeed_cad
 
-BLOCK = {"granularity": 16, "timeout_s": 8.0}
+BLOCK = {"granularity": 16, "timeout_s": 8.0, "links": training.LINKS}
 
 
 def _step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:

@@ -11,7 +11,17 @@ import torch
 import training
 from pool import WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
-from trainers import BEFORE, BLOCK, STEPS, PackedRows, assert_same_and_balanced, collate, step_entry, unbalanced
+from trainers import (
+    BEFORE,
+    BLOCK,
+    STEPS,
+    PackedRows,
+    assert_same,
+    assert_same_and_balanced,
+    collate,
+    step_entry,
+    unbalanced,
+)
 
 WORLD = 4
 MICRO = 2
@@ -33,6 +43,12 @@ def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _fsdp2(model: torch.nn.Module, world: int) -> torch.nn.Module:
     return _shard(model, world)
+
+
+def _fsdp2_root(model: torch.nn.Module, world: int) -> torch.nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
 
 
 def _fsdp2_keeps_parameters(model: torch.nn.Module, world: int) -> torch.nn.Module:
@@ -81,6 +97,7 @@ def _ddp_frozen_embedding(model: torch.nn.Module, world: int) -> torch.nn.Module
 
 WAYS: dict[str, Callable[[torch.nn.Module, int], torch.nn.Module]] = {
     "FSDP2": _fsdp2,
+    "FSDP2, root": _fsdp2_root,
     "FSDP2, parameters kept": _fsdp2_keeps_parameters,
     "FSDP2, checkpointing": _fsdp2_checkpointing,
     "FSDP2, checkpoint wrappers": _fsdp2_wrapped_checkpointing,
@@ -93,7 +110,9 @@ WAYS: dict[str, Callable[[torch.nn.Module, int], torch.nn.Module]] = {
 LATE = ["FSDP2", "FSDP1", "FSDP2, checkpoint wrappers"]
 
 
-def _train(rank: int, world: int, way: str, cad: bool, late: bool = False) -> tuple[list[dict[str, Any]], int, int]:
+def _train(
+    rank: int, world: int, way: str, cad: bool, late: bool = False, block: dict[str, Any] = BLOCK
+) -> tuple[list[dict[str, Any]], int, int]:
     """An entry of every micro-batch, how often parameters were gathered, and how many operations were compiled."""
     from torch._dynamo.utils import counters
 
@@ -103,10 +122,10 @@ def _train(rank: int, world: int, way: str, cad: bool, late: bool = False) -> tu
 
     model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
     if cad and not late:
-        deepspeed_cad.apply(model, BLOCK)
+        deepspeed_cad.apply(model, block)
     model = WAYS[way](model, world)
     if cad and late:
-        deepspeed_cad.apply(model, BLOCK)
+        deepspeed_cad.apply(model, block)
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     rows = PackedRows(64)
@@ -166,6 +185,27 @@ def test_same_losses_gathers_and_balance(workers: WorkerPool, ways: list[str], l
             assert cad[1] == plain[1], (way, "parameters are gathered as often as without CAD")
             assert (plain[1] > 0) == ("FSDP2" in way)
             assert (cad[2] > 0) == (plain[2] > 0) == ("compiled" in way)
+
+
+def _interleaved(rank: int, world: int, way: str) -> str:
+    import deepspeed_cad
+    from deepspeed_cad.session import close_session
+
+    plain = _train(rank, world, way, False)
+    cad = _train(rank, world, way, True, block={**BLOCK, "overlap": "interleave"})
+    assert_same([entry["loss"] for entry in cad[0]], [entry["loss"] for entry in plain[0]])
+    assert cad[1] == plain[1], "parameters are gathered as often as without CAD"
+    reason = next(iter(deepspeed_cad.current_session().bindings.values())).interleaving.reason
+    close_session()
+    return str(reason)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["FSDP2", "FSDP2, parameters kept", "FSDP2, checkpointing", "FSDP1", "FSDP2, root"])
+def test_interleaved(workers: WorkerPool, way: str) -> None:
+    """Where layers are wrapped nano-batches alternate inside them; a wrapper around the whole model is none."""
+    for reason in workers.run(_interleaved, 2, way, timeout=100.0):
+        assert ("FSDP wraps its layers" in reason) == (way != "FSDP2, root"), reason
 
 
 def _save_and_resume(rank: int, world: int, folder: str) -> None:

@@ -17,7 +17,7 @@ import deepspeed_cad
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 
-BLOCK = {"granularity": 16, "tolerance": 0.02}
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = [[200, 31], [40, 9, 1, 70]]
 
 
@@ -68,7 +68,7 @@ def _train(rank: int, world: int, form: str, overlap: str) -> dict[str, Any]:
     return {"sent": session.transport.bytes_sent, "after": session.statistics.imbalance}
 
 
-@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+@pytest.mark.parametrize("overlap", ["local_first", "interleave", "pingpong"])
 @pytest.mark.parametrize("form", ["positions", "cumulative", "right padding", "left padding"])
 def test_every_form_is_exact(workers: WorkerPool, form: str, overlap: str) -> None:
     results = workers.run(_train, 2, form, overlap)
@@ -154,11 +154,11 @@ def _ddp(rank: int, world: int, overlap: str) -> None:
         gradients = {name: gradients.get(name, 0) + 3 * g / world for name, g in one.items()}
     for name, p in model.named_parameters():
         assert (p.grad - gradients[name]).abs().max() < 1e-9, name
-    layers, parts = 2, 2 if overlap == "pingpong" else 1
+    layers, parts = 2, 1 if overlap == "local_first" else 2
     assert session.transport.exchanges == 3 * layers * parts * 4
 
 
-@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+@pytest.mark.parametrize("overlap", ["local_first", "interleave", "pingpong"])
 def test_data_parallel_wrapper_and_accumulation(workers: WorkerPool, overlap: str) -> None:
     workers.run(_ddp, 2, overlap)
 

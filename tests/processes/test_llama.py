@@ -20,7 +20,7 @@ LENGTHS = {
 
 
 def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None, steps: int) -> dict[str, Any]:
-    block = {"granularity": 16, "tolerance": 0.02, **block}
+    block = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, **block}
     reference = training.tiny_llama()
     model = training.tiny_llama()
     deepspeed_cad.apply(model, block)
@@ -52,7 +52,7 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None,
     }
 
 
-@pytest.mark.parametrize("overlap", ["none", "local_first", "pingpong"])
+@pytest.mark.parametrize("overlap", ["none", "local_first", "interleave", "pingpong"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_same_as_each_document_alone(workers: WorkerPool, world: int, overlap: str) -> None:
     results = workers.run(_train, world, {"overlap": overlap}, None, 2)
@@ -63,13 +63,13 @@ def test_same_as_each_document_alone(workers: WorkerPool, world: int, overlap: s
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+@pytest.mark.parametrize("overlap", ["local_first", "interleave", "pingpong"])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
 def test_checkpointing(workers: WorkerPool, checkpoint: str, overlap: str, recompute: bool) -> None:
     """Exact, and by default neither attention nor an exchange runs again."""
     block = {"overlap": overlap, "recompute_attention": recompute}
     results = workers.run(_train, 2, block, checkpoint, 1)
-    parts = 2 if overlap == "pingpong" else 1
+    parts = 2 if overlap in ("interleave", "pingpong") else 1
     calls = 2 * parts
     for r in results:
         assert r["backwards"] == calls
@@ -81,7 +81,7 @@ def test_checkpointing(workers: WorkerPool, checkpoint: str, overlap: str, recom
 def _evaluate(rank: int, world: int) -> None:
     model = training.tiny_llama()
     reference = training.tiny_llama()
-    deepspeed_cad.apply(model, {"granularity": 16})
+    deepspeed_cad.apply(model, {"granularity": 16, "links": training.LINKS})
     session = deepspeed_cad.current_session()
     own = training.documents([40, 3, 9], seed=rank)
     model.eval()

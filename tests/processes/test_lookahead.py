@@ -13,7 +13,7 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.ahead.loader import LookAheadLoader
 
-BLOCK = {"granularity": 16, "tolerance": 0.02}
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 
 
 def _batches(rank: int, steps: int) -> list[dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.errors import CADDataError
 
-BLOCK = {"granularity": 16, "tolerance": 0.02}
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = {
     "rows": [[300, 90, 31], [9, 40, 70]],
     "one row": [[201], [9]],
@@ -32,7 +32,7 @@ def _train(rank: int, world: int, overlap: str, attention: str, side: str, rows:
 
 @pytest.mark.parametrize("rows", LENGTHS)
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+@pytest.mark.parametrize("overlap", ["local_first", "interleave", "pingpong"])
 def test_as_without_cad(workers: WorkerPool, overlap: str, side: str, rows: str) -> None:
     sent = workers.run(_train, 2, overlap, "sdpa", side, rows)
     assert sum(sent) > 0 or rows == "one row, none padded"

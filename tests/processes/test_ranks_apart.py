@@ -13,7 +13,7 @@ from pool import WorkerPool
 
 import deepspeed_cad
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "timeout_s": 20.0}
+BLOCK = {"granularity": 16, "tolerance": 0.02, "timeout_s": 20.0, "links": training.LINKS}
 LENGTHS = [[120], [20, 30, 7], [64, 40], [90, 5, 31]]
 
 

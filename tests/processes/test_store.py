@@ -12,7 +12,7 @@ from deepspeed_cad.exchange.liveness import open_board
 from deepspeed_cad.exchange.peers import open_store
 
 LATE_S = 1.5
-BLOCK = {"granularity": 16, "timeout_s": 1.0}
+BLOCK = {"granularity": 16, "timeout_s": 1.0, "links": {"inside": 100, "between": 10}}
 
 
 def _train_on_a_tcp_store(rank: int, world: int, port: int) -> tuple[float, bytes]:
@@ -56,20 +56,22 @@ def test_a_board_and_meeting_places_leave_the_store_alone() -> None:
         dist.destroy_process_group()
 
 
-def _with_a_launcher_of_its_own(rank: int, world: int) -> int | None:
-    """As on two hosts of which one has three ranks and the other one."""
+def _with_a_launcher_of_its_own(rank: int, world: int) -> list[int]:
+    """As on two hosts, of which one has three ranks that do not follow each other."""
     import os
+    from unittest import mock
 
     import training
 
     import deepspeed_cad
 
-    os.environ["LOCAL_WORLD_SIZE"] = "1" if rank == 3 else "3"
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if rank == 1 else "3"
     model = training.tiny_llama()
-    deepspeed_cad.apply(model, {"granularity": 16, "timeout_s": 20.0})
+    with mock.patch("deepspeed_cad.exchange.probe.host_number", lambda: 5 if rank == 1 else 9):
+        deepspeed_cad.apply(model, {"granularity": 16, "timeout_s": 20.0})
     training.loss_sum(model, training.pack(training.documents([60, 20] if rank else [33], seed=rank))).backward()
-    return deepspeed_cad.current_session()._ranks_per_node
+    return deepspeed_cad.current_session().hosts.tolist()
 
 
 def test_ranks_whose_launchers_count_differently_plan_alike(workers: WorkerPool) -> None:
-    assert workers.run(_with_a_launcher_of_its_own, 4) == [None] * 4
+    assert workers.run(_with_a_launcher_of_its_own, 4) == [[9, 5, 9, 9]] * 4

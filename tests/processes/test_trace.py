@@ -107,10 +107,10 @@ def _lane(events: list[dict[str, Any]], rank: int, name: str) -> Iterator[dict[s
     return iter(sorted(found, key=lambda event: event["ts"]))
 
 
-@pytest.mark.parametrize("overlap, keep", [("pingpong", False), ("none", True)])
+@pytest.mark.parametrize("overlap, keep", [("pingpong", False), ("interleave", False), ("none", True)])
 def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, keep: bool) -> None:
     steps, layers = 2, 2
-    nano_batches = 2 if overlap == "pingpong" else 1
+    nano_batches = 1 if overlap == "none" else 2
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         workers.run(_train, 2, {"overlap": overlap, "backward": "keep" if keep else "resend"}, str(path), steps)

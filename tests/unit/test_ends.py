@@ -29,9 +29,13 @@ def test_the_look_ahead_thread_ends_after_its_jobs() -> None:
 
 def test_a_session_says_its_last_words_when_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(session, "_sessions", [SimpleNamespace(say_last=lambda: said.append("done"))])
+    monkeypatch.setattr(
+        session, "_sessions", [SimpleNamespace(say_last=lambda: said.append("done"), leave_servers=said.append)]
+    )
     session._say_last()
-    assert said == ["done"]
+    monkeypatch.setattr("sys.last_value", ValueError("no data"), raising=False)
+    session._say_last()
+    assert said == ["done", "", "done", "ValueError: no data"]
 
 
 class WithoutSdpa:

@@ -28,6 +28,7 @@ from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.peers import PeerGroup
 from deepspeed_cad.exchange.split import far_part, list_messages, near_part
+from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER
 
@@ -120,7 +121,14 @@ class Stream:
 
 
 class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timed = enable_timing
+
     def record(self, stream: Stream) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.timed and end.timed
+        return 2.0
 
     def query(self) -> bool:
         return True
@@ -238,7 +246,13 @@ def run_rounds(transports: list[Transport], network: Network, rounds: int) -> li
 def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None:
     ranks = len(near)
     transports = [MixedTransport(group(rank, ranks), CPU, near) for rank in range(ranks)]
+    for rank, transport in enumerate(transports):
+        transport.transfers = Transfers(rank, near, 1e6, 1e-6)
     sent = run_rounds(transports, network, 4)
+    noted = np.array([transport.transfers.take() for transport in transports if transport.transfers])
+    assert not noted[:, :2].any(), "peer copies are not timed"
+    assert network.delivered / ranks <= noted[:, 3].sum() <= 2 * network.delivered
+    assert bool(noted[:, 2].any()) == bool(network.delivered) and (noted[:, 2] % 2_000_000 == 0).all()
     assert all(transport.exchanges == 16 for transport in transports)
     assert bool(network.delivered) == (len(set(near)) > 1)
     for transport in transports:

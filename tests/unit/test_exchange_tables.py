@@ -344,6 +344,20 @@ def test_a_process_whose_gpu_cannot_be_freed_ends(monkeypatch: pytest.MonkeyPatc
     freed.dog.close()
 
 
+def test_a_process_that_stays_inside_nccl_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first message between two hosts connects them, and not every NCCL lets go of that when it is aborted."""
+    monkeypatch.setattr(watchdog, "AGAIN_S", 0.02)
+    monkeypatch.setattr(watchdog, "LAST_S", 0.1)
+    watched, ended = Watched(0.1), []
+    watched.dog.end_process = ended.append
+    with watched.dog.inside("exchange 1"):
+        deadline = time.monotonic() + 10
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+    watched.dog.close()
+    assert "exchange 1 did not end in time. The training thread could not be freed" in ended[0]
+
+
 def test_a_wait_is_in_vain_where_a_rank_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
     monkeypatch.setattr(watchdog, "BOARD_S", 0.02)

@@ -59,7 +59,9 @@ def feed_of(two: Two) -> tuple[Feed, list[tuple[list[Announcement], Any]]]:
         opened.append(given)
         return SimpleNamespace(turn=len(opened) - 1)
 
-    plans: Any = SimpleNamespace(gatherer=two, worker=Worker(), config=CADConfig(), abandoned=None, open=open_one)
+    plans: Any = SimpleNamespace(
+        gatherer=two, worker=Worker(), config=CADConfig(), abandoned=None, open=open_one, ranks=two.ranks
+    )
     return Feed(plans, "a model", 1), opened
 
 

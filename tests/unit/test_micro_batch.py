@@ -11,7 +11,7 @@ import torch
 from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
 
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick, whole_rank_tasks
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
@@ -215,13 +215,12 @@ def test_nano_batches_of_a_document(at: int) -> None:
 def test_the_second_nano_batch_reads_keys_of_the_first_only_where_it_needs_them() -> None:
     one = micro_batch([[4, 6]], [4])
     k, v = torch.zeros(4, 2), torch.ones(4, 2)
-    assert one.with_first_keys(0, 0, k, v)[0] is k
-    k2 = torch.zeros(6, 2)
-    assert one.with_first_keys(0, 1, k2, k2)[0] is k2
+    assert one.first_keys(0, 0, k, v) is None
+    assert one.first_keys(0, 1, torch.zeros(6, 2), torch.zeros(6, 2)) is None
     one = micro_batch([[4, 6]], [7])
-    one.with_first_keys(0, 0, torch.arange(7.0), torch.arange(7.0) + 10)
-    k, v = one.with_first_keys(0, 1, torch.arange(7.0, 10.0), torch.arange(17.0, 20.0))
-    assert k.tolist() == [4.0, 5.0, 6.0, 7.0, 8.0, 9.0] and v.tolist() == [x + 10 for x in k.tolist()]
+    one.first_keys(0, 0, torch.arange(7.0), torch.arange(7.0) + 10)
+    k, v = one.first_keys(0, 1, torch.arange(7.0, 10.0), torch.arange(17.0, 20.0))
+    assert k.tolist() == [4.0, 5.0, 6.0] and v.tolist() == [14.0, 15.0, 16.0]
 
 
 def test_whole_segments_run_at_home() -> None:
@@ -337,3 +336,22 @@ def test_nano_batches_run_in_the_context_of_the_layer() -> None:
 
     assert run_alternating(lambda: run("a"), lambda: run("b")) == (("of the layer", "a"), ("of the layer", "b"))
     assert setting.get() == "of the layer"
+
+
+def test_what_a_plan_promises_counts_what_ranks_are_late_by() -> None:
+    """Without CAD rank 0 ends last, after 9 s and 1 s of lateness; with it after 6 s and that 1 s."""
+    moved, none = np.array([5, 0]), np.zeros(2, np.int64)
+    found: list[float | None] = []
+    for sent, era in ((moved, 4), (none, 4), (moved, None)):
+        one = micro_batch([[6], [4]], era=era, late=lambda tick, key: np.array([1.0, 0.0]))
+        plan = Plan(np.zeros((0, 6), np.int64), np.array([6.0, 6.5]), np.array([9.0, 3.0]), sent, sent)
+        one.planned[FULL, 0] = PlannedTick(plan, None, 0.0)  # type: ignore[arg-type]
+        gain = one.gain(FULL, 0)
+        assert gain is None or gain.era == 4
+        found.append(None if gain is None else gain.seconds)
+    assert found == [(10 - 7) / 2, None, None]
+    one = micro_batch([[6], [4]], era=0)
+    one.planned[FULL, 0] = PlannedTick(
+        Plan(np.zeros((0, 6), np.int64), np.array([6.0, 6.0]), np.array([9.0, 3.0]), moved, moved), None, 0.0
+    )  # type: ignore[arg-type]
+    assert one.gain(FULL, 0).seconds == 1.5  # type: ignore[union-attr]

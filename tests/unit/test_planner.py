@@ -50,7 +50,7 @@ def problems(draw: st.DrawFn) -> PlanInput:
         speed=draw(st.sampled_from([None, 1.0 + np.arange(ranks) % 2, np.minimum(np.arange(ranks)[::-1], 1.0) + 0.0]))
         if ranks > 1
         else None,
-        ranks_per_node=draw(st.sampled_from([None, 1, 2])),
+        hosts=draw(st.sampled_from([None, np.arange(ranks), np.arange(ranks) // 2, np.arange(ranks) % 2])),
     )
 
 
@@ -175,7 +175,7 @@ def test_memory_is_kept_and_what_cannot_fit_is_refused_with_the_number() -> None
 
 def test_moves_stay_inside_a_node_where_they_can() -> None:
     tick = Layout.from_rank_lengths([[30000], [], [], [], [30000], [], [], []]).tick()
-    problem = PlanInput(tick, SHAPE, PAIRS, tolerance=0.05, ranks_per_node=4)
+    problem = PlanInput(tick, SHAPE, PAIRS, tolerance=0.05, hosts=np.arange(8) // 4)
     plan = make_plan(problem)
     matrix = traffic_matrix(plan.tasks, tick, SHAPE)
     assert matrix and all(source // 4 == target // 4 for source, target in matrix)
@@ -201,7 +201,7 @@ def test_bad_input_names_the_field() -> None:
         ({"speed": np.array([1.0])}, "speed"),
         ({"speed": np.array([0.0, 0.0])}, "speed"),
         ({"base_load": np.array([np.nan, 0.0])}, "base_load"),
-        ({"ranks_per_node": 0}, "ranks_per_node"),
+        ({"hosts": np.zeros(3, int)}, "hosts"),
         ({"shape": HeadShape(6, 4, 8, 8, 2)}, "heads"),
         ({"cost": CostModel(pair=-1.0)}, "cost.pair"),
     ):

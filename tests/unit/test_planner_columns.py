@@ -84,11 +84,16 @@ def test_costs_of_columns_are_those_of_the_model(problem: PlanInput, begin: int,
 )
 def test_weights_of_links(nodes: int | None, cost: CostModel, weights: tuple[float, float]) -> None:
     tick = Layout.from_rank_lengths([[1]] * 4).tick()
-    problem = PlanInput(tick, SHAPE, cost, ranks_per_node=nodes)
+    problem = PlanInput(tick, SHAPE, cost, hosts=hosts_of(nodes, 4))
     assert link_weights(problem) == weights
     state = Columns(problem)
     assert state.link(1, 1) == 0.0 and state.link(0, 1) == 1.0
     assert state.link(1, 2) == (weights[1] if nodes == 2 else 1.0)
+
+
+def hosts_of(nodes: int | None, ranks: int) -> np.ndarray | None:
+    """Hosts of so many ranks each."""
+    return None if nodes is None else np.arange(ranks) // nodes
 
 
 # Levels
@@ -127,12 +132,14 @@ def test_levels_that_move_no_more_than_must(load: list[float], give: float, take
 def round_of(lengths: list[list[int]], give: float, take: float, nodes: int | None = None, slack: float = 0.0) -> Round:
     """A round in which every rank gives above `give` and takes below `take` pairs."""
     ranks = len(lengths)
-    problem = PlanInput(Layout.from_rank_lengths(lengths).tick(), SHAPE, PAIRS, granularity=16, ranks_per_node=nodes)
+    problem = PlanInput(
+        Layout.from_rank_lengths(lengths).tick(), SHAPE, PAIRS, granularity=16, hosts=hosts_of(nodes, ranks)
+    )
     same = [1.0] * ranks
     levels = Levels(
         [take] * ranks, [give] * ranks, [take] * ranks, [slack] * ranks, [0.0] * ranks, same, [math.inf] * ranks
     )
-    return Round(Columns(problem), levels)
+    return Round(Columns(problem), levels, range(ranks))
 
 
 def test_so_many_segments_are_looked_at() -> None:
@@ -151,7 +158,7 @@ def test_so_many_segments_are_looked_at() -> None:
 def test_head_groups_in_the_same_state_are_one_item() -> None:
     one = round_of([[100, 90], []], 0.0, 1e9)
     one.state.move(0, 2, 50, 100, 1)
-    assert one.classes(0) == [(0, 2), (2, 3), (3, 4)] and one.classes(1) == [(0, 4)]
+    assert one.state.classes(0) == [(0, 2), (2, 3), (3, 4)] and one.state.classes(1) == [(0, 4)]
     assert one.items(0) == [Item(0, 0, 2, 0, 100), Item(0, 3, 4, 0, 100), Item(1, 0, 4, 0, 90), Item(0, 2, 3, 0, 50)]
 
 
@@ -183,7 +190,7 @@ def test_homes_of_keys_are_looked_at() -> None:
     tick = Layout.from_stream([1200], 12, 100).tick()
     same, levels = [1.0] * 12, [1e9] * 12
     state = Columns(PlanInput(tick, SHAPE, PAIRS))
-    one = Round(state, Levels(levels, [0.0] * 12, levels, [0.0] * 12, [0.0] * 12, same, [math.inf] * 12))
+    one = Round(state, Levels(levels, [0.0] * 12, levels, [0.0] * 12, [0.0] * 12, same, [math.inf] * 12), range(12))
     item = one.items(5)[0]
     assert one.receivers(5, item, []) == [0, 1, 2, 3, 8, 9, 10, 11] and one.receivers(0, item, [6]) == [
         1,
@@ -222,7 +229,7 @@ def test_memory_of_server_and_home(owner: int, home: int, memory: list[float], f
     levels = Levels(
         far, zeros, far, zeros, zeros, [1.0] * 3, [one + 7.0 * 2 * (at == 2) for at, one in enumerate(memory)]
     )
-    item, prices = Item(0, 0, 4, 0, 32), Prices(1.0, 0, 1.0, 1.0)
+    item, prices = Item(0, 0, 4, 0, 32), Prices(1.0, 0, 1.0, 1.0, 1.0)
     offer = Offer(state, levels, 0, item, 2, prices)
     assert offer.has_room(owner, home, 2, 5, 7, 3) is fits
 
@@ -240,7 +247,7 @@ def test_memory_of_server_and_home(owner: int, home: int, memory: list[float], f
 )
 def test_where_first_rows_may_end(most_loss: float, most_gain: float, cuts: list[int]) -> None:
     one = round_of([[96], []], 0.0, 1e9)
-    offer = Offer(one.state, one.levels, 0, Item(0, 0, 4, 16, 96), 1, Prices(1.0, 0, 1.0, 1.0))
+    offer = Offer(one.state, one.levels, 0, Item(0, 0, 4, 16, 96), 1, Prices(1.0, 0, 1.0, 1.0, 1.0))
     assert offer.head_cuts(float(most_loss), float(most_gain)) == cuts
 
 
@@ -257,7 +264,7 @@ def test_where_first_rows_may_end(most_loss: float, most_gain: float, cuts: list
 )
 def test_where_last_rows_may_begin(most_loss: float, most_gain: float, level: int, cuts: list[int]) -> None:
     one = round_of([[96], []], 0.0, 1e9)
-    offer = Offer(one.state, one.levels, 0, Item(0, 0, 4, 0, 96), 1, Prices(1.0, 0, 1.0, 1.0))
+    offer = Offer(one.state, one.levels, 0, Item(0, 0, 4, 0, 96), 1, Prices(1.0, 0, 1.0, 1.0, 1.0))
     assert offer.tail_cuts(0, 96, float(most_loss), float(most_gain), level) == cuts
 
 
@@ -284,7 +291,7 @@ def test_keys_that_a_rank_need_not_receive_any_more() -> None:
         state.move(0, group, 32, 64, 0)
     zeros, far = [0.0] * 2, [math.inf] * 2
     levels = Levels(far, zeros, far, zeros, zeros, [1.0] * 2, far)
-    offer = Offer(state, levels, 0, Item(0, 0, 4, 32, 64), 1, Prices(1.0, 0, 1.0, 1.0))
+    offer = Offer(state, levels, 0, Item(0, 0, 4, 32, 64), 1, Prices(1.0, 0, 1.0, 1.0, 1.0))
     assert offer.freed(32, 0) == 32 * state.key_value_bytes and offer.freed(0, 0) == 0.0
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_cad.cost import PAIRS, count_pairs
+from deepspeed_cad.cost import PAIRS, CostModel, count_pairs
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
-from deepspeed_cad.planner.question import KEYS, read_cost, read_question
+from deepspeed_cad.planner.question import KEYS, read_cost, read_question, with_links
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 16}
 STREAM = HEADS | {"documents": [300, 0, 50, 200], "tokens_per_rank": 150}
@@ -22,7 +22,7 @@ LISTS = HEADS | {"ranks": [[9, 0, 4], [], [5]]}
 
 def test_defaults_are_those_of_the_planner() -> None:
     problem = read_question(LISTS).problem
-    for name in ("tolerance", "granularity", "window", "base_load", "speed", "memory", "ranks_per_node"):
+    for name in ("tolerance", "granularity", "window", "base_load", "speed", "memory", "hosts"):
         assert getattr(problem, name) == getattr(PlanInput, name), name
     assert (problem.tolerance, problem.granularity) == (0.05, 128)
     assert problem.shape == HeadShape(8, 4, 16, 16, 2) and problem.cost is PAIRS
@@ -35,13 +35,15 @@ def test_every_key_reaches_its_field() -> None:
     }  # fmt: skip
     problem = read_question(fields).problem
     assert problem.shape == HeadShape(8, 4, 16, 12, 4)
-    assert (problem.window, problem.tolerance, problem.granularity, problem.ranks_per_node) == (7, 0.0, 3, 2)
+    assert (problem.window, problem.tolerance, problem.granularity) == (7, 0.0, 3)
+    assert problem.hosts is not None and problem.hosts.tolist() == [0, 0, 1]
     assert problem.speed is not None and problem.speed.tolist() == [1.0, 2.5, 0.0]
     assert problem.base_load is not None and problem.base_load.tolist() == [0.0, 3.0, 4.0]
     assert problem.memory is not None and problem.memory.tolist() == [5.0, 6.0, 7.0]
     assert read_question({key: value for key, value in LISTS.items() if key != "kv_heads"}).problem.shape.groups == 8
     lowest = read_question(LISTS | {"window": 1, "granularity": 1, "ranks_per_node": 1, "speeds": [0, 1, 1]}).problem
-    assert (lowest.window, lowest.granularity, lowest.ranks_per_node) == (1, 1, 1)
+    assert (lowest.window, lowest.granularity) == (1, 1)
+    assert lowest.hosts is not None and lowest.hosts.tolist() == [0, 1, 2]
 
 
 def test_documents_in_a_stream() -> None:
@@ -105,6 +107,20 @@ def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
         (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
         (LISTS | {"tolerance": True}, "tolerance is True"),
         (LISTS | {"ranks_per_node": 0}, "ranks_per_node is 0"),
+        (LISTS | {"ranks_per_node": True}, "ranks_per_node is True"),
+        (LISTS | {"ranks_per_node": []}, r"ranks_per_node is \[\]"),
+        (LISTS | {"ranks_per_node": [2, 0, 1]}, r"ranks_per_node is \[2, 0, 1\]; expected .* or a list of them"),
+        (LISTS | {"ranks_per_node": [2, 2]}, "hosts of 2, 2 ranks have 4; there are 3"),
+        (LISTS | {"hosts": [0, 1]}, r"hosts is \[0, 1\]; expected a list of 3 whole numbers"),
+        (LISTS | {"hosts": [0, 1, 1.0]}, r"hosts is \[0, 1, 1.0\]"),
+        (LISTS | {"hosts": 3}, "hosts is 3"),
+        (LISTS | {"hosts": [0, 1, 0], "ranks_per_node": 2}, "both given: give one"),
+        (LISTS | {"links": 5}, "links is 5; expected"),
+        (LISTS | {"links": {}}, r"links is \{\}"),
+        (LISTS | {"links": {"outside": 5}}, "links is .*outside"),
+        (LISTS | {"links": {"between": 0}}, "links.between is 0; expected GB/s above 0"),
+        (LISTS | {"links": {"inside": "fast"}}, "links.inside is 'fast'"),
+        (LISTS | {"links": {"inside": 5}}, "the cost of attention is in pairs: give a profile as cost"),
         (LISTS | {"servers": []}, r"servers is \[\]; expected .* ranks from 0 to 2"),
         (LISTS | {"servers": [3]}, r"servers is \[3\]"),
         (LISTS | {"servers": [-1]}, r"servers is \[-1\]"),
@@ -125,6 +141,28 @@ def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
 def test_what_is_refused(fields: Any, words: str) -> None:
     with pytest.raises(CADConfigError, match=words):
         read_question(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"hosts": [7, -1, 7]}, [7, -1, 7]),
+        ({"ranks_per_node": [1, 2]}, [0, 1, 1]),
+        ({"ranks_per_node": 2, "servers": 2}, [0, 0, 1, 1, 2]),
+        ({"ranks_per_node": [3, 2], "servers": 2}, [0, 0, 0, 1, 1]),
+    ],
+)
+def test_hosts_of_any_mix(fields: Any, expected: list[int]) -> None:
+    hosts = read_question(LISTS | fields).problem.hosts
+    assert hosts is not None and hosts.tolist() == expected
+
+
+def test_links_are_speeds_for_each_byte_there_and_back() -> None:
+    measured = CostModel("x", "seconds", byte_inside=1.0, byte_between=2.0)
+    assert with_links(measured, None, None) is measured and with_links(PAIRS, None, None) is PAIRS
+    found = with_links(measured, 4.0, None)
+    assert (found.byte_inside, found.byte_between) == (pytest.approx(0.5e-9), 2.0)
+    assert with_links(measured, None, 8.0).byte_between == pytest.approx(0.25e-9)
 
 
 def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,11 +226,11 @@ def test_rows_of_documents_that_span_ranks_are_counted_once() -> None:
     assert found.attention_share == pytest.approx(pairs / (pairs + 8192 * MODEL.row_flops))
 
 
-@pytest.mark.parametrize("per_node", [None, 1])
-def test_the_outlook_is_the_plan_in_floating_point_work(per_node: int | None) -> None:
+@pytest.mark.parametrize("hosts", [None, np.arange(2)])
+def test_the_outlook_is_the_plan_in_floating_point_work(hosts: np.ndarray | None) -> None:
     layout = Layout.from_rank_lengths([[4096], [64] * 10])
-    found = foresee(layout, MODEL, PAIRS, 0.1, per_node)
-    plan = make_plan(PlanInput(layout.tick(), HeadShape(4, 2, 3, 3, 2), PAIRS, tolerance=0.1, ranks_per_node=per_node))
+    found = foresee(layout, MODEL, PAIRS, 0.1, hosts)
+    plan = make_plan(PlanInput(layout.tick(), HeadShape(4, 2, 3, 3, 2), PAIRS, tolerance=0.1, hosts=hosts))
     assert (found.imbalance_before, found.imbalance) == (plan.imbalance_before, plan.imbalance)
     assert found.moved_bytes == plan.sent_bytes.sum() > 0
     assert found.hottest_bytes == max(plan.sent_bytes.max(), plan.received_bytes.max())

@@ -8,7 +8,6 @@ import socket
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,11 @@ from pool import WorkerPool
 
 from deepspeed_cad import cli
 from deepspeed_cad.cli import profile as profile_command
-from deepspeed_cad.cli.links import _bytes_per_second, measure_links, peer_schedule
 from deepspeed_cad.cost import PAIRS as COUNTED
 from deepspeed_cad.errors import CADConfigError, CADError
-from deepspeed_cad.exchange.probe import choose_transport
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost, choice, choose_cost, choose_profile, fit_cost, measure
+from deepspeed_cad.profiles import timed as timing
 from deepspeed_cad.profiles.choice import GENERIC_GPU, PAIRS, SHIPPED, USUAL_SHAPE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -95,7 +93,7 @@ class Asked:
 def test_what_is_measured_is_the_call() -> None:
     kernel, shape = Asked(), HeadShape(8, 4, 16, 32, 4)
     call = measure.Call("shards", np.array([32, 0]), np.array([48, 24]), 2)
-    measure._measure(kernel, CPU, shape, call, replace(measure.CPU_QUICK, repeats=1))  # type: ignore[arg-type]
+    measure.time_call(kernel, CPU, shape, call, replace(measure.CPU_QUICK, repeats=1))  # type: ignore[arg-type]
     q_QHD, k_KGD, v_KGV, sequences, rule = kernel.calls[0]
     assert (q_QHD.shape, k_KGD.shape, v_KGV.shape) == ((40, 4, 16), (72, 2, 16), (72, 2, 32))
     assert sequences.cu_q.tolist() == [0, 16, 40] and sequences.cu_k.tolist() == [0, 48, 72]
@@ -104,27 +102,30 @@ def test_what_is_measured_is_the_call() -> None:
     assert do_QHV.shape == (40, 4, 32) and do_QHV.dtype == torch.float32
 
 
-def test_ranks_without_peers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 bytes in 2 s on one rank, 300 in 1 s on another, nothing on the third: 200 on average within 2 s."""
+def test_ratios_become_seconds_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 tokens take 131,328 pairs, 512 rows and 512 keys; 3 s for them is the scale of all."""
+    asked: list[Any] = []
 
-    def gather(everyone: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
-        for one, said in zip(everyone, ((100.0, 2.0), (300.0, 1.0), (0.0, 9.0)), strict=True):
-            one.copy_(torch.tensor(said))
+    def time_call(kernel: Any, device: Any, shape: HeadShape, call: Any, sizes: Any) -> Any:
+        asked.append((kernel.name, shape))
+        return measure.Measured(call, 1.0, 2.0)
 
-    monkeypatch.setattr(dist, "barrier", lambda group: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
-    monkeypatch.setattr(dist, "all_gather", gather)
-    sent: list[list[tuple[int, ...]]] = []
+    monkeypatch.setattr(timing, "time_call", time_call)
+    found = timing.in_seconds(GENERIC_GPU, CPU, "auto")
+    assert asked == [("torch_math", HeadShape(4, 1, 128, 128, 4))]
+    (entry,), (ratio,) = found.entries, GENERIC_GPU.entries
+    scale = 3.0 / (131328 * ratio.pair + 512 * ratio.row + 512 * ratio.key)
+    assert (entry.pair, entry.row, entry.key) == pytest.approx((scale, scale * 490, scale * 250))
+    assert found.unit == "seconds" and "torch_math, timed at start" in found.name
+    seconds = timing.in_seconds(GENERIC_GPU, CPU, "torch_math").cost_for(USUAL_SHAPE).of([0], [512])
+    assert float(seconds.sum()) == pytest.approx(3.0)
+    monkeypatch.undo()
+    assert 0 < timing.in_seconds(GENERIC_GPU, CPU, "auto").entries[0].pair < 1e-5, "and really timed"
 
-    def dispatch(schedule: Any, fields: Any, slot: int) -> Any:
-        sent.append([tuple(one.home.shape) for one in fields])
-        return SimpleNamespace(wait=lambda: None)
 
-    transport: Any = SimpleNamespace(dispatch=dispatch, bytes_sent=0)
-    shape = HeadShape(8, 4, 16, 32, 4)
-    speed = _bytes_per_second(transport, peer_schedule([[1], [0], []], 0, 4, 64), None, CPU, shape, 3)  # type: ignore[arg-type]
-    assert speed == 100.0
-    assert sent == [[(64, 4, 32), (64, 4, 16), (64, 4, 32)]] * 5
+def test_ratios_stay_where_the_kernel_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    assert timing.in_seconds(GENERIC_GPU, CPU, "none_such") is GENERIC_GPU
+    assert "there is no kernel none_such" in caplog.text
 
 
 def test_costs_scale_with_heads_and_sizes() -> None:
@@ -383,6 +384,7 @@ def profile_of_two(
     rank: int, world: int, path: str, port: int, noisy: float, transport: str = "auto"
 ) -> tuple[int, str]:
     """`torchrun --nproc-per-node 2 -m deepspeed_cad.cli profile`, in a worker: its exit code and what it said."""
+    dist.barrier()  # a rank that leaves while another still connects cuts it off
     dist.destroy_process_group()
     tiny = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes=(32, 64), repeats=1, rounds=1)
     said = io.StringIO()
@@ -423,28 +425,3 @@ def test_under_a_launcher_a_failure_of_rank_0_ends_all(workers: WorkerPool, tmp_
     first, second = workers.run(profile_of_two, 2, str(path), free_port(), -1.0)
     assert first[0] == 2 and "do not fit together" in first[1] and not path.exists()
     assert second[0] == 0 and "do not fit" not in second[1], "it neither waits nor fails"
-
-
-def test_every_peer_gets_a_document() -> None:
-    schedules = [peer_schedule([[1, 2], [0, 2], [0, 1]], rank, groups=2, tokens=10) for rank in range(3)]
-    for schedule in schedules:
-        assert schedule.query_tokens == 10 and len(schedule.own) == 0
-    alone = peer_schedule([[1], [0], []], 2, groups=2, tokens=8)
-    assert len(alone.sends) == len(alone.receives) == 0
-
-
-def links_of_two_nodes(rank: int, world: int) -> tuple[float | None, float | None, float | None]:
-    group = dist.group.WORLD
-    transport = choose_transport("c10d", group, CPU)
-    shape = HeadShape(4, 2, 16, 16, 4)
-    pairs = measure_links(transport, group, CPU, shape, ranks_per_node=2, tokens=64, repeats=2)
-    lone = measure_links(transport, group, CPU, shape, ranks_per_node=1, tokens=64, repeats=2)
-    transport.close()
-    return pairs.inside, pairs.between, lone.inside
-
-
-def test_links_are_measured_per_pair_class(workers: WorkerPool) -> None:
-    found = workers.run(links_of_two_nodes, 3)
-    assert found[0] == found[1] == found[2], "all ranks say the same"
-    inside, between, nobody = found[0]
-    assert inside > 0 and between > 0 and nobody is None

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("transformers", "deepspeed", "accelerate", "trl", "peft", "axolotl")
-RUNNING = ("ahead", "attention", "exchange", "session", "engine", "integrations")
+RUNNING = ("ahead", "attention", "exchange", "server", "session", "engine", "integrations")
 """Rooms that take part in training; those that only compute are tested without processes."""
 NEVER: dict[str, tuple[str, ...]] = {
     "config": ("torch", "numpy", *HOSTS),
@@ -23,11 +23,14 @@ NEVER: dict[str, tuple[str, ...]] = {
     "cost": ("torch", *HOSTS, *RUNNING),
     "planner": ("torch.distributed", *HOSTS, *RUNNING),
     "schedule": ("torch", *HOSTS, *RUNNING),
+    "simulator": ("torch", "profiles", "schedule", "cli", *HOSTS, *RUNNING),
     "profiles": ("torch.distributed", *HOSTS, *RUNNING),
-    "exchange": (*HOSTS, "attention", "ahead", "session", "planner", "kernels", "engine", "integrations"),
+    "exchange": (*HOSTS, "attention", "ahead", "server", "session", "planner", "kernels", "engine", "integrations"),
     "kernels": ("torch.distributed", *HOSTS),
-    "attention": (*HOSTS, "ahead", "session", "engine", "integrations"),
-    "ahead": (*HOSTS, "session", "engine", "integrations"),
+    "attention": (*HOSTS, "ahead", "server", "session", "engine", "integrations"),
+    "ahead": (*HOSTS, "server", "session", "engine", "integrations"),
+    "server": (*HOSTS, "session", "engine", "integrations"),
+    "server.split": ("torch", "numpy"),
     "session": (*HOSTS, "engine", "integrations"),
     "autoload": ("torch",),
     "asked": ("torch",),
@@ -36,8 +39,8 @@ NEVER: dict[str, tuple[str, ...]] = {
 THROUGH = {
     "api", "config", "errors", "notice", "request", "autoload", "meet", "layout", "session", "kernels.interface",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
-    "ahead.pipeline", "ahead.pipeline_gather", "ahead.rounds", "attention.phase", "attention.program",
-    "attention.setup",
+    "attention.thread_state", "ahead.pipeline", "ahead.pipeline_gather", "ahead.rounds", "attention.phase",
+    "attention.program", "attention.setup",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
 STARTS = {"engine", "cli", "api", "run", "asked", "autoload"}
@@ -150,7 +153,7 @@ def test_what_a_room_must_not_know(room: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("room", ["layout", "cost", "planner", "schedule"])
+@pytest.mark.parametrize("room", ["layout", "cost", "planner", "schedule", "simulator"])
 def test_what_a_pure_room_imports_does_not_know_it_either(room: str) -> None:
     reached = set(of(room))
     while more := {name for module in reached for name in imports(module) & set(modules())} - reached:

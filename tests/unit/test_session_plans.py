@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -43,10 +44,23 @@ def test_a_plan_is_that_of_the_layer_and_the_configuration(session: Session, win
 
 def test_hosts_reach_the_planner(session: Session) -> None:
     tick = Layout.from_rank_lengths([[30000], [], [], [], [30000], [], [], []]).tick()
-    session.gatherer.ranks, session.plans.ranks_per_node = 8, 4
+    session.gatherer.ranks, session.plans.hosts = 8, np.arange(8) // 4
     plan = session.plans.plan_tick(tick, PlanKey(None, SHAPE), np.zeros(8))
-    asked = PlanInput(tick, SHAPE, session.cost.cost_for(SHAPE), None, 0.02, 64, ranks_per_node=4)
+    asked = PlanInput(tick, SHAPE, session.cost.cost_for(SHAPE), None, 0.02, 64, hosts=np.arange(8) // 4)
     assert plan.fingerprint() == make_plan(asked).fingerprint()
+
+
+@pytest.mark.parametrize(("backward", "keep"), [("auto", False), ("resend", False), ("keep", True)])
+def test_the_planner_knows_whether_servers_keep_what_they_received(
+    backward: str, keep: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PlanInput] = []
+    monkeypatch.setattr(
+        "deepspeed_cad.ahead.plan.make_plan", lambda problem: asked.append(problem) or make_plan(problem)
+    )
+    session.plans.config = dataclasses.replace(session.config, backward=backward)
+    session.plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
+    assert [problem.keep for problem in asked] == [keep]
 
 
 def test_plans_are_compared_under_the_number_of_their_micro_batch(session: Session, monkeypatch) -> None:

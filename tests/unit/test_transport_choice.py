@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange import peers
 from deepspeed_cad.exchange import probe as probing
+from deepspeed_cad.exchange.native_calls import UnreachedError
 from deepspeed_cad.exchange.peers import host_group
 from deepspeed_cad.exchange.probe import choose_transport, probe
 
@@ -201,6 +202,21 @@ def test_a_transport_that_fails_to_start_is_passed_over(gpus: pytest.MonkeyPatch
         choose_transport("nvlink", None, GPU, alone)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_hosts_that_nccl_does_not_join_are_an_error_and_no_fallback(here: bool, gpus: pytest.MonkeyPatch) -> None:
+    """c10d on GPUs runs through NCCL too, and would wait for the same hosts again."""
+
+    def unreached(*given: object) -> Made:
+        raise UnreachedError("cannot reach each other")
+
+    if here:
+        gpus.setattr(probing, "NcclTransport", unreached)
+    job = Job([7, 8, 9], answer_3=[-1 if here else 1, -1, 1])
+    with pytest.raises(UnreachedError, match="cannot reach each other" if here else "did not join rank 1"):
+        choose("auto", job)
+    assert job.asked == 3 and Made.closed == ([] if here else ["nccl"])
+
+
 def test_doctor_gets_a_reason_for_each() -> None:
     assert probe("c10d")[0]
     if not torch.cuda.is_available():
@@ -246,21 +262,7 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ([7, 7, 9, 9], 2),
-        ([7, 7, 7, 9], None),
-        ([7, 9, 7, 9], None),
-        ([7, 7, 7, 7], None),
-        ([7, 8, 9], 1),
-        ([7, 7, 8, 9, 9, 8], None),
-        ([7, 7, 8, 8, 9], None),
-        ([7, 7, 8, 8, 7, 7], None),
-        ([5], None),
-    ],
-)
-def test_ranks_per_node_where_hosts_are_equal_and_consecutive(hosts: list[int], expected: int | None) -> None:
+def test_hosts_are_those_that_ranks_tell_each_other() -> None:
     asked: list[int] = []
-    assert probing.ranks_per_node(lambda value: asked.append(value) or hosts) == expected
-    assert asked == [probing._host_number()]
+    assert probing.gather_hosts(lambda value: asked.append(value) or [7, 9, 7, 7]) == [7, 9, 7, 7]
+    assert asked == [probing.host_number()]

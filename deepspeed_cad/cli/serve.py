@@ -1,0 +1,36 @@
+"""`deepspeed-cad serve --rendezvous HOST:PORT`: one attention server that joins a training of another launch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.run import add_source, read_request
+from deepspeed_cad.server.launch import start_server
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    parser.add_argument(
+        "--rendezvous", required=True, metavar="HOST:PORT", help="MASTER_ADDR:MASTER_PORT of the training"
+    )
+    parser.add_argument("--device", default="", help="such as cuda:1; default: LOCAL_RANK's GPU, or the CPU")
+    parser.add_argument(
+        "--timeout", type=float, default=CADConfig.timeout_s, metavar="S", help="seconds to wait for the training"
+    )
+    add_source(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until the training ends; gives the exit code."""
+    host, _, port = args.rendezvous.rpartition(":")
+    if not host or not port.isdigit():
+        raise CADConfigError(f"--rendezvous is {args.rendezvous!r}; expected HOST:PORT, such as 10.0.0.1:29500")
+    given = args.cad is not None or args.cad_config is not None
+    config = read_request(args.cad, args.cad_config).config if given else None
+    from deepspeed_cad.server.meeting import take_place  # brings torch
+
+    role, config = take_place(args.rendezvous, args.timeout, config)
+    return start_server(role, config, os.environ, args.device)

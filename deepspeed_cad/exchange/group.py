@@ -1,0 +1,132 @@
+"""The ranks that exchange attention: a process group of torch's world, or one of our own beside it.
+
+With reserved servers trainers have a torch world without them, and a server has none at all. A group over both is made
+of a store alone, as tried on torch 2.11 and 2.13; what is private in torch about that is in this file and nowhere else.
+In: a store that all ranks reach. Out: an `OwnGroup`. Transports ask the functions below, which know both kinds.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADError
+
+if TYPE_CHECKING:
+    from deepspeed_cad.exchange.liveness import Liveness
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnGroup:
+    """A process group outside of torch's world."""
+
+    rank: int
+    ranks: int
+    name: str
+    """By which torch's symmetric memory finds it."""
+    store: dist.Store
+    processes: dist.ProcessGroup
+
+    def numbers(self, value: int, liveness: Liveness | None = None) -> list[int]:
+        """One whole number of every rank, through the CPU. Collective; CADPeerError where a rank is missing."""
+        into = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
+        work = dist.all_gather(into, torch.tensor([value]), group=self.processes, async_op=True)
+        if liveness is not None:
+            liveness.patiently(work, "the opening of the servers' group")
+        work.wait()
+        return [int(one) for one in into]
+
+    def close(self) -> None:
+        """Take the name back from torch."""
+        torch_groups: Any = dist.distributed_c10d
+        torch_groups._unregister_process_group(self.name)
+
+
+Group: TypeAlias = dist.ProcessGroup | OwnGroup
+"""What transports are made over."""
+
+
+def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, name: str, timeout_s: float) -> OwnGroup:
+    """A group of the ranks that share a store. Collective; torch.distributed need not be initialised.
+
+    Raises CADError where this torch lacks what is needed for it.
+    """
+    limit = timedelta(seconds=timeout_s)
+    shared = dist.PrefixStore(name, store)
+    try:
+        processes = dist.ProcessGroup(shared, rank, ranks)
+        kinds = dist.ProcessGroup.BackendType
+        # The CPU's first: it is what meets everybody, and NCCL opens no communicator before its first collective.
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", shared), rank, ranks, limit)
+        processes._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", shared), rank, ranks, options)
+            processes._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+        named: Any = processes
+        named._set_group_name(name)
+        register: Any = dist.distributed_c10d
+        register._register_process_group(name, processes)
+    except (AttributeError, TypeError) as error:
+        raise CADError(
+            f"torch {torch.__version__} makes process groups in a way that is not known here ({error}): reserved "
+            "servers were tried with torch 2.11 and 2.13"
+        ) from error
+    return OwnGroup(rank, ranks, name, store, processes)
+
+
+def rank_of(group: Group) -> int:
+    """This process's rank in a group."""
+    return group.rank if isinstance(group, OwnGroup) else dist.get_rank(group)
+
+
+def size_of(group: Group) -> int:
+    """How many ranks a group has."""
+    return group.ranks if isinstance(group, OwnGroup) else dist.get_world_size(group)
+
+
+def name_of(group: Group) -> str:
+    """The name by which torch knows a group."""
+    return group.name if isinstance(group, OwnGroup) else str(group.group_name)
+
+
+def store_of(group: Group) -> dist.Store:
+    """The store that all ranks of a group reach, and others: prefixes keep uses of it apart."""
+    return group.store if isinstance(group, OwnGroup) else dist.distributed_c10d._get_default_store()
+
+
+def processes_of(group: Group) -> dist.ProcessGroup:
+    """What torch's collectives take."""
+    return group.processes if isinstance(group, OwnGroup) else group
+
+
+def global_rank(group: Group, rank: int) -> int:
+    """The number of a rank of a group in what surrounds it."""
+    return rank if isinstance(group, OwnGroup) else dist.get_global_rank(group, rank)
+
+
+def show_to_symmetric_memory(
+    enable: Any, name: str, processes: dist.ProcessGroup, store: dist.Store, ranks: dict[int, int]
+) -> None:
+    """Let an older torch's symmetric memory, whose `enable_symm_mem_for_group` is not deprecated, find a group.
+
+    It looks store and ranks up among its own groups. They are there for this moment only: the profiler, for one, takes
+    whatever is there for a whole process group.
+    """
+    if enable is None or hasattr(enable, "__deprecated__"):
+        return
+    world = dist.distributed_c10d._world
+    world.pg_map[processes] = ("none", store)
+    world.pg_group_ranks[processes] = ranks
+    try:
+        enable(name)
+    finally:
+        del world.pg_map[processes], world.pg_group_ranks[processes]

@@ -1,0 +1,154 @@
+"""Links: bytes per second that ranks exchange inside a host and between hosts, timed before training starts.
+
+In: the transport that will carry the data, and the host of every rank. Out: `Links`, the same on every rank. All ranks
+send and receive at once, as they do in training, so what they share is shared here too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepspeed_cad.exchange.transport import Outgoing, Transport
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.schedule import KEY, QUERY, Schedule, build_slices, schedule_rank
+
+Gather = Callable[[int], list[int]]
+"""One whole number of every rank, in rank order. All ranks leave it together."""
+
+GROUPS, WIDTHS = 8, ((QUERY, 512), (KEY, 128), (KEY, 128))
+"""Head groups, and elements of a row of one group's Q, K and V: those of an 8B Llama."""
+ELEMENT = torch.bfloat16
+ROW_BYTES = GROUPS * sum(width for _, width in WIDTHS) * ELEMENT.itemsize
+FIRST_ROWS = 8
+"""Rows that a rank sends first, about 100 KB: on a link of 1 Mbit/s that takes a second, and no more is tried there."""
+MORE = 8
+"""Times the rows of the trial before. Few steps, because buffers of some transports grow with each."""
+MOST_ROWS = {"cuda": 4096, "cpu": 512}
+"""50 MB on GPUs: at 360 GB/s that takes five times as long as it takes to start. 6 MB on CPUs."""
+IN_ONE_GO = {"cuda": 4, "cpu": 1}
+"""Exchanges between two looks at the clock: on GPUs starting one hides behind the one before."""
+ROUNDS = 3
+"""Of each size; the median counts."""
+LONG_ENOUGH_S = (0.005, 0.02)
+"""Of one exchange, inside a host and between hosts: a longer one would say the same. Networks may let a burst pass."""
+BUDGET_S = 0.7
+"""For one kind of link, connecting not included; two kinds and what lies between stay below two seconds."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second of one rank's share of the links, all ranks at once; None where there is no such pair of ranks,
+    or nothing is known."""
+
+    inside: float | None
+    between: float | None
+    source: str = "measured"
+    """Where the figures come from: "measured", "given", or words that say why they are not known."""
+
+    def __str__(self) -> str:
+        pairs = (("inside a host", self.inside), ("between hosts", self.between))
+        known = [f"{where} {speed / 1e9:.3g} GB/s" for where, speed in pairs if speed]
+        return f"links {', '.join(known)} ({self.source})" if known else f"links {self.source}"
+
+
+def measure_links(transport: Transport, device: torch.device, rank: int, hosts: Sequence[int], gather: Gather) -> Links:
+    """Time dispatches of Q, K and V, first inside hosts and then between them. Collective: every rank calls it.
+
+    The figures are those of the slowest rank of each kind, because a plan ends when its slowest rank does: figures
+    that only the mean rank reaches would promise too much to the others.
+
+    Args:
+        transport: carries the data; nothing is under way on it.
+        device: of the tensors that travel.
+        rank: this one, in the group of the transport.
+        hosts: the number of every rank's host.
+        gather: tells numbers among the ranks of the transport.
+    """
+    sent = transport.bytes_sent
+    speeds: dict[bool, float | None] = {}
+    for same in (True, False):
+        peers = [
+            [other for other, host in enumerate(hosts) if other != one and (host == mine) == same]
+            for one, mine in enumerate(hosts)
+        ]
+        enough = LONG_ENOUGH_S[0 if same else 1]
+        speeds[same] = _time_pairs(transport, device, rank, peers, gather, enough) if any(peers) else None
+    transport.bytes_sent = sent  # statistics speak of training
+    return Links(speeds[True], speeds[False])
+
+
+def peer_schedule(peers: list[list[int]], rank: int, groups: int, tokens: int) -> Schedule:
+    """Every rank has one document for each of its peers, served there; a rank without peers serves its own."""
+    lengths = [[max(1, tokens // max(1, len(own)))] * max(1, len(own)) for own in peers]
+    tick = Layout.from_rank_lengths(lengths).tick()
+    servers = [server for home, own in enumerate(peers) for server in (own or [home])]
+    sizes = [length for own in lengths for length in own]
+    tasks = [
+        (document, 0, size, 0, groups, server)
+        for document, (size, server) in enumerate(zip(sizes, servers, strict=True))
+    ]
+    return schedule_rank(tick, build_slices(tick, np.array(tasks, np.int64)), rank, groups)
+
+
+def busiest_rows(peers: list[list[int]], tokens: int) -> np.ndarray:
+    """[ranks] rows that leave or reach each rank in an exchange of `peer_schedule`, whichever are more."""
+    out, into = np.zeros(len(peers)), np.zeros(len(peers))
+    for home, own in enumerate(peers):
+        for server in own:
+            rows = max(1, tokens // len(own))
+            out[home] += rows
+            into[server] += rows
+    return np.maximum(out, into)
+
+
+def slowest_speed(rows: np.ndarray, nanoseconds: np.ndarray) -> float:
+    """Bytes per second of the slowest rank that had rows to move; `nanoseconds` ([rounds, ranks]) of one exchange."""
+    busy = rows > 0
+    return float((rows[busy] * ROW_BYTES / np.maximum(np.median(nanoseconds, axis=0)[busy], 1.0)).min() * 1e9)
+
+
+def _time_pairs(
+    transport: Transport,
+    device: torch.device,
+    rank: int,
+    peers: list[list[int]],
+    gather: Gather,
+    enough_s: float,
+) -> float:
+    """The speed of one kind of link, from exchanges that grow until they last long enough."""
+
+    def nanoseconds(rows: int, times: int) -> list[int]:
+        schedule = peer_schedule(peers, rank, GROUPS, rows)
+        made = [(kind, torch.zeros(schedule.query_tokens, GROUPS, width, device=device, dtype=ELEMENT))
+                for kind, width in WIDTHS]  # fmt: skip
+        fields = [Outgoing(kind, home) for kind, home in made]
+        gather(0)  # all ranks begin together
+        begun = time.perf_counter()
+        for _ in range(times):
+            transport.dispatch(schedule, fields, 0).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return gather(round((time.perf_counter() - begun) / times * 1e9))
+
+    nanoseconds(1, 1)  # connects
+    times, rows, spent = IN_ONE_GO[device.type], FIRST_ROWS, 0.0
+    while True:
+        if device.type == "cuda":
+            nanoseconds(rows, 1)  # makes buffers
+        rounds: list[list[int]] = []
+        # Everything that decides whether to go on was gathered, so all ranks decide the same.
+        while len(rounds) < ROUNDS and spent <= BUDGET_S:
+            rounds.append(nanoseconds(rows, times))
+            spent += max(rounds[-1]) / 1e9 * times
+        found = np.array(rounds, np.float64)
+        one = float(np.median(found, axis=0).max()) / 1e9
+        # The first size only tells how long the next may take: a burst, or a busy CPU, decides its own.
+        over = one >= enough_s and rows > FIRST_ROWS
+        if over or rows * MORE > MOST_ROWS[device.type] or spent + one * MORE * ROUNDS * times > BUDGET_S:
+            return slowest_speed(busiest_rows(peers, rows), found)
+        rows *= MORE

@@ -1,0 +1,98 @@
+"""Flows: what a plan moves between ranks in one layer's forward, as the model of transfers needs it (finish.py).
+
+In: columns. Out: `Flows`. What counts, per head group: Q of every row that is not at home on its server goes from the
+home to the server, and O of the same rows goes back. Of K and V a server receives each row that it reads of a
+(document, head group) and does not hold itself, once, from the row's home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.columns import Columns, Interval
+from deepspeed_cad.planner.plan import Floats
+
+QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED = range(4)
+"""Rows of `Flows.bytes`: dispatched by a home, received by a server; returned by a server, received by a home."""
+INSIDE, BETWEEN = range(2)
+
+
+@dataclass(frozen=True, eq=False)
+class Flows:
+    """Bytes of one layer's forward by rank, and who exchanges with whom."""
+
+    bytes: Ints
+    """[4, 2, ranks]: of what (see above), inside a host or between hosts, for each rank."""
+    waiting: Floats
+    """[ranks]: work of tasks that read anything from another rank, in the unit of the cost model times speed."""
+    pairs: Ints
+    """[n, 3]: home, server, and whether Q and O travel beside K and V; ordered."""
+
+    @cached_property
+    def sent(self) -> Ints:
+        """[ranks]: bytes that leave each rank."""
+        return self.bytes[[QKV_SENT, O_SENT]].sum((0, 1))
+
+    @cached_property
+    def received(self) -> Ints:
+        """[ranks]: bytes that reach each rank."""
+        return self.bytes[[QKV_RECEIVED, O_RECEIVED]].sum((0, 1))
+
+    @cached_property
+    def between(self) -> int:
+        """Bytes between hosts, of all ranks."""
+        return int(self.bytes[[QKV_SENT, O_SENT], BETWEEN].sum())
+
+
+def count_flows(state: Columns) -> Flows:
+    """What the columns as they are would move."""
+    counted = np.zeros((4, 2, state.ranks), np.int64)
+    waiting = [0.0] * state.ranks
+    pairs: dict[tuple[int, int], bool] = {}
+
+    def send(home: int, server: int, rows: int, keys: int) -> None:
+        if home == server or not rows + keys:
+            return
+        where = INSIDE if state.host[home] == state.host[server] else BETWEEN
+        out = rows * state.query_bytes + keys * state.key_value_bytes
+        counted[QKV_SENT, where, home] += out
+        counted[QKV_RECEIVED, where, server] += out
+        counted[O_SENT, where, server] += rows * state.output_bytes
+        counted[O_RECEIVED, where, home] += rows * state.output_bytes
+        pairs[home, server] = pairs.get((home, server), False) or rows > 0
+
+    for document in sorted(state.cells):
+        keys = state.home_keys.get(document, ())
+        for first, last in state.classes(document):
+            groups = last - first
+            reads = sorted((server, begin, end, home) for begin, end, server, home in state.cells[document][first])
+            at = 0
+            while at < len(reads):
+                server, needed = reads[at][0], list[Interval]()
+                own = others = 0.0
+                while at < len(reads) and reads[at][0] == server:
+                    _, begin, end, home = reads[at]
+                    at += 1
+                    start = state.first_key(begin)
+                    if needed and start <= needed[-1][1]:
+                        needed[-1] = (needed[-1][0], end)
+                    else:
+                        needed.append((start, end))
+                    if home == server:
+                        own += state.cost_of(begin, end)
+                    else:
+                        others += state.cost_of(begin, end)
+                        send(home, server, (end - begin) * groups, 0)
+                reached = False
+                for low, high, home in keys:
+                    rows = sum(max(min(end, high) - max(start, low), 0) for start, end in needed)
+                    if rows and home != server:
+                        send(home, server, 0, rows * groups)
+                        reached = True
+                waiting[server] += (others + own if reached else others) * groups
+    order = sorted((home, server, int(rows)) for (home, server), rows in pairs.items())
+    return Flows(counted, np.array(waiting), np.array(order, np.int64).reshape(-1, 3))

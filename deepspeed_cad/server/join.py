@@ -1,0 +1,50 @@
+"""How a trainer meets the reserved servers, and what its session holds of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepspeed_cad.ahead.plan import Reserved as Planning
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.exchange.group import OwnGroup
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.server.link import ServerLink, connect
+from deepspeed_cad.server.meeting import offer_places, open_board, open_group
+from deepspeed_cad.server.orders import Leader
+from deepspeed_cad.server.rendezvous import Rendezvous, hello
+from deepspeed_cad.server.split import Split
+from deepspeed_cad.version import __version__
+
+
+@dataclass(frozen=True, eq=False)
+class Reserved:
+    """The servers of one trainer's session."""
+
+    role: Split
+    config: CADConfig
+    liveness: Liveness
+    link: ServerLink
+    group: OwnGroup
+
+    def planning(self, rank: int) -> Planning:
+        """What plans have to know; the leader's also tell the servers."""
+        # A trainer of speed 0 hands over even its own rows, whatever that moves.
+        speed = None if self.config.trainers_serve else np.repeat([0.0, 1.0], [self.role.trainers, self.role.servers])
+        leads = Leader(self.link).open if rank == 0 else None
+        return Planning(self.role.servers, leads, speed=speed)
+
+
+def join_servers(role: Split, config: CADConfig, device: torch.device) -> Reserved:
+    """Meet the servers. Collective over trainers and servers; raises one CADError on all of them where it fails."""
+    meeting = Rendezvous(role, config.timeout_s)
+    meeting.claim()
+    mine = hello(role, config, __version__)
+    if role.rank == 0:
+        offer_places(meeting, mine)
+    said = meeting.meet(mine)
+    liveness = open_board(meeting, role)
+    link = connect(role.rank, said[role.trainers :], liveness, mine.host)
+    return Reserved(role, config, liveness, link, open_group(role, liveness, device, config.timeout_s))

@@ -1,0 +1,83 @@
+"""What trainers and servers open together once they have met: the error board and their process group.
+
+And how servers of another launch find their places: trainer 0 leaves word of its job under a fixed key of the store.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError, CADPeerError
+from deepspeed_cad.exchange.group import OwnGroup, make_group
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.patient_store import PatientStore
+from deepspeed_cad.server.rendezvous import LOOK_S, PREFIX, Hello, Rendezvous, open_store
+from deepspeed_cad.server.split import Split
+
+JOB = "job"
+
+
+def open_board(meeting: Rendezvous, split: Split) -> Liveness:
+    """The error board of trainers and servers."""
+    board = dist.PrefixStore("board", meeting.root)
+    return Liveness(PatientStore(board, meeting.timeout_s / 2), split.rank, split.ranks)
+
+
+def open_group(split: Split, liveness: Liveness, device: torch.device, timeout_s: float) -> OwnGroup:
+    """The process group of trainers and servers. Collective."""
+    # A connection of its own: gloo waits inside the store, and nobody else could ask it anything meanwhile.
+    store = dist.PrefixStore("group", Rendezvous(split, timeout_s).root)
+    name = f"deepspeed_cad servers {split.attempt}"
+    with Liveness.watch(liveness, "the group of trainers and servers"):
+        return make_group(store, split.rank, split.ranks, device, name, timeout_s)
+
+
+def offer_places(meeting: Rendezvous, mine: Hello) -> None:
+    """Let servers of another launch find this job."""
+    job = {"attempt": meeting.split.attempt, **asdict(mine)}
+    dist.PrefixStore(PREFIX, open_store(meeting.split.rendezvous, meeting.timeout_s)).set(JOB, json.dumps(job))
+
+
+def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None) -> tuple[Split, CADConfig]:
+    """The next free place of a server in a job, and the job's configuration.
+
+    Raises CADPeerError where there is no job in time, CADConfigError where it wants no server from another launch, has
+    all of them, or is configured otherwise than `config`.
+    """
+    store = dist.PrefixStore(PREFIX, open_store(rendezvous, timeout_s))
+    end = time.monotonic() + timeout_s
+    while not store.check([JOB]):
+        if time.monotonic() > end:
+            raise CADPeerError(
+                f"the store at {rendezvous} is there, but no training with reserved servers came to it within "
+                f'{timeout_s:g} s. Its "cad" block must say {{"servers": {{"joined": n}}}}'
+            )
+        time.sleep(LOOK_S)
+    job = json.loads(store.get(JOB))
+    theirs = CADConfig.from_dict(job["config"])
+    if not isinstance(theirs.servers, dict) or "joined" not in theirs.servers:
+        raise CADConfigError(
+            f'the job at {rendezvous} has "servers": {json.dumps(theirs.servers)}: it launches its servers itself. For '
+            'servers of another launch it must say {"joined": n}'
+        )
+    if config is not None and config != theirs:
+        ours, other = config.to_dict(), theirs.to_dict()
+        keys = ", ".join(key for key in ours if ours[key] != other[key])
+        raise CADConfigError(
+            f'the job at {rendezvous} has another "cad" block than this server ({keys}): leave out --cad and '
+            "--cad_config to take the job's"
+        )
+    number = dist.PrefixStore(str(job["attempt"]), store).add("joined", 1)
+    if number > job["servers"]:
+        raise CADConfigError(
+            f"the job at {rendezvous} has its {job['servers']} servers already, and this one would be number {number}: "
+            "two launches use the same rendezvous, or too many servers were started"
+        )
+    rank = job["trainers"] + number - 1
+    return Split(job["trainers"], job["servers"], rank, rendezvous, job["attempt"]), theirs

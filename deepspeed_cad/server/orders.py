@@ -1,0 +1,112 @@
+"""What the leader tells reserved servers: of micro-batches, of their plans, and of every exchange before it starts.
+
+Servers are told plans and do not make them: then nothing that a plan depends on (costs, paces, speeds) has to be equal
+there too. Whether both ends mean the same is compared in every exchange, because its identity covers the schedule.
+
+In: plans and calls of trainer 0. Out: frames to all servers, in the order of its exchanges, which is that of all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any, Protocol
+
+import numpy as np
+
+from deepspeed_cad.attention.microbatch import PlanKey
+from deepspeed_cad.attention.setup import Modes
+from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
+from deepspeed_cad.layout import Ints, Layout
+from deepspeed_cad.planner.plan import Plan
+
+OPEN, PLAN, DISPATCH, RETURN, RELEASE = "open", "plan", "dispatch", "return", "release"
+
+
+class Tells(Protocol):
+    """What carries orders."""
+
+    def tell(self, head: dict[str, Any], arrays: tuple[Ints, ...] = ()) -> None:
+        """To every server, in this order; raises CADPeerError where one has died."""
+
+
+class Leader:
+    """Trainer 0 as servers see it."""
+
+    def __init__(self, link: Tells) -> None:
+        self._link = link
+        # Filled where garbage is collected, which may be inside of any call: nothing is sent from there.
+        self._over: deque[int] = deque()
+
+    def open(self, turn: int, layout: Layout, cut: Ints | None) -> MicroBatchTold:
+        """A micro-batch that was gathered; `cut`: where each rank's rows are cut into nano-batches."""
+        at = np.zeros(0, np.int64) if cut is None else cut
+        self.tell({"do": OPEN, "turn": turn}, (layout.segments.to_array(), layout.tokens, at))
+        told = MicroBatchTold(self, turn)
+        # Alive as long as the micro-batch or one of its calls is: after that no backward can come.
+        weakref.finalize(told, self._over.append, turn).atexit = False
+        return told
+
+    def tell(self, head: dict[str, Any], arrays: tuple[Ints, ...] = ()) -> None:
+        """One frame, behind what is over by now."""
+        over = [self._over.popleft() for _ in range(len(self._over))]
+        if over:
+            self._link.tell({"do": RELEASE, "turns": over})
+        self._link.tell(head, arrays)
+
+
+class MicroBatchTold:
+    """See attention.microbatch.MicroBatchOrders."""
+
+    def __init__(self, leader: Leader, turn: int) -> None:
+        self._leader, self.turn = leader, turn
+
+    def plan(self, key: PlanKey, nano_batch: int, plan: Plan) -> None:
+        """What was planned for a kind of layer."""
+        head = {"do": PLAN, "turn": self.turn, "key": key_to_list(key), "nano_batch": nano_batch}
+        self._leader.tell(head, (plan.tasks,))
+
+    def call(
+        self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
+    ) -> CallTold:
+        """Orders of one call."""
+        words = {
+            "key": key_to_list(key),
+            "dtype": str(need.dtype).removeprefix("torch."),
+            "scale": rule.scale,
+            "softcap": rule.softcap,
+            "deterministic": need.deterministic,
+            "keep": modes.keep_received,
+            "returns": modes.returns,
+            "sinks": has_sinks,
+        }
+        return CallTold(self, place, words)
+
+    def tell(self, head: dict[str, Any]) -> None:
+        """An order of this micro-batch."""
+        self._leader.tell({**head, "turn": self.turn})
+
+
+class CallTold:
+    """See attention.setup.CallOrders."""
+
+    def __init__(self, micro_batch: MicroBatchTold, place: tuple[int, int], words: dict[str, Any]) -> None:
+        self._micro_batch, self._words = micro_batch, words
+        self._place = {"layer": place[0], "nano_batch": place[1]}
+
+    def dispatch(self, backward: bool) -> None:
+        """Q, K, V or dO go out next."""
+        words = {} if backward else self._words
+        self._micro_batch.tell({"do": DISPATCH, **self._place, "backward": backward, **words})
+
+    def give_back(self, backward: bool) -> None:
+        """O, or dQ, dK, dV come back next."""
+        self._micro_batch.tell({"do": RETURN, **self._place, "backward": backward})
+
+
+def key_to_list(key: PlanKey) -> list[int | None]:
+    """Window, then the fields of the head shape."""
+    shape = key.shape
+    return [
+        key.window, shape.query_heads, shape.groups, shape.head_dim, shape.value_dim, shape.bytes_per_element,
+    ]  # fmt: skip

@@ -1,0 +1,185 @@
+"""A reserved server's process: from the meeting with the trainers to its exit code.
+
+In: its role, the "cad" block, its GPU. Out: exit code 0 where all trainers ended well; else 1, and a line that says who
+ended and why. Nothing of torch.distributed's world is there: the group is made of a store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from types import FrameType
+
+import torch
+
+from deepspeed_cad.ahead.worker import Worker
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.kernels.interface import Kernel, KernelNeed
+from deepspeed_cad.notice import notice
+from deepspeed_cad.server.loop import Loop
+from deepspeed_cad.server.meeting import open_board, open_group
+from deepspeed_cad.server.rendezvous import Abandoned, Rendezvous, hello
+from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.trainers import End, Listener, TrainerLinks
+from deepspeed_cad.version import __version__
+
+logger = logging.getLogger("deepspeed_cad")
+
+FAILED = 1
+BUDGET_SHARE = 0.8
+"""Of the GPU's free memory at the start, for what is held for backwards; the rest is for what arrives and runs. A
+choice."""
+LAST_WORD_S = 1.5
+"""For trainers to say why an exchange failed, which may be what ended this server."""
+STUCK_S = 6.0
+"""After the trainers ended, for a GPU or an exchange that does not let go."""
+FAREWELL_S = 3.0
+"""For trainers to end after this server failed: a launcher may end them as soon as it sees this process go."""
+
+
+def serve(split: Split, config: CADConfig, device: torch.device) -> int:
+    """Serve until the trainers end; gives the exit code."""
+    server = _Server(split, config, device)
+    _explain_signals(server)
+    try:
+        server.open()
+        return server.run()
+    except Abandoned as end:
+        notice(f"server {split.rank} ends: {end}")
+        return 0
+    except CADError as error:
+        if server.trainers is not None:
+            server.trainers.fail(str(error))
+        return _say(split, str(error))
+
+
+class _Server:
+    def __init__(self, split: Split, config: CADConfig, device: torch.device) -> None:
+        self.split, self.config, self.device = split, config, device
+        self.trainers: TrainerLinks | None = None
+
+    def open(self) -> None:
+        """Meet the trainers; raises a CADError, the same on all ranks where they do not belong together."""
+        split, config, device = self.split, self.config, self.device
+        # Whoever starts training may first load a model for as long as it likes.
+        listener = Listener(split.rendezvous)
+        meeting = Rendezvous(split, config.timeout_s)
+        meeting.claim()
+        where = {"addresses": listener.addresses, "port": listener.port, "token": listener.token}
+        meeting.meet(hello(split, config, __version__, **where))
+        self.liveness = open_board(meeting, split)
+        self.trainers = self._links = TrainerLinks(
+            split.rank, listener.accept(split.trainers, split.rank, config.timeout_s), self.liveness
+        )
+        self._closed = threading.Event()
+        threading.Thread(target=self._end_with_trainers, daemon=True).start()
+        self.group = open_group(split, self.liveness, device, config.timeout_s)
+        self.worker = Worker(device, config.timeout_s)
+        self.transport = self._open_transport()
+        self.loop = Loop(split.rank, device, self.transport, self._kernel, self.worker, self._budget())
+
+    def run(self) -> int:
+        split, loop = self.split, self.loop
+        budget = "" if loop.budget is None else f", {loop.budget / 2**30:.1f} GiB to hold for backwards"
+        notice(
+            f"server {split.rank} is up: it serves {split.trainers} trainer{'s' * (split.trainers > 1)} beside "
+            f"{split.servers - 1} other servers, on {self.device}, transport {self.transport.name}{budget}"
+        )
+        began, reason = time.perf_counter(), ""
+        try:
+            while not isinstance(item := self._links.items.get(), End):
+                loop.follow(item)
+            reason = item.reason
+        except Exception as error:
+            reason = self._explain(error)
+        seconds = time.perf_counter() - began
+        notice(
+            f"server {split.rank} is done: {loop.micro_batches} micro-batches served, {loop.busy.seconds():.1f} s busy "
+            f"of {seconds:.1f} s, at most {loop.most_held / 2**20:.1f} MiB held for backwards"
+        )
+        self._close()
+        return _say(split, reason) if reason else 0
+
+    def _explain(self, error: Exception) -> str:
+        """Why this server ends: what ended the trainers, if they did; else its own failure, which they are told."""
+        consequence = isinstance(error, CADPeerError)
+        if consequence and (reason := self._links.wait_for_reason(LAST_WORD_S)):
+            return reason
+        logger.debug("where it happened", exc_info=True)
+        reason = str(error) if isinstance(error, CADError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = (
+                f"server {self.split.rank} has no memory left on {self.device} ({self.loop.held >> 20} MiB held for "
+                f"backwards): {error}. Reserve more servers, or use smaller micro-batches"
+            )
+        if self._links.ended.is_set() and self._links.reason:
+            return self._links.reason
+        self.liveness.report(reason)
+        self._links.fail(reason)
+        self._links.wait_for_reason(FAREWELL_S)
+        return reason
+
+    def _open_transport(self) -> Transport:
+        from deepspeed_cad.exchange.opening import open_transport
+
+        def agree(value: int) -> list[int]:
+            return self.group.numbers(value, self.liveness)
+
+        given = self.config.links if isinstance(self.config.links, Mapping) else None
+        return open_transport(
+            self.config.transport, self.group, self.device, agree, self.liveness, self.config.timeout_s, given
+        )[0]
+
+    def _kernel(self, need: KernelNeed) -> Kernel:
+        from deepspeed_cad.kernels.registry import choose
+
+        return choose(self.config.kernel, need)
+
+    def _budget(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        return int(torch.cuda.mem_get_info(self.device)[0] * BUDGET_SHARE)
+
+    def _end_with_trainers(self) -> None:
+        """A thread that ends the process soon after the trainers did, where it is stuck in a GPU or an exchange."""
+        self._links.ended.wait()
+        if self._closed.wait(STUCK_S):
+            return
+        if self._links.reason:
+            _say(self.split, self._links.reason)
+        os._exit(FAILED if self._links.reason else 0)
+
+    def _close(self) -> None:
+        self.worker.close()
+        with suppress(CADError):  # of the exchange that failed: it is said already
+            self.transport.close()
+        self.group.close()
+        self._closed.set()
+
+
+def _explain_signals(server: _Server) -> None:
+    """Launchers end processes by SIGTERM when another one failed: say so."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # The launcher may be first to notice that a trainer died; its socket says so too.
+        reason = "" if server.trainers is None else server.trainers.wait_for_reason(2 * LAST_WORD_S)
+        _say(server.split, reason or f"{signal.Signals(number).name} from the launcher or the user")
+        os._exit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGINT, end)
+
+
+def _say(split: Split, reason: str) -> int:
+    sys.stderr.write(f"deepspeed_cad: server {split.rank} ended: {reason}\n")
+    sys.stderr.flush()
+    return FAILED

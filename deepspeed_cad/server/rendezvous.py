@@ -1,0 +1,186 @@
+"""Where trainers and servers meet: the store at which the trainers' torch.distributed meets, under a prefix of ours.
+
+Under torchrun that is the agent's store; with other launchers it is trainer 0's own and appears when the script calls
+init_process_group, so a server tries until then. In: what this rank says of itself. Out: what all ranks said; or the
+same CADError on every rank, where they do not belong together.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
+from deepspeed_cad.server.split import Split
+
+logger = logging.getLogger("deepspeed_cad")
+
+PREFIX = "deepspeed_cad/servers"
+LOOK_S = 0.05
+PATIENCE_S = 10.0
+"""Seconds of waiting after which absent ranks are named."""
+REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank says of itself before anything is shared."""
+
+    rank: int
+    trainers: int
+    servers: int
+    version: str
+    config: dict[str, Any]
+    host: str
+    addresses: tuple[str, ...] = ()
+    """Of a server: where trainers reach it, best first."""
+    port: int = 0
+    token: str = ""
+    """Of a server: what a trainer shows there."""
+
+    @property
+    def what(self) -> str:
+        """The rank in an error."""
+        return f"{'trainer' if self.rank < self.trainers else 'server'} {self.rank} on {self.host}"
+
+
+def open_store(rendezvous: str, timeout_s: float) -> dist.Store:
+    """A connection of its own to the job's store. Raises CADPeerError where nobody listens there in time."""
+    host, _, port = rendezvous.rpartition(":")
+    try:
+        return dist.TCPStore(
+            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CADPeerError(
+            f"no store of torch.distributed answers at {rendezvous} (MASTER_ADDR:MASTER_PORT of the trainers) within "
+            f"{timeout_s:g} s: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+class Rendezvous:
+    """The meeting of one job."""
+
+    def __init__(self, split: Split, timeout_s: float) -> None:
+        self.split, self.timeout_s = split, timeout_s
+        self.root = dist.PrefixStore(f"{PREFIX}/{split.attempt}", open_store(split.rendezvous, timeout_s))
+
+    def claim(self) -> None:
+        """This process is the only one with its rank; raises CADConfigError on all that still meet."""
+        if self.root.add(f"claimed/{self.split.rank}", 1) > 1:
+            self.refuse(
+                f"two processes are rank {self.split.rank} of the {self.split.ranks} ranks that meet at "
+                f"{self.split.rendezvous}: two launches use the same rendezvous. Give one of them another port "
+                "(--master_port, or --rdzv-endpoint)"
+            )
+
+    def meet(self, mine: Hello) -> list[Hello]:
+        """What every rank says. A trainer waits `timeout_s` for servers; a server as long as trainers may come."""
+        self.root.set(f"hello/{mine.rank}", json.dumps(asdict(mine)))
+        ranks = range(self.split.ranks)
+        began, warned = time.monotonic(), False
+        while missing := [rank for rank in ranks if not self.has(f"hello/{rank}")]:
+            self._look_for_refusal()
+            waited = time.monotonic() - began
+            if not self.split.is_server and waited > self.timeout_s:
+                self.refuse(f"{self._name(missing)} did not come within {self.timeout_s:g} s")
+            if not warned and not self.split.is_server and waited > PATIENCE_S:
+                warned = True
+                logger.warning("rank %d has waited %.0f s for %s", mine.rank, PATIENCE_S, self._name(missing))
+            time.sleep(LOOK_S)
+        said = [_read(self.root.get(f"hello/{rank}")) for rank in ranks]
+        self._look_for_refusal()
+        if problem := compare(said):
+            raise CADConfigError(problem)
+        return said
+
+    def refuse(self, reason: str) -> None:
+        """End the meeting on every rank that is still at it. Raises CADConfigError."""
+        self.root.set(REFUSED, reason)
+        raise CADConfigError(reason)
+
+    def leave(self, reason: str) -> None:
+        """This trainer ends without having met the servers."""
+        self.root.set(f"left/{self.split.rank}", reason)
+
+    def has(self, key: str) -> bool:
+        """Whether a key is there."""
+        return _ask(lambda: self.root.check([key]))
+
+    def _look_for_refusal(self) -> None:
+        if self.has(REFUSED):
+            raise CADConfigError(self.root.get(REFUSED).decode())
+        if not self.split.is_server:
+            return
+        for rank in range(self.split.trainers):
+            if self.has(f"left/{rank}"):
+                raise Abandoned(f"trainer {rank} {self.root.get(f'left/{rank}').decode()}")
+
+    def _name(self, ranks: list[int]) -> str:
+        return "; ".join(
+            f"{word} {', '.join(map(str, some))}"
+            for word, some in (
+                ("trainer", [rank for rank in ranks if rank < self.split.trainers]),
+                ("server", [rank for rank in ranks if rank >= self.split.trainers]),
+            )
+            if some
+        )
+
+
+class Abandoned(CADError):
+    """The trainers end without having trained with CAD: there is nothing to serve."""
+
+
+def compare(said: list[Hello]) -> str:
+    """Why ranks do not belong together; "" where they do."""
+    first = said[0]
+    for other in said[1:]:
+        if other.version != first.version:
+            return (
+                f"{other.what} has deepspeed_cad {other.version} and {first.what} has {first.version}: install the "
+                "same version everywhere"
+            )
+        keys = [key for key in first.config if other.config.get(key) != first.config[key]]
+        if keys:
+            different = "; ".join(f"{key}: {first.config[key]!r} and {other.config.get(key)!r}" for key in keys)
+            return (
+                f'{first.what} and {other.what} have different "cad" blocks ({different}): give every rank the same '
+                "configuration"
+            )
+        if (other.trainers, other.servers) != (first.trainers, first.servers):
+            return (
+                f"{first.what} counts {first.trainers} trainers and {first.servers} servers, {other.what} "
+                f"{other.trainers} and {other.servers}: start all of them with one command, or as its hosts' equals"
+            )
+    return ""
+
+
+def hello(split: Split, config: CADConfig, version: str, **listens: Any) -> Hello:
+    """What this process says of itself."""
+    return Hello(
+        split.rank, split.trainers, split.servers, version, json.loads(json.dumps(config.to_dict())),
+        socket.gethostname(), **listens,
+    )  # fmt: skip
+
+
+def _read(text: bytes) -> Hello:
+    fields = json.loads(text)
+    return Hello(**{**fields, "addresses": tuple(fields["addresses"])})
+
+
+def _ask(question: Callable[[], bool]) -> bool:
+    try:
+        return question()
+    except (RuntimeError, OSError) as error:
+        raise CADPeerError(
+            "the job's store is gone: the process that holds it (trainer 0, or the launcher) ended"
+        ) from error

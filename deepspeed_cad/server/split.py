@@ -1,0 +1,154 @@
+"""Who trains and who serves: from the "servers" key and what a launcher tells each of its processes.
+
+In: the key, and the environment variables RANK, WORLD_SIZE, LOCAL_RANK and those for the host, as torchrun, accelerate
+and deepspeed set them. Out: a `Split`, the same on all processes but for the rank, and the variables that a trainer is
+given instead. Pure, and imports no torch: it runs before the training script does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deepspeed_cad.errors import CADConfigError
+
+Reservation = dict[str, Any]
+"""The value of "servers" where it is not "all"."""
+
+LAUNCH = "torchrun --nproc_per_node N -m deepspeed_cad.run --cad_config FILE train.py …"
+
+
+@dataclass(frozen=True)
+class Split:
+    """One process of a job with reserved servers."""
+
+    trainers: int
+    servers: int
+    rank: int
+    """CAD rank: trainers come first."""
+    rendezvous: str
+    """HOST:PORT of the store that the trainers' torch.distributed meets at."""
+    attempt: int = 0
+    """How often the launcher has started the job again."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the CAD group."""
+        return self.trainers + self.servers
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this process only serves."""
+        return self.rank >= self.trainers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; `Split(**fields)` is the inverse."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launcher put a process."""
+
+    rank: int
+    world: int
+    local: int
+    local_world: int
+    host: int
+    hosts: int
+
+    @property
+    def first(self) -> int:
+        """The first rank of this host."""
+        return self.rank - self.local
+
+    @property
+    def hosts_are_equal(self) -> bool:
+        """Whether each host has as many ranks, so that the hosts of all ranks are known here."""
+        return self.hosts * self.local_world == self.world and self.first == self.host * self.local_world
+
+
+def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, dict[str, str]]:
+    """The role of this process, and the variables that change where it trains.
+
+    Raises CADConfigError where the reservation does not fit the launch; on all processes alike where each can tell.
+    """
+    place = read_place(environment)
+    rendezvous = f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}"
+    attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    kind, value = next(iter(servers.items()))
+    if kind == "joined":
+        return Split(place.world, value, place.rank, rendezvous, attempt), {}
+    if kind == "reserved_per_node":
+        below, here, total = value * place.host, value, value * place.hosts
+        serves = place.local >= place.local_world - value
+        number = below + place.local - (place.local_world - value)
+        if value >= place.local_world:
+            raise _no_trainer(servers, place.local_world)
+    else:
+        chosen = sorted(value) if kind == "ranks" else list(range(max(place.world - value, 0), place.world))
+        if kind == "reserved" and value >= place.world or len(chosen) >= place.world:
+            raise _bad(servers, f"there are {place.world} ranks: at least one must train")
+        if chosen[-1] >= place.world:
+            raise _bad(servers, f"there are {place.world} ranks, 0 to {place.world - 1}, and no rank {chosen[-1]}")
+        for first in range(0, place.world, place.local_world) if place.hosts_are_equal else [place.first]:
+            _check_host(servers, chosen, first, place.local_world)
+        below = sum(one < place.rank for one in chosen)
+        here = sum(place.first <= one < place.first + place.local_world for one in chosen)
+        total, serves, number = len(chosen), place.rank in chosen, below
+    trainers = place.world - total
+    if serves:
+        return Split(trainers, total, trainers + number, rendezvous, attempt), {}
+    rank = place.rank - below
+    changed = {"RANK": rank, "WORLD_SIZE": trainers}
+    # LOCAL_RANK stays: it says which GPU, and servers are the last ranks of their host.
+    changed |= {name: place.local_world - here for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environment}
+    changed |= {name: changed[name[5:]] for name in ("ROLE_RANK", "ROLE_WORLD_SIZE") if name in environment}
+    return Split(trainers, total, rank, rendezvous, attempt), {name: str(number) for name, number in changed.items()}
+
+
+def read_place(environment: Mapping[str, str]) -> Place:
+    """Where the launcher put this process. Raises CADConfigError where none says."""
+    missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]
+    if missing:
+        raise CADConfigError(
+            f'"cad": key "servers" reserves ranks, but {" and ".join(missing)} are not set: no launcher started this '
+            f"process. Start it with {LAUNCH}, or by accelerate-cad launch, or deepspeed --module deepspeed_cad.run"
+        )
+
+    def read(*names: str, default: int) -> int:
+        return next((int(environment[name]) for name in names if environment.get(name)), default)
+
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    local = read("LOCAL_RANK", default=rank)
+    local_world = read("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world)
+    host = read("GROUP_RANK", "CROSS_RANK", default=(rank - local) // max(local_world, 1))
+    hosts = read("GROUP_WORLD_SIZE", "CROSS_SIZE", default=-(-world // max(local_world, 1)))
+    return Place(rank, world, local, local_world, host, hosts)
+
+
+def _check_host(servers: Reservation, chosen: list[int], first: int, size: int) -> None:
+    here = [one for one in chosen if first <= one < first + size]
+    if len(here) == size:
+        raise _no_trainer(servers, size)
+    if here and here[0] != first + size - len(here):
+        raise _bad(
+            servers,
+            f"rank {here[0]} would serve and rank {next(r for r in range(here[0], first + size) if r not in chosen)} "
+            "of the same host train: reserve the last ranks of a host, because frameworks take the first one for its "
+            "main process",
+        )
+
+
+def _no_trainer(servers: Reservation, size: int) -> CADConfigError:
+    return _bad(
+        servers,
+        f"no trainer would be left on a host of {size} ranks. For hosts that only serve, start "
+        "`deepspeed-cad serve --rendezvous HOST:PORT` there, and say how many servers join: "
+        '{"joined": n}',
+    )
+
+
+def _bad(servers: Reservation, reason: str) -> CADConfigError:
+    return CADConfigError(f'"cad": key "servers" is {servers}: {reason}')

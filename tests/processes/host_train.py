@@ -1,0 +1,150 @@
+"""One rank of a job over several hosts: trains packed documents with CAD and without, and says what it saw.
+
+    python host_train.py '{"rank": 0, "ranks": 3, "store": "10.0.0.1", "port": 29500, …}'
+
+Prints one JSON object as its last line; an error of CAD is part of it. Tests start it on hosts of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+import training
+
+import deepspeed_cad
+from deepspeed_cad.ahead import plan
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.profiles import Profile, ShapeCost
+from deepspeed_cad.session import close_session, open_session
+
+SHAPE = HeadShape(8, 4, 8, 8, 4)
+
+
+def sent() -> int:
+    """Bytes that left this host so far."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
+    """Loss of this rank's documents, forward and backward."""
+    model.zero_grad()
+    loss = training.loss_sum(model, batch)
+    loss.backward()
+    return float(loss.detach())
+
+
+def time_steps(model: torch.nn.Module, batch: dict[str, torch.Tensor], count: int) -> tuple[list[float], list[float]]:
+    """Losses, and seconds of the slowest rank."""
+    losses, seconds = [], []
+    for _ in range(count):
+        dist.barrier()
+        begun = time.perf_counter()
+        losses.append(step(model, batch))
+        dist.barrier()
+        seconds.append(time.perf_counter() - begun)
+    return losses, seconds
+
+
+def write_profile(path: Path, pair: float) -> None:
+    """Costs of the model's attention in seconds, where a rank of any host reads them."""
+    Profile("these tests", "torch_math", (ShapeCost(SHAPE, pair=pair),)).save(path)
+
+
+def train(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """Steps without CAD, by the same attention, then with it."""
+    batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
+    plain = training.tiny_llama(torch.float32, attn_implementation="eager")
+    expected, _ = training.alone(plain, training.documents(asked["lengths"][rank], seed=rank))
+    found: dict[str, Any] = {"expected": expected}
+    groups = [dist.new_group([one]) for one in range(asked["ranks"])]
+    config = CADConfig.from_dict(asked["block"])
+    open_session(config, torch.device("cpu"), groups[rank])  # a group of this rank: nothing is exchanged
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), config)
+    step(model, batch)
+    found["losses_off"], found["seconds_off"] = time_steps(model, batch, asked["steps"])
+    close_session()
+    begun = time.perf_counter()
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), config)
+    session = deepspeed_cad.current_session()
+    assert session is not None and session.transport is not None
+    found["opened_s"] = time.perf_counter() - begun
+    found["says"] = session.describe()
+    step(model, batch)
+    before, before_cad = sent(), session.transport.bytes_sent
+    found["losses"], found["seconds"] = time_steps(model, batch, asked["steps"])
+    found["sent"], found["exchanged"] = sent() - before, session.transport.bytes_sent - before_cad
+    close_session()
+    return found
+
+
+def slow_down(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """Steps over a link that the test makes slow after the first ones; says what a user was told."""
+    said: list[str] = []
+    plan.notice = said.append
+    batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
+    step(model, batch)
+    print("trains", flush=True)
+    sys.stdin.readline()
+    for _ in range(asked["steps"]):
+        step(model, batch)
+    return {"said": said}
+
+
+def lose_a_link(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """Steps until the link dies, which the test sees to; says when the error came after the last step."""
+    batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
+    step(model, batch)
+    print("trains", flush=True)
+    while True:
+        begun = time.monotonic()
+        try:
+            step(model, batch)
+        except CADError as error:
+            return {"error": str(error), "after_s": time.monotonic() - begun}
+
+
+def join(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """Turn CAD on where hosts do not reach each other: says the error."""
+    print("joined", flush=True)
+    sys.stdin.readline()
+    begun = time.monotonic()
+    try:
+        deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
+    except CADError as error:
+        return {"error": str(error), "after_s": time.monotonic() - begun}
+    return {"error": "", "after_s": time.monotonic() - begun}
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    rank, ranks = asked["rank"], asked["ranks"]
+    store = dist.TCPStore(asked["store"], asked["port"], ranks, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    found = {"train": train, "slow_down": slow_down, "lose_a_link": lose_a_link, "join": join}[asked["what"]](
+        rank, asked
+    )
+    print(json.dumps(found), flush=True)
+    # Other ranks may still read the store.
+    time.sleep(asked.get("linger_s", 0.5))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

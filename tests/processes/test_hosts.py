@@ -1,0 +1,154 @@
+"""Several hosts: network namespaces behind links of 100 Mbit/s, real processes, real gloo."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_train import write_profile
+from namespaces import Hosts, open_hosts
+
+SCRIPT = Path(__file__).with_name("host_train.py")
+PAIR_S = 3e-8
+"""Seconds of a query-key pair of one head group here, forward and backward, about."""
+ERROR_S = 25.0
+"""What an error may take beyond "timeout_s": ranks wait some seconds for each other's word, and machines are busy."""
+
+
+def start(hosts: Hosts, place: list[int], what: str, **asked: Any) -> list[subprocess.Popen[str]]:
+    """One process for each rank, on the host that `place` says."""
+    with socket.socket() as one:
+        one.bind(("", 0))
+        port = one.getsockname()[1]
+    common = {"ranks": len(place), "store": hosts.address(0), "port": port, "what": what, **asked}
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return [
+        hosts.start(host, [sys.executable, str(SCRIPT), json.dumps({"rank": rank, **common})], environment)
+        for rank, host in enumerate(place)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 200.0) -> tuple[list[dict[str, Any]], list[str]]:
+    """What each rank found, and its log."""
+    deadline, found, logs = time.monotonic() + timeout, [], []
+    for process in processes:
+        out, log = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        assert process.returncode == 0, log[-3000:]
+        found.append(json.loads(out.strip().splitlines()[-1]))
+        logs.append(log)
+    return found, logs
+
+
+def go_on(processes: list[subprocess.Popen[str]]) -> None:
+    """Let ranks go on that wait for a line."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def say_line(process: subprocess.Popen[str], line: str) -> None:
+    """Wait until a rank says so."""
+    assert process.stdout is not None
+    said = process.stdout.readline().strip()
+    assert said == line, process.communicate(timeout=20)[1][-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "lengths"),
+    [
+        ([0, 1], [[700], [200, 100, 50]]),
+        ([0, 1, 2], [[700], [200, 100], [150, 50, 9]]),
+        ([0, 0, 1], [[700], [200, 100], [150, 50, 9]]),
+    ],
+    ids=["2 hosts", "3 hosts", "2 and 1"],
+)
+def test_hosts_train_the_same_and_no_slower(place: list[int], lengths: list[list[int]], tmp_path: Path) -> None:
+    write_profile(tmp_path / "profile.json", PAIR_S)
+    block = {"granularity": 16, "cost": str(tmp_path / "profile.json")}
+    with open_hosts(max(place) + 1) as hosts:
+        found, logs = finish(start(hosts, place, "train", lengths=lengths, block=block, steps=5))
+    for one in found:
+        assert one["losses"] == pytest.approx([one["expected"]] * 5, rel=1e-5)
+        assert one["losses_off"] == pytest.approx([one["expected"]] * 5, rel=1e-5)
+        assert "between hosts 0.0" in one["says"] and "(measured)" in one["says"]
+        speed = float(one["says"].split("between hosts ")[1].split(" GB/s")[0])
+        assert 0.001 < speed < 0.015, "100 Mbit/s are 0.0125 GB/s"
+    assert "links" in logs[0] and len({one["says"].split(", links")[1] for one in found}) == 1
+    # The best of each, because whatever else runs on a machine only slows steps down.
+    assert min(found[0]["seconds"]) < 1.25 * min(found[0]["seconds_off"]), found[0]
+
+
+@pytest.mark.slow
+def test_what_moves_stays_off_the_slow_link(tmp_path: Path) -> None:
+    """A long document, a neighbour with time, and a rank with as much time behind 20 Mbit/s."""
+    write_profile(tmp_path / "profile.json", PAIR_S)
+    block = {"granularity": 16, "cost": str(tmp_path / "profile.json")}
+    with open_hosts(2, "20mbit") as hosts:
+        lengths = [[700], [100, 50], [100, 50]]
+        found, _ = finish(start(hosts, [0, 0, 1], "train", lengths=lengths, block=block, steps=3))
+    near, far = found[0]["exchanged"], found[2]["exchanged"]
+    assert near > 100_000, "the neighbour helps"
+    assert far < 0.1 * near, (near, far)
+
+
+@pytest.mark.slow
+def test_a_link_that_becomes_100_times_slower_is_named_once() -> None:
+    with open_hosts(2) as hosts:
+        lengths = [[80], [10]]
+        processes = start(hosts, [0, 1], "slow_down", lengths=lengths, block={"granularity": 16}, steps=9)
+        for process in processes:
+            say_line(process, "trains")
+        for host in range(2):
+            hosts.limit(host, "160kbit")
+        go_on(processes)
+        (first, second), _ = finish(processes)
+        names = [hosts.name(host) for host in range(2)]
+    (told,) = first["said"]
+    assert second["said"] == [], "rank 0 speaks for all"
+    assert "the link between hosts is more than 100 times slower than the 0.0" in told
+    assert any(f"rank {rank} on {name} (" in told for rank, name in enumerate(names))
+
+
+@pytest.mark.slow
+def test_a_link_that_dies_is_an_error_on_every_rank() -> None:
+    timeout_s = 6.0
+    with open_hosts(2) as hosts:
+        processes = start(
+            hosts, [0, 1], "lose_a_link", lengths=[[300], [40]], linger_s=20,
+            block={"granularity": 16, "timeout_s": timeout_s, "cost": "pairs"},
+        )  # fmt: skip
+        for process in processes:
+            say_line(process, "trains")
+        time.sleep(1.0)
+        hosts.cut(1)
+        found, _ = finish(processes, timeout_s + 4 * ERROR_S)
+    for one in found:
+        assert "rank" in one["error"] and one["after_s"] < timeout_s + ERROR_S, one
+
+
+@pytest.mark.slow
+def test_hosts_that_cannot_reach_each_other_are_one_clear_error() -> None:
+    """The store is reached by all; two hosts lose their route to each other before CAD is turned on."""
+    timeout_s = 6.0
+    with open_hosts(3) as hosts:
+        processes = start(
+            hosts, [0, 1, 2], "join", lengths=[[300], [40], [40]], linger_s=20,
+            block={"granularity": 16, "timeout_s": timeout_s, "cost": "pairs"},
+        )  # fmt: skip
+        for process in processes:
+            say_line(process, "joined")
+        hosts.forbid(1, 2)
+        hosts.forbid(2, 1)
+        go_on(processes)
+        found, _ = finish(processes, timeout_s + 4 * ERROR_S)
+    for one in found:
+        assert one["error"] and one["after_s"] < 2 * timeout_s + ERROR_S, one
+        assert "GLOO_SOCKET_IFNAME" in one["error"] and "rank" in one["error"], one

@@ -1,0 +1,359 @@
+"""Nano-batches that alternate over the whole decoder: exact, and exchanges in the order that servers need."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import training
+from model_cases import NEW, tiny_model
+from pool import WorkerPool
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import LlamaModel
+
+import deepspeed_cad
+from deepspeed_cad.attention.call import AttentionCall
+from deepspeed_cad.exchange.transport import UNNAMED
+
+BLOCK = {"overlap": "interleave", "granularity": 16, "tolerance": 0.02}
+LENGTHS = [[[200, 31], [40, 9, 1, 70], [33]], [[7], [], [1]]]
+"""Documents of each rank, of two micro-batches: most are cut inside, one rank has none, one has one token."""
+LAYERS = 3
+
+
+def _apply(model: torch.nn.Module, **block: Any) -> torch.nn.Module:
+    return deepspeed_cad.apply(model, {**BLOCK, **block}).train()
+
+
+def _reason(model: torch.nn.Module) -> str:
+    """Why its nano-batches alternate inside layers; empty where they alternate over the decoder."""
+    return deepspeed_cad.current_session().find_binding(model).interleaving.reason
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in found.items()}
+
+
+def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-10) -> None:
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= tolerance * (1 + gradient.abs().max()), name
+
+
+# The order of exchanges
+
+
+class _Recorder:
+    """Between a session and its transport: notes what starts and what is waited for."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.events = inner, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def dispatch(self, schedule: Any, fields: Any, nano_batch: int, moment: Any = UNNAMED) -> Any:
+        return self._start("dispatch", self._inner.dispatch, schedule, fields, nano_batch, moment)
+
+    def give_back(self, schedule: Any, fields: Any, nano_batch: int, moment: Any = UNNAMED) -> Any:
+        return self._start("return", self._inner.give_back, schedule, fields, nano_batch, moment)
+
+    def _start(self, what: str, start: Callable[..., Any], *args: Any) -> Any:
+        name = f"{what} {'AB'[args[2]]}{args[3].layer}{' backward' if args[3].backward else ''}"
+        self.events.append(name)
+        return _Wait(start(*args), f"wait for {name}", self.events)
+
+
+class _Wait:
+    def __init__(self, inner: Any, name: str, events: list[str]) -> None:
+        self._inner, self._name, self._events = inner, name, events
+
+    def wait(self) -> Any:
+        self._events.append(self._name)
+        return self._inner.wait()
+
+
+def _keys_kept() -> int:
+    """Layers of which keys of the first nano-batch are kept for the second."""
+    return sum(isinstance(one, AttentionCall) and one.first_keys is not None for one in gc.get_objects())
+
+
+def _record(rank: int, world: int, checkpoint: bool) -> list[str]:
+    model = _apply(training.tiny_llama(num_hidden_layers=LAYERS))
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    session = deepspeed_cad.current_session()
+    session.transport = recorder = _Recorder(session.transport)
+    loss = training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank)))
+    assert _keys_kept() == LAYERS
+    loss.backward()
+    assert _keys_kept() == 0
+    return recorder.events
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_one_part_is_on_its_way_while_the_other_has_its_linear_layers(workers: WorkerPool, checkpoint: bool) -> None:
+    """Between a dispatch and the wait for it lies the other part's stretch from its attention to the next one."""
+
+    def there_and_back(name: str, returned: bool = True) -> list[str]:
+        return [f"wait for dispatch {name}", f"return {name}"] + ([f"wait for return {name}"] if returned else [])
+
+    forward = ["dispatch A0", "dispatch B0"]
+    for layer in range(LAYERS):
+        for part in "AB":
+            forward += there_and_back(f"{part}{layer}")
+            forward += [f"dispatch {part}{layer + 1}"] if layer < LAYERS - 1 else []
+    backward = []
+    for layer in reversed(range(LAYERS)):
+        for part in "BA":
+            backward += [f"wait for return {part}{layer + 1} backward"] if layer < LAYERS - 1 else []
+            name = f"{part}{layer} backward"
+            backward += [f"dispatch {name}", *there_and_back(name, returned=False)]
+    backward += ["wait for return B0 backward", "wait for return A0 backward"]
+    for events in workers.run(_record, 2, checkpoint):
+        assert events == forward + backward
+
+
+# Exactness
+
+
+def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str, changes: dict[str, Any]) -> str:
+    """Three micro-batches of one step with a look at other data between, against each document alone."""
+    reference = training.tiny_llama()
+    model = _apply(training.tiny_llama(**changes), **block)
+    if checkpoint in CHECKPOINTING:
+        model.gradient_checkpointing_enable(CHECKPOINTING[checkpoint])
+    elif checkpoint:
+        _wrap(model, reentrant=checkpoint == "reentrant wrappers")
+    session = deepspeed_cad.current_session()
+    batches = [training.documents(LENGTHS[i % 2][(rank + i) % len(LENGTHS[0])], seed=10 * i + rank) for i in range(3)]
+    # Two in flight, and their backward in the other order.
+    losses = [training.loss_sum(model, training.pack(docs)) for docs in batches[:2]]
+    losses[1].backward()
+    model.eval()
+    with torch.no_grad():
+        training.loss_sum(model, training.pack(batches[0] or batches[1]))
+    model.train()
+    losses[0].backward()
+    losses.append(training.loss_sum(model, training.pack(batches[2])))
+    losses[2].backward()
+    everything = [doc for docs in batches for doc in docs]
+    expected, gradients = training.alone(reference, everything)
+    assert abs(sum(float(loss.detach()) for loss in losses) - expected) < 1e-8
+    _assert_close(_gradients(model), gradients, 1e-9)
+    assert session.transport.bytes_sent > 0 or rank
+    return _reason(model)
+
+
+def _selective() -> Any:
+    keep = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    return create_selective_checkpoint_contexts(
+        lambda context, operation, *args, **kwargs: (
+            CheckpointPolicy.MUST_SAVE if operation in keep else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+    )
+
+
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "non-reentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "to its end": {"use_reentrant": False, "early_stop": False},
+    "selective": {"use_reentrant": False, "context_fn": _selective},
+}
+
+
+def _wrap(model: torch.nn.Module, reentrant: bool) -> None:
+    """Torch's own wrappers around layers, of which CAD's look at the model does not know."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    how = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    layer = type(model.model.layers[0])
+    model.enable_input_require_grads()
+    apply_activation_checkpointing(
+        model, functools.partial(checkpoint_wrapper, checkpoint_impl=how), lambda module: isinstance(module, layer)
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "checkpoint", "why"),
+    [
+        ({}, "", ""),
+        ({}, "non-reentrant", ""),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [
+                ({"recompute_attention": True}, "non-reentrant", ""),
+                ({"backward": "keep"}, "non-reentrant", ""),
+                ({"look_ahead": 0}, "", ""),
+                ({}, "to its end", ""),
+                ({}, "selective", ""),
+                ({}, "wrappers", ""),
+                ({}, "reentrant wrappers", "reentrant"),
+                ({}, "reentrant", "reentrant"),
+                ({"overlap": "pingpong"}, "non-reentrant", ""),
+            ]
+        ),
+    ],
+)
+def test_every_way_is_exact(workers: WorkerPool, block: dict[str, Any], checkpoint: str, why: str) -> None:
+    for reason in workers.run(_train, 3, block, checkpoint, {}):
+        assert why in reason and bool(why) == bool(reason)
+
+
+@pytest.mark.slow
+def test_a_model_whose_rope_looks_at_the_batch(workers: WorkerPool) -> None:
+    rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+    for reason in workers.run(_train, 2, {}, "", rope):
+        assert 'rope_type is "dynamic"' in reason
+
+
+# What models return, and what they draw
+
+
+def _like_local_first(
+    rank: int, world: int, kind: str, changes: dict[str, Any], given: dict[str, Any]
+) -> tuple[float, str]:
+    """The largest difference from "local_first": outputs, and gradients of all of them, and why in layers."""
+    from deepspeed_cad.session import close_session
+
+    found = []
+    for overlap in ("local_first", "interleave"):
+        model = tiny_model(kind, torch.float64, **changes)
+        if kind == "llama":
+            model.model.__class__ = _Counting
+        _apply(model, overlap=overlap)
+        torch.manual_seed(rank)
+        batch = training.pack(training.documents(LENGTHS[0][rank], seed=rank))
+        output = model(**batch, **given)
+        total = output.loss
+        for name in ("hidden_states", "router_logits"):
+            total = total + sum(x.square().mean() for x in output.get(name) or () if isinstance(x, torch.Tensor))
+        total.backward()
+        tensors = [output.loss, output.logits, *(output.get("hidden_states") or ())]
+        found.append([x.detach() for x in tensors] + list(_gradients(model).values()))
+        reason = _reason(model)
+        close_session()
+    return max(float((x - y).abs().max()) for x, y in zip(*found, strict=True)), reason
+
+
+class _Counting(LlamaModel):
+    """Its output has a number that nobody can join."""
+
+    @functools.wraps(LlamaModel.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output["norm"] = output.last_hidden_state.square().sum()
+        return output
+
+
+OUTPUTS: list[Any] = [
+    pytest.param(
+        "mixtral",
+        {"output_router_logits": True},
+        {"output_hidden_states": True},
+        "",
+        marks=pytest.mark.skipif(not NEW, reason="recorded inside layers, each of its nano-batches alone"),
+    ),
+    pytest.param("gpt2", {}, {"output_hidden_states": True}, "", marks=pytest.mark.slow),
+    ("llama", {}, {}, '"norm"'),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "given", "why"), OUTPUTS)
+def test_outputs_are_joined_or_it_alternates_in_layers(
+    workers: WorkerPool, kind: str, changes: dict[str, Any], given: dict[str, Any], why: str
+) -> None:
+    for difference, reason in workers.run(_like_local_first, 2, kind, changes, given):
+        assert difference < 1e-10
+        assert why in reason and bool(why) == bool(reason)
+
+
+def _with_dropout(rank: int, world: int) -> None:
+    from deepspeed_cad.session import close_session
+
+    found = []
+    for checkpoint in (False, True):
+        model = _apply(tiny_model("gpt2", torch.float64, resid_pdrop=0.3, embd_pdrop=0.1))
+        if checkpoint:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(rank)
+        for seed in range(2):
+            model(**training.pack(training.documents(LENGTHS[0][rank], seed=seed))).loss.backward()
+        found.append(_gradients(model))
+        assert not _reason(model)
+        close_session()
+    _assert_close(found[1], found[0])
+    torch.manual_seed(rank)
+    assert not torch.equal(torch.rand(4), torch.rand(4))
+
+
+def test_dropout_is_repeated_under_checkpointing(workers: WorkerPool) -> None:
+    """A layer that runs again draws what it drew, although the other nano-batch drew in the middle of it."""
+    workers.run(_with_dropout, 2)
+
+
+def _under_autocast(rank: int, world: int) -> None:
+    from deepspeed_cad.session import close_session
+
+    found = []
+    for overlap in ("local_first", "interleave"):
+        for checkpoint in (False, True):
+            model = _apply(training.tiny_llama(torch.float32), overlap=overlap)
+            if checkpoint:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank)))
+            loss.backward()
+            found.append(torch.cat([gradient.flatten() for gradient in _gradients(model).values()]))
+            close_session()
+    for other in found[1:]:
+        assert (other - found[0]).norm() < 0.02 * found[0].norm()
+
+
+@pytest.mark.slow
+def test_autocast(workers: WorkerPool) -> None:
+    workers.run(_under_autocast, 2)
+
+
+def _compiled(rank: int, world: int, whole: bool) -> tuple[str, int]:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    reference, model = training.tiny_llama(), _apply(training.tiny_llama())
+    counters.clear()
+    if whole:  # torch compiles no single layer that is checkpointed and has a graph break
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    run = torch.compile(model, backend="aot_eager") if whole else model
+    for layer in () if whole else model.model.layers:
+        layer.compile(backend="aot_eager")
+    docs = training.documents(LENGTHS[0][rank], seed=rank)
+    for _ in range(2):
+        training.loss_sum(run, training.pack(docs)).backward()
+    _assert_close(_gradients(model), {name: 2 * one for name, one in training.alone(reference, docs)[1].items()})
+    return _reason(model), counters["stats"]["calls_captured"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled(workers: WorkerPool, whole: bool) -> None:
+    for reason, captured in workers.run(_compiled, 2, whole, timeout=100.0):
+        assert not reason and captured > 0
+
+
+def _verified(rank: int, world: int) -> str:
+    model = _apply(training.tiny_llama(torch.float32), verify=1)
+    training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank))).backward()
+    return _reason(model)
+
+
+def test_verified(workers: WorkerPool) -> None:
+    """The run without CAD is not cut."""
+    assert workers.run(_verified, 2) == ["", ""]

@@ -1,0 +1,215 @@
+"""Reserved servers in real processes: exact against each document alone, whatever the trainers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from model_cases import FP32, tiny_model
+from pool import WorkerPool
+from served import free_port, play
+
+import deepspeed_cad
+
+LENGTHS = {
+    1: [[260, 3, 40]],
+    2: [[260], [40, 30, 9, 1, 50]],
+    3: [[130, 70], [], [31, 33, 5]],
+}
+
+
+def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: str | None, steps: int) -> dict[str, Any]:
+    reference, model = training.tiny_llama(), training.tiny_llama()
+    deepspeed_cad.apply(model, block)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
+    model.train()
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    for step in range(steps):
+        own = training.documents(LENGTHS[trainers][(rank + step) % trainers], seed=100 * step + rank)
+        loss = training.loss_sum(model, training.pack(own))
+        loss.backward()
+        expected, gradients = training.alone(reference, own)
+        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
+        for name, parameter in model.named_parameters():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            assert (grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
+        model.zero_grad()
+    load = session.statistics.load
+    return {"load": load.tolist(), "after": session.statistics.imbalance, "forwards": session.counts.forwards}
+
+
+BLOCK = {"granularity": 16, "tolerance": 0.02}
+
+
+def _run(workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, **block: Any) -> tuple[list, list]:
+    """What trainers and servers give."""
+    given = {**BLOCK, "servers": {"reserved": servers}, **block}
+    results = workers.run(play, trainers + servers, free_port(), given, train, *args, joined=False)
+    served = results[trainers:]
+    assert all(one.code == 0 and one.micro_batches > 0 for one in served), served
+    return results[:trainers], served
+
+
+SIZES = [
+    (2, 1),
+    *(pytest.param(t, s, marks=pytest.mark.slow) for t in (1, 2, 3) for s in (1, 2, 3) if (t, s) != (2, 1)),
+]
+
+
+@pytest.mark.parametrize(("trainers", "servers"), SIZES)
+def test_same_as_each_document_alone(workers: WorkerPool, trainers: int, servers: int) -> None:
+    """Ranks without documents and documents of one token among them."""
+    results, served = _run(workers, trainers, servers, _train, None, 3)
+    for result in results:
+        assert len(result["load"]) == trainers + servers and min(result["load"]) > 0
+        assert result["after"] < 1.1
+    for one in served:
+        assert one.held == 0 < one.most_held and one.opened <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("overlap", ["local_first", "interleave"])
+def test_checkpointing(workers: WorkerPool, checkpoint: str, recompute: bool, overlap: str) -> None:
+    results, served = _run(workers, 2, 1, _train, checkpoint, 2, recompute_attention=recompute, overlap=overlap)
+    calls = 4 if overlap == "local_first" else 8
+    assert results[0]["forwards"] == calls * (2 if recompute else 1) and served[0].held == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"overlap": "pingpong"},
+        {"overlap": "local_first"},
+        {"overlap": "none"},
+        {"backward": "resend"},
+        {"backward": "keep"},
+        {"look_ahead": 0},
+        {"trainers_serve": False},
+        {"trainers_serve": False, "overlap": "pingpong"},
+    ],
+    ids=str,
+)
+def test_modes(workers: WorkerPool, block: dict[str, Any]) -> None:
+    results, served = _run(workers, 2, 2, _train, None, 2, **block)
+    assert all(one.held == 0 for one in served)
+    if not block.get("trainers_serve", True):
+        assert results[0]["load"][:2] == [0, 0] and min(results[0]["load"][2:]) > 0
+
+
+def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
+    """Micro-batches whose backwards come later and in another order, forwards without gradients, evaluation, two models
+    in one process, and layers whose backward never comes."""
+    reference = training.tiny_llama()
+    models = [training.tiny_llama(), training.tiny_llama(num_key_value_heads=2)]
+    references = [reference, training.tiny_llama(num_key_value_heads=2)]
+    for model in models:
+        deepspeed_cad.apply(model, block).train()
+    own = [training.documents([40 * (1 + (rank + step) % 2), 7, 1, 30], 10 * step + rank) for step in range(3)]
+    expected = [[training.alone(one, docs) for docs in own] for one in references]
+    losses = [training.loss_sum(models[0], training.pack(docs)) for docs in own[:2]]
+    with torch.no_grad():
+        looked = training.loss_sum(models[0], training.pack(own[2]))
+    assert abs(float(looked) - expected[0][2][0]) < 1e-8
+    other = training.loss_sum(models[1], training.pack(own[0]))
+    models[0].eval()
+    with torch.no_grad():
+        assert abs(float(training.loss_sum(models[0], training.pack(own[1]))) - expected[0][1][0]) < 1e-8
+    models[0].train()
+    losses[1].backward()
+    other.backward()
+    losses[0].backward()
+    for model, wanted in ((models[0], (expected[0][0], expected[0][1])), (models[1], (expected[1][0],))):
+        for name, parameter in model.named_parameters():
+            whole = sum(gradients[name] for _, gradients in wanted)
+            assert (parameter.grad - whole).abs().max() < 1e-9 * (1 + whole.abs().max()), name
+    del losses, looked, other
+    # The first layer's attention needs no backward: what a server holds of it goes when the micro-batch does.
+    for name, parameter in models[0].named_parameters():
+        parameter.requires_grad_("layers.0" not in name and "embed" not in name)
+    for docs in own:
+        training.loss_sum(models[0], training.pack(docs)).backward()
+
+
+def test_many_micro_batches_and_models_in_flight(workers: WorkerPool) -> None:
+    _, served = _run(workers, 2, 1, _many)
+    assert served[0].micro_batches == 7 and served[0].opened <= 2
+
+
+def _family(rank: int, trainers: int, block: dict[str, Any], kind: str, changes: dict[str, Any], dtype: str) -> float:
+    model, reference = (tiny_model(kind, getattr(torch, dtype), **changes).train() for _ in range(2))
+    deepspeed_cad.apply(model, block)
+    lengths = [[150, 3, 39], [20, 40, 1, 30, 37], []][rank]
+    docs = [torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    worst = 0.0
+    for _ in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        batch = training.pack(docs)
+        del batch["labels"]
+        logits = model(**batch, use_cache=False).logits[0]
+        (logits.float() if dtype == "bfloat16" else logits).square().sum().backward()
+        for doc, part in zip(docs, logits.detach().split(lengths)):
+            found = reference(input_ids=doc[None], position_ids=torch.arange(len(doc))[None], use_cache=False).logits[0]
+            (found.float() if dtype == "bfloat16" else found).square().sum().backward()
+            worst = max(worst, float((part - found).abs().max() / found.abs().max()))
+        for ours, theirs in zip(model.parameters(), reference.parameters()) if docs else ():
+            if theirs.grad is not None:
+                worst = max(
+                    worst, float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1e-3))
+                )
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("serve", [True, False], ids=["trainers serve", "servers alone"])
+@pytest.mark.parametrize(
+    ("kind", "changes", "dtype", "most"),
+    [
+        ("mistral", {"sliding_window": 12}, "float64", 1e-10),
+        ("gemma2", {"sliding_window": 12}, "float64", FP32),
+        ("gpt_oss", {"sliding_window": 12}, "float64", 1e-10),
+        ("gpt_oss", {"sliding_window": 12}, "float32", 1e-4),
+        ("deepseek_v3", {"num_key_value_heads": 4}, "float64", FP32),
+        ("llama", {}, "float32", 1e-5),
+        ("llama", {}, "bfloat16", 0.06),
+    ],
+)
+def test_windows_softcaps_sinks_mla_and_dtypes(
+    workers: WorkerPool, kind: str, changes: dict[str, Any], dtype: str, most: float, serve: bool
+) -> None:
+    results, _ = _run(workers, 3, 2, _family, kind, changes, dtype, trainers_serve=serve)
+    assert max(results) < most
+
+
+def _stream(rank: int, trainers: int, block: dict[str, Any]) -> None:
+    """Documents that span trainers."""
+    docs = training.documents([200, 3, 20, 18], seed=5)
+    reference, model = training.tiny_llama(), training.tiny_llama()
+    deepspeed_cad.apply(model, block).train()
+    batch = deepspeed_cad.shard_stream(training.pack(docs), rank, trainers)
+    for _ in range(2):
+        model.zero_grad()
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits, batch["shift_labels"][0], reduction="sum")
+        loss.backward()
+        total, gradients = loss.detach().clone(), {name: p.grad.clone() for name, p in model.named_parameters()}
+        for one in (total, *gradients.values()):
+            dist.all_reduce(one)
+    expected, wanted = training.alone(reference, docs)
+    assert abs(float(total) - expected) < 1e-8
+    for name, one in gradients.items():
+        assert (one - wanted[name]).abs().max() < 1e-9 * (1 + wanted[name].abs().max()), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainers", [2, 3])
+def test_documents_that_span_trainers(workers: WorkerPool, trainers: int) -> None:
+    _run(workers, trainers, 1, _stream)

@@ -1,0 +1,195 @@
+"""Life and death of reserved servers: how trainers end, how a server dies, who comes first, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from served import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(Path(__file__).with_name("script_servers.py"))
+BLOCK = {"granularity": 16, "servers": {"reserved": 1}, "timeout_s": 60}
+LIMIT_S = 10.0
+
+
+class Job:
+    """Processes as a launcher starts them, and nobody who ends them when one fails."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port, self.processes = folder, free_port(), dict[str, subprocess.Popen[str]]()
+
+    def start(self, name: str, words: list[str], **variables: object) -> subprocess.Popen[str]:
+        """One process; its output goes to a file."""
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        env |= {key: str(value) for key, value in variables.items()}
+        with open(self.folder / name, "w") as out:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, *words], cwd=self.folder, env=env, stdout=out, stderr=out, text=True
+            )
+        return self.processes[name]
+
+    def launch(self, rank: int, world: int, *script: str, block: dict = BLOCK) -> subprocess.Popen[str]:
+        """A rank under the launcher of CAD."""
+        words = ["-m", "deepspeed_cad.run", "--cad", json.dumps(block), SCRIPT, *script]
+        return self.start(
+            f"rank{rank}", words, RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world,
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
+        )  # fmt: skip
+
+    def said(self, name: str) -> str:
+        """What a process wrote."""
+        return (self.folder / name).read_text()
+
+    def wait_for(self, name: str, words: str) -> None:
+        """Until a process writes something."""
+        end = time.monotonic() + 60
+        while words not in self.said(name):
+            assert time.monotonic() < end and self.processes[name].poll() is None, self.said(name)
+            time.sleep(0.05)
+
+    def ends(self, first: str) -> dict[str, int]:
+        """Exit codes; all end within LIMIT_S of the first."""
+        self.processes[first].wait(90)
+        end = time.monotonic() + LIMIT_S
+        codes = {}
+        for name, process in self.processes.items():
+            try:
+                codes[name] = process.wait(max(end - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{name} still runs {LIMIT_S} s after {first} ended:\n{self.said(name)}") from None
+        return codes
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = Job(tmp_path)
+    yield made
+    for process in made.processes.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "who", "reason"),
+    [
+        ("raise", 1, "ValueError: no more data"),
+        ("raise", 0, "ValueError: no more data"),
+        ("kill", 1, "trainer 1"),
+        ("interrupt", 0, "KeyboardInterrupt"),
+        ("early", 1, "trainers 1 had ended well"),
+    ],
+)
+def test_trainers_that_fail_end_the_servers_with_the_reason(job: Job, how: str, who: int, reason: str) -> None:
+    for rank in range(3):
+        job.launch(rank, 3, how, str(who))
+    codes = job.ends("rank0" if how == "early" else f"rank{who}")
+    assert codes["rank2"] == 1 and codes[f"rank{1 - who}"] != 0, codes
+    assert reason in job.said("rank2").split("server 2 ended:")[1]
+    assert "rank" in job.said(f"rank{1 - who}").splitlines()[-1] or "Error" in job.said(f"rank{1 - who}")
+
+
+@pytest.mark.slow
+def test_all_end_well(job: Job) -> None:
+    for rank in range(3):
+        job.launch(rank, 3, "well", "9")
+    assert set(job.ends("rank0").values()) == {0}
+    assert "server 2 is done: 6 micro-batches served" in job.said("rank2")
+    assert "CAD is on: 2 trainers and 1 reserved server" in job.said("rank0")
+
+
+@pytest.mark.slow
+def test_a_dead_server_ends_the_training_with_its_name(job: Job) -> None:
+    for rank in range(3):
+        job.launch(rank, 3, "wait", "9")
+    job.wait_for("rank0", "step 1")
+    job.processes["rank2"].send_signal(signal.SIGKILL)
+    codes = job.ends("rank2")
+    assert codes["rank0"] not in (0, None) and codes["rank1"] not in (0, None)
+    for name in ("rank0", "rank1"):
+        assert "server 2 ended: its process died" in job.said(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["server", "trainers"])
+def test_a_server_of_another_launch_joins(job: Job, first: str) -> None:
+    block = {**BLOCK, "servers": {"joined": 1}}
+
+    def serve() -> None:
+        job.start("server", ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{job.port}"])
+
+    if first == "server":
+        serve()
+        time.sleep(3)
+    for rank in range(2):
+        job.launch(rank, 2, "well", "9", block=block)
+    if first == "trainers":
+        time.sleep(8)
+        serve()
+    assert set(job.ends("rank0").values()) == {0}
+    assert "server 2 is done: 6 micro-batches served" in job.said("server")
+
+
+@pytest.mark.slow
+def test_a_server_with_another_configuration_or_one_too_many(job: Job) -> None:
+    block = {**BLOCK, "servers": {"joined": 1}}
+    for rank in range(2):
+        job.launch(rank, 2, "wait", "9", block=block)
+    serve = ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{job.port}"]
+    other = job.start("other", [*serve, "--cad", json.dumps({**block, "granularity": 32})])
+    assert other.wait(60) == 2 and 'another "cad" block than this server (granularity)' in job.said("other")
+    job.start("server", serve)
+    job.wait_for("rank0", "step 1")
+    late = job.start("late", serve)
+    assert late.wait(60) == 2 and "has its 1 servers already" in job.said("late")
+    # The training that is under way goes on.
+    job.wait_for("rank0", "step 20")
+
+
+@pytest.mark.slow
+def test_two_launches_at_one_rendezvous(job: Job) -> None:
+    for rank in range(3):
+        job.launch(rank, 3, "wait", "9")
+    job.start(
+        "again", ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK), SCRIPT, "wait", "9"], RANK=2, WORLD_SIZE=3,
+        LOCAL_RANK=2, LOCAL_WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=job.port,
+    )  # fmt: skip
+    ended = min(("again", "rank2"), key=lambda name: _wait_any(job, name))
+    assert "two launches use the same rendezvous" in job.said(ended)
+
+
+def _wait_any(job: Job, name: str) -> float:
+    try:
+        job.processes[name].wait(40)
+    except subprocess.TimeoutExpired:
+        return 1e9
+    return 0.0
+
+
+@pytest.mark.slow
+def test_reserved_ranks_without_the_launcher(job: Job) -> None:
+    """The JSON alone: an error that shows the command."""
+    script = "import torch, sys; sys.path.insert(0, sys.argv[1]); import training, deepspeed_cad\n"
+    script += f"deepspeed_cad.apply(training.tiny_llama(), {BLOCK!r})"
+    done = job.start("alone", ["-c", script, str(ROOT / "tests")], RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=4)
+    assert done.wait(60) == 1
+    assert "torchrun --nproc_per_node 4 -m deepspeed_cad.run --cad" in job.said("alone")
+
+
+@pytest.mark.parametrize(
+    ("servers", "words"),
+    [({"reserved": 2}, "at least one must train"), ({"ranks": [5]}, "no rank 5")],
+)
+def test_a_reservation_that_does_not_fit(job: Job, servers: dict, words: str) -> None:
+    for rank in range(2):
+        job.launch(rank, 2, "well", "9", block={**BLOCK, "servers": servers})
+    assert set(job.ends("rank0").values()) == {2}
+    for name in job.processes:
+        assert words in job.said(name) and "Traceback" not in job.said(name)

@@ -1,0 +1,63 @@
+"""Trainers and reserved servers in the workers of the pool: each takes its role as a launcher would have it do."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.request import VARIABLE, Request
+from deepspeed_cad.server import process
+from deepspeed_cad.server.launch import take_role
+from deepspeed_cad.server.loop import Loop
+from deepspeed_cad.session import close_session
+
+
+class Served(NamedTuple):
+    """What a server did."""
+
+    code: int
+    micro_batches: int
+    held: int
+    """Bytes that it still holds for backwards."""
+    most_held: int
+    opened: int
+    """Micro-batches that it remembers."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def play(rank: int, world: int, port: int, block: dict[str, Any], train: Callable[..., Any], *args: Any) -> Any:
+    """A trainer gives train(rank, trainers, block, *args), a server what `Served` has. All ranks are on one host."""
+    surrounding = dict(os.environ)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+    )  # fmt: skip
+    loops: list[Loop] = []
+    made = process.Loop
+    process.Loop = lambda *given: loops.append(made(*given)) or loops[0]  # type: ignore[misc,assignment,func-returns-value]
+    try:
+        request, code = take_role(Request(CADConfig.from_dict(block), "a test"))
+        if code is not None:
+            return Served(code, loops[0].micro_batches, loops[0].held, loops[0].most_held, len(loops[0]._opened))
+        request.publish()
+        dist.init_process_group("gloo")
+        result = train(dist.get_rank(), dist.get_world_size(), block, *args)
+        close_session()
+        # The store is trainer 0's: it stays until all have left.
+        dist.barrier()
+        return result
+    finally:
+        process.Loop = made  # type: ignore[misc]
+        os.environ.pop(VARIABLE, None)
+        os.environ.update(surrounding)

@@ -1,0 +1,92 @@
+"""Where a micro-batch is cut beside reserved servers: the time of both stretches of a layer, by brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.cut import LayerKind, choose_interleaved_cut
+
+LONG = 65536
+PAIR = CostModel(unit="seconds", pair=1e-12)
+FULL = LayerKind(PAIR, None, 8)
+
+
+def _attention(tokens: int) -> float:
+    """Seconds of one document in one layer of FULL."""
+    return 8e-12 * tokens * (tokens + 1) / 2
+
+
+def _cut(lengths: list[list[int]], servers: int, linear: float | None, kinds=(FULL,), helpers: int = 0) -> np.ndarray:
+    layout = Layout.from_rank_lengths([*lengths, *[[]] * servers])
+    found = choose_interleaved_cut(layout, np.ones(layout.ranks, np.int64), kinds, servers, linear, helpers)
+    assert found is not None and not found[len(lengths) :].any()
+    return found[: len(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "servers", "helpers", "share"),
+    [
+        (1.0, 1, 0, 0.618),  # max(1 - x, x²) + max(x, 1 - x²) is least at the golden ratio
+        (2.0, 2, 0, 0.618),
+        (0.5, 1, 0, 0.581),  # servers have time to spare, as much in both stretches: x² + 2x = 1.5
+        (4.0, 1, 0, 0.675),  # servers never idle, and the trainer waits as long in both: 8x² + 2x = 5
+        (2.0, 1, 1, 0.651),  # likewise, and the trainer serves a part of it: 4x² + 2x = 3
+    ],
+)
+def test_one_long_document(ratio: float, servers: int, helpers: int, share: float) -> None:
+    """`ratio`: attention over linear work."""
+    linear = _attention(LONG) / LONG / ratio
+    found = _cut([[LONG]], servers, linear, helpers=helpers)[0] / LONG
+
+    def time(x: float) -> float:
+        own, served = np.array([1 - x, x]), ratio * np.array([x * x, 1 - x * x])
+        return float(np.maximum(own, (helpers * own + served) / (servers + helpers)).sum())
+
+    assert time(found) <= min(time(x) for x in np.linspace(0.25, 0.75, 2001)) * 1.004
+    assert found == pytest.approx(share, abs=0.005)
+
+
+@pytest.mark.parametrize(("linear", "kinds"), [(None, (FULL,)), (0.0, (FULL,)), (1e-6, ())])
+def test_equal_attention_where_linear_work_is_not_known(linear: float | None, kinds) -> None:
+    at = _cut([[LONG]], 1, linear, kinds)[0]
+    first = PAIRS.of(0, at)
+    assert first / PAIRS.of(0, LONG) == pytest.approx(0.5, abs=0.01)
+
+
+def test_even_documents_are_cut_in_the_middle() -> None:
+    at = _cut([[512] * 16, [512] * 16], 2, 1e-9)
+    assert at.tolist() == [4096, 4096]
+
+
+def test_windows_count_as_often_as_their_layers() -> None:
+    """With a window attention grows with the tokens, and the middle is best; one full layer hardly changes that."""
+    linear = _attention(LONG) / LONG
+    window = LayerKind(PAIR, 1024, 8, layers=63)
+    assert _cut([[LONG]], 1, None, (window,))[0] / LONG == pytest.approx(0.5, abs=0.02)
+    mixed = _cut([[LONG]], 1, None, (window, FULL))[0]
+    assert _cut([[LONG]], 1, linear)[0] > mixed > _cut([[LONG]], 1, None, (window,))[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout.from_stream([400], 4, 100),  # spans ranks
+        Layout.from_rank_lengths([[], []]),
+    ],
+)
+def test_not_cut(layout: Layout) -> None:
+    assert choose_interleaved_cut(layout, np.ones(layout.ranks, np.int64), (FULL,), 1, 1e-9) is None
+
+
+def test_whole_batch_rows() -> None:
+    layout = Layout.from_rank_lengths([[100] * 4, []])
+    found = choose_interleaved_cut(layout, np.array([100, 1]), (FULL,), 1, 1e-9)
+    assert found is not None and found.tolist() == [200, 0]
+
+
+def test_a_trainer_without_tokens() -> None:
+    at = _cut([[2000], []], 1, 1e-9)
+    assert at[1] == 0 and 500 <= at[0] <= 1500

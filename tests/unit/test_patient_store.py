@@ -1,0 +1,88 @@
+"""A store that does not answer: whoever asks goes on in time, and so does the error board."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_cad.exchange import patient_store
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.patient_store import PatientStore, SilentStoreError
+
+
+class Lost:
+    """A store behind a link that can die, and come back."""
+
+    def __init__(self) -> None:
+        self.inner, self.alive = dist.HashStore(), threading.Event()
+        self.alive.set()
+
+    def __getattr__(self, name: str) -> object:
+        def ask(*given: object) -> object:
+            self.alive.wait()
+            return getattr(self.inner, name)(*given)
+
+        return ask
+
+
+def test_it_is_the_store() -> None:
+    store = PatientStore(dist.HashStore(), 5.0)
+    store.set("key", "value")
+    assert store.check(["key"]) and not store.check(["other"]) and store.get("key") == b"value"
+
+
+def test_errors_are_the_stores_own() -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection closed")
+
+    with pytest.raises(RuntimeError, match="connection closed"):
+        PatientStore(Gone(), 5.0).check(["key"])  # type: ignore[arg-type]
+
+
+def test_whoever_asks_goes_on_in_time_and_again_when_it_is_back() -> None:
+    lost = Lost()
+    store = PatientStore(lost, 0.2)  # type: ignore[arg-type]
+    lost.alive.clear()
+    begun = time.monotonic()
+    with pytest.raises(SilentStoreError, match="did not answer within 0.2 s"):
+        store.set("key", "value")
+    first = time.monotonic() - begun
+    with pytest.raises(SilentStoreError, match="has not answered for more than 0.2 s"):
+        store.check(["key"])
+    assert 0.15 < first < 5.0 and time.monotonic() - begun - first < 0.15, "the second fails at once"
+    lost.alive.set()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            assert store.get("key") == b"value"
+            break
+        except SilentStoreError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_the_thread_ends_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patient_store, "IDLE_S", 0.05)
+    store = PatientStore(dist.HashStore(), 5.0)
+    for value in ("one", "two"):
+        store.set("key", value)
+        assert store.get("key") == value.encode()
+        deadline = time.monotonic() + 10
+        while store._runs and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not store._runs
+
+
+def test_a_board_that_does_not_answer_ends_waits() -> None:
+    lost = Lost()
+    board = Liveness(PatientStore(lost, 0.1), 1, 2)  # type: ignore[arg-type]
+    assert board.why_hopeless() == ""
+    lost.alive.clear()
+    assert "did not answer within 0.1 s: the host that holds it" in board.why_hopeless()
+    board.report("stopped")
+    assert "the host that holds it" in str(board.explain("an exchange", RuntimeError("timed out")))
+    lost.alive.set()

@@ -1,0 +1,150 @@
+"""When ranks are done, transfers included: the model by itself, on figures that can be added up by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from test_planner import SHAPE, problems
+
+from deepspeed_cad.cost import CostModel
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import PlanInput, finish, make_plan
+from deepspeed_cad.planner.aim import Aim
+from deepspeed_cad.planner.columns import Columns
+from deepspeed_cad.planner.finish import finish_times
+from deepspeed_cad.planner.flows import Flows, count_flows
+from deepspeed_cad.planner.reference import solve
+from deepspeed_cad.planner.traffic import traffic_matrix
+
+LINKS = CostModel(byte_inside=2.0, byte_between=20.0)
+"""A byte takes one second inside a host and ten between hosts."""
+
+
+@pytest.fixture(autouse=True)
+def half_is_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finish, "FORWARD_SHARE", 0.5)
+
+
+def flows(out: dict[tuple[int, int], tuple[int, int]], waiting: list[float], hosts: list[int]) -> Flows:
+    """For each (home, server): bytes of Q, K and V, and of O."""
+    moved = np.zeros((4, 2, len(hosts)), np.int64)
+    for (home, server), (qkv, o) in out.items():
+        where = int(hosts[home] != hosts[server])
+        moved[0, where, home] += qkv
+        moved[1, where, server] += qkv
+        moved[2, where, server] += o
+        moved[3, where, home] += o
+    pairs = [[home, server, int(o > 0)] for (home, server), (_, o) in sorted(out.items())]
+    return Flows(moved, np.array(waiting), np.array(pairs, np.int64).reshape(-1, 3))
+
+
+def times(work: list[float], moved: Flows, hosts: list[int], base: list[float] | None = None, **fields: Any) -> Any:
+    ranks = len(work)
+    problem = PlanInput(Layout.from_rank_lengths([[1]] * ranks).tick(), SHAPE, LINKS, hosts=np.array(hosts), **fields)
+    zero = np.zeros(ranks)
+    return finish_times(problem, np.array(work), moved, zero if base is None else np.array(base), zero + 1.0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "keep", "expected"),
+    [
+        # Forward: 3 out, 4 of work, 2 back. Backward: dO 2 and Q, K, V 3 out, 4, dQ, dK, dV 3 back. Home works longer.
+        ([0, 0], False, [40.0, 30.0]),
+        # Ten times as long: 30 + 4 + 20 and 50 + 4 + 30.
+        ([0, 1], False, [54.0 + 84.0, 34.0 + 54.0]),
+        # dO alone goes out again: 20 + 4 + 30.
+        ([0, 1], True, [54.0 + 54.0, 34.0 + 24.0]),
+    ],
+)
+def test_out_work_and_back_follow_one_another(hosts: list[int], keep: bool, expected: list[float]) -> None:
+    assert times([40.0, 30.0], flows({(0, 1): (3, 2)}, [0.0, 8.0], hosts), hosts, keep=keep) == expected
+
+
+def test_a_server_works_while_it_waits() -> None:
+    moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 1])
+    # 34 and 54 until what it serves is done, or all of its work.
+    assert times([0.0, 90.0], moved, [0, 1])[1] == 45.0 + 54.0
+    assert times([0.0, 200.0], moved, [0, 1])[1] == 200.0
+
+
+def test_no_more_waits_than_there_is() -> None:
+    """Costs of pieces may add up to more than that of the tasks which join them."""
+    moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 1])
+    assert times([0.0, 4.0], moved, [0, 1])[1] == 32.0 + 52.0
+
+
+def test_base_load_is_time_for_transfers() -> None:
+    moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 1])
+    assert times([40.0, 30.0], moved, [0, 1], [200.0, 0.0]) == [240.0, 88.0]
+    assert times([40.0, 30.0], moved, [0, 1], [0.0, 20.0]) == [138.0 + 20.0, 88.0 + 20.0]
+
+
+def test_links_inside_and_between_hosts_do_not_wait_for_each_other() -> None:
+    hosts = [0, 0, 1]
+    near = flows({(0, 1): (3, 2)}, [0.0, 8.0, 0.0], hosts)
+    both = flows({(0, 1): (3, 2), (0, 2): (1, 1)}, [0.0, 8.0, 2.0], hosts)
+    assert times([0.0, 30.0, 2.0], near, hosts)[1] == times([0.0, 30.0, 2.0], both, hosts)[1] == 30.0
+    # The far server is waited for: 10 + 1 + 10 and 20 + 1 + 10, the near one would be back after 9 and 12.
+    assert times([0.0, 30.0, 2.0], both, hosts)[0] == 52.0
+
+
+def test_one_that_sends_to_many_is_done_when_all_are() -> None:
+    hosts = [0, 1, 2]
+    moved = flows({(0, 1): (1, 1), (0, 2): (4, 1)}, [0.0, 2.0, 2.0], hosts)
+    # All is out after 50 and 70. Each server works 1 for it and sends 10 and 40; the home takes in 20 and 50.
+    assert times([0.0, 2.0, 2.0], moved, hosts) == [51.0 + 20.0 + 71.0 + 50.0, 51.0 + 71.0, 51.0 + 71.0]
+
+
+def test_keys_alone_return_gradients_only() -> None:
+    """Documents that span ranks: rank 1 reads keys of rank 0 for its own rows, 6 of its 8."""
+    moved = flows({(0, 1): (2, 0)}, [0.0, 6.0], [0, 1])
+    assert times([8.0, 8.0], moved, [0, 1]) == [4.0 + 20.0 + 3.0 + 20.0, 23.0 + 23.0]
+    assert times([8.0, 8.0], moved, [0, 1], keep=True) == [4.0 + 3.0 + 20.0, 23.0 + 4.0]
+
+
+def test_without_figures_for_links_they_take_no_time() -> None:
+    moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 0])
+    problem = PlanInput(Layout.from_rank_lengths([[1]] * 2).tick(), SHAPE, CostModel())
+    ones = np.ones(2)
+    assert finish_times(problem, np.array([40.0, 30.0]), moved, ones, ones * 2).tolist() == [21.0, 16.0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_flows_are_what_tasks_move(problem: PlanInput) -> None:
+    found = solve(problem, Aim(problem.tolerance))
+    matrix = traffic_matrix(found.tasks, problem.tick, problem.shape, problem.window)
+    hosts = np.zeros(problem.tick.ranks) if problem.hosts is None else problem.hosts
+    sent, between = np.zeros(problem.tick.ranks, np.int64), 0
+    for (source, target), amount in matrix.items():
+        sent[source] += amount
+        between += amount if hosts[source] != hosts[target] else 0
+    assert found.flows.sent.tolist() == sent.tolist() and found.flows.between == between
+    assert {(a, b) for a, b in matrix} >= {(a, b) for a, b, _ in found.flows.pairs.tolist()}
+
+
+def test_work_that_waits() -> None:
+    """Rows of others, and own rows that read keys of others."""
+    state = Columns(PlanInput(Layout.from_stream([64, 32], 3, 32).tick(), SHAPE, LINKS))
+    second, short = state.cost_of(32, 64) * 4, state.cost_of(0, 32)
+    assert count_flows(state).waiting.tolist() == [0.0, second, 0.0]
+    state.move(1, 0, 0, 32, 0)
+    assert count_flows(state).waiting.tolist() == [short, second, 0.0]
+    assert count_flows(state).pairs.tolist() == [[0, 1, 0], [2, 0, 1]]
+
+
+def test_plans_say_when_ranks_are_done() -> None:
+    cost = CostModel("s", "seconds", pair=1e-9, byte_inside=1e-9, byte_between=1e-7)
+    problem = PlanInput(Layout.from_rank_lengths([[30000], [2000]]).tick(), SHAPE, cost, hosts=np.arange(2))
+    plan = make_plan(problem)
+    even = solve(problem, Aim(problem.tolerance))
+    zero, one = np.zeros(2), np.ones(2)
+    late = finish_times(problem, even.work, even.flows, zero, one).max()
+    assert plan.load.max() <= plan.finish.max() < min(late, plan.load_before.max())
+    assert 0 < plan.between_bytes == plan.sent_bytes.sum() < even.flows.between
+    free = make_plan(dataclasses.replace(problem, cost=dataclasses.replace(cost, byte_inside=0.0, byte_between=0.0)))
+    assert free.finish.tolist() == free.load.tolist()

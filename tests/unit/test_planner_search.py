@@ -1,0 +1,180 @@
+"""How much is moved over slow links: never more than pays, close to the best, and less the slower they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planner import problems
+
+from deepspeed_cad.cost import CostModel
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan, native
+from deepspeed_cad.planner.aim import Aim, Units, per_rank
+from deepspeed_cad.planner.checks import check_coverage
+from deepspeed_cad.planner.constants import MANY_RANKS, UNBOUNDED
+from deepspeed_cad.planner.finish import finish_times
+from deepspeed_cad.planner.question import with_links
+from deepspeed_cad.planner.reference import solve
+from deepspeed_cad.planner.search import hide_transfers
+from deepspeed_cad.planner.traffic import traffic_matrix
+
+BIG = HeadShape(query_heads=32, groups=8, head_dim=128, value_dim=128, bytes_per_element=2)
+H200 = CostModel("H200", "seconds", pair=1.122e-11, row=6.495e-9, key=2.376e-9)
+"""As the shipped profile has it."""
+LONG = [[40000, 3000, 9000], [12000] * 4, [20000, 20000, 9000], [65000]]
+
+
+def ask(
+    lengths: list[list[int]], hosts: list[int], between: float, shape: HeadShape = BIG, inside: float = 362.0
+) -> PlanInput:
+    """A question with links of so many GB/s."""
+    tick = Layout.from_rank_lengths(lengths).tick()
+    return PlanInput(tick, shape, with_links(H200, inside, between), tolerance=0.02, hosts=np.array(hosts))
+
+
+def nothing(problem: PlanInput) -> float:
+    """When the slowest rank is done if rows stay at home, but for those of ranks that run nothing."""
+    found = solve(problem, Aim(UNBOUNDED))
+    base, speed = per_rank(problem.base_load, problem, 0.0), per_rank(problem.speed, problem, 1.0)
+    return float(finish_times(problem, found.work, found.flows, base, speed).max())
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.sampled_from([1e-13, 1e-10, 1e-8, 1e-6]), st.sampled_from([1.0, 10.0, 1000.0]), st.booleans())
+def test_never_later_than_nothing(problem: PlanInput, inside: float, ratio: float, keep: bool) -> None:
+    cost = dataclasses.replace(problem.cost, byte_inside=inside, byte_between=inside * ratio)
+    problem = dataclasses.replace(problem, cost=cost, keep=keep)
+    plan = make_plan(problem)
+    check_coverage(plan.tasks, problem.tick, problem.shape.groups)
+    assert plan.finish.max() <= nothing(problem) * (1 + 1e-12)
+    speed = per_rank(problem.speed, problem, 1.0)
+    assert not np.isin(plan.tasks[:, 5], np.flatnonzero(speed == 0)).any()
+    mean = plan.load[speed > 0].mean()
+    even = np.abs(plan.load[speed > 0] - mean).max() <= problem.tolerance * mean
+    assert even or plan.notes or problem.base_load is not None
+
+
+HOSTS = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 0, 1], [0, 1, 2, 3], [0, 0, 1, 2], [5, -3, 5, 5]]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_less_travels_between_hosts_the_slower_the_link(hosts: list[int]) -> None:
+    plans = [make_plan(ask(LONG, hosts, speed)) for speed in (300.0, 20.0, 5.0, 1.0, 0.01)]
+    travelled = [plan.between_bytes for plan in plans]
+    # Plans are found step by step: a little more at a slower link is chance.
+    assert all(slow <= 1.05 * fast for fast, slow in zip(travelled, travelled[1:], strict=False)), travelled
+    assert travelled[-1] == 0 < travelled[0]
+    assert all(plan.notes for plan in plans[2:])
+    ends = [plan.finish.max() for plan in plans]
+    assert all(slow >= 0.99 * fast for fast, slow in zip(ends, ends[1:], strict=False)), ends
+
+
+@pytest.mark.parametrize("hosts", [hosts for hosts in HOSTS if hosts.count(hosts[3]) > 1])
+def test_ranks_of_a_host_share_their_work_where_nothing_leaves_it(hosts: list[int]) -> None:
+    problem = ask(LONG, hosts, 0.001)
+    plan = make_plan(problem)
+    for host in set(hosts):
+        own = plan.load[np.array(hosts) == host]
+        assert own.max() <= 1.02 * own.mean() and own.min() >= 0.98 * own.mean()
+    matrix = traffic_matrix(plan.tasks, problem.tick, problem.shape)
+    assert matrix and all(hosts[source] == hosts[target] for source, target in matrix)
+    assert plan.notes[0].startswith("nothing is moved between hosts, and the slowest rank ends at ")
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("between", [0.1, 6.6, 300.0])
+def test_even_documents_stay(hosts: list[int], between: float) -> None:
+    plan = make_plan(ask([[8192] * 8] * 4, hosts, between))
+    assert plan.sent_bytes.sum() == 0 and plan.notes == ()
+
+
+@pytest.mark.parametrize(("between", "near"), [(1.0, 1.005), (6.6, 1.005), (23.9, 1.01)])
+@pytest.mark.parametrize("lengths", [[[20000] * 3, [60000]], [[9000, 30000], [3000] * 13], [[5000] * 5, [26000, 2000]]])
+def test_two_hosts_end_as_early_as_any_level_lets_them(lengths: list[list[int]], between: float, near: float) -> None:
+    """Where all hides, plans are as even as half of the tolerance."""
+    problem = ask(lengths, [0, 1], between)
+    zero, one = np.zeros(2), np.ones(2)
+    even = solve(problem, Aim(problem.tolerance))
+    top, mean = even.work_before.max(), even.work_before.mean()
+    ends = []
+    for share in np.linspace(0.0, 1.0, 41):
+        found = solve(problem, Aim(problem.tolerance, Units.RANKS, top - share * (top - mean)))
+        ends.append(finish_times(problem, found.work, found.flows, zero, one).max())
+    assert make_plan(problem).finish.max() <= min(ends) * near
+
+
+def test_slow_links_inside_the_only_host_are_minded_too() -> None:
+    plans = [make_plan(ask(LONG, [0] * 4, 1.0, inside=speed)) for speed in (300.0, 5.0, 0.01)]
+    sent = [int(plan.sent_bytes.sum()) for plan in plans]
+    assert sent[0] > sent[1] > sent[2] == 0
+    assert not plans[0].notes and plans[1].notes[0].startswith("the slowest rank comes down ")
+    assert plans[2].notes == ("nothing is moved: on these links it would take longer than it saves",)
+
+
+def test_a_fast_and_a_late_rank_on_two_hosts() -> None:
+    """Speeds and base loads count in hosts as in ranks."""
+    problem = ask([[30000] * 2] * 4, [0, 0, 1, 1], 100.0)
+    fast = make_plan(dataclasses.replace(problem, speed=np.array([2.0, 1.0, 1.0, 1.0])))
+    assert fast.load.max() <= 1.03 * fast.load.mean() and fast.between_bytes > 0
+    base = np.array([0.0, 0.0, 0.05, 0.05])
+    late = make_plan(dataclasses.replace(problem, base_load=base))
+    assert late.load.max() < late.load_before.max() - 0.01 and late.between_bytes > 0
+    served = make_plan(dataclasses.replace(problem, speed=np.array([1.0, 0.0, 0.0, 0.0])))
+    assert set(served.tasks[:, 5].tolist()) == {0}
+
+
+def spread(ranks: int, hosts: np.ndarray) -> PlanInput:
+    """Long documents among short ones, 128K tokens a rank."""
+    random = np.random.default_rng(0)
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    for row in rows:
+        while sum(row) < 120_000:
+            row.append(int(min(random.lognormal(np.log(6000), 1.6) + 1, 131072 - sum(row))))
+    cost = with_links(H200, 362.0, 10.0)
+    return PlanInput(Layout.from_rank_lengths(rows).tick(), BIG, cost, tolerance=0.02, hosts=hosts)
+
+
+@pytest.mark.skipif(not native.is_available(), reason="the native library is not built")
+def test_planning_512_ranks_on_64_unequal_hosts_takes_milliseconds() -> None:
+    random = np.random.default_rng(1)
+    problem = spread(512, np.sort(np.concatenate([np.arange(64), random.integers(0, 64, 448)])))
+    assert problem.tick.ranks > MANY_RANKS
+    times = []
+    for _ in range(5):
+        begun = time.process_time()
+        plan: Plan = make_plan(problem)
+        times.append(time.process_time() - begun)
+    assert plan.notes and plan.finish.max() < plan.load_before.max()
+    assert min(times) < 0.06, times
+
+
+def test_the_search_stops_where_transfers_hide() -> None:
+    """One plan where links are fast, and where a slow one decides a few more."""
+    asked: list[Aim] = []
+
+    def count(problem: PlanInput, aim: Aim):
+        asked.append(aim)
+        return solve(problem, aim)
+
+    for between, plans in ((362.0, 1), (6.6, 8)):
+        problem = ask([[20000] * 3, [60000]], [0, 1], between)
+        asked.clear()
+        even = count(problem, Aim(0.02))
+        hide_transfers(problem, even, count, np.zeros(2), np.ones(2))
+        assert len(asked) <= plans
+
+
+def test_ranks_that_only_train_hand_over_what_fits() -> None:
+    """A trainer of speed 0, two servers: what leaves it minds their memory, also where links are slow."""
+    tick = Layout.from_rank_lengths([[8192] * 2, [], []]).tick()
+    speed, hosts = np.array([0.0, 1.0, 1.0]), np.array([0, 0, 1])
+    problem = PlanInput(tick, BIG, with_links(H200, 362.0, 1.0), tolerance=0.02, speed=speed, hosts=hosts)
+    free = make_plan(problem)
+    limited = make_plan(dataclasses.replace(problem, memory=np.array([np.inf, np.inf, 5e6])))
+    assert set(free.tasks[:, 5].tolist()) <= {1, 2} and set(limited.tasks[:, 5].tolist()) == {1}
+    assert limited.received_bytes[2] == 0

@@ -1,0 +1,85 @@
+"""Who trains and who serves, from the key and what launchers say; and what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.server.split import split
+
+
+def torchrun(rank: int, sizes: list[int]) -> dict[str, str]:
+    """The environment of a process under torchrun, on hosts of these sizes."""
+    host = next(h for h in range(len(sizes)) if rank < sum(sizes[: h + 1]))
+    local = rank - sum(sizes[:host])
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
+    values = (rank, sum(sizes), local, sizes[host], host, len(sizes), rank)
+    found = {name: str(value) for name, value in zip(names, values, strict=True)}
+    return found | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "ROLE_WORLD_SIZE": str(sum(sizes))}
+
+
+def deepspeed(rank: int, sizes: list[int]) -> dict[str, str]:
+    """The same under DeepSpeed's launcher, which has other names for hosts."""
+    renamed = {"LOCAL_WORLD_SIZE": "LOCAL_SIZE", "GROUP_RANK": "CROSS_RANK", "GROUP_WORLD_SIZE": "CROSS_SIZE"}
+    given = torchrun(rank, sizes)
+    return {renamed.get(name, name): value for name, value in given.items() if not name.startswith("ROLE")}
+
+
+@pytest.mark.parametrize("launcher", [torchrun, deepspeed])
+@pytest.mark.parametrize(
+    ("servers", "sizes", "expected"),
+    [
+        ({"reserved": 1}, [4], [0, 1, 2, 3]),
+        ({"reserved": 2}, [4], [0, 1, 2, 3]),
+        ({"reserved": 1}, [2, 2], [0, 1, 2, 3]),
+        ({"ranks": [3]}, [4], [0, 1, 2, 3]),
+        ({"ranks": [3, 1]}, [2, 2], [0, 2, 1, 3]),
+        ({"reserved_per_node": 1}, [2, 2], [0, 2, 1, 3]),
+        ({"reserved_per_node": 1}, [3, 2], [0, 1, 3, 2, 4]),
+        ({"reserved_per_node": 2}, [3, 4], [0, 3, 4, 1, 2, 5, 6]),
+        ({"joined": 2}, [2], [0, 1]),
+    ],
+)
+def test_numbers(launcher: Any, servers: dict[str, Any], sizes: list[int], expected: list[int]) -> None:
+    roles = [split(servers, launcher(rank, sizes)) for rank in range(sum(sizes))]
+    assert [role.rank for role, _ in roles] == expected
+    assert {(role.trainers, role.servers, role.rendezvous) for role, _ in roles} == {
+        (roles[0][0].trainers, roles[0][0].servers, "10.0.0.1:29500")
+    }
+    changed = [given for role, given in roles if not role.is_server and given]
+    for role, given in roles:
+        assert role.is_server == (role.rank >= role.trainers)
+        if given:
+            assert (given["RANK"], given["WORLD_SIZE"]) == (str(role.rank), str(role.trainers))
+            assert "LOCAL_RANK" not in given
+    if changed:
+        name = "LOCAL_WORLD_SIZE" if launcher is torchrun else "LOCAL_SIZE"
+        # Of each host, what it has left of trainers.
+        assert sum(int(given[name]) / int(given[name]) for given in changed) == roles[0][0].trainers
+        locals_ = [int(given[name]) for given in changed]
+        assert sum(1 / one for one in locals_) == pytest.approx(len(sizes))
+
+
+@pytest.mark.parametrize(
+    ("servers", "sizes", "words"),
+    [
+        ({"reserved": 4}, [4], "4 ranks: at least one must train"),
+        ({"reserved": 9}, [4], "4 ranks: at least one must train"),
+        ({"ranks": [0, 1]}, [2], "at least one must train"),
+        ({"ranks": [4]}, [4], "no rank 4"),
+        ({"ranks": [0]}, [4], "rank 0 would serve and rank 1 of the same host train"),
+        ({"reserved": 2}, [2, 2], "no trainer would be left on a host of 2 ranks"),
+        ({"reserved_per_node": 2}, [2, 2], "no trainer would be left on a host of 2 ranks"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(servers: dict[str, Any], sizes: list[int], words: str) -> None:
+    for rank in range(sum(sizes)):
+        with pytest.raises(CADConfigError, match=words):
+            split(servers, torchrun(rank, sizes))
+
+
+def test_without_a_launcher() -> None:
+    with pytest.raises(CADConfigError, match=r"RANK and WORLD_SIZE are not set.*torchrun"):
+        split({"reserved": 1}, {})
