@@ -279,7 +279,7 @@ class MaskDescriptor:
                 f"{label} got {k_BKSD.shape[2]} keys for {width} queries: a KV cache is in use during training; "
                 "pass use_cache=False"
             )
-        q, k, v = (_as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
+        q, k, v = (as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         nano_batch = self.nano_batch or 0
         rows = int(self.micro_batch.ticks[nano_batch].query_tokens[self.micro_batch.rank])
@@ -343,7 +343,7 @@ def _own(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
 
 
-def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+def as_autocast(x: torch.Tensor) -> torch.Tensor:
     """In the dtype that torch's own attention takes under autocast: rotary embeddings leave Q and K in fp32 there."""
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return x

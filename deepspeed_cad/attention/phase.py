@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_cad.attention.microbatch import _as_autocast as as_autocast
+from deepspeed_cad.attention.microbatch import as_autocast
 from deepspeed_cad.attention.program import ProgramTick, kind_of
 from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.attention.tick import TickCall, serve_tick

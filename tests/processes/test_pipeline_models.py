@@ -17,7 +17,7 @@ COUNT = 3
 
 
 def _config(name: str) -> Any:
-    from transformers import LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
     common = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -31,11 +31,17 @@ def _config(name: str) -> Any:
         return Qwen3Config(**common, head_dim=8, use_sliding_window=True, sliding_window=16, max_window_layers=1)
     if name == "mistral":
         return MistralConfig(**common, sliding_window=16)
+    if name == "gpt-oss":
+        # Sinks, windows in every other layer, and experts.
+        return GptOssConfig(
+            **common | {"num_hidden_layers": 4}, head_dim=8, sliding_window=16, num_local_experts=4,
+            num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )  # fmt: skip
     moe = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return Qwen3MoeConfig(**common, **moe)
 
 
-NAMES = ["llama", "qwen3, tied", "qwen3, two kinds of layers", "mistral", "qwen3 moe"]
+NAMES = ["llama", "qwen3, tied", "qwen3, two kinds of layers", "mistral", "qwen3 moe", "gpt-oss"]
 
 
 def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[float, dict[str, torch.Tensor]]:
