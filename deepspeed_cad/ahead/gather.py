@@ -44,6 +44,8 @@ class What(IntEnum):
     """The fingerprint of a plan."""
     LOADER = 7
     """Whether the batches of a loader reach the model as they are."""
+    LAYERS = 8
+    """Attention layers of a pipeline's stages."""
 
 
 _WORDS = {
@@ -54,6 +56,7 @@ _WORDS = {
     What.STEP: "documents of the step",
     What.ASSIGNMENT: "assignment of documents",
     What.PLAN: "plan",
+    What.LAYERS: "attention layers of pipeline stages",
     What.LOADER: "answers whether a loader's batches are trained as they are",
 }
 

@@ -82,7 +82,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         return [Launch(group, limit_s=270)]
     if ranks < 2:
         return "needs two GPUs"
-    if group in ("transports", "exactness"):
+    if group in ("transports", "exactness", "pipelines"):
         return [Launch(group, limit_s=150)]
     if group == "identity":
         cases = (
@@ -109,10 +109,11 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
 
 GROUPS = (
     "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
+    "pipelines",
 )  # fmt: skip
 WAVES = (
     ("kernels", "failures"), ("identity",), ("transports", "loaders"), ("models", "mixed"), ("streams", "exactness"),
-    ("growth",),
+    ("pipelines",), ("growth",),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; a check that fills the memory of GPUs is alone."""

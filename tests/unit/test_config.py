@@ -32,6 +32,7 @@ def test_defaults() -> None:
         "links": "measure",
         "documents": "keep",
         "look_ahead": 1,
+        "pipeline_in_flight": 0,
         "timeout_s": 300.0,
         "monitor": True,
         "trace": "",
