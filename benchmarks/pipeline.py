@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -118,13 +119,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float32"), help="bfloat16 on GPUs, else float32")
     add("--kernel", default="auto", help="attention kernel of every mode")
     add("--cad", type=json.loads, default={}, help='the "cad" block')
-    add("--even", type=int, help="instead of the workload's, documents of this length")
+    add("--documents", type=int, help="instead of the workload's, documents of this length")
     add("--tokens", type=int, help="tokens of a micro-batch: rows are cut")
     add("--scale", action="store_true", help="with --tokens: scale the lengths down instead")
     add("--no-checkpointing", action="store_true", help="keep all activations")
     add("--steps", type=int, default=2, help="different steps of documents")
     add("--warmup", type=int, default=1, help="passes over the steps before anything is measured")
     add("--repeats", type=int, default=3, help="timed passes over the steps")
+    add("--commit", help="where this is not a git checkout: what the results name as the commit")
     add("--output", type=Path, help="folder for JSON")
     return parser.parse_args(argv)
 
@@ -134,9 +136,9 @@ def make_steps(options: argparse.Namespace, replica: int, replicas: int) -> list
     workload = Workload.load(options.workload)
     workload = workload.fit(workload.ranks, options.tokens, options.scale, None)
     rows = [row for step in range(len(workload.steps)) for row in workload.make_rows(step, options.vocab)]
-    if options.even:
+    if options.documents:
         for i, row in enumerate(rows):
-            positions = torch.arange(len(row.tokens)) % options.even
+            positions = torch.arange(len(row.tokens)) % options.documents
             rows[i] = type(row)((), row.tokens, positions, row.tokens)
     steps = []
     for step in range(options.steps):
@@ -231,6 +233,12 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def find_commit() -> str:
+    """Of this checkout."""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
+
+
 def report(
     options: argparse.Namespace, seconds: dict[str, list[float]], losses: dict[str, list[float]],
     peaks: dict[str, int], attention: float,
@@ -246,9 +254,10 @@ def report(
         took["bound"] = took["none"] + attention / ranks * (m + p - 1) / m
         took["pool"] = took["none"] + attention / ranks
     found = {
-        "ranks": ranks, "stages": p, "micro_batches": m, "layers": options.layers, "hidden": options.hidden,
-        "workload": options.workload.stem, "even": options.even, "date": time.strftime("%Y-%m-%d"),
+        "commit": options.commit or find_commit(), "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "ranks": ranks, "stages": p, "micro_batches": m, "layers": options.layers, "hidden": options.hidden,
+        "workload": options.workload.stem, "documents": options.documents, "cad": options.cad,
         "seconds": took, "attention_s_of_all_ranks": attention, "losses": losses,
         "speed_over_1f1b": {name: took["1f1b"] / value for name, value in took.items()} if "1f1b" in took else {},
         "cad_over_bound": {name: took[name] / took["cad"] for name in ("bound", "pool") if name in took},
@@ -257,7 +266,9 @@ def report(
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        stem = f"pipeline-pp{p}-{ranks}r-{options.workload.stem}{f'-even{options.even}' if options.even else ''}"
+        documents = f"even_{options.documents}" if options.documents else options.workload.stem
+        held = f"_{options.cad['pipeline_in_flight']}_in_flight" if "pipeline_in_flight" in options.cad else ""
+        stem = f"pipeline_pp{p}_{ranks}r_{documents}{held}"
         (options.output / f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
