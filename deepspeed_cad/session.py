@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
+from deepspeed_cad.ahead.linear import Linear
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
@@ -95,7 +96,9 @@ class Session:
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
         self._watch_traffic()
+        self.linear = Linear(self.ranks, self._take_linear, torch.are_deterministic_algorithms_enabled)
         if self.reserved is not None:
+            self.gatherer.linear = self.linear
             logger.info("slower ranks are not relieved: that is not built for reserved servers")
         elif self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
@@ -114,7 +117,7 @@ class Session:
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
             self.hosts, lambda: self.aside, self.traffic,
-            None if self.reserved is None else self.reserved.planning(self.rank),
+            None if self.reserved is None else self.reserved.planning(self.rank, self.linear.seconds),
         )  # fmt: skip
 
     # Opening and closing
@@ -198,6 +201,10 @@ class Session:
             with Liveness.watch(self.liveness, "the other ranks' host names"):
                 dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
         return names
+
+    def _take_linear(self, model: int) -> tuple[list[float], list[float]]:
+        times = self.counts.linear.get(model)
+        return ([], []) if times is None else times.take()
 
     def _watch_for_standstill(self) -> None:
         """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
@@ -357,7 +364,11 @@ class Session:
         if self.rank == 0:
             try:
                 found = [choose_profile(self.config.cost, self.device, self.config.kernel)]
-                if found[0] is GENERIC_GPU and self.ranks > 1 and not torch.are_deterministic_algorithms_enabled():
+                if (
+                    found[0] is GENERIC_GPU
+                    and self.group_ranks > 1
+                    and not torch.are_deterministic_algorithms_enabled()
+                ):
                     # Ratios cannot be weighed against transfers.
                     found = [in_seconds(GENERIC_GPU, self.device, self.config.kernel)]
             except CADError as error:
