@@ -305,6 +305,8 @@ class Session:
         now = self._statistics.copy()
         now.late_s, now.late_rank = max(0.0, float(late[latest])), latest if late[latest] > 0 else -1
         now.waited_s = self.counts.waits.seconds()
+        if self.reserved is not None:
+            now.served_s, now.servers_s = self.reserved.link.busy()
         now.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
         return now
 

@@ -54,6 +54,7 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool, st
         "loads": np.stack(loads).tolist(),
         "linear": None if linear is None else linear.tolist(),
         "reason": session.find_binding(model).interleaving.reason,
+        "idle": session.statistics.servers_idle,
         # Forward and backward of both parts of every layer.
         "parts": session.counts.forwards == session.counts.backwards == 2 * 3 * steps,
     }
@@ -86,6 +87,8 @@ def test_same_as_each_document_alone(
     """Linear layers take far longer than what is called attention here: once that is known, trainers attend nothing."""
     cost = _profile(tmp_path, 1e-12)
     results, _ = _run(workers, trainers, _train, checkpoint, STEPS, cost=cost, trainers_serve=serve)
+    # Servers tell trainer 0 how long they attended.
+    assert 0 < results[0]["idle"] < 1 and all(one["idle"] == 0 for one in results[1:])
     for result in results:
         assert result["reason"] == "" and result["parts"]
         assert result["linear"] == results[0]["linear"] and min(result["linear"]) > 0
