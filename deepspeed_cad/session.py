@@ -43,6 +43,7 @@ from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.profiles.choice import GENERIC_GPU
 from deepspeed_cad.profiles.timed import in_seconds
+from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.server.join import Reserved, join_servers
 from deepspeed_cad.server.launch import find_role
 from deepspeed_cad.server.split import Split
@@ -67,7 +68,7 @@ class Session:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._statistics = Statistics()
         self._read: dict[str, Statistics] = {}
-        self._said_first = self._said_last = False
+        self._said_first = self._said_last = self._said_idle = False
         self.counts = CallCounts()
         self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         """What integrations attached to which model."""
@@ -293,9 +294,23 @@ class Session:
 
     def count(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch that is about to be trained."""
+        if self.reserved is not None and self.rank == 0 and self._statistics.micro_batches % EVERY == 0:
+            self._look_for_idle(self.reserved)
         self._statistics.add(micro_batch)
         if self.tracer is not None:
             self.tracer.next_micro_batch()
+
+    def _look_for_idle(self, reserved: Reserved) -> None:
+        """Say once where servers or trainers were idle since this was called last."""
+        warm, found = self._statistics.micro_batches > EVERY, self.take_statistics("idle")
+        if not warm or self._said_idle or not found.servers_s:
+            return
+        role = reserved.role
+        trainers_idle = found.waited_s * role.servers / found.servers_s
+        text = advise(found.servers_idle, trainers_idle, role.servers, role.trainers)
+        if text:
+            self._said_idle = True
+            notice(text)
 
     @property
     def statistics(self) -> Statistics:
