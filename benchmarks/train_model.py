@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,12 +37,17 @@ def make_model(
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=longest,
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
+    return random_weights(lambda: LlamaForCausalLM(config), device, dtype)
+
+
+def random_weights(build: Callable[[], Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """What `build` gives on the device, the same on every rank, in training mode."""
     before = torch.get_default_dtype()
     torch.manual_seed(0)
     try:
         torch.set_default_dtype(dtype)
         with torch.device(device):
-            model = LlamaForCausalLM(config)
+            model = build()
     finally:
         torch.set_default_dtype(before)
     for parameter in model.parameters():

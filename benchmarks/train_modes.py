@@ -26,6 +26,7 @@ from train_attention import (
     local_attention,
     query_attention,
 )
+from train_hybrid import find_recurrent, with_borders
 from train_model import share_parameters
 from train_split import MicroBatch, Setting, make_micro_batch, own_row, split_pieces, split_rows, split_sequence
 from transformers import AttentionInterface, LlamaForCausalLM
@@ -178,6 +179,10 @@ def make_modes(names: list[str], model: LlamaForCausalLM, setting: Setting) -> l
         kind = name.split("@")[0].split(":")[0]
         if kind not in KINDS:
             raise ValueError(f"there is no mode {name!r}; there are {', '.join(KINDS)}")
+        if find_recurrent(model) and kind.startswith(("ulysses", "allgather")):
+            raise ValueError(
+                f"mode {name!r} splits documents over ranks, and the state of this model would have to travel"
+            )
         copy = share_parameters(model)
         joined = kind.endswith("_joined")
         if kind == "cad":
@@ -193,10 +198,12 @@ def make_modes(names: list[str], model: LlamaForCausalLM, setting: Setting) -> l
             mode = Mode(name, copy, split_pieces(setting, joined))
         elif kind.startswith("bound"):
             _use(copy, f"benchmark_{kind}", query_attention("all" if kind == "bound_qkv" else "query"))
-            mode = Mode(name, copy, split_rows(setting, False), exact=False, attends=False)
+            split = with_borders(copy, setting, split_rows(setting, False))
+            mode = Mode(name, copy, split, exact=False, attends=False)
         else:
             _use(copy, "benchmark_local", local_attention(setting.kernel))
-            mode = Mode(name, copy, split_rows(setting, True), exact=not setting.workload.stream)
+            split = with_borders(copy, setting, split_rows(setting, True))
+            mode = Mode(name, copy, split, exact=not setting.workload.stream)
         modes.append(mode)
     return modes
 

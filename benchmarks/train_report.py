@@ -56,7 +56,7 @@ def summarise(
     ranks = setting.ranks
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, (attention, timed))
-    workload, layers = setting.workload, options.layers
+    workload, layers = setting.workload, options.attending_layers
     steps = range(len(workload.steps))
     tokens = workload.tokens_per_rank * ranks * len(steps)
     flops = 6.0 * parameters * tokens
@@ -97,6 +97,12 @@ def summarise(
     results: dict[str, Any] = {
         "workload": workload.name,
         "stream": workload.stream,
+        "tokens_per_rank": workload.tokens_per_rank,
+        "ranks": workload.ranks,
+        # What benchmarks/foreseen.py needs where the workload does not ship.
+        "documents_and_pairs": [
+            [[len(row), sum(n * (n + 1) // 2 for n in row)] for row in step] for step in workload.steps
+        ],
         "machine": machine(setting) | ({"commit": options.commit} if options.commit else {}),
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "kernel": setting.kernel.name,

@@ -11,6 +11,7 @@ compared. README.md says what every figure means. On machines without GPUs it ru
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
+from train_hybrid import attending_layers, make_hybrid  # noqa: E402
 from train_model import ChunkedLoss, ShardedAdamW, add_sizes, make_model, matrix_parameters  # noqa: E402
 from train_modes import CADMode, Mode, make_modes  # noqa: E402
 from train_report import Measured, summarise, write_results  # noqa: E402
@@ -132,6 +134,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--workload", type=Path, required=True, help="JSON with document lengths per step and rank")
     add("--mode", default="dp,cad,bound", help='comma-separated; also cad:recompute, cad@{"overlap": "none"}')
     add_sizes(parser)
+    add("--model", choices=("llama", "hybrid"), default="llama", help="hybrid: of four layers three are delta nets")
     add("--dtype", choices=("bfloat16", "float32", "float64"), help="bfloat16 on GPUs, else float32")
     add("--kernel", default="auto", help="attention kernel of every mode")
     add("--cad", type=json.loads, default={}, help='the "cad" block that the modes cad… start from')
@@ -195,11 +198,14 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     logging.getLogger("deepspeed_cad").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     workload = Workload.load(options.workload).fit(ranks, options.tokens_per_rank, options.scale, options.steps)
+    if options.model != "llama":
+        workload = dataclasses.replace(workload, name=f"{workload.name}_{options.model}")
     dtype = getattr(torch, options.dtype or ("bfloat16" if cuda else "float32"))
-    model = make_model(
+    model = (make_hybrid if options.model == "hybrid" else make_model)(
         options.layers, options.hidden, options.heads, options.kv_heads, options.ffn, options.vocab,
         workload.row_tokens, device, dtype,
     )  # fmt: skip
+    options.attending_layers = attending_layers(model)
     if not options.no_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = ShardedAdamW(list(model.parameters()), options.lr)
@@ -216,6 +222,11 @@ def main() -> None:
         for mode in modes
         if isinstance(mode, CADMode) and mode.session.traffic is not None
     }
+    # What benchmarks/foreseen.py foresees steps on several hosts with.
+    traffics = [mode.session.traffic for mode in modes if isinstance(mode, CADMode)]
+    for start in [traffic.start for traffic in traffics if traffic is not None][:1]:
+        speeds = {"inside": start.inside, "between": start.between}
+        results["link_GBps"] = {kind: speed and speed / 1e9 for kind, speed in speeds.items()}
     if rank == 0:
         sys.stdout.write(write_results(results, options.output))
     for mode in modes:

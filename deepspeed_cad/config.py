@@ -154,8 +154,8 @@ class CADConfig:
             raise _bad("kernel", self.kernel, '"auto" or the name of a backend as "deepspeed-cad doctor" lists it')
         if not isinstance(self.cost, str) or not (self.cost in ("auto", "pairs") or self.cost.endswith(".json")):
             raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
-        _check_links(self)
         _check_servers(self.servers)
+        _check_links(self)
         _refuse_combinations(self)
 
     @classmethod

@@ -10,6 +10,7 @@ import atexit
 import logging
 import socket
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,8 +33,9 @@ from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
 from deepspeed_cad.exchange.group import Group, OwnGroup
-from deepspeed_cad.exchange.links import DETERMINISTIC, Links, find_links
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.liveness import Liveness, open_board
+from deepspeed_cad.exchange.opening import DETERMINISTIC
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
@@ -76,13 +78,13 @@ class Session:
         self.transport: Transport | None = None
         self._cpu_group: dist.ProcessGroup | None = None
         self._exchange_group: Group | None = None
+        self.reserved: Reserved | None = None
+        """Servers that hold no model, where there are any; `ranks` counts trainers."""
         self.hosts: np.ndarray | None = None
-        """Number of each rank's host ([trainers and servers]), the same on every rank; None where there is one rank."""
+        """Number of each rank's host ([ranks of the CAD group]), the same on all; None where there is one rank."""
         self.links = Links(None, None, "not used")
         """Speeds that this session began with."""
         self.traffic: Traffic | None = None
-        self.reserved: Reserved | None = None
-        """Servers that hold no model, where there are any; `ranks` counts trainers."""
         role = find_role(config, self.ranks, self.rank)
         if role is not None:
             self._open_with_servers(role, group)
@@ -151,25 +153,18 @@ class Session:
         self.liveness, self._exchange_group = self.reserved.liveness, self.reserved.group
 
     def _open_transport(self, group: Group) -> None:
-        from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
+        from deepspeed_cad.exchange.opening import open_transport
 
         def agree(value: int) -> list[int]:
             if self.reserved is not None:
                 return self.reserved.group.numbers(value, self.liveness)
             return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
-        hosts = gather_hosts(agree)
-        self.hosts = np.array(hosts, np.int64)
-        self.transport = choose_transport(
-            self.config.transport,
-            group,
-            self.device,
-            agree=agree,
-            liveness=self.liveness,
-            timeout_s=self.config.timeout_s,
-            host=hosts[self.rank],
+        given = self.config.links if isinstance(self.config.links, Mapping) else None
+        self.transport, hosts, self.links = open_transport(
+            self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s, given
         )
-        self.links = find_links(self.config.links, self.transport, self.device, self.rank, hosts, agree)
+        self.hosts = np.array(hosts, np.int64)
 
     def _watch_traffic(self) -> None:
         """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
@@ -186,21 +181,22 @@ class Session:
             self.transport.transfers = Transfers(
                 self.rank, self.hosts.tolist(), self.links.inside, self.links.between
             )  # fmt: skip
-        # Beside reserved servers a plan that moves nothing would leave them idle: gains are not weighed there.
-        weighed = self.cost.unit == "seconds" and self.reserved is None
+        # What plans promise trainers beside reserved servers depends on their other work, which is not measured.
+        weighs = self.cost.unit == "seconds" and self.reserved is None
         self.traffic = Traffic(
-            self.links, rule, self.transport.transfers, self.counts.waits if weighed else None,
+            self.links, rule, self.transport.transfers, self.counts.waits if weighs else None,
             self._host_names(), torch.are_deterministic_algorithms_enabled,
         )  # fmt: skip
         self.gatherer.traffic = self.traffic
         logger.info("%s", self.links)
 
     def _host_names(self) -> list[str]:
-        """The host of every rank that reports what it measured, for messages: reserved servers do not."""
-        names = [socket.gethostname()] * self.ranks
-        if self._cpu_group is not None:
-            with Liveness.watch(self.liveness, "the other ranks' host names"):
-                dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
+        """The name of every rank's host, for messages."""
+        if self._cpu_group is None:
+            return [socket.gethostname()]
+        names = [""] * self.ranks
+        with Liveness.watch(self.liveness, "the other ranks' host names"):
+            dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
         return names
 
     def _take_linear(self, model: int) -> tuple[list[float], list[float]]:

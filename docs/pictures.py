@@ -169,7 +169,7 @@ def gain(context: str = "64K") -> Canvas:
     gpus, kinds = read_gains((DOCS / "is-it-for-me.md").read_text(encoding="utf-8"), context)
     canvas = Canvas(1000, 312, f"How many times faster a step is with CAD, against GPUs, {context} tokens on each")
     left, right, top, base = 62.0, 700.0, 92.0, 262.0
-    most = 1.6
+    most = 1.7
 
     def place(value: float) -> float:
         return base - (value - 1.0) / (most - 1.0) * (base - top)

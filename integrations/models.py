@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.model_table import REFUSED, SUPPORTED
+from deepspeed_cad.integrations.model_table import REFUSED, SUPPORTED, TEXT_PATHS
+from deepspeed_cad.integrations.recurrent import CARRYING, find_recurrent
+from deepspeed_cad.integrations.structure import has_attention, text_part
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,7 +27,7 @@ from deepspeed_cad.errors import CADUnsupportedError
 
 logger = logging.getLogger("deepspeed_cad")
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "full", "sliding", "dense", "sparse", "moe"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "full", "sliding", "dense", "sparse", "moe", "mlp"}
 """Kinds of decoder layers that CAD reproduces (an MLP's kind is of no interest to attention)."""
 
 _LAYER_FIELDS = ("layer_types", "layers_block_type", "block_types", "attn_type_list", "hybrid_layer_pattern")
@@ -57,12 +59,13 @@ def refuse_model(model: PreTrainedModel) -> None:
 
     A model that passes every check but was never tried is accepted with a warning.
     """
+    part = text_part(model)
     for check in _CHECKS:
-        refusal = check(model)
+        refusal = check(part)
         if refusal is not None:
             raise refusal.error(model)
     kind = getattr(model.config, "model_type", "")
-    if kind not in SUPPORTED:
+    if kind not in SUPPORTED | TEXT_PATHS:
         logger.warning(
             "deepspeed_cad: %s (%s) was never tested with CAD. It passes the checks of its structure, and the sampled "
             'check compares its attention mask with the plan while it trains ("check": "sampled")',
@@ -92,7 +95,13 @@ def _check_family(model: PreTrainedModel) -> Refusal | None:
 
 
 def _check_interface(model: PreTrainedModel) -> Refusal | None:
-    if not getattr(model, "_supports_attention_backend", False):
+    recurrent = find_recurrent(model)
+    if recurrent and not _attention(model):
+        return Refusal(
+            f"{len(recurrent)} layers carry state from token to token and none attends",
+            "such layers cost the same on every rank, so there is nothing to balance",
+        )
+    if not getattr(model, "_supports_attention_backend", False) and not _calls_interface(model):
         return Refusal(
             "_supports_attention_backend is False",
             "it does not call the attention interface of transformers, through which CAD takes over attention",
@@ -106,6 +115,17 @@ def _check_interface(model: PreTrainedModel) -> Refusal | None:
                 "Load the model without trust_remote_code, or train without CAD",
             )
     return None
+
+
+def _attention(model: PreTrainedModel) -> list[nn.Module]:
+    recurrent = find_recurrent(model).values()
+    attention = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    return [module for module in attention if module not in recurrent]
+
+
+def _calls_interface(model: PreTrainedModel) -> bool:
+    """Whether a hybrid's attention calls the interface: transformers leaves the flag unset for most of them."""
+    return bool(find_recurrent(model)) and all(has_attention(module) for module in _attention(model))
 
 
 def _check_causal(model: PreTrainedModel) -> Refusal | None:
@@ -147,21 +167,27 @@ def _check_layers(model: PreTrainedModel) -> Refusal | None:
             f"attention_chunk_size is {config.attention_chunk_size}",
             "chunked attention cuts documents at fixed positions, which no plan of CAD describes",
         )
+    recurrent = find_recurrent(model)
     for field in _LAYER_FIELDS:
         kinds = getattr(config, field, None)
         if isinstance(kinds, (list, tuple)):
-            foreign = sorted({kind for kind in kinds if isinstance(kind, str)} - LAYER_TYPES)
+            named = [kind for kind in kinds if isinstance(kind, str)]
+            foreign = set(named) - LAYER_TYPES
+            # Layers whose state CAD keeps inside documents.
+            if sum(kind in CARRYING for kind in named) == len(recurrent):
+                foreign -= CARRYING
             if foreign:
                 return Refusal(
-                    f"{field} has {', '.join(foreign)}",
+                    f"{field} has {', '.join(sorted(foreign))}",
                     "such layers either carry state from token to token, which CAD's documents do not reset, or "
                     "choose their keys by content",
                 )
+    owned = tuple(f"{name}." for name in recurrent)
     for name, parameter in model.named_parameters():
-        if _STATE.search(name):
+        if _STATE.search(name) and not name.startswith(owned):
             return Refusal(f"{name} of shape {tuple(parameter.shape)}", "a state-space layer leaks across documents")
     for name, module in model.named_modules():
-        if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
+        if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)) and not name.startswith(owned):
             return Refusal(
                 f"{name} is a {type(module).__name__}", "it mixes neighbouring tokens and so leaks across documents"
             )
@@ -238,12 +264,33 @@ def refuse_checkpointing(decoder: nn.Module) -> None:
             return
 
 
-def refuse_spanning(config: Any) -> None:
+_OTHER_INPUTS = re.compile(r"^(pixel_values|image_|video_|audio_|input_features|mm_encoder_outputs)")
+
+
+def refuse_other_inputs(given: Mapping[str, Any]) -> None:
+    """Raise CADUnsupportedError if a model is called with images, videos or sound."""
+    found = sorted(name for name, value in given.items() if _OTHER_INPUTS.match(name) and value is not None)
+    if found:
+        raise CADUnsupportedError(
+            f"the batch has {', '.join(found)}: images, videos and sound have positions of several axes and attention "
+            "that is not causal. CAD trains the text path of this model: leave such samples out, or train without CAD"
+        )
+
+
+def refuse_spanning(config: Any, recurrent: bool = False) -> None:
     """Raise CADUnsupportedError if documents of this model must not span ranks.
 
+    `recurrent`: some of its layers carry state, which would have to travel from rank to rank, one after the other.
     With the RoPE types "dynamic" and "longrope" the frequencies depend on the largest position in the batch, so the
     parts of one document would be rotated differently on different ranks.
     """
+    if recurrent:
+        raise CADUnsupportedError(
+            "a document begins on another rank than it ends, and layers of this model carry state from token to token, "
+            "which would have to travel. Give every rank whole documents: cut none at the end of a row, or let what is "
+            "left of it be a document of its own, whose positions begin at 0 (examples/packing.py). Ranks may have "
+            "unequal numbers of tokens"
+        )
     kind = batch_rope(config)
     if kind:
         raise CADUnsupportedError(

@@ -5,11 +5,13 @@ In: a module. Out: parts of it, found by structure and by the conventions of tra
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed_cad.integrations.model_table import TEXT_PATHS
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,11 +31,19 @@ def find_model(model: torch.nn.Module) -> PreTrainedModel:
 def find_decoder(model: PreTrainedModel) -> torch.nn.Module:
     """The module whose forward makes the masks and runs the layers."""
     decoder = getattr(model, model.base_model_prefix, model)
-    for name in ("decoder", "model"):
+    for name in ("decoder", "model", "language_model"):
         inner = getattr(decoder, name, None)
         if decoder_layers(decoder) is None and isinstance(inner, torch.nn.Module):
             decoder = inner
     return decoder
+
+
+def text_part(model: PreTrainedModel) -> PreTrainedModel:
+    """The decoder of text inside a model of several modalities; the model itself where it has only text."""
+    if getattr(model.config, "model_type", "") not in TEXT_PATHS:
+        return model
+    decoder = find_decoder(model)
+    return decoder if isinstance(decoder, PreTrainedModel) else model
 
 
 def decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList | None:
@@ -43,6 +53,12 @@ def decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList | None:
         if isinstance(layers, torch.nn.ModuleList):
             return layers
     return None
+
+
+def has_attention(layer: torch.nn.Module) -> bool:
+    """Whether a decoder layer calls the attention interface."""
+    names = (inspect.unwrap(type(module).forward).__code__.co_names for module in layer.modules())
+    return any("ALL_ATTENTION_FUNCTIONS" in found for found in names)
 
 
 def training_device(model: torch.nn.Module) -> torch.device:

@@ -17,23 +17,30 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from deepspeed_cad.integrations import borders as borders_of
 from deepspeed_cad.integrations.alternating import alternate
+from deepspeed_cad.integrations.borders import Borders, find_borders
 from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad_mask, running
 from deepspeed_cad.integrations.interleaved import Interleaving, interleave
+from deepspeed_cad.integrations.mask_check import is_due
 from deepspeed_cad.integrations.models import (
     describe,
     is_mixture,
     refuse_checkpointing,
     refuse_model,
+    refuse_other_inputs,
     refuse_spanning,
 )
 from deepspeed_cad.integrations.padding import Padding, counts, find_padding
 from deepspeed_cad.integrations.positions import compare_later, no_rows, one_row
+from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
 from deepspeed_cad.integrations.structure import (
     decoder_layers,
     default_attention,
     find_decoder,
     find_model,
+    has_attention,
+    text_part,
     training_device,
 )
 from deepspeed_cad.integrations.verify import (
@@ -79,11 +86,15 @@ class Binding:
         self.interleaving = Interleaving(session.rank == 0)
         self._check: Check | None = None
         """Of the micro-batch whose forward runs."""
+        self.borders: Borders | None = None
+        """Of the running forward, where layers carry state."""
         self.comparing = False
         """The model runs once more, to compare its loss."""
         layers = decoder_layers(find_decoder(model))
         self._checkpointed = weakref.WeakSet([find_decoder(model), *(layers or ())[:1]])
         """Modules of which one says whether activation checkpointing is on."""
+        self.ways = Ways(self.feed.fail) if find_recurrent(find_decoder(model)) else None
+        """How its layers that carry state are run; None where it has none."""
 
     def install(self) -> None:
         """Switch the attention name, hook the decoder and cut its layers."""
@@ -91,8 +102,9 @@ class Binding:
         assert model is not None and decoder is not None
         AttentionInterface.register(NAME, cad_attention)
         AttentionMaskInterface.register(NAME, cad_mask)
-        model.set_attn_implementation(NAME)
-        for module in model.modules():
+        part = text_part(model)
+        part.set_attn_implementation(NAME)
+        for module in part.modules():
             config = getattr(module, "config", None) if "Attention" in type(module).__name__ else None
             if config is not None and getattr(config, "_attn_implementation", NAME) != NAME:
                 raise CADUnsupportedError(
@@ -104,13 +116,24 @@ class Binding:
             model.register_forward_hook(_make_return(self), always_call=True)
         decoder.register_forward_pre_hook(_make_enter(self), with_kwargs=True)
         decoder.register_forward_hook(_make_leave(self), with_kwargs=True, always_call=True)
+        layers = decoder_layers(decoder) or torch.nn.ModuleList()
         if self.session.config.overlap_used in ("interleave", "pingpong"):
-            for layer in decoder_layers(decoder) or ():
-                alternate(layer)
+            for layer in layers:
+                # Layers that carry state run whole: a cut may fall inside a document.
+                if not find_recurrent(layer):
+                    alternate(layer)
+                elif has_attention(layer):
+                    raise CADUnsupportedError(
+                        f"{type(layer).__name__} has attention and a layer that carries state side by side, and "
+                        'nano-batches would cut both. Set "overlap": "local_first"'
+                    )
         if self.session.config.overlap_used == "interleave":
             interleave(decoder)
+        if self.ways is not None:
+            keep_whole(decoder)
+            watch_state(decoder, layers)
         if self.session.tracer is not None:
-            self.session.tracer.watch_layers(decoder_layers(decoder) or ())
+            self.session.tracer.watch_layers(layers)
         self.session.bind(model, self)
 
     def enter(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +170,7 @@ class Binding:
                 self.last_read = announced.local
             self.session.count(micro_batch)
         if training and micro_batch.layout.segments.begin.any():
-            refuse_spanning(getattr(decoder, "config", None))
+            refuse_spanning(getattr(decoder, "config", None), self.ways is not None)
         empty = 0 in batch_shape(given)
         if not empty:
             self._look_at_padding(micro_batch, given)
@@ -157,7 +180,19 @@ class Binding:
             self._check = micro_batch.check = open_check(micro_batch, self.verified, of, self.feed.fail)
             self.verified += 1
         changed: dict[str, Any] = {"use_cache": False} if training and "use_cache" in names else {}
+        if self.ways is not None:
+            changed |= self._hand_borders(micro_batch, (1, 1) if empty else batch_shape(given))
         return changed | (one_row(given) if empty else {})
+
+    def _hand_borders(self, micro_batch: MicroBatch, shape: tuple[int, int]) -> dict[str, Any]:
+        """Arguments by which layers that carry state learn where documents begin."""
+        due = self.session.config.check == "sampled" and is_due(self.forwards)
+        begin = find_borders(micro_batch.layout, self.session.rank, *shape)
+        self.borders = Borders(begin, *shape, due=due)
+        # A cache of packed documents is of no use, and in evaluation it is on by default.
+        return {borders_of.NAME: (self.borders, self.ways)} | (
+            {} if self.borders.are_batch_rows else {"use_cache": False}
+        )
 
     def run_alone(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Where this micro-batch is verified: run the decoder without CAD, before it runs with it."""
@@ -171,6 +206,9 @@ class Binding:
         try:
             with same_randomness(self.session.device):
                 # Not by calling it: hooks of host frameworks on the decoder itself belong to the run that is trained.
+                if borders_of.NAME in kwargs:
+                    found, ways = kwargs[borders_of.NAME]
+                    kwargs = {**kwargs, borders_of.NAME: (found.alone(), ways)}
                 check.output = decoder.forward(*args, **kwargs)
         finally:
             running.set(scope)
@@ -223,6 +261,15 @@ class Binding:
             )
         micro_batch.padding = Padding(real, eager, self.session.device)
 
+    def refuse_inputs(self, model: torch.nn.Module) -> None:
+        """Stop where a model of several modalities is given more than text, before any of it runs."""
+        if model.training or self.called_with.get("past_key_values") is None:
+            try:
+                refuse_other_inputs(self.called_with)
+            except CADUnsupportedError as error:
+                self.called_with = {}
+                self.feed.fail(error)
+
     def _refuse(self, reason: str) -> NoReturn:
         """Stop on every rank: this one announced its micro-batch and cannot train it."""
         self.feed.fail(CADDataError(reason))
@@ -234,6 +281,12 @@ class Binding:
         if scope is None or scope.micro_batch is None:
             return None
         scope.micro_batch.in_forward = False
+        borders, self.borders = self.borders, None
+        if borders is not None and output is not None and not borders.arrived:
+            raise CADUnsupportedError(
+                f"{type(self.decoder()).__name__} does not hand arguments on to its layers, so those that carry state "
+                "cannot learn where documents begin. Use transformers 5 or newer, or train without CAD"
+            )
         if scope.micro_batch.check is not None and output is not None:
             scope.micro_batch.check.end_forward(output, is_mixture(getattr(self.decoder(), "config", None)))
             if not self.called_with:
@@ -277,6 +330,7 @@ def _make_call(binding: Binding) -> Callable[..., Any]:
     def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is binding.model():
             binding.called_with = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+            binding.refuse_inputs(module)
 
     return call
 

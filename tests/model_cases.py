@@ -35,6 +35,11 @@ SMALL: dict[str, Any] = {
 WINDOW = {"sliding_window": 12}
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 MLA = {"num_key_value_heads": 4}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Family:
     """How far outputs and gradients may be from the reference, relative; more where the model computes in fp32."""
     fast: bool = False
     """Runs with the fast tests."""
+    overlap: str = "pingpong"
+    """The overlap that it is tried with."""
     still: str = ""
     """Part of a class name: modules that draw random numbers in training and are put into evaluation mode."""
 
@@ -99,7 +106,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("granite_swa", MIXED, FP32),
     Family("granitemoe"),
     Family("granitemoe_swa", MIXED, FP32),
-    Family("granitemoehybrid", {"layer_types": ["attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8}),
+    Family("granitemoehybrid", {"layer_types": ["mamba", "attention"], **MAMBA}),
     Family("granitemoeshared"),
     Family("helium", {}, FP32),
     Family("hunyuan_v1_dense", {"head_dim": 8}),
@@ -144,6 +151,29 @@ FAMILIES: tuple[Family, ...] = (
     Family("starcoder2", WINDOW),
     Family("vaultgemma", WINDOW, FP32),
     Family("youtu", MLA),
+    # With layers that carry state
+    Family("bamba", {"attn_layer_indices": [1], **MAMBA}),
+    Family("falcon_h1", {"mamba_d_ssm": 64, **MAMBA}, overlap="local_first"),
+    Family("jamba", {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "mamba_d_state": 8, "mamba_dt_rank": 4,
+    }),
+    Family("kimi_linear", {
+        "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"], **MLA,
+        "num_experts": 4, "num_experts_per_token": 2, "linear_num_heads": 4, "linear_head_dim": 8,
+    }, FP32),
+    Family("lfm2", {"layer_types": ["conv", "full_attention"]}, fast=True),
+    Family("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    Family("lfm3", {"layer_types": ["conv", "full_attention"]}),
+    Family("nemotron_h", {"hybrid_override_pattern": "M*-E"}, FP32),
+    Family("olmo_hybrid", DELTA, FP32),
+    Family("qwen3_5_moe_text", DELTA, FP32),
+    Family("qwen3_5_text", DELTA, FP32, fast=True),
+    Family("qwen3_next", DELTA, FP32),
+    Family("zamba", {
+        "num_hidden_layers": 5, "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+        "n_mamba_heads": 2, "num_key_value_heads": 4,
+    }, overlap="local_first"),
 )  # fmt: skip
 
 

@@ -56,6 +56,9 @@ def read_documents(given: Mapping[str, Any]) -> Announcement:
         return Announcement(segments_from_cumulative(_numpy(cumulative), batch * width), unit)
     positions = given.get("position_ids")
     array = np.arange(width)[None] if positions is None else _numpy(positions)
+    if array.ndim == 3 and array.shape[0] == 4:
+        # Text, time, height and width: the first says where documents begin.
+        array = array[0]
     if array.ndim == 1:
         array = array[None]
     if array.ndim == 2 and array.shape[0] == 1:

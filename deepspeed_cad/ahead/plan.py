@@ -141,15 +141,15 @@ class Plans:
         now = None if self.traffic is None else self.traffic.now
         self._say_news()
         turn, self.turn = self.turn, self.turn + 1
-        late = self.pace.late
         orders = None
         if self.reserved is not None and self.reserved.open is not None:
             orders = self.reserved.open(turn, layout, cut)
+        late = self.pace.late
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device,
             partial(self.plan_tick, late=late, now=now, beside=beside), partial(self._agree, turn), self.transport(),
             self.counts, aside=self.aside(), turn=turn, era=now and now.era,
-            late=partial(self._base_load, late), orders=orders,
+            late=partial(self._base_load, late, beside), orders=orders,
             linear=None if self.reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
         )  # fmt: skip
         if keys:
@@ -177,9 +177,8 @@ class Plans:
         `late`, `now`, `beside`: pace, links and linear layers as they were known when the micro-batch was gathered;
         None: links as the costs say, and linear layers that run beside no attention.
         """
-        base, speed = self._base_load(late, tick, key), None
-        if self.reserved is not None:
-            base, speed = None if beside is None else beside.seconds(tick), self.reserved.speed
+        base = self._base_load(late, beside, tick, key)
+        speed = None if self.reserved is None else self.reserved.speed
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
             PlanInput(
@@ -222,7 +221,9 @@ class Plans:
                 notice(text) if notable else logger.info(text)
         self.traffic.news.clear()
 
-    def _base_load(self, late: np.ndarray, tick: Tick, key: PlanKey) -> np.ndarray | None:
+    def _base_load(self, late: np.ndarray, beside: Beside | None, tick: Tick, key: PlanKey) -> np.ndarray | None:
+        if self.reserved is not None:
+            return None if beside is None else beside.seconds(tick)
         return self.pace.base_load(late, self._mean_attention(tick, key))
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:

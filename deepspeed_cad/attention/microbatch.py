@@ -314,8 +314,9 @@ class MaskDescriptor:
                 orders = micro_batch.orders.call((number, nano_batch), key, need, rule, self.modes, sinks is not None)
             setup = CallSetup(
                 schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes, micro_batch.counts,
-                nano_batch, label, micro_batch.aside, micro_batch.turn, number, micro_batch.gain(key, nano_batch),
-                orders, micro_batch.stretches(nano_batch) if self.interleaved and self.modes.returns else None,
+                nano_batch, label, micro_batch.aside, micro_batch.turn, number, orders,
+                micro_batch.gain(key, nano_batch),
+                micro_batch.stretches(nano_batch) if self.interleaved and self.modes.returns else None,
             )  # fmt: skip
             return AttentionCall(setup)
 
@@ -341,18 +342,18 @@ class MaskDescriptor:
         return o_THV.unflatten(0, (batch, width))
 
 
-def _own(x: torch.Tensor) -> torch.Tensor:
-    """To be kept until backward: as it is, or a copy where it would keep much more memory alive than it has."""
-    x = x.detach()
-    return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
-
-
 def kernel_need(shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> KernelNeed:
     """What a layer needs of its kernel."""
     return KernelNeed(
         q.device, q.dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
         rule.window is not None, rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """To be kept until backward: as it is, or a copy where it would keep much more memory alive than it has."""
+    x = x.detach()
+    return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:

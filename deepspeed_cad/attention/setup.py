@@ -76,10 +76,10 @@ class CallSetup:
     turn: int = 0
     layer: int = 0
     """Which micro-batch and which of its layers: equal on all ranks, see exchange.identity.Moment."""
-    gain: Gain | None = None
-    """What the plan promises this rank in a tick; None where nobody weighs that against waits."""
     orders: CallOrders | None = None
     """On the rank that leads reserved servers."""
+    gain: Gain | None = None
+    """What the plan promises this rank in a tick; None where nobody weighs that against waits."""
     stretches: Stretches | None = None
     """Where linear layers of this nano-batch are timed."""
 

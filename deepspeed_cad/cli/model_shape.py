@@ -1,12 +1,16 @@
 """What of a model decides how much of a step is attention, from its config.json.
 
-In: a config.json, or a folder with one. Out: a `ModelShape`. Where transformers is installed it reads the file,
-because models name their sizes differently (GPT-2: `n_head`, `n_embd`, `n_layer`) and its classes know all names.
+In: a config.json, a folder with one, the name of a checkpoint, or of a shape. Out: a `ModelShape`. Where transformers
+is installed it reads the file, because models name their sizes differently (GPT-2: `n_head`, `n_embd`, `n_layer`) and
+its classes know all names; and models that CAD refuses are refused here too.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +21,28 @@ MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names of the width of the MLP; where a model has none of them or no value, it is four times the hidden size."""
 
 
+SHAPES = {
+    "llama-8b": ModelShape(),
+    "llama-34b": ModelShape(layers=48, hidden=8192, intermediate=22016, vocabulary=32000, heads=64, kv_heads=8),
+    "llama-70b": ModelShape(layers=80, hidden=8192, intermediate=28672, vocabulary=128256, heads=64, kv_heads=8),
+}
+"""Usual sizes by name."""
+
+
 def read_model_shape(where: str | None) -> ModelShape:
     """The shape of a checkpoint's model; of an 8B Llama where `where` is None.
 
     An MLP counts as three matrices, as gated ones have: for models with two, such as GPT-2, the gain comes out a
-    little too low. Raises CADConfigError where the file cannot be read or is not of a decoder model.
+    little too low. Raises CADConfigError where the file cannot be read or is not of a decoder model, and
+    CADUnsupportedError where CAD refuses the model.
     """
     if where is None:
         return ModelShape()
+    if where in SHAPES and not Path(where).exists():
+        return SHAPES[where]
     path = Path(where) / "config.json" if Path(where).is_dir() else Path(where)
+    if not path.exists() and path.suffix != ".json":
+        path = _cached(where)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -35,6 +52,7 @@ def read_model_shape(where: str | None) -> ModelShape:
     if not isinstance(fields, dict):
         raise CADConfigError(f"--model: {path} holds a {type(fields).__name__}; expected the config.json of a model")
     config, read_by = _resolve(fields)
+    _refuse(fields)
     try:
         heads, hidden = int(_get(config, "num_attention_heads")), int(_get(config, "hidden_size"))
         widths = [getattr(config, name, None) for name in MLP_NAMES]
@@ -51,6 +69,65 @@ def read_model_shape(where: str | None) -> ModelShape:
         raise CADConfigError(
             f"--model: {path} is not the config.json of a decoder model: {error} ({read_by})"
         ) from error
+
+
+def _cached(name: str) -> Path:
+    """The config.json of a checkpoint by its name, as transformers finds it: from its cache, or from the hub."""
+    remedy = f"give a folder or config.json, or one of {', '.join(SHAPES)}"
+    try:
+        from transformers.utils import cached_file
+    except ImportError as error:
+        raise CADConfigError(
+            f"--model: {name} is no file, and without transformers no name is known; {remedy}"
+        ) from error
+    try:
+        with _quiet():
+            found = cached_file(name, "config.json")
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise CADConfigError(
+            f"--model: {name} is no file and cannot be found as a checkpoint: {reason}; {remedy}"
+        ) from error
+    return Path(str(found))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What these libraries log is left out: the error that ends the command is one line."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _refuse(fields: dict[str, Any]) -> None:
+    """Raise what CAD raises for the model at the start of training, which is asked of a model without memory.
+
+    Dropout of attention is left out: it is refused there, and is a value that one sets to 0.
+    """
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from deepspeed_cad.integrations.models import refuse_model
+    except ImportError:
+        return
+    try:
+        config = AutoConfig.for_model(**fields)
+        for name, value in vars(config).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)
+        config.num_hidden_layers = min(2, config.num_hidden_layers)
+        with _quiet(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # a model with code of its own, or none that this transformers knows: nothing to ask
+        return
+    refuse_model(model)
 
 
 def _resolve(fields: dict[str, Any]) -> tuple[Any, str]:

@@ -1,7 +1,8 @@
-"""`deepspeed-cad plan`: plan one micro-batch, or say what CAD would gain on a data set.
+"""`deepspeed-cad plan`: plan one micro-batch, or foresee training steps on a data set in every mode.
 
-In: a JSON file with document lengths and the heads of a layer, or a data set and a tokenizer; what a .json file holds
-says which. Out: a plan as JSON and a picture, or a table of the data set's steps with and without CAD.
+In: a JSON file with document lengths and the heads of a layer, or a data set: texts, lengths, or the name of a
+distribution; what a .json file holds says which. Out: a plan as JSON and a picture, or a table of modes, a sentence
+that says which one to take, JSON and pictures.
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deepspeed_cad.cli.data import FIELDS
-from deepspeed_cad.cli.packing import PACKINGS, layouts, say_cut
+from deepspeed_cad.cli.packing import PACKINGS, say_cut
 from deepspeed_cad.errors import CADConfigError, CADDataError
-from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.outlook import StepOutlook, foresee
-from deepspeed_cad.planner.question import KEYS, hosts_of_nodes, read_question
+from deepspeed_cad.planner.question import KEYS, read_question
+from deepspeed_cad.simulator.lengths import NAMED
 
 _EPILOG = "\n".join(
     [
         "Packing:",
         *(f"  {name:18} {text}" for name, text in PACKINGS.items()),
+        "",
+        "Distributions that ship (made from round quantiles, not drawn from data):",
+        *(f"  {name:18} {one.says}" for name, one in NAMED.items()),
         "",
         "Keys of a question:",
         *(f"  {key:18} {text}" for key, text in KEYS.items()),
@@ -43,30 +49,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="IN",
         nargs="+",
         help="a data set: files (JSON, JSON lines, Parquet, CSV, Arrow, text; compressed too), patterns, or a folder; "
+        "lengths (a JSON list, or one number a line); the name of a distribution (below); "
         "or one .json file with a question: the documents of one micro-batch and the heads of a layer",
     )
     parser.add_argument("--output", metavar="OUT.json", help="where to write the plan (or the table); - for stdout")
+    parser.add_argument("--json", action="store_true", help="the answer as JSON on stdout: --output -")
     parser.add_argument("--plot", metavar="OUT.png", help="where to draw it (needs matplotlib)")
     data = parser.add_argument_group("for a data set")
     data.add_argument("--tokenizer", help="name or folder of the tokenizer; not needed where there are input_ids")
     data.add_argument(
         "--field", help=f"the column with text, chat messages or token ids (default: the first of {', '.join(FIELDS)})"
     )
-    data.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
     data.add_argument("--context", type=int, default=65536, help="tokens packed on each GPU (default: 65536)")
     data.add_argument("--packing", default="in_order", choices=tuple(PACKINGS), help="see below")
-    data.add_argument("--model", help="config.json of the model, or its folder (default: the shape of an 8B Llama)")
-    data.add_argument("--cost", default="pairs", help='"pairs" (default) or the file of a profile')
-    data.add_argument("--tolerance", type=float, default=0.05, help="as in the cad block (default: 0.05)")
-    data.add_argument(
-        "--ranks-per-node", metavar="N[,N...]", help="GPUs of every host, or of each, as in 8,8,4 (default: one host)"
-    )
-    data.add_argument("--link-inside", type=float, metavar="GB/S", help="what a GPU receives from GPUs of its host")
-    data.add_argument(
-        "--link-between", type=float, metavar="GB/S", help="what a GPU receives from other hosts; both need --cost"
-    )
     data.add_argument("--limit", type=int, default=100_000, help="most documents to read (default: 100000)")
-    data.add_argument("--steps", type=int, default=64, help="most steps to plan (default: 64)")
+    data.add_argument("--steps", type=int, default=20, help="most steps to foresee (default: 20)")
+    data.add_argument(
+        "--pictures",
+        metavar="FOLDER",
+        help="where to draw throughput over GPUs, context and reserved servers, and a step (needs matplotlib)",
+    )
+    cluster = parser.add_argument_group("the cluster")
+    cluster.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
+    cluster.add_argument(
+        "--ranks-per-node", metavar="N[,N...]", help="GPUs of every host, or of each, as in 8,8,4 (default: 8)"
+    )
+    cluster.add_argument("--link-inside", type=float, metavar="GB/S", help="what a GPU receives from GPUs of its host")
+    cluster.add_argument(
+        "--link-between", type=float, metavar="GB/S", help="what a GPU receives from other hosts (default: 50)"
+    )
+    cluster.add_argument(
+        "--machine", default="h200", help="a machine that ships, or a JSON file like it (default: h200)"
+    )
+    cluster.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: the machine's)")
+    cluster.add_argument(
+        "--cost", default="pairs", help="the file of a profile (default, or pairs: the machine's own profile)"
+    )
+    train = parser.add_argument_group("training")
+    train.add_argument(
+        "--model",
+        help="a checkpoint's name, folder or config.json, or a shape: llama-8b (default), llama-34b or -70b",
+    )
+    train.add_argument("--sharding", default="zero3", choices=("zero1", "zero2", "zero3", "fsdp"), help="of weights")
+    train.add_argument("--tensor", type=int, default=1, help="tensor-parallel GPUs (default: 1)")
+    train.add_argument("--pipeline", type=int, default=1, help="pipeline stages; ZeRO-1 then (default: 1)")
+    train.add_argument("--micro-batches", type=int, default=1, help="of a step: gradient accumulation (default: 1)")
+    train.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    train.add_argument("--recompute-attention", action="store_true", help="as in the cad block")
+    train.add_argument("--tolerance", type=float, default=0.05, help="as in the cad block (default: 0.05)")
+    train.add_argument(
+        "--reserve", default="auto", help='GPUs that only serve attention: a number, "auto" (default) or "none"'
+    )
+    train.add_argument("--modes", help="which modes, comma-separated (default: all)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -115,7 +149,7 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
     plan = make_plan(question.problem)
     answer = plan.to_json()
     answer["tasks"] = [[question.number[task[0]], *task[1:]] for task in answer["tasks"]]
-    _write(answer, args.output)
+    _write(answer, args.output or ("-" if args.json else None))
     if args.plot:
         from deepspeed_cad.planner.picture import draw_plan
 
@@ -132,30 +166,43 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
 
 
 def _plan_data(args: argparse.Namespace) -> int:
-    from deepspeed_cad.cli.lengths import read_lengths
+    from deepspeed_cad.cli.foresee import (
+        Progress,
+        draw,
+        make_steps,
+        read_setting,
+        table,
+        wanted_modes,
+    )
     from deepspeed_cad.cli.model_shape import read_model_shape
-    from deepspeed_cad.planner.plan import HeadShape
-    from deepspeed_cad.planner.question import read_cost, with_links
+    from deepspeed_cad.simulator.compare import THREADS, compare
 
-    for name in ("ranks", "context", "limit", "steps"):
+    for name in ("ranks", "context", "limit", "steps", "micro_batches"):
         if getattr(args, name) < 1:
-            raise CADConfigError(f"--{name} is {getattr(args, name)}; expected at least 1")
+            raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
     model = read_model_shape(args.model)
-    cost = read_cost(args.cost, HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2))
-    cost = with_links(cost, _speed(args.link_inside, "inside"), _speed(args.link_between, "between"))
-    hosts = _hosts(args.ranks_per_node, args.ranks)
-    lengths = read_lengths(args.input, args.tokenizer, args.field, args.limit)
-    outlooks: list[StepOutlook] = []
-    for layout in layouts(lengths, args.ranks, args.context, args.packing):
-        if len(outlooks) == args.steps:
-            break
-        outlooks.append(foresee(layout, model, cost, args.tolerance, hosts))
-    if not outlooks:
+    setting = read_setting(args, model)
+    modes, servers = wanted_modes(args)
+    progress = Progress(_say)
+    lengths = _lengths(args, setting.seats)
+    steps = make_steps(lengths, setting, args.context, args.packing, args.micro_batches, args.steps)
+    if not steps:
         raise CADDataError(
-            f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {args.ranks} ranks with "
+            f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks with "
             f"{args.context} tokens: give more data, fewer --ranks or a smaller --context"
         )
+    with ThreadPoolExecutor(THREADS) as threads:
+        outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
+        outlooks = list(threads.map(outlook, [step[0] for step in steps]))
+    comparison = compare(setting, steps, modes, servers, progress)
+    plain, cad = comparison.of("plain"), comparison.of("cad")
+    if plain and cad:
+        outlooks = [
+            replace(outlook, gain=before / after)
+            for outlook, before, after in zip(outlooks, plain.steps, cad.steps, strict=True)
+        ]
     _say(_table(lengths, outlooks, args))
+    _say("\n".join(table(comparison)))
     summary = {
         "documents": len(lengths),
         "tokens": sum(lengths),
@@ -165,29 +212,26 @@ def _plan_data(args: argparse.Namespace) -> int:
         "packing": args.packing,
         "gain": _mean(outlooks, "gain"),
         "steps": [asdict(outlook) for outlook in outlooks],
+        **comparison.to_json(),
     }
-    if args.output:
-        _write(summary, args.output)
+    if args.output or args.json:
+        _write(summary, args.output or "-")
     if args.plot:
         _draw_outlook(outlooks, args.plot)
+    if args.pictures:
+        for name in draw(comparison, setting, lengths, args, modes, progress):
+            _say(f"drew {name}")
     return 0
 
 
-def _hosts(per_node: str | None, ranks: int) -> Ints | None:
-    """What --ranks-per-node says, as the number of each rank's host."""
-    if per_node is None:
-        return None
-    parts = per_node.split(",")
-    if not all(part.strip().isdigit() and int(part) for part in parts):
-        raise CADConfigError(f"--ranks-per-node is {per_node!r}; expected a number of GPUs, or a list such as 8,8,4")
-    sizes = [int(part) for part in parts]
-    return hosts_of_nodes(sizes if len(sizes) > 1 else sizes[0], ranks)
+def _lengths(args: argparse.Namespace, seats: int) -> list[int]:
+    """Documents of a named distribution, of a file of numbers, or of a data set."""
+    from deepspeed_cad.cli.lengths import read_lengths
+    from deepspeed_cad.cli.numbers import draw_named, read_numbers
 
-
-def _speed(speed: float | None, where: str) -> float | None:
-    if speed is not None and not 0 < speed < float("inf"):
-        raise CADConfigError(f"--link-{where} is {speed}; expected GB/s above 0")
-    return speed
+    needed = int(1.3 * seats * args.context * args.micro_batches * (args.steps + 1))
+    found = draw_named(args.input, needed) or read_numbers(args.input, args.limit)
+    return found or read_lengths(args.input, args.tokenizer, args.field, args.limit)
 
 
 def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace) -> str:
@@ -214,13 +258,9 @@ def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Names
     gains = [outlook.gain for outlook in outlooks]
     lines += [
         "",
-        f"Steps are {np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f}), counting",
-        "floating-point work of the slowest rank only, "
-        + (
-            "and transfers where attention does not hide them."
-            if args.link_inside or args.link_between
-            else "with transfers hidden behind it."
-        ),
+        f"Steps are {np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f}) than in plain",
+        "data parallelism, by the seconds that are foreseen for each step:",
+        "",
     ]
     return "\n".join(lines)
 

@@ -34,6 +34,7 @@ def initialize(
     if not config.enabled:
         return tuple(original(*args, **kwargs))
     from deepspeed_cad.integrations.models import refuse_model
+    from deepspeed_cad.integrations.recurrent import keep_whole
     from deepspeed_cad.integrations.structure import find_model
     from deepspeed_cad.integrations.transformers import bind
 
@@ -43,6 +44,7 @@ def initialize(
     trains = given.get("optimizer") is not None or "optimizer" in find_config(original, args, kwargs)
     if trains and isinstance(model, torch.nn.Module):
         refuse_model(find_model(model))
+        keep_whole(model)
     with together():
         engine, optimizer, loader, scheduler = original(*args, **kwargs)
     _refuse_engine(engine)

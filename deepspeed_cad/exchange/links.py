@@ -7,7 +7,7 @@ send and receive at once, as they do in training, so what they share is shared h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,26 +54,6 @@ class Links:
         pairs = (("inside a host", self.inside), ("between hosts", self.between))
         known = [f"{where} {speed / 1e9:.3g} GB/s" for where, speed in pairs if speed]
         return f"links {', '.join(known)} ({self.source})" if known else f"links {self.source}"
-
-
-DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
-"""Where plans must not depend on times, figures for links do not either."""
-
-
-def find_links(
-    given: str | Mapping[str, float],
-    transport: Transport,
-    device: torch.device,
-    rank: int,
-    hosts: Sequence[int],
-    gather: Gather,
-) -> Links:
-    """Speeds as the key "links" wants them: given in GB/s, or measured now. Collective, arguments as there."""
-    if isinstance(given, Mapping):
-        return Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
-    if any(gather(int(torch.are_deterministic_algorithms_enabled()))):
-        return Links(None, None, DETERMINISTIC)
-    return measure_links(transport, device, rank, hosts, gather)
 
 
 def measure_links(transport: Transport, device: torch.device, rank: int, hosts: Sequence[int], gather: Gather) -> Links:

@@ -30,10 +30,20 @@ class ModelShape:
     head_dim: int = 128
 
     @property
+    def layer_parameters(self) -> int:
+        """Weights of the matrices of one layer: Q, K, V and O, and a gated MLP."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        """All weights: layers, embedding and head."""
+        return self.layers * self.layer_parameters + 2 * self.hidden * self.vocabulary
+
+    @property
     def row_flops(self) -> float:
         """Forward work of one token outside core attention."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return 2.0 * (self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocabulary)
+        return 2.0 * (self.layers * self.layer_parameters + self.hidden * self.vocabulary)
 
     @property
     def pair_flops(self) -> float:
@@ -78,15 +88,18 @@ def pack(lengths: list[int], ranks: int, context: int, spanning: bool) -> Iterat
                     step, held = [], 0
         return
     rows: list[list[int]] = [[]]
+    held = 0
     for length in lengths:
         while length:
             part = min(length, context)
-            if sum(rows[-1]) + part > context:
+            if held + part > context:
                 if len(rows) == ranks:
                     yield Layout.from_rank_lengths(rows)
                     rows = []
                 rows.append([])
+                held = 0
             rows[-1].append(part)
+            held += part
             length -= part
 
 

@@ -16,6 +16,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADPeerError
 from deepspeed_cad.exchange.group import OwnGroup, make_group
 from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.patient_store import PatientStore
 from deepspeed_cad.server.rendezvous import LOOK_S, PREFIX, Hello, Rendezvous, open_store
 from deepspeed_cad.server.split import Split
 
@@ -24,7 +25,8 @@ JOB = "job"
 
 def open_board(meeting: Rendezvous, split: Split) -> Liveness:
     """The error board of trainers and servers."""
-    return Liveness(dist.PrefixStore("board", meeting.root), split.rank, split.ranks)
+    board = dist.PrefixStore("board", meeting.root)
+    return Liveness(PatientStore(board, meeting.timeout_s / 2), split.rank, split.ranks)
 
 
 def open_group(split: Split, liveness: Liveness, device: torch.device, timeout_s: float) -> OwnGroup:

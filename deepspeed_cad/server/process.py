@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
 
@@ -20,7 +21,6 @@ import torch
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange.links import find_links
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.notice import notice
@@ -135,19 +135,15 @@ class _Server:
         return reason
 
     def _open_transport(self) -> Transport:
-        from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
+        from deepspeed_cad.exchange.opening import open_transport
 
         def agree(value: int) -> list[int]:
             return self.group.numbers(value, self.liveness)
 
-        # The same collectives in the same order as Session._open_transport.
-        hosts = gather_hosts(agree)
-        transport = choose_transport(
-            self.config.transport, self.group, self.device, agree=agree, liveness=self.liveness,
-            timeout_s=self.config.timeout_s, host=hosts[self.split.rank],
-        )  # fmt: skip
-        find_links(self.config.links, transport, self.device, self.split.rank, hosts, agree)
-        return transport
+        given = self.config.links if isinstance(self.config.links, Mapping) else None
+        return open_transport(
+            self.config.transport, self.group, self.device, agree, self.liveness, self.config.timeout_s, given
+        )[0]
 
     def _kernel(self, need: KernelNeed) -> Kernel:
         from deepspeed_cad.kernels.registry import choose
@@ -169,7 +165,6 @@ class _Server:
         os._exit(FAILED if self._links.reason else 0)
 
     def _close(self) -> None:
-        self.liveness.close()
         self.worker.close()
         with suppress(CADError):  # of the exchange that failed: it is said already
             self.transport.close()

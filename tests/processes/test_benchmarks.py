@@ -105,6 +105,23 @@ def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
 
 
 @pytest.mark.slow
+def test_hybrid_trains_the_same(tmp_path: Path) -> None:
+    """State stays inside documents in every mode; only the attending layers count as attention."""
+    size = "--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens-per-rank 256 --scale".split()
+    run = torchrun(
+        2, "benchmarks/train_step.py", "--workload", "benchmarks/workloads/heavy_64k_2r.json", *size,
+        "--model", "hybrid", "--mode", "dp,cad,bound_qkv", "--steps", "2", "--warmup", "1", "--repeats", "1",
+        "--cad", '{"granularity": 16}', "--output", str(tmp_path),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert results["settings"]["attending_layers"] == 1 and "hybrid" in results["workload"]
+    plain, cad = results["modes"]["dp"], results["modes"]["cad"]
+    assert cad["loss"] == pytest.approx(plain["loss"], rel=1e-5) and cad["gradient_difference"] < 1e-5
+    assert cad["attention_s_mean"] > 0 and set(results["bounds"]) == {"bound_qkv"}
+
+
+@pytest.mark.slow
 def test_documents_exchanged_and_pretended_hosts_train_the_same(tmp_path: Path) -> None:
     size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens-per-rank 256 --scale".split()
     run = torchrun(

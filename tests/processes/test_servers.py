@@ -67,7 +67,7 @@ def test_same_as_each_document_alone(workers: WorkerPool, trainers: int, servers
     results, served = _run(workers, trainers, servers, _train, None, 3)
     for result in results:
         assert len(result["load"]) == trainers + servers and min(result["load"]) > 0
-        assert result["after"] < 1.1
+        assert result["after"] < 1.15  # of two parts each, cut at 16 rows
     for one in served:
         assert one.held == 0 < one.most_held and one.opened <= 2
 
@@ -75,9 +75,11 @@ def test_same_as_each_document_alone(workers: WorkerPool, trainers: int, servers
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
-def test_checkpointing(workers: WorkerPool, checkpoint: str, recompute: bool) -> None:
-    results, served = _run(workers, 2, 1, _train, checkpoint, 2, recompute_attention=recompute)
-    assert results[0]["forwards"] == (8 if recompute else 4) and served[0].held == 0
+@pytest.mark.parametrize("overlap", ["local_first", "interleave"])
+def test_checkpointing(workers: WorkerPool, checkpoint: str, recompute: bool, overlap: str) -> None:
+    results, served = _run(workers, 2, 1, _train, checkpoint, 2, recompute_attention=recompute, overlap=overlap)
+    calls = 4 if overlap == "local_first" else 8
+    assert results[0]["forwards"] == calls * (2 if recompute else 1) and served[0].held == 0
 
 
 @pytest.mark.slow
@@ -85,6 +87,7 @@ def test_checkpointing(workers: WorkerPool, checkpoint: str, recompute: bool) ->
     "block",
     [
         {"overlap": "pingpong"},
+        {"overlap": "local_first"},
         {"overlap": "none"},
         {"backward": "resend"},
         {"backward": "keep"},

@@ -259,8 +259,11 @@ def test_packing_decides_the_gain(tmp_path: Path, plan: Callable[..., Any]) -> N
     }
     for how, (code, answer, said) in answers.items():
         assert code == 0 and answer["packing"] == how and f"packed {how}" in said
-    assert answers["wrapped"][1]["gain"] == pytest.approx(1.0, abs=1e-3)
-    assert all(answers[how][1]["gain"] > 1.01 for how in ("in_order", "bfd", "bfd_split"))
+    # What CAD gains on even rows is that the recompute does not repeat attention.
+    even = answers["wrapped"][1]["gain"]
+    assert 1.0 < even < 1.05
+    gains = {how: answers[how][1]["gain"] for how in ("in_order", "bfd", "bfd_split")}
+    assert all(gain > even + 0.005 for gain in gains.values()), (even, gains)
     with pytest.raises(SystemExit):
         plan(path, "--packing", "tight")
 
@@ -286,7 +289,7 @@ def test_every_option_reaches_the_plan(tmp_path: Path, uneven: Callable[..., dic
     assert len(usual["steps"]) == 4 and len(uneven("--steps", 1)["steps"]) == 1
     assert (usual["ranks"], usual["context"]) == (2, 8192)
     before, after = usual["steps"][0]["imbalance_before"], usual["steps"][0]["imbalance"]
-    assert before > 1.8 and after <= 1.05 < 1.15 < uneven("--tolerance", 0.5)["steps"][0]["imbalance"]
+    assert before > 1.6 and after <= 1.05 < 1.15 < uneven("--tolerance", 0.5)["steps"][0]["imbalance"]
     transformers.GPT2Config().save_pretrained(tmp_path)
     small = uneven("--model", tmp_path)
     assert small["gain"] > usual["gain"] > 1.0, "attention is a larger share of a small model"
@@ -395,7 +398,7 @@ def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: di
 def test_a_gpt2_through_the_command(tmp_path: Path, plan: Callable[..., Any]) -> None:
     transformers.GPT2Config().save_pretrained(tmp_path)
     code, answer, said = plan(_write(tmp_path, "list.json"), "--model", tmp_path)
-    assert code == 0 and answer["gain"] >= 1.0, said
+    assert code == 0 and 0.5 < answer["gain"] < 1.0, said  # rows of 64 tokens: latency is most of it
 
 
 def test_the_shape_without_transformers(tmp_path: Path, without: Callable[[str], None]) -> None:

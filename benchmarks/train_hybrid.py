@@ -1,0 +1,68 @@
+"""A hybrid for the training benchmark: three gated delta nets to one layer of attention, as Qwen3.5 and Qwen3-Next.
+
+In: the sizes of `train_model.make_model`. Out: a model of these sizes, and for modes without CAD what keeps its state
+inside documents: the same code that CAD uses, so that all but attention is the same in every mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed_cad.integrations.borders import NAME, Borders
+from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, watch_state
+from train_model import random_weights
+from train_split import MicroBatch, Setting, own_row
+
+from deepspeed_cad.errors import CADError
+
+EVERY = 4
+"""Of so many layers one attends."""
+
+
+def make_hybrid(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, longest: int,
+    device: torch.device, dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """A Qwen3.5 with random weights, the same on every rank; every fourth layer attends, the last of all does."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    size = min(128, hidden // 4)
+    config = Qwen3_5TextConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=hidden // heads,
+        max_position_embeddings=longest, tie_word_embeddings=False, use_cache=False,
+        layer_types=["linear_attention" if (layers - 1 - i) % EVERY else "full_attention" for i in range(layers)],
+        linear_key_head_dim=size, linear_value_head_dim=size, linear_num_value_heads=hidden // size,
+        linear_num_key_heads=hidden // size // 2, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return random_weights(lambda: Qwen3_5ForCausalLM(config), device, dtype)
+
+
+def with_borders(
+    model: Any, setting: Setting, split: Callable[[int], list[MicroBatch]]
+) -> Callable[[int], list[MicroBatch]]:
+    """`split` of a mode that trains whole rows, for a model whose layers may carry state."""
+    if not find_recurrent(model):
+        return split
+    if setting.workload.stream:
+        raise ValueError("documents of this workload lie over ranks, and state would have to travel")
+    watch_state(model.model, model.model.layers)
+    ways = Ways(_stop)
+
+    def split_with_borders(step: int) -> list[MicroBatch]:
+        borders = Borders.of_lengths(own_row(setting, step).lengths)
+        return [dataclasses.replace(one, inputs={**one.inputs, NAME: (borders, ways)}) for one in split(step)]
+
+    return split_with_borders
+
+
+def attending_layers(model: Any) -> int:
+    """How many layers attend."""
+    return len(model.model.layers) - len(find_recurrent(model))
+
+
+def _stop(error: CADError) -> None:
+    raise error

@@ -1,0 +1,219 @@
+"""The part of `deepspeed-cad plan` that foresees training steps: lengths and options become a table and pictures.
+
+In: the parsed arguments of `plan.py`. Out: settings and steps; lines of text; pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from deepspeed_cad.cli.packing import layouts
+from deepspeed_cad.cost import CostModel
+from deepspeed_cad.errors import CADConfigError, CADDataError
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.outlook import ModelShape
+from deepspeed_cad.planner.question import hosts_of_nodes
+from deepspeed_cad.simulator import Cluster, Machine, Setting, seat_shape
+from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, what_would_fit
+from deepspeed_cad.simulator.setting import check_split
+
+HOST = 8
+"""GPUs of a host where nothing is said and there are more."""
+SWEEP_STEPS = 4
+"""Steps at every point of a curve."""
+QUIET = 2.0
+"""Seconds between two lines about progress."""
+PAGE = "docs/is-it-for-me.md"
+
+Lengths = list[int]
+
+
+def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
+    """The setting that the options describe; raises CADConfigError that names the option."""
+    check_split(model, args.ranks, args.tensor, args.pipeline)
+    machine = Machine.load(args.machine)
+    speeds = [_speed(args.link_inside, "inside"), _speed(args.link_between, "between")]
+    machine = machine.with_links(*speeds)
+    if args.memory is not None:
+        if not 0 < args.memory < float("inf"):
+            raise CADConfigError(f"--memory is {args.memory}; expected GiB above 0")
+        machine = replace(machine, memory=args.memory * 2**30)
+    return Setting(
+        model=model,
+        cluster=make_cluster(args.ranks_per_node, args.ranks, machine),
+        cost=_cost(args.cost, machine, model, args.tensor),
+        tensor=args.tensor,
+        pipeline=args.pipeline,
+        sharding="zero1" if args.pipeline > 1 else args.sharding,
+        checkpointing=not args.no_checkpointing,
+        recompute_attention=args.recompute_attention,
+        tolerance=args.tolerance,
+    )
+
+
+def make_cluster(given: str | None, ranks: int, machine: Machine) -> Cluster:
+    """Hosts as --ranks-per-node says: so many GPUs each, or a list of them."""
+    if given is None:
+        return Cluster(ranks, min(ranks, HOST), machine)
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise CADConfigError(f"--ranks-per-node is {given!r}; expected a number of GPUs, or a list such as 8,8,4")
+    sizes = tuple(map(int, parts))
+    if len(sizes) == 1:
+        return Cluster(ranks, min(ranks, sizes[0]), machine)
+    hosts_of_nodes(list(sizes), ranks)
+    return Cluster(ranks, min(sizes), machine, sizes)
+
+
+def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
+    """Modes to foresee, and how many servers to reserve (None: what is best)."""
+    names = list(MODES) if args.modes is None else [name.strip() for name in args.modes.split(",")]
+    unknown = [name for name in names if name not in MODES]
+    if unknown:
+        raise CADConfigError(f"--modes: there is no mode {unknown[0]!r}; there are {', '.join(MODES)}")
+    if args.reserve == "none":
+        return [name for name in names if name != "cad reserved"], None
+    if args.reserve == "auto":
+        return names, None
+    if not args.reserve.isdigit():
+        raise CADConfigError(f'--reserve is {args.reserve!r}; expected "auto", "none" or a number of GPUs')
+    return names, int(args.reserve)
+
+
+def make_steps(
+    lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int
+) -> list[list[Layout]]:
+    """Steps of some micro-batches each, every row packed; the last, partial step is left out."""
+    packed = iter(layouts(lengths, setting.seats, context, packing))
+    steps: list[list[Layout]] = []
+    while len(steps) < most:
+        step = list(islice(packed, micro_batches))
+        if len(step) < micro_batches:
+            break
+        steps.append(step)
+    return steps
+
+
+class Progress:
+    """A line on stderr now and then, for work that takes long."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._last = say, time.monotonic()
+
+    def __call__(self, mode: str, done: int, steps: int) -> None:
+        """A step of a mode is done."""
+        self.tell(f"{MODES.get(mode, mode)}: step {done} of {steps}")
+
+    def tell(self, text: str) -> None:
+        """Say it unless something was said a moment ago."""
+        if time.monotonic() - self._last > QUIET:
+            self._last = time.monotonic()
+            self._say(f"… {text}")
+
+
+def table(comparison: Comparison) -> list[str]:
+    """Lines: what every mode would do, why modes are left out, what does not fit."""
+    plain, other = comparison.of("plain"), comparison.best_other
+    width = max([len(label(one)) for one in comparison.found] + [20]) + 2
+    lines = [
+        f"{'':{width}}{'tokens/s':>9}{'':>9}{'÷ best':>8}{'idle':>7}{'GB moved, a GPU':>18}{'peak':>8}{'exposed':>9}",
+        f"{'':{width}}{'/GPU':>9}{'÷ plain':>9}{'other':>8}{'%':>7}{'inside':>9}{'between':>9}{'GiB':>8}{'exch. %':>9}",
+    ]
+    for one in comparison.found:
+        speed = one.tokens_per_second
+        by_plain = f"{speed / plain.tokens_per_second:.2f}" if plain else ""
+        by_other = f"{speed / other.tokens_per_second:.2f}" if other else ""
+        exposed = one.seconds.exchange / one.seconds.total
+        lines.append(
+            f"{label(one):{width}}{speed:>9,.0f}{by_plain:>9}{by_other:>8}{100 * one.idle:>7.1f}"
+            f"{one.inside / 1e9:>9.2f}{one.between / 1e9:>9.2f}{one.peak / 2**30:>8.1f}{100 * exposed:>9.2f}"
+        )
+    if not all(one.measured for one in comparison.found):
+        lines.append("* described, not measured yet: its prediction was compared with no run")
+    lines += [f"{MODES[mode]}: left out, {reason}" for mode, reason in comparison.left_out.items()]
+    lines += [
+        f"{label(one)} does not fit: {one.peak / 2**30:.0f} GiB of {one.capacity / 2**30:.0f}; it would fit "
+        f"with {what_would_fit(one)}"
+        for one in comparison.found
+        if not one.fits
+    ]
+    return [*lines, "", recommend(comparison), f"Three questions and a chart for each: {PAGE}"]
+
+
+def draw(
+    comparison: Comparison,
+    setting: Setting,
+    lengths: Lengths,
+    args: argparse.Namespace,
+    names: Sequence[str],
+    progress: Progress,
+) -> list[str]:
+    """Write four pictures into the folder --pictures; returns their names."""
+    from deepspeed_cad.simulator.picture import draw_curve, draw_step
+    from deepspeed_cad.simulator.sweep import around, sweep
+
+    folder = Path(args.pictures)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CADConfigError(f"--pictures: {folder} cannot be made: {error.strerror}") from error
+
+    def at(ranks: int, context: int, servers: int | None, modes: Sequence[str]) -> Comparison:
+        # Of hosts that differ, the smallest stands for all.
+        size = setting.cluster.per_host if args.ranks_per_node else HOST
+        cluster = Cluster(ranks, min(ranks, size), setting.machine)
+        other = replace(setting, cluster=cluster)
+        need = other.seats * context * args.micro_batches * (SWEEP_STEPS + 1)
+        # Where the data ends it begins again: the curve is about its lengths.
+        data = lengths * (1 + need // sum(lengths))
+        steps = make_steps(data, other, context, args.packing, args.micro_batches, SWEEP_STEPS)
+        if not steps:
+            raise CADDataError(f"no step of {ranks} ranks with {context} tokens")
+        return compare(other, steps, modes, servers)
+
+    unit = setting.tensor * setting.pipeline
+    ranks = around(args.ranks, 2 * unit, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))
+    contexts = around(args.context, 1024, (1 / 4, 1 / 2, 1, 2, 4))
+    draw_step(comparison, str(folder / "step.png"))
+    over_ranks = sweep("GPUs", ranks, lambda one: at(one, args.context, None, names), names, progress.tell)
+    draw_curve(over_ranks, str(folder / "ranks.png"))
+    over_context = sweep(
+        "tokens a GPU packs", contexts, lambda one: at(args.ranks, one, None, names), names, progress.tell
+    )
+    draw_curve(over_context, str(folder / "context.png"))
+    written = ["step.png", "ranks.png", "context.png"]
+    if setting.pipeline == 1 and setting.seats > 1:
+        counts = sorted({max(1, setting.seats * share // 16) for share in (1, 2, 3, 4, 6, 8)} - {setting.seats})
+        both = ["cad reserved", "cad"]
+        reserved = sweep(
+            "reserved servers", counts, lambda one: at(args.ranks, args.context, one, both), both, progress.tell
+        )
+        draw_curve(reserved, str(folder / "reserved.png"))
+        written.append("reserved.png")
+    return [str(folder / name) for name in written]
+
+
+def _speed(given: float | None, where: str) -> float | None:
+    """Bytes a second of an option in GB/s."""
+    if given is None:
+        return None
+    if not 0 < given < float("inf"):
+        raise CADConfigError(f"--link-{where} is {given}; expected GB/s above 0")
+    return given * 1e9
+
+
+def _cost(given: str, machine: Machine, model: ModelShape, tensor: int) -> CostModel:
+    """The attention cost of one head group: of the profile that is given, or the machine's own."""
+    from deepspeed_cad.planner.question import read_cost
+    from deepspeed_cad.profiles.choice import SHIPPED  # brings torch
+
+    path = str(SHIPPED / machine.profile) if given == "pairs" else given
+    cost = read_cost(path, seat_shape(model, tensor))
+    if cost.unit != "seconds":
+        raise CADConfigError(f"--cost: {given} counts {cost.unit}; steps are foreseen from a profile in seconds")
+    return cost

@@ -1,0 +1,69 @@
+"""Token lengths where the data is lengths already: a JSON list of numbers, one number a line, or a named distribution.
+
+In: what was given as input. Out: lengths, or None where it is something else, which `lengths.py` reads as a data set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.simulator.lengths import NAMED
+
+NUMBERS = re.compile(r"[\s\[\],\d.eE+-]*\d[\s\[\],\d.eE+-]*")
+"""What a file of lengths consists of."""
+BEGIN = 4096
+"""Bytes that are looked at to tell such a file from text."""
+
+
+def draw_named(places: Sequence[str], tokens: int) -> list[int] | None:
+    """Lengths of a distribution that ships with the project, at least so many tokens; None where none is named."""
+    if len(places) != 1 or places[0] not in NAMED or Path(places[0]).exists():
+        return None
+    return NAMED[places[0]].draw(tokens)
+
+
+def read_numbers(places: Sequence[str], limit: int) -> list[int] | None:
+    """The first `limit` lengths of files of numbers; None where the first file is something else.
+
+    Raises CADDataError that names file and line for what is no length.
+    """
+    found: list[int] = []
+    for place in places:
+        path = Path(place)
+        if not path.is_file() or not _is_numbers(path):
+            return None
+        found += _parse(path)
+    if not found:
+        return None
+    return found[:limit]
+
+
+def _is_numbers(path: Path) -> bool:
+    with path.open("rb") as file:
+        begin = file.read(BEGIN)
+    try:
+        return NUMBERS.fullmatch(begin.decode("ascii")) is not None
+    except UnicodeDecodeError:
+        return False
+
+
+def _parse(path: Path) -> list[int]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if text.lstrip().startswith("["):
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise CADDataError(f"{path} is not a JSON list of lengths: {error}") from error
+        where = [f"entry {number}" for number in range(len(values))]
+    else:
+        lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        where = [f"line {number}" for number, _ in lines]
+        values = [int(line) if line.isdigit() else line for _, line in lines]
+    for place, value in zip(where, values, strict=True):
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise CADDataError(f"{path}, {place}: {value!r}; expected the tokens of a document, a whole number above 0")
+    return list(values)

@@ -1,0 +1,51 @@
+"""What every rank of a group does when it opens its transport: one function, because all its steps are collective.
+
+In: the group, what was asked for, and a way to gather numbers. Out: the transport, the host of every rank, and links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from deepspeed_cad.exchange.group import Group, rank_of
+from deepspeed_cad.exchange.links import Links, measure_links
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
+from deepspeed_cad.exchange.transport import Transport
+
+DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
+"""Where plans must not depend on times, figures for links do not either."""
+
+
+def open_transport(
+    name: str,
+    group: Group,
+    device: torch.device,
+    agree: Callable[[int], list[int]],
+    liveness: Liveness | None,
+    timeout_s: float,
+    given: Mapping[str, float] | None,
+) -> tuple[Transport, list[int], Links]:
+    """Open the transport of a group. Collective.
+
+    Args:
+        name: "auto" or the name of a transport.
+        group: all ranks that exchange.
+        device: where they compute.
+        agree: gives one number of every rank.
+        liveness: the error board.
+        timeout_s: seconds to wait for a rank.
+        given: speeds of links in GB/s, "inside" and "between"; None: they are measured.
+    """
+    rank = rank_of(group)
+    hosts = gather_hosts(agree)
+    transport = choose_transport(
+        name, group, device, agree=agree, liveness=liveness, timeout_s=timeout_s, host=hosts[rank]
+    )
+    if given is not None:
+        return transport, hosts, Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
+    if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
+        return transport, hosts, Links(None, None, DETERMINISTIC)
+    return transport, hosts, measure_links(transport, device, rank, hosts, agree)

@@ -1,0 +1,245 @@
+"""All modes beside each other on the same documents, and which one to take.
+
+In: a setting and steps (layouts of their micro-batches). Out: `Comparison`: what each mode would do, why a mode is left
+out, and one sentence. Where a mode has a degree (ranks that share a row, servers) the first step chooses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.simulator import modes, modes_cad
+from deepspeed_cad.simulator.attention import document_lengths, of_documents
+from deepspeed_cad.simulator.setting import Setting
+from deepspeed_cad.simulator.step import Foreseen, mean
+
+MODES = {
+    "plain": "plain",
+    "ulysses": "Ulysses",
+    "gathered": "all-gather CP",
+    "packed": "packing by length, ideal",
+    "cad": "CAD in place",
+    "cad reserved": "CAD, reserved servers",
+}
+"""All modes by name, with what tables call them; in the order in which they are shown."""
+
+NEAR = 1.02
+"""Times faster. A simpler mode that is as near to the fastest is recommended: predictions are off by as much."""
+
+THREADS = 2
+"""Steps that are foreseen at a time: most of the work is the planner's, which runs beside other threads."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with a mode and how many of how many of its steps are done."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What every mode would do."""
+
+    found: tuple[Foreseen, ...]
+    left_out: dict[str, str]
+    """By mode: why it cannot run here."""
+
+    def of(self, mode: str) -> Foreseen | None:
+        """A mode, where it was foreseen."""
+        return next((one for one in self.found if one.mode == mode), None)
+
+    @property
+    def best_other(self) -> Foreseen | None:
+        """The fastest of the modes without CAD that fit; the ideal packing is among them."""
+        return _fastest([one for one in self.found if not one.mode.startswith("cad") and one.fits])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers, with the recommendation."""
+        return {
+            "modes": [one.to_json() for one in self.found],
+            "left_out": self.left_out,
+            "recommendation": recommend(self),
+        }
+
+
+def label(found: Foreseen) -> str:
+    """What tables call a mode with its degree; a star where no run was measured."""
+    name = MODES.get(found.mode, found.mode)
+    if found.mode == "cad reserved":
+        name = f"CAD, {found.degree} reserved"
+    elif found.degree > 1:
+        name += f" ×{found.degree}"
+    if found.variant:
+        name += f", {found.variant}"
+    return name + ("" if found.measured else " *")
+
+
+def compare(
+    setting: Setting,
+    steps: Sequence[modes.Step],
+    wanted: Sequence[str] = tuple(MODES),
+    servers: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Foresee all steps in all modes that are wanted. `servers`: how many are reserved; None: what is best.
+
+    Raises CADConfigError where there is no step.
+    """
+    if not steps or not steps[0]:
+        raise CADConfigError("there is no step to foresee")
+    found: list[Foreseen] = []
+    left_out: dict[str, str] = {}
+    for mode in wanted:
+        choices = _choices(setting, steps[0], mode, servers)
+        if isinstance(choices, str):
+            left_out[mode] = choices
+            continue
+        run, first = _choose(choices, steps[0])
+        done = [first]
+        tell = progress or _silent
+        tell(mode, 1, len(steps))
+        with ThreadPoolExecutor(THREADS) as threads:
+            for one in threads.map(run, steps[1:]):
+                done.append(one)
+                tell(mode, len(done), len(steps))
+        found.append(mean(done))
+    return Comparison(tuple(found), left_out)
+
+
+def recommend(comparison: Comparison) -> str:
+    """One sentence: what to take and why."""
+    real = [one for one in comparison.found if one.mode != "packed"]
+    fitting = [one for one in real if one.fits]
+    if not fitting:
+        least = min(real, key=lambda one: one.peak)
+        return (
+            f"Nothing fits: {label(least)} needs least, {least.peak / 2**30:.0f} GiB a GPU of "
+            f"{least.capacity / 2**30:.0f}; it would fit with {what_would_fit(least)}."
+        )
+    # Reserved servers were never measured: they are named beside what to take, and taken where nothing else is asked.
+    tried = [one for one in fitting if one.mode != "cad reserved"] or fitting
+    best = tried[0]
+    for one in tried[1:]:
+        # From the simplest to the least simple: whoever comes later must be clearly faster.
+        if one.tokens_per_second > best.tokens_per_second * NEAR:
+            best = one
+    # Of CAD beside another mode the reason speaks.
+    others = [one for one in fitting if one.mode != best.mode and not one.mode.startswith("cad")]
+    ratios = " and ".join(
+        f"{best.tokens_per_second / one.tokens_per_second:.2f} times {label(one)}" for one in others[:2]
+    )
+    sentence = f"Take {label(best)}{': ' + ratios if ratios else ''}; {_reason(comparison, best)}."
+    ahead = [one for one in fitting if one not in tried and one.tokens_per_second > best.tokens_per_second * NEAR]
+    for one in ahead:
+        sentence += f" {label(one)} would be {one.tokens_per_second / best.tokens_per_second:.2f} times as fast."
+    return sentence
+
+
+def what_would_fit(found: Foreseen) -> str:
+    """Words for what would bring a mode into memory."""
+    room = found.capacity - found.state
+    if room <= 0:
+        return "more GPUs that share the weights, or more tensor parallelism"
+    share = room / (found.peak - found.state)
+    return f"rows of at most {share:.0%} of these tokens, or tensor parallelism"
+
+
+def _reason(comparison: Comparison, best: Foreseen) -> str:
+    plain, cad = comparison.of("plain"), comparison.of("cad")
+    if best.mode.startswith("cad"):
+        if plain is None or not plain.fits:
+            return f"its GPUs idle {best.idle:.0%} of a step"
+        waits = plain.seconds.waiting / plain.seconds.total
+        if waits < 0.02:
+            return "documents are nearly even, and what is gained is that the recompute does not repeat attention"
+        return (
+            f"in a plain step GPUs wait {waits:.0%} of the time for the one with most attention, here they idle "
+            f"{best.idle:.0%}, of which exchanges {best.seconds.exchange / best.seconds.total:.1%}"
+        )
+    if cad is None:
+        return f"its GPUs idle {best.idle:.0%} of a step"
+    if not cad.fits:
+        return (
+            f"CAD in place needs {cad.peak / 2**30:.0f} GiB a GPU of {cad.capacity / 2**30:.0f}: "
+            f"it would fit with {what_would_fit(cad)}"
+        )
+    exposed = cad.seconds.exchange / cad.seconds.total
+    if exposed > 0.1:
+        return f"CAD in place would spend {exposed:.0%} of a step on exchanges that nothing hides"
+    share = best.seconds.attention / best.seconds.total
+    gain = cad.tokens_per_second / best.tokens_per_second
+    return f"CAD in place would be {gain:.2f} times as fast, as attention is {share:.0%} of the step"
+
+
+Run = Callable[[modes.Step], Foreseen]
+
+
+def _choices(setting: Setting, step: modes.Step, mode: str, servers: int | None) -> list[Run] | str:
+    """Ways to run a mode, or why it cannot run."""
+    if mode == "plain":
+        return [partial(modes.plain, setting)]
+    if mode == "cad":
+        runs: list[Run] = [partial(modes_cad.in_place, setting)]
+        if setting.checkpointing and not setting.recompute_attention:
+            # Slower, and what is kept over the recompute may be what does not fit.
+            runs.append(partial(_recomputing, setting))
+        return runs
+    if mode == "ulysses":
+        degrees = modes.ulysses_degrees(setting)
+        if not degrees:
+            return f"{setting.shape.query_heads} query heads and {setting.seats} seats have no common divisor"
+        return [partial(modes.ulysses, setting, degree=degree) for degree in degrees]
+    if mode == "gathered":
+        degrees = modes.gathered_degrees(setting)
+        if not degrees:
+            return f"{setting.seats} seats cannot be divided by 2"
+        return [partial(modes.gathered, setting, degree=degree) for degree in degrees]
+    if mode == "packed":
+        longest = max(int(document_lengths(layout).max(initial=1)) for layout in step)
+        degrees = modes.packed_degrees(setting, longest, int(step[0].tokens.max()))
+        return [partial(modes.packed, setting, degree=degree) for degree in degrees]
+    if mode == "cad reserved":
+        if setting.pipeline > 1:
+            return "reserved servers together with pipeline stages are not foreseen"
+        if setting.seats < 2:
+            return "one seat cannot be split into trainers and servers"
+        if servers is None:
+            even = _even(setting, step[0])
+            # Where rows are not equally full the fullest trainer sets the pace, and fewer servers are enough.
+            counts = sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
+            return [partial(modes_cad.reserved, setting, servers=count) for count in counts]
+        if not 0 < servers < setting.seats:
+            return f"{servers} servers of {setting.seats} seats leave no server or no trainer"
+        return [partial(modes_cad.reserved, setting, servers=servers)]
+    raise CADConfigError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
+
+
+def _recomputing(setting: Setting, step: modes.Step) -> Foreseen:
+    found = modes_cad.in_place(replace(setting, recompute_attention=True), step)
+    return replace(found, variant="recompute_attention")
+
+
+def _even(setting: Setting, layout: Layout) -> int:
+    each = float(of_documents(layout, setting.cost).total.mean())
+    attention = each * setting.shape.groups * setting.layers * setting.machine.in_training
+    return modes_cad.even_servers(setting, float(layout.tokens.mean()), attention)
+
+
+def _choose(choices: list[Run], step: modes.Step) -> tuple[Run, Foreseen]:
+    """The fastest that fits, else the one that needs least memory."""
+    tried = [(run, run(step)) for run in choices]
+    fitting = [pair for pair in tried if pair[1].fits]
+    if fitting:
+        return max(fitting, key=lambda pair: pair[1].tokens_per_second)
+    return min(tried, key=lambda pair: pair[1].peak)
+
+
+def _silent(mode: str, done: int, steps: int) -> None:
+    """No progress."""
+
+
+def _fastest(found: list[Foreseen]) -> Foreseen | None:
+    return max(found, key=lambda one: one.tokens_per_second, default=None)

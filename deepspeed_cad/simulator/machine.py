@@ -1,0 +1,86 @@
+"""A machine: what one GPU and its links reach in training, each figure with where it comes from.
+
+In: a JSON file of machines/, by name, or one of your own. Out: `Machine`. Attention is not in it: that is a
+`CostModel`, made from a profile (`deepspeed-cad profile`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed_cad.errors import CADConfigError
+
+SHIPPED = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one GPU; bytes per second are per GPU, with all GPUs busy."""
+
+    name: str
+    profile: str
+    """File of deepspeed_cad/profiles with the attention of this machine."""
+    matrix_flops: float
+    """Floating-point operations a second of the matrix products of a decoder layer, in training."""
+    memory_rate: float
+    """Bytes a second of elementwise kernels, read and written."""
+    memory: float
+    """Bytes that a process can allocate."""
+    in_training: float
+    """Attention seconds in training over those that the profile predicts."""
+    copies: float
+    """Bytes a second that a rank gets from ranks of its host by peer copies: CAD's exchanges."""
+    all_to_all: float
+    """Bytes a second that leave a rank in an all-to-all inside a host, packing included: Ulysses' exchanges."""
+    collective: float
+    """Bytes a second of all-gather and reduce-scatter inside a host."""
+    between: float
+    """Bytes a second that a rank gets from other hosts."""
+    latency: float
+    """Seconds of an exchange of nothing."""
+    sources: Mapping[str, str]
+    """By field: where it was measured, or that it is assumed."""
+
+    def with_links(self, inside: float | None, between: float | None) -> Machine:
+        """The same GPUs on other links, bytes a second; None: as measured.
+
+        `inside` is what peer copies reach. Collectives keep the share of it that they have on this machine.
+        """
+        factor = 1.0 if inside is None else inside / self.copies
+        return dataclasses.replace(
+            self,
+            copies=self.copies * factor,
+            all_to_all=self.all_to_all * factor,
+            collective=self.collective * factor,
+            between=self.between if between is None else between,
+        )
+
+    @staticmethod
+    def load(name: str) -> Machine:
+        """By the name of a file in machines/ without its ending, or by path; raises CADConfigError."""
+        path = Path(name)
+        if not path.suffix:
+            path = SHIPPED / f"{name}.json"
+            if not path.is_file():
+                names = ", ".join(sorted(one.stem for one in SHIPPED.glob("*.json")))
+                raise CADConfigError(f"--machine: there is no machine {name!r}; there are {names}, or give a JSON file")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CADConfigError(f"--machine: {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise CADConfigError(f"--machine: {path} is not JSON: {error}") from error
+        fields = {field.name for field in dataclasses.fields(Machine)}
+        if not isinstance(content, dict) or set(content) != fields:
+            found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+            raise CADConfigError(f"--machine: {path} holds {found}; expected the keys {', '.join(sorted(fields))}")
+        for key in sorted(fields - {"name", "profile", "sources"}):
+            value = content[key]
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise CADConfigError(f"--machine: {path} has {key} {value!r}; expected a number above 0")
+        return Machine(**content)

@@ -1,0 +1,93 @@
+"""Pictures of what is foreseen, drawn with matplotlib: curves of throughput, and one step of all modes as a timeline.
+
+In: a `Curve` or a `Comparison`, and where to write. Out: a PNG, SVG or PDF file, by its ending.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.simulator.compare import MODES, Comparison, label
+from deepspeed_cad.simulator.sweep import Curve
+
+COLOURS = {
+    "plain": "#6b7482",
+    "ulysses": "#e09b22",
+    "gathered": "#9b5bd6",
+    "packed": "#0f9d8a",
+    "cad": "#2f6fde",
+    "cad reserved": "#7fb2ff",
+}
+PARTS = {
+    "linear": "#cfd5de",
+    "attention": "#2f6fde",
+    "optimizer": "#9aa0ab",
+    "exchange": "#e09b22",
+    "collectives": "#9b5bd6",
+    "waiting": "#f3d6d6",
+}
+
+
+def draw_curve(curve: Curve, path: str) -> None:
+    """Tokens per second and GPU of every mode."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for mode, row in curve.by_mode.items():
+        points = [(value, one) for value, one in zip(curve.values, row, strict=True) if one is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o-", color=COLOURS[mode], label=MODES[mode])
+    axis.set(xlabel=curve.over, ylabel="tokens/s/GPU")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    if len(curve.values) > 1 and curve.values[0] > 0 and curve.values[-1] >= 4 * curve.values[0]:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(curve.values, [_short(value) for value in curve.values])
+    if axis.lines:
+        axis.legend(frameon=False)
+    _save(figure, pyplot, path)
+
+
+def draw_step(comparison: Comparison, path: str) -> None:
+    """Where the seconds of one step go on the mean rank, one bar for each mode."""
+    pyplot = _pyplot()
+    found = comparison.found
+    figure, axis = pyplot.subplots(figsize=(9, 0.6 * len(found) + 1.4), layout="constrained")
+    for row, one in enumerate(found):
+        left = 0.0
+        for part, colour in PARTS.items():
+            seconds = getattr(one.seconds, part)
+            axis.barh(row, seconds, left=left, color=colour, label=part if row == 0 else None, edgecolor="white")
+            left += seconds
+        axis.text(left, row, f"  {one.tokens_per_second:,.0f} tokens/s/GPU", va="center", fontsize=9)
+    axis.set_yticks(range(len(found)), [label(one) for one in found])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.25 * max(one.seconds.total for one in found))
+    axis.set(xlabel="seconds of a step, mean rank")
+    axis.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.5, 1.16), fontsize=9)
+    _save(figure, pyplot, path)
+
+
+def _short(value: int) -> str:
+    return f"{value // 1024}K" if value >= 4096 and value % 1024 == 0 else str(value)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        matplotlib.rcParams["svg.hashsalt"] = "cad"
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise CADError("a picture needs matplotlib: pip install matplotlib") from error
+    return pyplot
+
+
+def _save(figure: Any, pyplot: Any, path: str) -> None:
+    try:
+        options = {"metadata": {"Date": None}} if path.endswith(".svg") else {}
+        figure.savefig(path, dpi=110, **options)
+    except (OSError, ValueError) as error:
+        raise CADError(f"the picture {path} cannot be written: {error}") from error
+    pyplot.close(figure)

@@ -1,0 +1,154 @@
+"""From seconds of micro-batches to a step: who waits for whom, and what collectives add.
+
+In: for every micro-batch and group of seats, seconds of attention and of its exchange. Out: `Foreseen`.
+
+Where ranks meet decides what they wait for. ZeRO-1 meets at the end of a step, so that micro-batches of one rank make
+up for each other; ZeRO-2, ZeRO-3 and FSDP meet in every micro-batch; pipeline stages meet at every hand-over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_cad.simulator.attention import Both, Floats
+from deepspeed_cad.simulator.memory import state_bytes
+from deepspeed_cad.simulator.pipeline import one_forward_one_backward
+from deepspeed_cad.simulator.setting import Setting
+from deepspeed_cad.simulator.step import Foreseen, Seconds
+from deepspeed_cad.simulator.work import optimizer_seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What groups of seats train in a step, one micro-batch after the other; arrays are [micro-batches, groups]."""
+
+    tokens: Floats
+    """Of a micro-batch at one seat."""
+    attention: Both
+    """Seconds at a seat of one stage, as often as layers run it."""
+    exchange: Both
+    """Seconds of exchanges that nothing hides."""
+
+
+def linear_seconds(setting: Setting, tokens: Floats) -> Both:
+    """Of one stage: layers, recompute where layers are checkpointed, and its share of head and loss."""
+    work, layers = setting.work, setting.layers
+    forward = layers * tokens * work.forward
+    backward = layers * tokens * work.backward + tokens * work.loss / setting.pipeline
+    return Both(forward, backward).repeated(setting.checkpointing)
+
+
+def tensor_seconds(setting: Setting, tokens: Floats) -> Both:
+    """What tensor parallelism gathers and scatters of the activations of one stage: twice each way around a layer."""
+    if setting.tensor == 1:
+        return Both(0.0 * tokens, 0.0 * tokens)
+    each = setting.cluster.gather(2.0 * setting.model.hidden, setting.tensor) - setting.machine.latency
+    once = setting.layers * 4.0 * (tokens * each + setting.machine.latency)
+    return Both(once, once).repeated(setting.checkpointing)
+
+
+def weight_seconds(setting: Setting, passes: int, layer: Both) -> float:
+    """What gathering weights and scattering gradients adds to a step in which `passes` micro-batches run.
+
+    `layer`: seconds of one layer's forward and backward, behind which the next layer's weights are fetched.
+    """
+    cluster, tensor, seats = setting.cluster, setting.tensor, setting.seats
+    whole = cluster.gather(2.0 * setting.stage_parameters, seats, tensor)
+    if setting.sharding == "zero1":
+        return 2.0 * whole
+    forward, backward = float(np.mean(layer.forward)), float(np.mean(layer.backward))
+    if setting.sharding == "zero2":
+        return passes * max(0.0, whole - setting.layers * backward) + whole
+    weights = cluster.gather(2.0 * setting.model.layer_parameters / tensor, seats, tensor)
+    # FSDP reduces gradients in fp32, DeepSpeed in bf16.
+    gradients = weights * (2.0 if setting.sharding == "fsdp" else 1.0)
+    late = max(0.0, weights - forward) + max(0.0, weights + gradients - backward)
+    return passes * (setting.layers * late + weights + gradients)
+
+
+def finish(
+    setting: Setting,
+    mode: str,
+    rows: Rows,
+    moved: tuple[float, float],
+    peak: float,
+    degree: int = 1,
+    measured: bool = True,
+) -> Foreseen:
+    """The step that these micro-batches make. `moved`: bytes of a rank inside its host and to others."""
+    linear, tensor = linear_seconds(setting, rows.tokens), tensor_seconds(setting, rows.tokens)
+    each = linear + tensor + rows.attention + rows.exchange
+    if setting.pipeline > 1:
+        hop = setting.cluster.gather(2.0 * setting.model.hidden * float(rows.tokens.max()) / setting.tensor, 2, 10**9)
+        ran = float(one_forward_one_backward(each.forward, each.backward, setting.pipeline).max())
+        ran += 2.0 * (setting.pipeline - 1) * hop
+    elif setting.sharding == "zero1":
+        ran = float(each.total.sum(0).max())
+    else:
+        ran = float(each.total.max(1).sum())
+    return compose(
+        setting,
+        mode,
+        ran,
+        Seconds(
+            linear=float(linear.total.sum(0).mean()),
+            attention=float(rows.attention.total.sum(0).mean()),
+            exchange=float(rows.exchange.total.sum(0).mean()),
+            collectives=float(tensor.total.sum(0).mean()),
+        ),
+        passes=len(rows.tokens),
+        tokens=float(rows.tokens.sum()) * setting.seats / rows.tokens.shape[1],
+        moved=moved,
+        peak=peak,
+        degree=degree,
+        measured=measured,
+    )
+
+
+def compose(
+    setting: Setting,
+    mode: str,
+    ran: float,
+    mean: Seconds,
+    *,
+    passes: int,
+    tokens: float,
+    moved: tuple[float, float],
+    peak: float,
+    degree: int = 1,
+    measured: bool = True,
+) -> Foreseen:
+    """A step of micro-batches that took `ran` seconds, of which the mean rank worked as `mean` says."""
+    layer = Both(
+        np.array([(mean.linear / 4 + mean.attention / 4) / passes / setting.layers]),
+        np.array([(mean.linear + mean.attention) * 0.75 / passes / setting.layers]),
+    )
+    weights = weight_seconds(setting, passes, layer)
+    optimizer = (
+        optimizer_seconds(setting.machine, setting.stage_parameters, setting.seats) if setting.optimizer else 0.0
+    )
+    if not setting.optimizer and setting.sharding == "zero1":
+        weights = 0.0
+    seconds = Seconds(
+        linear=mean.linear,
+        attention=mean.attention,
+        exchange=mean.exchange,
+        collectives=mean.collectives + weights,
+        optimizer=optimizer,
+        waiting=max(0.0, ran - mean.linear - mean.attention - mean.exchange - mean.collectives),
+    )
+    return Foreseen(
+        mode=mode,
+        seconds=seconds,
+        tokens=tokens,
+        ranks=setting.cluster.ranks,
+        inside=moved[0],
+        between=moved[1],
+        peak=peak,
+        state=state_bytes(setting, setting.seats),
+        capacity=setting.machine.memory,
+        degree=degree,
+        measured=measured,
+    )

@@ -1,0 +1,133 @@
+"""What is simulated: a model on a cluster, how the ranks are split, and how it is trained.
+
+Seats: of `ranks` GPUs, `tensor` together hold one part of a layer's weights and `pipeline` hold the layers one after
+the other; what is left are the seats, `ranks ÷ tensor ÷ pipeline`, each with a row of tokens of its own. Data and
+context parallelism are both among seats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from deepspeed_cad.cost import CostModel
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.constants import TRAVELS
+from deepspeed_cad.planner.outlook import ModelShape
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.simulator.cluster import Cluster
+from deepspeed_cad.simulator.machine import Machine
+from deepspeed_cad.simulator.work import Work, work_per_token
+
+Sharding = Literal["zero1", "zero2", "zero3", "fsdp"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything but the documents and the mode."""
+
+    model: ModelShape
+    cluster: Cluster
+    cost: CostModel
+    """Attention of one head group, in seconds: `Profile.cost_for(seat_shape(model, tensor))`."""
+    tensor: int = 1
+    pipeline: int = 1
+    sharding: Sharding = "zero1"
+    checkpointing: bool = True
+    """Whether layers are recomputed in backward."""
+    recompute_attention: bool = False
+    """Whether CAD repeats attention and its exchange in the recompute, as other modes do."""
+    overlap: Literal["local_first", "pingpong"] = "local_first"
+    """What hides CAD's exchange in place: a rank's own attention, or linear layers of the other part as well. What
+    alternating costs is not in it."""
+    believed: CostModel | None = None
+    """What the planner takes for the cost; None: `cost`. For planners that count pairs alone."""
+    tolerance: float = 0.05
+    optimizer: bool = True
+    """Whether a step ends with the optimizer."""
+
+    def __post_init__(self) -> None:
+        """Raise CADConfigError for what cannot be; put the links' speeds into the cost, which plans heed."""
+        check_split(self.model, self.cluster.ranks, self.tensor, self.pipeline)
+        if self.sharding not in get_args(Sharding):
+            raise CADConfigError(f"sharding is {self.sharding!r}; expected one of {', '.join(get_args(Sharding))}")
+        if self.pipeline > 1 and self.sharding != "zero1":
+            raise CADConfigError(
+                f"sharding is {self.sharding!r} with {self.pipeline} pipeline stages; expected zero1, as pipelines need"
+            )
+        if self.cost.unit != "seconds":
+            raise CADConfigError(f"the cost {self.cost.name!r} is in {self.cost.unit}; expected a profile in seconds")
+
+        inside, between = TRAVELS / self.machine.copies, TRAVELS / self.machine.between
+        object.__setattr__(self, "cost", replace(self.cost, byte_inside=inside, byte_between=between))
+
+    @property
+    def machine(self) -> Machine:
+        """GPU and links."""
+        return self.cluster.machine
+
+    @property
+    def seats(self) -> int:
+        """Parts of a micro-batch that are trained side by side."""
+        return self.cluster.ranks // (self.tensor * self.pipeline)
+
+    @property
+    def layers(self) -> int:
+        """Layers of one pipeline stage."""
+        return self.model.layers // self.pipeline
+
+    @property
+    def shape(self) -> HeadShape:
+        """Heads of a layer at one seat: tensor parallelism splits them."""
+        return seat_shape(self.model, self.tensor)
+
+    @property
+    def work(self) -> Work:
+        """Seconds per token outside attention."""
+        return work_per_token(self.model, self.machine, self.tensor)
+
+    @property
+    def hosts(self) -> Ints | None:
+        """Number of each seat's host; None where all share one."""
+        return self._hosts(self.seats)
+
+    @property
+    def all_hosts(self) -> Ints | None:
+        """The same for the seats of all pipeline stages, one stage behind the other."""
+        return self._hosts(self.seats * self.pipeline)
+
+    def _hosts(self, count: int) -> Ints | None:
+        hosts = self.cluster.hosts[:: self.tensor][:count]
+        return hosts if (hosts != hosts[0]).any() else None
+
+    @property
+    def stage_parameters(self) -> float:
+        """Weights that one rank computes with: its layers, and embedding or head of the first and last stage."""
+        ends = 2 if self.pipeline == 1 else 1
+        own = self.layers * self.model.layer_parameters + ends * self.model.hidden * self.model.vocabulary
+        return own / self.tensor
+
+
+def seat_shape(model: ModelShape, tensor: int) -> HeadShape:
+    """Heads of a layer on one rank of a tensor-parallel group; KV heads are repeated where they are fewer."""
+    groups = max(1, model.kv_heads // tensor)
+    return HeadShape(model.heads // tensor, groups, model.head_dim, model.head_dim, 2)
+
+
+def check_split(model: ModelShape, ranks: int, tensor: int, pipeline: int) -> None:
+    """Raise CADConfigError where ranks or heads or layers cannot be divided."""
+    for name, value in (("ranks", ranks), ("tensor parallelism", tensor), ("pipeline stages", pipeline)):
+        if value < 1:
+            raise CADConfigError(f"{name} is {value}; expected at least 1")
+    if ranks % (tensor * pipeline):
+        raise CADConfigError(
+            f"{ranks} ranks cannot be divided into {tensor} tensor-parallel × {pipeline} pipeline parts: "
+            f"give a multiple of {tensor * pipeline}"
+        )
+    if model.heads % tensor or (model.kv_heads % tensor and tensor % model.kv_heads):
+        raise CADConfigError(
+            f"{model.heads} query and {model.kv_heads} KV heads cannot be divided by {tensor} tensor-parallel ranks"
+        )
+    if model.layers % pipeline:
+        raise CADConfigError(f"{model.layers} layers cannot be divided into {pipeline} pipeline stages")

@@ -1,0 +1,56 @@
+"""Work outside core attention: seconds per token of linear layers, norms, activations and the loss.
+
+Matrix products are counted in floating-point operations, everything else in passes over memory as eager kernels of
+transformers make them. Bytes below are per element in bf16, read and written, with fp32 where the model goes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed_cad.planner.outlook import ModelShape
+from deepspeed_cad.simulator.machine import Machine
+
+NORM = (36, 60)
+"""Forward and backward, per element of the hidden size: RMSNorm goes to fp32 and back in six kernels."""
+ROTATION = (18, 24)
+"""Per element of Q and K: rotary positions."""
+ACTIVATION = (10, 18)
+"""Per element of the width of the MLP: SiLU and the product with the other half."""
+RESIDUAL = (12, 12)
+"""Per element of the hidden size: two sums."""
+LOSS = 40
+"""Per logit: a cross entropy over pieces of rows, in fp32."""
+OPTIMIZER = 40
+"""Per parameter of a shard: AdamW on fp32 state, the gradient to fp32, the weight back to bf16."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds per token on one rank of a tensor-parallel group."""
+
+    forward: float
+    """One layer."""
+    backward: float
+    """One layer, without a recompute."""
+    loss: float
+    """Head and loss, forward and backward."""
+
+
+def work_per_token(model: ModelShape, machine: Machine, tensor: int = 1) -> Work:
+    """Linear layers shared by `tensor` ranks, norms too (as with sequence parallelism inside the group)."""
+    turned = model.head_dim * (model.heads + model.kv_heads)
+    forward, backward = (
+        (model.hidden * (2 * NORM[way] + RESIDUAL[way]) + turned * ROTATION[way] + model.intermediate * ACTIVATION[way])
+        / machine.memory_rate
+        for way in range(2)
+    )
+    product = 2.0 * model.layer_parameters / machine.matrix_flops
+    head = model.hidden * model.vocabulary
+    loss = 6.0 * head / machine.matrix_flops + LOSS * model.vocabulary / machine.memory_rate
+    return Work((product + forward) / tensor, (2.0 * product + backward) / tensor, loss / tensor)
+
+
+def optimizer_seconds(machine: Machine, parameters: float, shards: int) -> float:
+    """Seconds of one optimizer step: its own shard, and setting all gradients of the rank to zero."""
+    return (OPTIMIZER * parameters / shards + 2.0 * parameters) / machine.memory_rate

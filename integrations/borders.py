@@ -1,0 +1,104 @@
+"""Where the documents of a micro-batch begin, for layers that carry state from token to token.
+
+In: the segments of this rank. Out: `Borders`, which ride on the micro-batch through the model as an argument of its
+layers, so that a recompute finds them too. `B` batch rows, `S` tokens of each, `T` = B · S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deepspeed_cad.layout import Layout
+
+NAME = "cad_borders"
+"""The argument by which a decoder's layers get their borders."""
+
+Ints = npt.NDArray[np.int64]
+
+
+def find_borders(layout: Layout, rank: int, batch: int, width: int) -> Ints:
+    """[pieces + 1] rows of the flattened batch at which state begins anew, and the end.
+
+    Every batch row begins anew and every document does. Padding behind a document goes on with its state, as in the
+    model itself; nobody reads it after.
+    """
+    seg = layout.segments
+    mine = seg.select((seg.rank == rank) & (seg.end > seg.begin))
+    return np.unique(np.concatenate([np.arange(batch + 1, dtype=np.int64) * width, mine.offset]))
+
+
+class Borders:
+    """The pieces of one micro-batch on one rank, in the forms that layers and kernels want.
+
+    Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
+    """
+
+    __slots__ = ("_gapped", "_on_device", "apart", "arrived", "batch", "begin", "checked", "due", "width")
+
+    def __init__(self, begin: Ints, batch: int, width: int, due: bool = False, apart: bool = False) -> None:
+        """`begin` as from `find_borders`; `due`: the sampled check looks at this micro-batch; `apart`: run every
+        document alone, whatever kernels can do, to compare with."""
+        self.begin, self.batch, self.width, self.due, self.apart = begin, batch, width, due, apart
+        self.arrived = False
+        """A decoder layer got them."""
+        self.checked: set[Any] = set()
+        """Kinds of layers that were checked in this micro-batch."""
+        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._gapped: dict[int, tuple[Borders, Ints]] = {}
+
+    @classmethod
+    def of_lengths(cls, lengths: Iterable[int]) -> Borders:
+        """Borders of one batch row of documents."""
+        begin = np.concatenate([[0], np.cumsum(np.fromiter(lengths, np.int64))])
+        return cls(begin, 1, int(begin[-1]))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each piece."""
+        return [int(length) for length in np.diff(self.begin)]
+
+    @property
+    def are_batch_rows(self) -> bool:
+        """Whether every piece is a whole batch row: then the model separates them by itself."""
+        return len(self.begin) == self.batch + 1
+
+    def alone(self) -> Borders:
+        """The same, with every document run alone."""
+        return Borders(self.begin, self.batch, self.width, apart=True)
+
+    def cumulative(self, device: torch.device) -> torch.Tensor:
+        """int32 [pieces + 1], as varlen kernels take it. The same tensor for all layers: FLA caches by identity."""
+        return self._upload("cumulative", self.begin.astype(np.int32), device)
+
+    def sequence(self, device: torch.device) -> torch.Tensor:
+        """int32 [1, T]: the piece of each row, as causal-conv1d and mamba-ssm take it."""
+        numbers = np.repeat(np.arange(len(self.begin) - 1, dtype=np.int32), self.lengths)
+        return self._upload("sequence", numbers[None], device)
+
+    def gapped(self, gap: int) -> Borders:
+        """The same pieces with `gap` rows added behind each."""
+        return self._with_gap(gap)[0]
+
+    def rows_in_gapped(self, gap: int, device: torch.device) -> torch.Tensor:
+        """int64 [T]: where each row lies among those of `gapped`."""
+        return self._upload(f"rows {gap}", self._with_gap(gap)[1], device)
+
+    def _with_gap(self, gap: int) -> tuple[Borders, Ints]:
+        if gap not in self._gapped:
+            lengths = self.lengths
+            shift = np.repeat(np.arange(len(lengths), dtype=np.int64) * gap, lengths)
+            wide = Borders.of_lengths(length + gap for length in lengths)
+            self._gapped[gap] = wide, np.arange(len(shift)) + shift
+        return self._gapped[gap]
+
+    def _upload(self, what: str, values: np.ndarray, device: torch.device) -> torch.Tensor:
+        found = self._on_device.get((what, device))
+        if found is None:
+            found = torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+            self._on_device[what, device] = found
+        return found

@@ -1,0 +1,497 @@
+"""Layers that carry state: which way each is run, and that nothing crosses the border of a document."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed_cad.integrations.borders import NAME, Borders, find_borders
+from deepspeed_cad.integrations.recurrent import Ways, _Call, _run, find_recurrent, keep_whole
+from deepspeed_cad.integrations.state_check import Way, find_way
+from hybrids import Kernels, alone, assert_same, difference, packed, run
+from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_config, tiny_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import deepspeed_cad
+from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.layout import assemble, segments_from_positions
+from deepspeed_cad.session import close_session
+
+ROW = [[70, 3, 39, 1]]
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_session()
+
+
+def _tiny(kind: str) -> Any:
+    if not known_kind(kind):
+        pytest.skip(f"this version of transformers has no {kind}")
+    family = next(one for one in FAMILIES if one.kind == kind)
+    model = tiny_model(kind, torch.float64, **family.changes).train()
+    if not NEW and kind != "lfm2":
+        pytest.skip(f"this version of transformers runs {kind} outside of its interfaces")
+    return model
+
+
+def _apply(model: Any, **changes: Any) -> Any:
+    return deepspeed_cad.apply(model, {"overlap": "local_first", **changes})
+
+
+def _ways() -> dict[str, Way]:
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    (binding,) = session.bindings.values()
+    return {kind[0].__name__: way for kind, way in binding.ways.found.items()}
+
+
+# Where pieces begin
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "begin"),
+    [
+        ([[0, 1, 2, 0, 1, 0]], None, [0, 3, 5, 6]),
+        ([[0, 1, 2, 3]], None, [0, 4]),
+        ([[0, 1, 2], [0, 1, 2]], None, [0, 3, 6]),
+        ([[0, 1, 0], [0, 1, 2]], None, [0, 2, 3, 6]),
+        ([[0, 1, 2], [0, 1, 0]], [[1, 1, 1], [1, 1, 0]], [0, 3, 6]),
+        ([[0, 0, 1], [0, 1, 2]], [[0, 1, 1], [1, 1, 1]], [0, 1, 3, 6]),
+        ([[0, 1, 0, 1, 0]], [[1, 1, 1, 1, 0]], [0, 2, 5]),
+        ([[0, 0, 1]], [[0, 0, 0]], [0, 3]),
+    ],
+    ids=["packed", "one", "rows", "packed rows", "right", "left", "packed and padded", "padding only"],
+)
+def test_where_pieces_begin(positions: Any, mask: Any, begin: list[int]) -> None:
+    """At batch rows and at documents; padding belongs to what is before it."""
+    array = np.array(positions)
+    local = segments_from_positions(array, None if mask is None else np.array(mask))
+    found = find_borders(assemble([local]), 0, *array.shape)
+    assert found.tolist() == begin
+    assert Borders(found, *array.shape).are_batch_rows == (len(begin) == len(array) + 1)
+
+
+def test_forms_of_borders() -> None:
+    """What kernels take, and where rows go where blank ones are put between; uploaded once."""
+    borders, cpu = Borders.of_lengths([2, 1, 3]), torch.device("cpu")
+    assert borders.cumulative(cpu).tolist() == [0, 2, 3, 6] and borders.cumulative(cpu).dtype == torch.int32
+    assert borders.sequence(cpu).tolist() == [[0, 0, 1, 2, 2, 2]] and borders.sequence(cpu).dtype == torch.int32
+    assert borders.cumulative(cpu) is borders.cumulative(cpu)
+    assert borders.gapped(2).lengths == [4, 3, 5]
+    assert borders.rows_in_gapped(2, cpu).tolist() == [0, 1, 4, 7, 8, 9]
+
+
+# Which way
+
+
+PATHS = {
+    "qwen3_5_text": "transformers.models.qwen3_5.modeling_qwen3_5",
+    "bamba": "transformers.models.bamba.modeling_bamba",
+    "lfm2": "transformers.models.lfm2.modeling_lfm2",
+}
+CASES: list[tuple[str, list[str], Way]] = [
+    ("qwen3_5_text", [], Way.DOCUMENTS),
+    ("qwen3_5_text", ["delta_rule"], Way.GAPS),
+    ("qwen3_5_text", ["delta_rule", "convolution"], Way.BORDERS),
+    ("qwen3_5_text", ["convolution"], Way.DOCUMENTS),
+    ("bamba", ["scan", "convolution"], Way.BORDERS),
+    ("bamba", ["scan"], Way.DOCUMENTS),
+    ("lfm2", ["convolution"], Way.BORDERS),
+    ("lfm2", [], Way.GAPS),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels", "way"), CASES, ids=[f"{kind} {'+'.join(kernels)}" for kind, kernels, _ in CASES]
+)
+def test_way_and_result(kind: str, kernels: list[str], way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels get borders where they take them, in their form; whatever they do, documents are as they are alone."""
+    if not NEW and kernels:
+        pytest.skip("this version of transformers chooses kernels in another way")
+    model = _tiny(kind)
+    batch = packed(ROW)
+    expected = alone(model, batch, ROW)
+    fake = Kernels(monkeypatch, PATHS[kind])
+    for name in kernels:
+        getattr(fake, name)()
+    _apply(model)
+    assert_same(run(model, batch, ROW), expected, FP32)
+    assert set(_ways().values()) == {way}
+    calls = set(fake.calls)
+    assert len(calls) == (len(kernels) if way is Way.BORDERS else 1 if kernels == ["delta_rule"] else len(calls))
+    # One tensor for the probe, one for all layers of the micro-batch: FLA keeps what it computes of it by identity.
+    assert len(fake.borders) <= 2 * (1 + (way is Way.GAPS))
+
+
+@pytest.mark.skipif(not NEW, reason="this version of transformers chooses kernels in another way")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("kind", "kernels", "way"), [CASES[1], CASES[2], CASES[3], CASES[4], CASES[7]])
+def test_probe_sees_in_bf16(
+    kind: str, kernels: list[str], way: Way, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights as they are at the start of a pre-training, and all that bf16 rounds away."""
+    torch.manual_seed(0)
+    family = next(one for one in FAMILIES if one.kind == kind)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **family.changes)).train()
+    model = model if autocast else model.to(torch.bfloat16)
+    fake = Kernels(monkeypatch, PATHS[kind])
+    for name in kernels:
+        getattr(fake, name)()
+    _apply(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**packed(ROW)).logits.float().sum().backward()
+    assert set(_ways().values()) == {way}
+
+
+@pytest.mark.skipif(not NEW, reason="this version of transformers chooses kernels in another way")
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba"])
+def test_probe_sees_a_small_leak(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right convolutions and a recurrence that ignores borders, whose state is small at the start, rounded to bf16."""
+    torch.manual_seed(0)
+    family = next(one for one in FAMILIES if one.kind == kind)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **family.changes)).train().to(torch.bfloat16)
+    fake = Kernels(monkeypatch, PATHS[kind]).convolution()
+    obeys = fake._sequence
+
+    def ignores(name: str, given: Any, batch: int, tokens: int) -> list[int]:
+        return obeys(name, given, batch, tokens) if name.startswith("causal") else [tokens]
+
+    monkeypatch.setattr(fake, "_sequence", ignores)
+    monkeypatch.setattr(fake, "_cumulative", ignores)
+    (fake.delta_rule if kind == "qwen3_5_text" else fake.scan)()
+    _apply(model)
+    model(**packed(ROW))
+    assert set(_ways().values()) == {Way.DOCUMENTS}
+
+
+def test_stock_leaks() -> None:
+    """What the tests above would miss if they looked at nothing: without CAD documents see each other."""
+    model, batch = _tiny("qwen3_5_text"), packed(ROW)
+    assert difference(run(model, batch, ROW)[0], alone(model, batch, ROW)[0]) > 0.1
+
+
+def test_warning_names_the_package(caplog: pytest.LogCaptureFixture) -> None:
+    """Once for all layers."""
+    model = _apply(_tiny("qwen3_5_text"))
+    with caplog.at_level(logging.WARNING, "deepspeed_cad"):
+        for _ in range(2):
+            model(**packed(ROW))
+    (said,) = [r.message for r in caplog.records if "document by document" in r.message]
+    assert "Qwen3_5GatedDeltaNet" in said and "flash-linear-attention" in said
+
+
+# Batches, checkpointing, evaluation
+
+
+@pytest.mark.parametrize(
+    "lengths", [[[30], [30]], [[30], [17]], [[20, 10], [5, 25]], [[20, 9], [5]]], ids=lambda value: str(value)
+)
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("bamba", marks=pytest.mark.slow), "lfm2"])
+def test_batch_rows(kind: str, lengths: list[list[int]]) -> None:
+    """Whole rows, padded rows and packed rows."""
+    model, batch = _tiny(kind), packed(lengths)
+    expected = alone(model, batch, lengths)
+    assert_same(run(_apply(model), batch, lengths), expected, FP32)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
+def test_padding_is_as_without_cad(kind: str, side: str) -> None:
+    """Rows of one document each, whose padding the model blanks itself."""
+    if not NEW and side == "left":
+        pytest.skip("this version of transformers lets padding into convolutions")
+    model, batch = _tiny(kind), packed([[30], [17]])
+    if side == "left":
+        batch = {name: value.flip(1) for name, value in batch.items()}
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    real = batch["attention_mask"].bool()
+    expected = model(**batch).logits[real]
+    assert difference(_apply(model)(**batch).logits[real], expected) < (FP32 if side == "left" else 1e-12)
+
+
+def _selective() -> Any:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.convolution.default]
+    return create_selective_checkpoint_contexts(kept)
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "plain": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": _selective},
+}
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("checkpoint", list(CHECKPOINTS))
+def test_checkpointing(checkpoint: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recompute has the borders of its micro-batch, and the probe leaves no trace in what was recorded."""
+    model = _tiny("qwen3_5_text")
+    first, second = packed(ROW), packed([[5, 60, 20]])
+    expected = alone(model, first, ROW)
+    if kernels:
+        Kernels(monkeypatch, PATHS["qwen3_5_text"]).delta_rule().convolution()
+    _apply(model)
+    model.gradient_checkpointing_enable(CHECKPOINTS[checkpoint])
+    model.zero_grad()
+    logits = model(**first).logits
+    model(**second)  # another micro-batch is in flight before the backward
+    weights = torch.randn(logits[0].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    (logits[0] * weights).sum().backward()
+    got = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    assert_same((logits.detach()[0], got), expected, FP32)
+
+
+def test_evaluation() -> None:
+    """Packed rows are right there too, although a cache is on by default; generation is left alone."""
+    model, batch = _tiny("lfm2").eval(), packed(ROW)
+    with torch.no_grad():
+        expected = alone(model, batch, ROW)[0]
+        prompt = batch["input_ids"][:, :20]
+        generated = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        _apply(model)
+        assert difference(run(model, batch, ROW)[0], expected) < 1e-10
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), generated)
+
+
+def test_verify_runs_documents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run without CAD has every layer document by document, so it sees kernels that leak after the probe."""
+    model = _tiny("qwen3_5_text").to(torch.float32)
+    fake = Kernels(monkeypatch, PATHS["qwen3_5_text"]).delta_rule().convolution()
+    _apply(model, verify=2, check="off")
+    model(**packed(ROW))
+    assert set(_ways().values()) == {Way.BORDERS}
+    monkeypatch.setattr(fake, "_cumulative", lambda name, given, batch, tokens: [tokens])
+    with pytest.raises(CADError, match="the output of the decoder differs"):
+        model(**packed(ROW))
+
+
+# What is refused
+
+
+def test_leak_that_comes_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampled check asks again in forward 1, 3, 7 and so on."""
+    model = _tiny("qwen3_5_text")
+    fake = Kernels(monkeypatch, PATHS["qwen3_5_text"]).delta_rule().convolution()
+    _apply(model)
+    model(**packed(ROW))
+    monkeypatch.setattr(fake, "_cumulative", lambda name, given, batch, tokens: [tokens])
+    with pytest.raises(CADUnsupportedError, match="Qwen3_5GatedDeltaNet of layer 0 lets state cross"):
+        model(**packed(ROW))
+
+
+def test_ping_pong_beside_attention_is_refused() -> None:
+    with pytest.raises(CADUnsupportedError, match='side by side.*"overlap": "local_first"'):
+        deepspeed_cad.apply(_tiny("falcon_h1"), {"overlap": "pingpong"})
+
+
+@pytest.mark.skipif(not NEW, reason="this version of transformers hands such layers the mask of attention")
+def test_replaced_forward_is_refused() -> None:
+    """Hub kernels put a forward on the module itself, which hides what CAD puts around its class."""
+    model = _tiny("lfm2")
+    layer = model.model.layers[0].conv
+    layer.forward = functools.partial(type(layer).forward, layer)
+    with pytest.raises(CADUnsupportedError, match="forward of Lfm2ShortConv was replaced"):
+        _apply(model)
+    del layer.forward
+    _apply(model)
+    layer.forward = functools.partial(type(layer).__mro__[2].forward, layer)
+    with pytest.raises(CADUnsupportedError, match="1 layers that carry state, but 0 ran"):
+        model(**packed(ROW))
+
+
+def test_decoder_that_drops_arguments_is_refused() -> None:
+    """Then borders reach no layer, and state would cross them silently."""
+    model = _apply(_tiny("lfm2"))
+
+    def drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {name: value for name, value in kwargs.items() if name != NAME}
+
+    model.model.register_forward_pre_hook(drop, with_kwargs=True)
+    with pytest.raises(CADUnsupportedError, match="Lfm2Model does not hand arguments on to its layers"):
+        model(**packed(ROW))
+
+
+@pytest.mark.skipif(not NEW, reason="this version of transformers has a cache of its own for each hybrid")
+def test_cache_of_packed_documents_is_refused() -> None:
+    model = _apply(_tiny("lfm2"))
+    with pytest.raises(CADUnsupportedError, match="Lfm2ShortConv of layer 0 got a cache for packed documents"):
+        model(**packed(ROW), past_key_values=DynamicCache(config=model.config))
+
+
+def test_projections_sharded_apart_are_refused() -> None:
+    """They would be gathered once per document, a different number of times on each rank."""
+    model = _tiny("qwen3_5_text")
+    layer = model.model.layers[0].linear_attn
+    layer.out_proj.weight.ds_id, layer.out_proj.weight.ds_z3_leaf_module = 0, layer
+    _apply(model)
+    model(**packed(ROW))  # gathered as a whole
+    close_session()
+    model = _tiny("qwen3_5_text")
+    model.model.layers[0].linear_attn.out_proj.weight.ds_id = 0
+    _apply(model)
+    with pytest.raises(CADUnsupportedError, match=r"its out_proj is gathered on its own \(ZeRO-3\)"):
+        model(**packed(ROW))
+
+
+def test_layers_are_gathered_whole_only_before_the_engine() -> None:
+    """DeepSpeed's hooks on what is inside of a layer would not know of it afterwards."""
+    layer = _tiny("lfm2").model.layers[0]
+    keep_whole(layer)
+    assert layer.conv._z3_leaf and not hasattr(layer, "_z3_leaf")
+    layer = _tiny("lfm2").model.layers[0]
+
+    def hook(module: nn.Module, args: Any) -> None:
+        """As the engine's."""
+
+    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    layer.conv.register_forward_pre_hook(hook)
+    keep_whole(layer)
+    assert not hasattr(layer.conv, "_z3_leaf")
+
+
+def test_arguments_with_tokens_are_refused() -> None:
+    """CAD would not cut them at borders; others, such as num_items_in_batch of the Trainer, pass."""
+    toy = Toy()
+    inside = type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": Ways(_raise)})()
+    hidden = torch.ones(1, 7, 8, dtype=torch.float64)
+    with pytest.raises(CADUnsupportedError, match="Toy of layer . gets more, which CAD cannot cut"):
+        _run(toy, toy.forward, inside, (hidden,), {"more": [torch.ones(1, 7)]})
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+# The probe
+
+
+class Toy(nn.Module):
+    """A running sum behind a convolution, with or without borders."""
+
+    def __init__(self, obeys: bool = False, remembers: bool = False, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj = nn.Linear(8, 8, bias=bias, dtype=torch.float64)
+        self.conv = nn.Conv1d(8, 8, 4, groups=8, padding=3, dtype=torch.float64)
+        self.obeys, self.remembers, self.last = obeys, remembers, torch.zeros(8, dtype=torch.float64)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, cu_seq_lens_q: Any = None, **more: Any
+    ) -> Any:
+        x = self.conv(self.proj(hidden_states).transpose(1, 2))[..., : hidden_states.shape[1]].transpose(1, 2)
+        cuts = cu_seq_lens_q.diff().tolist() if self.obeys and cu_seq_lens_q is not None else [x.shape[1]]
+        y = torch.cat([part.cumsum(1) for part in x.split(cuts, dim=1)], dim=1)
+        if self.remembers:
+            y, self.last = y + self.last, y[0, -1].detach()
+        return y
+
+
+def _find(toy: Toy) -> tuple[Way | None, bool]:
+    import inspect
+
+    call = _Call(toy, toy.forward, inspect.signature(toy.forward).parameters)
+    found = find_way(call.run, call.whole, torch.randn(1, 5, 8).double(), [way for way in Way if call.can(way)])
+    return found[0], found[2]
+
+
+@pytest.mark.parametrize(
+    ("toy", "way"),
+    [
+        (Toy(obeys=True), Way.GAPS),  # its convolution knows no borders
+        (Toy(obeys=True, bias=True), Way.DOCUMENTS),  # and a bias would fill blank rows
+        (Toy(), Way.DOCUMENTS),
+        (Toy(remembers=True), None),  # from call to call
+    ],
+    ids=["gaps", "bias", "ignores", "remembers"],
+)
+def test_probe(toy: Toy, way: Way | None) -> None:
+    assert _find(toy) == (way, True)
+
+
+def test_blind_probe_trusts_nothing() -> None:
+    """A layer whose output is still zero shows no leak: documents run alone until it does."""
+    toy = Toy(obeys=True)
+    nn.init.zeros_(toy.conv.weight)
+    assert _find(toy) == (Way.DOCUMENTS, False)
+
+
+def test_probe_leaves_random_numbers_and_autocast_alone() -> None:
+    """Autocast keeps weights that it cast: without gradients, they would be lost to the forward around the probe."""
+    toy = Toy().float()
+    state = torch.get_rng_state()
+    ways = Ways(pytest.fail)
+    inside = type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": ways})()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = _run(toy, toy.forward, inside, (), {"hidden_states": torch.ones(1, 7, 8)})
+    out.float().sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert toy.proj.weight.grad is not None and toy.proj.weight.grad.abs().sum() > 0
+
+
+def test_copy_and_state_dict() -> None:
+    """Names of weights stay, and a copy runs by itself."""
+    model = _tiny("lfm2")
+    names = list(model.state_dict())
+    _apply(model)
+    other = copy.deepcopy(model)
+    assert list(other.state_dict()) == names
+    assert find_recurrent(other).keys() == find_recurrent(model).keys()
+    keep_whole(model)
+
+
+# Several modalities
+
+
+def _wrapper() -> Any:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = _tiny("qwen3_5_text").config.to_dict()
+    config = Qwen3_5Config(
+        text_config=text,
+        vision_config={
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+            "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
+        },
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3_5ForConditionalGeneration(config)
+    model.set_attn_implementation("sdpa")
+    return model.to(torch.float64).train()
+
+
+@pytest.mark.skipif(not known_kind("qwen3_5"), reason="this version of transformers has no qwen3_5")
+def test_text_path_of_a_model_of_several_modalities() -> None:
+    """Text trains, the vision part keeps its attention, and an image is refused before anything runs."""
+    model, batch = _wrapper(), packed(ROW)
+    expected = alone(model, batch, ROW)
+    _apply(model)
+    assert model.model.visual.config._attn_implementation == "sdpa"
+    assert model.model.language_model.config._attn_implementation == "cad"
+    assert_same(run(model, batch, ROW), expected, FP32)
+    axes = {**batch, "position_ids": batch["position_ids"].expand(4, 1, -1)}
+    assert_same(run(model, axes, ROW), expected, FP32)
+    shifted = torch.arange(3)[:, None, None] + batch["position_ids"]
+    with pytest.raises(CADError, match="several axes"):
+        model(**{**batch, "position_ids": shifted})
+    close_session()
+    model = _apply(_wrapper())
+    with pytest.raises(CADUnsupportedError, match="the batch has pixel_values: images.*text path"):
+        model(**batch, pixel_values=torch.zeros(4, 96))
+
+
+def test_table_of_text_paths() -> None:
+    """Other wrappers stay refused; see test_refusals.py."""
+    from deepspeed_cad.integrations.model_table import TEXT_PATHS
+
+    assert all(hasattr(AutoConfig.for_model(kind), "vision_config") for kind in TEXT_PATHS if known_kind(kind))

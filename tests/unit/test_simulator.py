@@ -1,0 +1,422 @@
+"""The step simulator where the answer is known: seconds of counted work, who waits for whom, bytes, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.outlook import ModelShape
+from deepspeed_cad.planner.plan import PlanInput
+from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
+from deepspeed_cad.simulator import Cluster, Machine, Setting, modes, modes_cad
+from deepspeed_cad.simulator.attention import FORWARD_SHARE, Both, of_documents, of_pieces, of_tasks, seconds
+from deepspeed_cad.simulator.finish import done
+from deepspeed_cad.simulator.lengths import NAMED
+from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, state_bytes
+from deepspeed_cad.simulator.pipeline import one_forward_one_backward
+from deepspeed_cad.simulator.schedule import linear_seconds, tensor_seconds, weight_seconds
+from deepspeed_cad.simulator.traffic import Traffic, count_traffic
+from deepspeed_cad.simulator.work import work_per_token
+
+MODEL = ModelShape(layers=4, hidden=4096, intermediate=14336, vocabulary=32000)
+COST = CostModel("test", "seconds", pair=1.1e-11, row=6.5e-9, key=2.4e-9)
+EVEN = Layout.from_rank_lengths([[8192] * 2] * 4)
+UNEVEN = Layout.from_rank_lengths([[16384], [4096] * 4, [1024] * 16, [8192, 8192]])
+
+
+def machine(**changes: Any) -> Machine:
+    return replace(Machine.load("h200"), in_training=1.0, **changes)
+
+
+def setting(ranks: int = 4, per_host: int = 4, figures: Machine | None = None, **changes: Any) -> Setting:
+    return Setting(MODEL, Cluster(ranks, per_host, figures or machine()), COST, **changes)
+
+
+# Links
+
+
+def test_collectives_on_one_host_and_on_several() -> None:
+    own = machine(collective=100.0, between=10.0, all_to_all=50.0, latency=0.0)
+    here, two = Cluster(4, 4, own), Cluster(8, 4, own)
+    assert here.gather(400.0, 4) == pytest.approx(400 * 3 / 4 / 100)
+    assert here.gather(400.0, 1) == 0.0
+    # Half of it comes from the other host, shared between four links; inside, three quarters are passed on.
+    assert two.gather(800.0, 8) == pytest.approx(max(800 * 3 / 4 / 100, 800 / 2 / (4 * 10)))
+    assert two.gather(800.0, 2, stride=4) == pytest.approx(800 / 2 / 10), "one rank of each host"
+    assert here.all_to_all(400.0, 4) == pytest.approx(400 * 3 / 4 / 50)
+    assert two.all_to_all(800.0, 8) == pytest.approx(max(800 * 3 / 8 / 50, 800 * 4 / 8 / 10))
+    assert two.shares(8) == (3 / 8, 4 / 8)
+
+
+def test_links_that_a_user_gives_replace_those_of_the_machine() -> None:
+    own = Machine.load("h200")
+    other = own.with_links(own.copies / 2, 25e9)
+    assert (other.copies, other.between) == (own.copies / 2, 25e9)
+    assert other.all_to_all == pytest.approx(own.all_to_all / 2)
+    assert own.with_links(None, None) == own
+
+
+# Work
+
+
+def test_linear_layers_are_counted_products_and_passes() -> None:
+    fast = replace(machine(), memory_rate=1e30)
+    work = work_per_token(MODEL, fast)
+    assert work.forward == pytest.approx(2 * MODEL.layer_parameters / fast.matrix_flops)
+    assert work.backward == pytest.approx(2 * work.forward)
+    assert work.loss == pytest.approx(6 * MODEL.hidden * MODEL.vocabulary / fast.matrix_flops)
+    assert work_per_token(MODEL, fast, 8).forward == pytest.approx(work.forward / 8)
+    slow = replace(machine(), matrix_flops=1e30)
+    assert work_per_token(MODEL, slow).forward == pytest.approx(
+        (4096 * 84 + 18 * 128 * 40 + 10 * 14336) / slow.memory_rate
+    )
+
+
+def test_a_recompute_is_a_second_forward() -> None:
+    tokens = np.array([1000.0])
+    kept, again = (linear_seconds(setting(checkpointing=flag), tokens) for flag in (False, True))
+    assert again.forward == pytest.approx(kept.forward)
+    assert again.backward == pytest.approx(kept.backward + kept.forward)
+
+
+def test_attention_is_the_cost_models_with_keys_in_backward_only() -> None:
+    found = of_documents(UNEVEN, COST)
+    assert found.total[0] == pytest.approx(float(COST.of(0, 16384)))
+    assert found.total[2] == pytest.approx(16 * float(COST.of(0, 1024)))
+    rows = COST.pair * 16384 * 16385 / 2 + COST.row * 16384
+    assert found.forward[0] == pytest.approx(FORWARD_SHARE * rows)
+    cut = Layout.from_stream([20000], 2, 10000)
+    assert of_documents(cut, COST).total[1] == pytest.approx(float(COST.of(10000, 20000)))
+    assert of_documents(cut, COST, cut=True).total[1] == pytest.approx(float(COST.of(0, 10000)))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_pieces_of_documents_are_those_that_one_would_cut(parts: int) -> None:
+    edges = np.linspace(0, 16384, 2 * parts + 1).astype(int) if parts > 1 else np.array([0, 16384])
+    expected = seconds(COST, edges[:-1], edges[1:])
+    found = of_pieces(np.array([16384]), COST, parts)
+    assert found.forward[0] == pytest.approx(expected.forward.sum())
+    assert found.backward[0] == pytest.approx(expected.backward.sum())
+
+
+# Traffic
+
+
+@pytest.mark.parametrize("hosts", [None, [0, 0, 1, 1]])
+@pytest.mark.parametrize(
+    "layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)], ids=["whole", "spanning"]
+)
+def test_traffic_is_that_of_the_planner(layout: Layout, hosts: list[int] | None) -> None:
+    own = setting()
+    tasks = make_plan(PlanInput(layout.tick(), own.shape, COST)).tasks
+    sent, received = count_bytes(tasks, layout.tick(), own.shape)
+    found = count_traffic(tasks, layout.segments, own.shape, 4, None if hosts is None else np.array(hosts))
+    # Ranges of head groups that overlap in part may be counted twice.
+    assert (found.asked + found.returned).sum(0) == pytest.approx(received, rel=0.05)
+    assert (found.sent + found.answered).sum(0) == pytest.approx(sent, rel=0.05)
+    matrix = traffic_matrix(tasks, layout.tick(), own.shape)
+    across = sum(amount for (a, b), amount in matrix.items() if hosts and hosts[a] != hosts[b])
+    assert (found.asked + found.returned)[1].sum() == pytest.approx(across, rel=0.05)
+    assert found.asked.sum() == pytest.approx(found.sent.sum()) and received.sum() > 0
+
+
+def test_where_nothing_moves_there_is_no_traffic() -> None:
+    own = setting()
+    tasks = make_plan(PlanInput(EVEN.tick(), own.shape, COST)).tasks
+    found = count_traffic(tasks, EVEN.segments, own.shape, 4, None)
+    assert found.moved == (0.0, 0.0) and found.landing == 0.0
+    none = count_traffic(np.zeros((0, 6), np.int64), EVEN.segments, own.shape, 4, None)
+    assert none.served == 0.0
+
+
+def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
+    """Rank 0 sends 60 bytes to rank 1 and 40 to rank 2, at a byte a second; both send half of it back."""
+    zero = np.zeros((2, 3))
+    asked, sent, answered, returned = (zero.copy() for _ in range(4))
+    asked[0, 1:], sent[0, 0], answered[0, 1:], returned[0, 0] = (60, 40), 100, (30, 20), 50
+    pairs = np.array([[0, 0], [1, 2], [0, 0], [1, 1]])
+    traffic = Traffic(asked, sent, answered, returned, pairs, np.zeros(0, bool))
+    own = Both(np.array([10.0, 20.0, 30.0]), np.array([400.0, 20.0, 30.0]))
+    waiting = Both(np.array([0.0, 5.0, 0.0]), np.array([0.0, 5.0, 0.0]))
+    found = done(traffic, own, waiting, np.array([1.0, 1.0]))
+    # Arrived at 100, when all of it has left; rank 1 needs 5 seconds more, rank 2 nothing. O takes 50 to come home.
+    assert found.forward.tolist() == [105 + 50, 105, 30]
+    # With dO it takes 150; dQ, dK and dV take 100 back, which rank 0 does not wait for.
+    assert found.backward.tolist() == [400, 155, 30]
+
+
+@pytest.mark.parametrize("rate", [1e11, 1e9])
+@pytest.mark.parametrize("layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)])
+def test_ranks_are_done_when_the_planner_says(layout: Layout, rate: float) -> None:
+    own = setting(per_host=2, figures=machine(copies=rate, between=rate / 4))
+    plan = modes_cad.plan_layout(own, layout, own.hosts)
+    traffic = count_traffic(plan.tasks, layout.segments, own.shape, 4, own.hosts)
+    alone, waiting = (of_tasks(tasks, own.cost, 4) for tasks in (plan.tasks, plan.tasks[traffic.remote]))
+    found = done(traffic, alone, waiting, 1 / np.array([rate, rate / 4]))
+    assert found.total.max() == pytest.approx(plan.finish.max(), rel=0.1)
+
+
+# Who waits for whom
+
+
+def test_a_plain_step_ends_with_the_rank_that_has_most_attention() -> None:
+    own = setting(optimizer=False)
+    found = modes.plain(own, [UNEVEN])
+    attention = of_documents(UNEVEN, COST).repeated(True).total * own.shape.groups * MODEL.layers
+    linear = linear_seconds(own, np.array([16384.0])).total[0]
+    assert found.seconds.total == pytest.approx(linear + attention.max())
+    assert found.seconds.waiting == pytest.approx(attention.max() - attention.mean())
+    assert found.tokens == 4 * 16384 and found.tokens_per_second == pytest.approx(16384 / found.seconds.total)
+
+
+@pytest.mark.parametrize(("sharding", "waits"), [("zero1", False), ("zero2", True), ("zero3", True), ("fsdp", True)])
+def test_micro_batches_make_up_for_each_other_only_where_ranks_meet_at_the_end(sharding: Any, waits: bool) -> None:
+    rows = [[16384], [1024] * 16]
+    step = [Layout.from_rank_lengths(rows), Layout.from_rank_lengths(rows[::-1])]
+    found = modes.plain(setting(2, 2, sharding=sharding), step)
+    assert (found.seconds.waiting > 0.1 * found.seconds.attention) == waits
+
+
+@pytest.mark.parametrize(("sharding", "gradients"), [("zero3", 1.0), ("fsdp", 2.0)])
+def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: float) -> None:
+    own = setting(16, 8, sharding=sharding, figures=machine(between=1e9))
+    weights = own.cluster.gather(2.0 * MODEL.layer_parameters, 16)
+    fast, slow = (Both(np.array([share * weights]), np.array([share * weights])) for share in (0.5, 10.0))
+    first = (1 + gradients) * weights  # what nothing comes before, and nothing after
+    assert weight_seconds(own, 3, slow) == pytest.approx(3 * first)
+    late = MODEL.layers * (0.5 + 0.5 + gradients) * weights
+    assert weight_seconds(own, 3, fast) == pytest.approx(3 * (late + first))
+
+
+def test_ulysses_shares_each_row_and_pays_for_it() -> None:
+    own = setting()
+    plain, found = modes.plain(own, [UNEVEN]), modes.ulysses(own, [UNEVEN], 4)
+    assert found.seconds.waiting == pytest.approx(0.0, abs=1e-9)
+    assert found.seconds.attention == pytest.approx(plain.seconds.attention)
+    # Q, K, V and O of a quarter of each row, of which three quarters leave, forward, recompute and backward.
+    size = 4096 * (2 * 32 + 2 * 8) * 128 * 2
+    assert found.inside == pytest.approx(4 * MODEL.layers * 3 * size * 3 / 4)
+    each = size * 3 / 4 / own.machine.all_to_all + own.machine.latency
+    assert found.seconds.exchange == pytest.approx(4 * MODEL.layers * 3 * each)
+    assert found.peak < plain.peak, "a quarter of the tokens at a time"
+    assert modes.ulysses(own, [UNEVEN], 4, joined=True).peak == pytest.approx(plain.peak)
+    assert modes.ulysses_degrees(own) == [2, 4]
+    assert modes.ulysses_degrees(setting(ranks=64, per_host=8)) == [2, 4, 8, 16, 32], "no more than query heads"
+
+
+def test_gathered_keys_are_cut_documents() -> None:
+    found = modes.gathered(setting(), [UNEVEN], 4)
+    row = 2 * 8 * 128 * 2
+    assert found.inside == pytest.approx(MODEL.layers * 3 * 4 * 16384 * row * 3 / 4)
+    assert not found.measured and found.seconds.waiting == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
+    own = setting()
+    whole = modes.packed(own, [UNEVEN], 1)
+    longest = seconds(COST, [0], [16384]).repeated(True).total[0] * own.shape.groups * MODEL.layers
+    assert whole.seconds.attention + whole.seconds.waiting == pytest.approx(longest)
+    shared = modes.packed(own, [UNEVEN], 4)
+    assert shared.seconds.waiting == pytest.approx(0.0, abs=1e-9)
+    kept = modes.packed(own, [UNEVEN], 4, kept=True)
+    assert kept.seconds.attention < shared.seconds.attention and kept.peak > shared.peak
+    assert modes.packed_degrees(own, 40000, 16384) == [4] and modes.packed_degrees(own, 10**9, 16384) == [4]
+
+
+# CAD
+
+
+def test_in_place_every_rank_has_the_mean_and_attention_is_not_repeated() -> None:
+    own = setting(tolerance=0.01)
+    found, plain = modes_cad.in_place(own, [UNEVEN]), modes.plain(own, [UNEVEN])
+    once = of_documents(UNEVEN, COST).total.mean() * own.shape.groups * MODEL.layers
+    assert found.seconds.attention == pytest.approx(once, rel=0.03)
+    assert found.seconds.waiting < 0.05 * once
+    assert found.tokens_per_second > plain.tokens_per_second
+    again = modes_cad.in_place(replace(own, recompute_attention=True), [UNEVEN])
+    assert again.seconds.attention == pytest.approx(found.seconds.attention + 0.25 * once, rel=0.03)
+    assert again.peak < found.peak and again.inside == pytest.approx(1.4 * found.inside)
+
+
+def test_even_documents_cost_nothing_but_latency() -> None:
+    own = setting(checkpointing=False)
+    found, plain = modes_cad.in_place(own, [EVEN]), modes.plain(own, [EVEN])
+    latency = 4 * MODEL.layers * own.machine.latency
+    assert found.seconds.total == pytest.approx(plain.seconds.total + latency)
+
+
+def test_slow_links_are_seen_by_the_plan_and_by_the_seconds() -> None:
+    fast, slow = (setting(per_host=2, figures=machine(between=rate)) for rate in (50e9, 5e8))
+    found = [modes_cad.in_place(own, [UNEVEN]) for own in (fast, slow)]
+    assert found[1].between < found[0].between, "less is moved"
+    assert found[1].tokens_per_second < found[0].tokens_per_second
+    hidden = modes_cad.in_place(replace(slow, overlap="pingpong", believed=fast.cost), [UNEVEN])
+    shown = modes_cad.in_place(replace(slow, believed=fast.cost), [UNEVEN])
+    assert hidden.between == pytest.approx(shown.between) and hidden.seconds.exchange < shown.seconds.exchange
+
+
+@pytest.mark.parametrize("documents", [[16384], [2048] * 8], ids=["long", "short"])
+def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]) -> None:
+    layout = Layout.from_rank_lengths([documents] * 4)
+    own = setting(tolerance=0.01, figures=machine(latency=0.0), optimizer=False)
+    found, in_place = modes_cad.reserved(own, [layout], 1), modes_cad.in_place(own, [layout])
+    linear = linear_seconds(own, np.array([16384.0])).total[0]
+    attention = of_documents(layout, COST).total[0] * own.shape.groups * MODEL.layers
+    # All work shared, or, where attention is short, trainers with their linear part alone.
+    expected = max(3 * (linear + attention) / 4, linear)
+    ratio = found.tokens_per_second / in_place.tokens_per_second
+    assert ratio == pytest.approx(3 / 4 * (linear + attention) / expected, rel=0.03)
+    assert found.tokens == 3 * 16384 and not found.measured and found.degree == 1
+    assert modes_cad.even_servers(own, 16384, linear) == 2 and modes_cad.even_servers(own, 16384, 0.0) == 1
+
+
+@pytest.mark.parametrize("servers", [0, 4])
+def test_servers_and_trainers_must_both_be_there(servers: int) -> None:
+    with pytest.raises(CADConfigError, match="at least one server and one trainer"):
+        modes_cad.reserved(setting(), [UNEVEN], servers)
+
+
+# Pipelines
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (4, 8), (4, 2)])
+def test_even_stages_take_as_long_as_the_formula_says(stages: int, count: int) -> None:
+    ones = np.ones((count, 1))
+    assert one_forward_one_backward(ones, 2 * ones, stages) == pytest.approx([3 * (count + stages - 1)])
+
+
+def test_a_long_micro_batch_holds_up_the_stages_behind_it() -> None:
+    forward = np.array([[1.0, 1.0], [5.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    even, uneven = one_forward_one_backward(forward, 2 * forward, 2)[::-1]
+    assert even == pytest.approx(3 * 5) and uneven > even + 3 * 4
+
+
+def test_lockstep_rounds_have_as_many_ticks_and_idle_stages_serve() -> None:
+    own = setting(4, pipeline=2, figures=machine(latency=0.0), optimizer=False, tolerance=0.01)
+    step = [Layout.from_rank_lengths([[8192] * 2] * 2)] * 3
+    found, plain = modes_cad.in_place(own, step), modes.plain(own, step)
+    linear = linear_seconds(own, np.array([16384.0])).total[0]
+    attention = of_documents(step[0], COST).total[0] * own.shape.groups * own.layers
+    # Four ticks; in the first and the last one half of the ranks has tokens and all of them serve.
+    weights = 2 * own.cluster.gather(2 * own.stage_parameters, 2)
+    assert found.seconds.total - weights == pytest.approx(4 * linear + 3 * attention, rel=0.03)
+    assert found.seconds.total < plain.seconds.total and not found.measured
+
+
+# Memory
+
+
+def test_state_is_sharded_as_the_stage_says() -> None:
+    weights = setting().stage_parameters
+    assert weights == MODEL.parameters
+    for sharding, whole in (("zero1", 4), ("zero2", 2)):
+        own = setting(sharding=sharding)  # type: ignore[arg-type]
+        assert state_bytes(own, 4) == pytest.approx(weights * (whole + (16 - whole) / 4))
+    assert state_bytes(setting(sharding="zero3"), 4) > weights * 4
+
+
+def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> None:
+    own = setting()
+    one = activation_bytes(own, 1000)
+    assert activation_bytes(own, 2000) == pytest.approx(2 * one)
+    assert activation_bytes(own, 1000, 3) == pytest.approx(one + 2 * 1000 * 4 * 2 * 4096)
+    assert activation_bytes(setting(checkpointing=False), 1000) > 2 * one
+    assert kept_output_bytes(own, 1000) == 1000 * 4 * 32 * (2 * 128 + 4)
+    assert kept_output_bytes(setting(recompute_attention=True), 1000) == 0.0
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor": 3}, "4 ranks cannot be divided into 3 tensor-parallel"),
+        ({"tensor": 0}, "tensor parallelism is 0"),
+        ({"pipeline": 4, "ranks": 4, "sharding": "zero3"}, "zero1, as pipelines need"),
+        ({"sharding": "zero9"}, "sharding is 'zero9'"),
+        ({"ranks": 24, "pipeline": 3}, "4 layers cannot be divided into 3"),
+        ({"ranks": 24, "tensor": 24}, "heads cannot be divided by 24"),
+    ],
+)
+def test_what_cannot_be_divided(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CADConfigError, match=words):
+        setting(**changes)
+
+
+def test_costs_in_pairs_give_no_seconds() -> None:
+    with pytest.raises(CADConfigError, match="in pairs; expected a profile"):
+        Setting(MODEL, Cluster(4, 4, machine()), PAIRS)
+
+
+def test_tensor_parallel_ranks_share_heads_and_pay_for_activations() -> None:
+    own = setting(16, 8, tensor=8)
+    assert (own.seats, own.shape.query_heads, own.shape.groups) == (2, 4, 1)
+    assert own.hosts is not None and own.hosts.tolist() == [0, 1]
+    assert setting(16, 16, tensor=8).hosts is None
+    uneven = Setting(MODEL, Cluster(4, 1, machine(), sizes=(3, 1)), COST)
+    assert uneven.hosts is not None and uneven.hosts.tolist() == [0, 0, 0, 1]
+    stages = setting(8, 4, pipeline=2)
+    assert stages.hosts is None and stages.all_hosts is not None and stages.all_hosts.tolist() == [0] * 4 + [1] * 4
+    tokens = np.array([1000.0])
+    once = 4 * MODEL.layers * (1000 * 2 * 4096 * 7 / 8 / own.machine.collective + own.machine.latency)
+    assert tensor_seconds(own, tokens).forward == pytest.approx([once])
+    assert not tensor_seconds(setting(), tokens).total.any()
+
+
+def test_tasks_are_counted_where_they_run() -> None:
+    tasks = np.array([[0, 0, 100, 0, 8, 1], [0, 100, 200, 0, 2, 0]])
+    found = of_tasks(tasks, COST, 3)
+    assert found.total == pytest.approx([2 * float(COST.of(100, 200)), 8 * float(COST.of(0, 100)), 0.0])
+
+
+# Machines and distributions
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "is not JSON"), ("{}", "expected the keys"), (None, "cannot be read"), ("[]", "holds list")],
+)
+def test_a_machine_that_is_none(tmp_path: Any, content: str | None, words: str) -> None:
+    path = tmp_path / "machine.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(CADConfigError, match=words):
+        Machine.load(str(path))
+
+
+def test_a_machine_by_name_and_with_a_rate_of_zero(tmp_path: Any) -> None:
+    with pytest.raises(CADConfigError, match="there is no machine 'b300'; there are h200"):
+        Machine.load("b300")
+    from deepspeed_cad.simulator.machine import SHIPPED
+
+    path = tmp_path / "slow.json"
+    path.write_text((SHIPPED / "h200.json").read_text().replace("6.36e14", "0"))
+    with pytest.raises(CADConfigError, match="matrix_flops 0; expected a number above 0"):
+        Machine.load(str(path))
+
+
+def test_every_figure_of_a_machine_has_its_source() -> None:
+    own = Machine.load("h200")
+    assert set(own.sources) == {
+        "profile", "matrix_flops", "memory_rate", "memory", "in_training", "copies", "all_to_all", "collective",
+        "between", "latency",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_distribution_has_the_quantiles_that_describe_it(name: str) -> None:
+    drawn = np.array(NAMED[name].draw(100_000_000, seed=1))
+    assert drawn.sum() >= 100_000_000 and drawn[:-1].sum() < 100_000_000
+    for share, length in NAMED[name].quantiles[1:-1]:
+        if share * len(drawn) > 100 and (1 - share) * len(drawn) > 100:
+            assert np.quantile(drawn, share) == pytest.approx(length, rel=0.25)
+    assert NAMED[name].draw(1000, seed=2) == NAMED[name].draw(1000, seed=2)
+    assert max(NAMED[name].draw(10**6, longest=1000)) <= 1000
