@@ -16,6 +16,7 @@ import torch
 
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
+from deepspeed_cad.attention.linear import LinearTimes, Stretches
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.setup import CallCounts, CallOrders, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
@@ -85,6 +86,8 @@ class MicroBatch:
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None
     """Where this rank leads reserved servers."""
+    linear: LinearTimes | None = None
+    """Where linear layers are timed that run while servers attend; None where nobody plans with that."""
     padding: Any = None
     """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
     check: Any = None
@@ -97,6 +100,7 @@ class MicroBatch:
     _layers: dict[int, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _stretches: dict[int, Stretches] = field(default_factory=dict)
 
     def schedule(self, key: PlanKey, nano_batch: int) -> DeviceSchedule:
         """The schedule of one tick for one kind of layer, planned now if the look-ahead did not know of it.
@@ -173,11 +177,19 @@ class MicroBatch:
         base = int(self.ticks[1].key_base[self.rank])
         return None if base == k_first.shape[0] else (k_first[base:], v_first[base:])
 
+    def stretches(self, nano_batch: int) -> Stretches | None:
+        """Where the linear layers of a nano-batch are timed that alternates with the other over the decoder."""
+        if self.linear is None:
+            return None
+        tokens = int(self.ticks[nano_batch].query_tokens[self.rank])
+        return self._stretches.setdefault(nano_batch, Stretches(self.linear, self.device, tokens))
+
     def forget_calls(self) -> None:
         """The forward begins again, on every rank."""
         self._calls.clear()
         self._layers.clear()
         self._first_keys.clear()
+        self._stretches.clear()
 
     @property
     def begun(self) -> bool:
@@ -304,6 +316,7 @@ class MaskDescriptor:
                 schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes, micro_batch.counts,
                 nano_batch, label, micro_batch.aside, micro_batch.turn, number, orders,
                 micro_batch.gain(key, nano_batch),
+                micro_batch.stretches(nano_batch) if self.interleaved and self.modes.returns else None,
             )  # fmt: skip
             return AttentionCall(setup)
 

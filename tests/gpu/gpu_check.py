@@ -89,6 +89,8 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
             ("nvlink,nccl,c10d", "nvlink: other sizes", "nccl: other sizes") if cuda else ("c10d", "c10d: other sizes")
         )
         return [Launch(group, case, limit_s=100) for case in cases]
+    if group == "servers":
+        return [Launch(group, limit_s=100)]
     if group == "streams":
         return [Launch(group, "nvlink,nccl" if cuda else "c10d", limit_s=180)]
     if group == "loaders":
@@ -109,11 +111,11 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
 
 GROUPS = (
     "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
-    "pipelines",
+    "pipelines", "servers",
 )  # fmt: skip
 WAVES = (
     ("kernels", "failures"), ("identity",), ("transports", "loaders"), ("models", "mixed"), ("streams", "exactness"),
-    ("pipelines",), ("growth",),
+    ("pipelines", "servers"), ("growth",),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; a check that fills the memory of GPUs is alone."""

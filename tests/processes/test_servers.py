@@ -67,7 +67,7 @@ def test_same_as_each_document_alone(workers: WorkerPool, trainers: int, servers
     results, served = _run(workers, trainers, servers, _train, None, 3)
     for result in results:
         assert len(result["load"]) == trainers + servers and min(result["load"]) > 0
-        assert result["after"] < 1.1
+        assert result["after"] < 1.15  # of two parts each, cut at 16 rows
     for one in served:
         assert one.held == 0 < one.most_held and one.opened <= 2
 
