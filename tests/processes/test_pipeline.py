@@ -103,6 +103,7 @@ def test_two_stages(workers: WorkerPool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
@@ -186,6 +187,7 @@ def _losses(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "block", "tolerance"),
     [
@@ -227,6 +229,7 @@ def _wrong(rank: int, world: int, what: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "expected"),
     [

@@ -72,6 +72,7 @@ def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[f
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM, set_seed
