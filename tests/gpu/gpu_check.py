@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from lines import BEGUN, FAILED, PASSED, REFUSED  # noqa: E402
-from loops import CASES, RIGHT  # noqa: E402
+from loops import CASES, RIGHT, TIME_OUT, WHILE_GROWING  # noqa: E402
 
 from deepspeed_cad.exchange.watchdog import EXIT_CODE  # noqa: E402
 
@@ -105,21 +105,27 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         return "needs GPUs"
     if group == "growth":
         return [Launch(group, case, limit_s=90) for case in ("nvlink", "nvlink: the last rank has no memory left")]
-    parts = (("transports", ""), ("models", "llama,gpt_oss"))
+    if group == "timeouts":
+        left_out = (f"nvlink: {TIME_OUT}", f"nvlink: {WHILE_GROWING}", f"nccl: {TIME_OUT}")
+        return [Launch("transports", case, limit_s=90) for case in left_out]
+    parts = (
+        ("transports", ""), ("models", "llama,gpt_oss"), ("transports", f"mixed: {TIME_OUT}"),
+        ("transports", f"mixed: {WHILE_GROWING}"),
+    )  # fmt: skip
     return [Launch(part, case, limit_s=180, hosts=one) for one in hosts for part, case in parts]
 
 
 GROUPS = (
     "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
-    "pipelines", "servers",
+    "pipelines", "servers", "timeouts",
 )  # fmt: skip
 WAVES = (
-    ("kernels", "failures"), ("identity",), ("transports", "loaders"), ("models", "mixed"), ("streams", "exactness"),
-    ("pipelines", "servers"), ("growth",),
+    ("kernels", "failures"), ("identity", "timeouts"), ("transports", "loaders"), ("models", "mixed"),
+    ("streams", "exactness"), ("pipelines", "servers"), ("growth",),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; a check that fills the memory of GPUs is alone."""
-AT_ONCE = ("failures", "loaders")
+AT_ONCE = ("failures", "loaders", "timeouts")
 """Groups whose launches run at the same time."""
 
 

@@ -168,7 +168,7 @@ def test_exactness_table_without_gpus(tmp_path: Path) -> None:
     output = tmp_path / "exactness.md"
     run = torchrun(2, "benchmarks/gpu_exactness.py", "--tokens", "128", "--output", str(output))
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    assert "36 cases, 0 wrong" in output.read_text()
+    assert "48 cases, 0 wrong" in output.read_text()
 
 
 def test_rows_become_table_and_picture(tmp_path: Path) -> None:
