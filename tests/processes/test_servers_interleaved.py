@@ -71,7 +71,7 @@ def _run(workers: WorkerPool, trainers: int, train: Any, *args: Any, **block: An
 CASES = [
     (2, True, True),
     *(
-        pytest.param(trainers, checkpoint, serve, marks=pytest.mark.slow)
+        pytest.param(trainers, checkpoint, serve, marks=[pytest.mark.slow, pytest.mark.long])
         for trainers in (1, 2)
         for checkpoint in (False, True)
         for serve in (True, False)
