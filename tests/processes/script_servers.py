@@ -30,6 +30,8 @@ for step in range(200 if how == "wait" else 6):
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "interrupt":
+            # A shell that starts something in the background lets it ignore this signal.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.kill(os.getpid(), signal.SIGINT)
         if how == "early":
             break

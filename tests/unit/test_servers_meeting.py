@@ -85,9 +85,9 @@ def test_a_server_that_does_not_come(place: str) -> None:
 @pytest.mark.parametrize(("reason", "kind"), [("", Abandoned), ("ValueError: no data", CADPeerError)])
 def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, kind: type[CADError]) -> None:
     """It ends well where the trainer did."""
-    Rendezvous(Split(2, 1, 0, place), 5.0).leave(reason)
+    Rendezvous(Split(2, 1, 0, place), 20.0).leave(reason)
     with pytest.raises(kind, match=f"trainer 0 ended without having trained with CAD.*{reason}"):
-        Rendezvous(Split(2, 1, 2, place), 5.0).meet(hello(Split(2, 1, 2, place), CONFIG, "1.0"))
+        Rendezvous(Split(2, 1, 2, place), 20.0).meet(hello(Split(2, 1, 2, place), CONFIG, "1.0"))
 
 
 # Servers of another launch
@@ -95,12 +95,12 @@ def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, k
 
 def _offer(place: str, **changes: Any) -> None:
     role = Split(2, 1, 0, place)
-    offer_places(Rendezvous(role, 5.0), replace(hello(role, JOINED, "1.0"), **changes))
+    offer_places(Rendezvous(role, 20.0), replace(hello(role, JOINED, "1.0"), **changes))
 
 
 def test_a_joined_server_takes_its_place(place: str) -> None:
     _offer(place)
-    assert take_place(place, 5.0, None, "1.0") == (Split(2, 1, 2, place), JOINED)
+    assert take_place(place, 20.0, None, "1.0") == (Split(2, 1, 2, place), JOINED)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_joined_server_takes_its_place(place: str) -> None:
 def test_a_job_that_does_not_fit(place: str, changes: dict[str, Any], ours: CADConfig | None, words: str) -> None:
     _offer(place, **changes)
     with pytest.raises(CADConfigError, match=words):
-        take_place(place, 5.0, ours, "1.0")
+        take_place(place, 20.0, ours, "1.0")
 
 
 def test_no_job(place: str) -> None:
