@@ -1,5 +1,6 @@
 # make demo          fine-tune a small Llama with and without CAD, 4 processes (MODEL=, DATA= take your own)
-# make test          all tests          make test-fast    those that start few processes
+# make test          all tests but      make test-fast    those that start few processes
+#                    test-long, more sizes and modes
 # make check         lint, format, types
 # make test-gpu      everything on this machine's GPUs, in minutes; ONLY=, KERNEL=, OUTPUT= as gpu_check.py has them
 # make test-matrix   the fast tests with each supported transformers
@@ -20,7 +21,7 @@ SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.hpp)
 BIN := $(VENV)/bin
 RECIPE := pyproject.toml setup.py .ci/make-venv
 
-.PHONY: demo test test-fast test-gpu check test-matrix native clean venv venv-demo
+.PHONY: demo test test-long test-fast test-gpu check test-matrix native clean venv venv-demo
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -28,7 +29,10 @@ demo: $(VENV)/installed-demo native
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)")
 
 test: $(VENV)/installed-test native
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(PYTEST_ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+
+test-long: $(VENV)/installed-test native
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 test-fast: $(VENV)/installed-test native
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)

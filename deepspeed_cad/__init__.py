@@ -7,6 +7,8 @@ each name is imported when it is first used.
     deepspeed_cad.CADConfig                    the "cad" block as a frozen dataclass
     deepspeed_cad.current_session()            the running session and its statistics
     deepspeed_cad.shard_stream(batch, r, w)    cut a packed stream into rank parts
+    deepspeed_cad.to_pipeline(model, stages)   a transformers decoder as a DeepSpeed PipelineModule
+    deepspeed_cad.to_hf(engine, path)          write such a pipeline as a checkpoint of transformers
     deepspeed_cad.install()                    wrap deepspeed.initialize where the autoload file is not active
 """
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from deepspeed_cad.autoload import install
     from deepspeed_cad.config import CADConfig
     from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError, CADUnsupportedError
+    from deepspeed_cad.integrations.pipeline_model import to_hf, to_pipeline
     from deepspeed_cad.layout import shard_stream
     from deepspeed_cad.session import current_session
 
@@ -36,6 +39,8 @@ __all__ = [
     "current_session",
     "install",
     "shard_stream",
+    "to_hf",
+    "to_pipeline",
 ]
 
 # integrations/ lies at the top of the source tree and is installed as deepspeed_cad.integrations. A checkout that is
@@ -55,6 +60,8 @@ _HOME = {
     "current_session": "session",
     "install": "autoload",
     "shard_stream": "layout",
+    "to_hf": "integrations.pipeline_model",
+    "to_pipeline": "integrations.pipeline_model",
 }
 
 

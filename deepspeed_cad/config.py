@@ -113,6 +113,11 @@ class CADConfig:
     look_ahead: int = 1
     """How many steps ahead lengths are gathered and plans made, in a background thread. 0: plan at the forward pass."""
 
+    pipeline_in_flight: int = 0
+    """Micro-batches whose activations the first stage of a pipeline may hold at a time. 0: as many as running without
+    a pause takes, 2 × stages − 1; DeepSpeed's own schedule holds `stages`. Fewer need less memory, and forwards wait:
+    with as many as there are stages a step takes nearly twice as many rounds. Only for a DeepSpeed PipelineModule."""
+
     timeout_s: float = 300.0
     """Seconds to wait for a peer before the run ends in an error that names the rank and what it was waited for."""
 
@@ -154,6 +159,7 @@ class CADConfig:
         object.__setattr__(self, "straggler_relief", float(self.straggler_relief))
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         _check_number(self, "trace_steps", int, "a whole number of micro-batches, 1 or more", lambda x: x >= 1)
+        _check_number(self, "pipeline_in_flight", int, "a whole number of micro-batches, 0 or more", lambda x: x >= 0)
         _check_number(self, "verify", int, "a whole number of micro-batches, 0 or more", lambda x: x >= 0)
         if not isinstance(self.trace, str):
             raise _bad("trace", self.trace, 'the path of a file to write, or "" for none')

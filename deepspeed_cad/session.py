@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
+from deepspeed_cad.ahead.linear import Linear
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
@@ -44,6 +45,7 @@ from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.profiles.choice import GENERIC_GPU
 from deepspeed_cad.profiles.timed import in_seconds
+from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.server.join import Reserved, join_servers
 from deepspeed_cad.server.launch import find_role
 from deepspeed_cad.server.split import Split
@@ -68,7 +70,7 @@ class Session:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._statistics = Statistics()
         self._read: dict[str, Statistics] = {}
-        self._said_first = self._said_last = False
+        self._said_first = self._said_last = self._said_idle = False
         self.counts = CallCounts()
         self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         """What integrations attached to which model."""
@@ -97,7 +99,9 @@ class Session:
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
         self._watch_traffic()
+        self.linear = Linear(self.ranks, self._take_linear, torch.are_deterministic_algorithms_enabled)
         if self.reserved is not None:
+            self.gatherer.linear = self.linear
             logger.info("slower ranks are not relieved: that is not built for reserved servers")
         elif self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
@@ -116,7 +120,7 @@ class Session:
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
             self.hosts, lambda: self.aside, self.traffic,
-            None if self.reserved is None else self.reserved.planning(self.rank),
+            None if self.reserved is None else self.reserved.planning(self.rank, self.linear.seconds),
         )  # fmt: skip
 
     # Opening and closing
@@ -194,6 +198,10 @@ class Session:
         with Liveness.watch(self.liveness, "the other ranks' host names"):
             dist.all_gather_object(names, socket.gethostname(), group=self._cpu_group)
         return names
+
+    def _take_linear(self, model: int) -> tuple[list[float], list[float]]:
+        times = self.counts.linear.get(model)
+        return ([], []) if times is None else times.take()
 
     def _watch_for_standstill(self) -> None:
         """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
@@ -282,9 +290,23 @@ class Session:
 
     def count(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch that is about to be trained."""
+        if self.reserved is not None and self.rank == 0 and self._statistics.micro_batches % EVERY == 0:
+            self._look_for_idle(self.reserved)
         self._statistics.add(micro_batch)
         if self.tracer is not None:
             self.tracer.next_micro_batch()
+
+    def _look_for_idle(self, reserved: Reserved) -> None:
+        """Say once where servers or trainers were idle since this was called last."""
+        warm, found = self._statistics.micro_batches > EVERY, self.take_statistics("idle")
+        if not warm or self._said_idle or not found.servers_s:
+            return
+        role = reserved.role
+        trainers_idle = found.waited_s * role.servers / found.servers_s
+        text = advise(found.servers_idle, trainers_idle, role.servers, role.trainers)
+        if text:
+            self._said_idle = True
+            notice(text)
 
     @property
     def statistics(self) -> Statistics:
@@ -294,6 +316,8 @@ class Session:
         now = self._statistics.copy()
         now.late_s, now.late_rank = max(0.0, float(late[latest])), latest if late[latest] > 0 else -1
         now.waited_s = self.counts.waits.seconds()
+        if self.reserved is not None:
+            now.served_s, now.servers_s = self.reserved.link.busy()
         now.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
         return now
 

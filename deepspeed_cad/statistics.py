@@ -22,6 +22,10 @@ class Statistics:
     planning_s: float = 0.0
     waited_s: float = 0.0
     """Seconds in which this rank's training thread, or its GPU, did nothing but wait for an exchange."""
+    served_s: float = 0.0
+    """Seconds in which reserved servers attended, summed over them, as they told trainer 0; 0 on other ranks."""
+    servers_s: float = 0.0
+    """Seconds for which they are up, summed likewise."""
     late_s: float = 0.0
     """Not a sum: how late the latest rank is now in one layer's attention, forward and backward, for reasons that no
     plan knows (pace.py); 0 where nothing is known of that."""
@@ -85,6 +89,11 @@ class Statistics:
         """Max over mean of the ranks' attention as planned."""
         return self.slowest / self.mean if self.mean > 0 else 1.0
 
+    @property
+    def servers_idle(self) -> float:
+        """Share of their time in which reserved servers did not attend; 0 where nothing is known of any."""
+        return max(0.0, 1.0 - self.served_s / self.servers_s) if self.servers_s > 0 else 0.0
+
     def as_events(self) -> dict[str, float]:
         """The figures that go to monitors and logs, by name."""
         return {
@@ -93,6 +102,7 @@ class Statistics:
             "cad/sent_MiB": self.bytes_sent / 2**20,
             "cad/planning_ms": self.planning_s * 1e3 / max(self.micro_batches, 1),
             "cad/waited_s": self.waited_s,
+            "cad/servers_idle": self.servers_idle,
             "cad/late_ms": self.late_s * 1e3,
             "cad/late_rank": float(self.late_rank),
         }
@@ -104,4 +114,5 @@ class Statistics:
             f"{self.micro_batches} micro-batches, attention max/mean {self.imbalance_before:.2f} → "
             f"{self.imbalance:.2f}, {sent}, {self.planning_s * 1e3 / max(self.micro_batches, 1):.1f} ms to plan each, "
             f"{self.waited_s:.2f} s waited for exchanges"
+            f"{f', servers idle {self.servers_idle:.0%}' if self.servers_s else ''}"
         )

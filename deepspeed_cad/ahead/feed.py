@@ -95,7 +95,7 @@ class Feed:
         def job() -> MicroBatch:
             self._refuse_ended(epoch)
             said = self._gather(Subject(What.LENGTHS, self.number, epoch, index), mine.to_array())
-            return self.plans.open(self._all_going(said, epoch, index), keys)
+            return self.plans.open(self._all_going(said, epoch, index), keys, self.number)
 
         self._ahead.append((mine, self.worker.submit(job)))
 
@@ -250,7 +250,7 @@ class Feed:
 
         def job() -> MicroBatch:
             said = self._gather(Subject(what, self.number, index=index), mine.to_array())
-            return self.plans.open([Announcement.from_array(one.payload) for one in said], keys)
+            return self.plans.open([Announcement.from_array(one.payload) for one in said], keys, self.number)
 
         return self.worker.submit(job)
 

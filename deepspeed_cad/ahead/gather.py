@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_cad.ahead import linear as linear_layers
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.traffic import COLUMNS, Traffic
 from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
@@ -44,6 +45,8 @@ class What(IntEnum):
     """The fingerprint of a plan."""
     LOADER = 7
     """Whether the batches of a loader reach the model as they are."""
+    LAYERS = 8
+    """Attention layers of a pipeline's stages."""
 
 
 _WORDS = {
@@ -54,6 +57,7 @@ _WORDS = {
     What.STEP: "documents of the step",
     What.ASSIGNMENT: "assignment of documents",
     What.PLAN: "plan",
+    What.LAYERS: "attention layers of pipeline stages",
     What.LOADER: "answers whether a loader's batches are trained as they are",
 }
 
@@ -92,7 +96,8 @@ class State(IntEnum):
 
 
 _VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WAITED, _TICKS, _TRAFFIC = range(13)
-_WIDTH = _TRAFFIC + COLUMNS
+_LINEAR = _TRAFFIC + COLUMNS
+_WIDTH = _LINEAR + linear_layers.COLUMNS
 
 APART = (
     "Every rank must train as many micro-batches, in the same order. Look for a break, an exception that the script "
@@ -130,6 +135,8 @@ class Gatherer:
         self.group, self.rank, self.ranks, self.liveness, self.pace = group, rank, ranks, liveness, pace
         self.traffic: Traffic | None = None
         """Learns from what ranks measured, likewise; set once links are known."""
+        self.linear: linear_layers.Linear | None = None
+        """The same for linear layers; set where servers are reserved."""
         self.settings = ""
         """What ranks compare before they train: configuration and costs. Set once both are known."""
         self.broken: CADError | None = None
@@ -186,14 +193,17 @@ class Gatherer:
         header[_STATE], header[_VALUE], header[_COUNT] = state, value, len(mine)
         learns = subject.what in (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP)
         pace, traffic = (self.pace, self.traffic) if learns else (None, None)
+        linear = self.linear if learns else None
         if pace is not None:
             header[_WAITED], header[_TICKS] = pace.report()
         if traffic is not None:
-            header[_TRAFFIC:] = traffic.report()
+            header[_TRAFFIC:_LINEAR] = traffic.report()
+        if linear is not None:
+            header[_LINEAR:] = linear.report(subject.model)
         self.begun += 1
         self.inside = self.begun, subject
         try:
-            headers, rows = self._meet(header, mine, pace, traffic, f"the other ranks' {subject}")
+            headers, rows = self._meet(header, mine, pace, traffic, linear, f"the other ranks' {subject}")
         finally:
             self.inside = None
         return [
@@ -202,7 +212,13 @@ class Gatherer:
         ]
 
     def _meet(
-        self, header: np.ndarray, mine: Ints, pace: Pace | None, traffic: Traffic | None, waited_for: str
+        self,
+        header: np.ndarray,
+        mine: Ints,
+        pace: Pace | None,
+        traffic: Traffic | None,
+        linear: linear_layers.Linear | None,
+        waited_for: str,
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Headers of all ranks, [ranks, _WIDTH], and their payloads, each padded to the longest."""
         headers = np.stack(self._all(header, waited_for))
@@ -210,7 +226,9 @@ class Gatherer:
         if pace is not None:
             pace.hear(headers[:, _WAITED], headers[:, _TICKS])
         if traffic is not None:
-            traffic.hear(headers[:, _TRAFFIC:])
+            traffic.hear(headers[:, _TRAFFIC:_LINEAR])
+        if linear is not None:
+            linear.hear(int(header[_WHICH]), headers[:, _LINEAR:])
         widest = int(headers[:, _COUNT].max())
         padded = np.zeros(widest, np.int64)
         padded[: len(mine)] = mine

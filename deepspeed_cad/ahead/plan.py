@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.traffic import Now, Traffic
 from deepspeed_cad.ahead.worker import Worker
+from deepspeed_cad.attention.linear import LinearTimes
 from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
@@ -30,7 +32,7 @@ from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import WAVES
-from deepspeed_cad.planner.cut import choose_cut
+from deepspeed_cad.planner.cut import LayerKind, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
 
@@ -44,11 +46,26 @@ class Reserved:
     servers: int
     open: Callable[[int, Layout, Ints | None], MicroBatchOrders] | None
     """Tells the servers of a micro-batch by its turn, its layout and its cut; None where another rank does."""
-    base_load: Floats | None = None
-    """Seconds that each rank computes besides attention in a tick ([trainers and servers]), the same on all trainers;
-    None: not measured, taken for equal."""
+    helpers: int
+    """Trainers that serve too."""
+    linear: Callable[[int], Floats | None]
+    """Seconds that each trainer's linear layers take per token, forward and backward, by model ([trainers]); None: not
+    known, every rank gets as much attention."""
     speed: Floats | None = None
     """Relative speed of each rank; 0 where it runs no attention."""
+
+
+class Beside(NamedTuple):
+    """Linear layers that run while servers attend."""
+
+    each: Floats
+    """[ranks] seconds per token; 0 on servers."""
+    tokens: Ints
+    """[ranks] of the micro-batch."""
+
+    def seconds(self, tick: Tick) -> Floats:
+        """[ranks] what each rank computes while this nano-batch is attended: linear layers of the other one."""
+        return self.each * (self.tokens - tick.query_tokens)
 
 
 class Plans:
@@ -99,16 +116,21 @@ class Plans:
         """Ranks that run attention."""
         return self.gatherer.ranks + (0 if self.reserved is None else self.reserved.servers)
 
-    def open(self, announcements: list[Announcement], keys: list[PlanKey]) -> MicroBatch:
-        """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread."""
+    def open(self, announcements: list[Announcement], keys: list[PlanKey], model: int = 0) -> MicroBatch:
+        """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread.
+
+        `model`: which of those that have CAD trains it.
+        """
         idle = self.ranks - len(announcements)
         layout = assemble([one.local for one in announcements] + [LocalSegments.none(0)] * idle)
         ticks: tuple[Tick, ...] = (layout.tick(),)
-        cut = None
+        cut = beside = None
         if self.config.overlap_used in ("interleave", "pingpong"):
-            cut = choose_cut(layout, np.array([one.unit for one in announcements] + [1] * idle))
+            linear = self._linear(model)
+            cut = self._choose_cut(layout, np.array([one.unit for one in announcements] + [1] * idle), keys, linear)
             if cut is not None:
                 ticks = layout.cut(cut)
+                beside = None if linear is None else Beside(np.append(linear, np.zeros(idle)), layout.tokens)
             elif self.ranks > 1:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         # Nothing else may change what is learned of paces and links: plans are made on this thread and at the forward,
@@ -126,9 +148,10 @@ class Plans:
         late = self.pace.late
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device,
-            partial(self.plan_tick, late=late, now=now), partial(self._agree, turn), self.transport(),
+            partial(self.plan_tick, late=late, now=now, beside=beside), partial(self._agree, turn), self.transport(),
             self.counts, aside=self.aside(), turn=turn, era=now and now.era,
-            late=partial(self._base_load, late), orders=orders,
+            late=partial(self._base_load, late, beside), orders=orders,
+            linear=None if self.reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(keys)
@@ -147,12 +170,15 @@ class Plans:
             lambda value, what: None, None, CallCounts(),
         )  # fmt: skip
 
-    def plan_tick(self, tick: Tick, key: PlanKey, late: np.ndarray, now: Now | None = None) -> Plan:
+    def plan_tick(
+        self, tick: Tick, key: PlanKey, late: np.ndarray, now: Now | None = None, beside: Beside | None = None
+    ) -> Plan:
         """The plan of one tick for layers of one kind.
 
-        `late` and `now`: pace and links as they were when the micro-batch was gathered; None: links as the costs say.
+        `late`, `now`, `beside`: pace, links and linear layers as they were known when the micro-batch was gathered;
+        None: links as the costs say, and linear layers that run beside no attention.
         """
-        base = self._base_load(late, tick, key)
+        base = self._base_load(late, beside, tick, key)
         speed = None if self.reserved is None else self.reserved.speed
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
@@ -179,6 +205,20 @@ class Plans:
             return (1,)
         return tuple(count for count in WAVES if count <= transport.most_waves)
 
+    def _linear(self, model: int) -> Floats | None:
+        """Seconds per token of every trainer's linear layers, where plans know of them and costs are seconds too."""
+        if self.reserved is None or self.config.overlap_used != "interleave" or self.cost.unit != "seconds":
+            return None
+        return self.reserved.linear(model)
+
+    def _choose_cut(self, layout: Layout, unit: Ints, keys: list[PlanKey], linear: Floats | None) -> Ints | None:
+        if self.reserved is None or self.config.overlap_used != "interleave":
+            return choose_cut(layout, unit)
+        kinds = [LayerKind(self.cost.cost_for(key.shape), key.window, key.shape.groups) for key in keys]
+        # The slowest trainer is the one that servers and the others wait for.
+        slowest = None if linear is None else float(linear.max())
+        return choose_interleaved_cut(layout, unit, kinds, self.reserved.servers, slowest, self.reserved.helpers)
+
     def say_once(self, text: str) -> None:
         """Log what a user may wonder about, the first time that it happens."""
         if text not in self._said:
@@ -194,9 +234,9 @@ class Plans:
                 notice(text) if notable else logger.info(text)
         self.traffic.news.clear()
 
-    def _base_load(self, late: np.ndarray, tick: Tick, key: PlanKey) -> np.ndarray | None:
+    def _base_load(self, late: np.ndarray, beside: Beside | None, tick: Tick, key: PlanKey) -> np.ndarray | None:
         if self.reserved is not None:
-            return self.reserved.base_load
+            return None if beside is None else beside.seconds(tick)
         return self.pace.base_load(late, self._mean_attention(tick, key))
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:

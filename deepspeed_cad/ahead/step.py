@@ -140,7 +140,7 @@ class StepAhead:
             moved = self._place(at, batches, said, fields, keys, exchange)
             known = {id(batch): mine for batch, mine in zip(batches, announcements)}
             mine = [known[id(one.batch)] if id(one.batch) in known else read_documents(one.batch) for one in moved]
-        return Arranged(moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys))
+        return Arranged(moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys, feed.number))
 
     def _place(
         self,

@@ -135,6 +135,7 @@ class _Dispatch(torch.autograd.Function):
         if isinstance(call.state, Released):
             call.expect(Kept)  # a checkpointed layer runs again for a second backward
         if not call.replaying:
+            call.setup.end_linear(False)
             call.state = start_forward(call.setup, q.detach(), k.detach(), v.detach(), sinks)
         return q.new_zeros(1)
 
@@ -144,6 +145,7 @@ class _Dispatch(torch.autograd.Function):
         done = call.expect(BackwardServed)
         dq, dk, dv = collect_backward(call.setup, done)
         call.release(done.started.kept)
+        call.setup.begin_linear(True)
         return None, dq, dk, dv, None
 
 
@@ -179,6 +181,7 @@ class _Collect(torch.autograd.Function):
             kept = call.expect(Kept)
         else:
             kept = collect_forward(call.setup, call.expect(ForwardServed))
+            call.setup.begin_linear(False)
         if call.setup.modes.recompute:
             call.release(kept)
             ctx.save_for_backward(q, k, v, *kept.tensors())
@@ -195,6 +198,7 @@ class _Collect(torch.autograd.Function):
         call.check_unchanged(kept)
         do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
         if ctx.needs_input_grad[1]:
+            call.setup.end_linear(True)
             call.state = start_backward(call.setup, kept, do, q.detach(), k.detach(), v.detach())
         else:
             # Nothing but the sinks is trained up to here: their gradient needs no other rank.

@@ -16,6 +16,7 @@ import torch
 
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
+from deepspeed_cad.attention.linear import LinearTimes, Stretches
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.setup import CallCounts, CallOrders, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
@@ -86,6 +87,8 @@ class MicroBatch:
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None
     """Where this rank leads reserved servers."""
+    linear: LinearTimes | None = None
+    """Where linear layers are timed that run while servers attend; None where nobody plans with that."""
     padding: Any = None
     """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
     check: Any = None
@@ -98,6 +101,7 @@ class MicroBatch:
     _layers: dict[int, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _stretches: dict[int, Stretches] = field(default_factory=dict)
 
     def schedule(self, key: PlanKey, nano_batch: int) -> DeviceSchedule:
         """The schedule of one tick for one kind of layer, planned now if the look-ahead did not know of it.
@@ -172,11 +176,19 @@ class MicroBatch:
         base = int(self.ticks[1].key_base[self.rank])
         return None if base == k_first.shape[0] else (k_first[base:], v_first[base:])
 
+    def stretches(self, nano_batch: int) -> Stretches | None:
+        """Where the linear layers of a nano-batch are timed that alternates with the other over the decoder."""
+        if self.linear is None:
+            return None
+        tokens = int(self.ticks[nano_batch].query_tokens[self.rank])
+        return self._stretches.setdefault(nano_batch, Stretches(self.linear, self.device, tokens))
+
     def forget_calls(self) -> None:
         """The forward begins again, on every rank."""
         self._calls.clear()
         self._layers.clear()
         self._first_keys.clear()
+        self._stretches.clear()
 
     @property
     def begun(self) -> bool:
@@ -278,7 +290,7 @@ class MaskDescriptor:
                 f"{label} got {k_BKSD.shape[2]} keys for {width} queries: a KV cache is in use during training; "
                 "pass use_cache=False"
             )
-        q, k, v = (_as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
+        q, k, v = (as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         nano_batch = self.nano_batch or 0
         rows = int(self.micro_batch.ticks[nano_batch].query_tokens[self.micro_batch.rank])
@@ -303,6 +315,7 @@ class MaskDescriptor:
                 schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes, micro_batch.counts,
                 nano_batch, label, micro_batch.aside, micro_batch.turn, number, orders,
                 micro_batch.gain(key, nano_batch),
+                micro_batch.stretches(nano_batch) if self.interleaved and self.modes.returns else None,
             )  # fmt: skip
             return AttentionCall(setup)
 
@@ -342,7 +355,7 @@ def _own(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
 
 
-def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+def as_autocast(x: torch.Tensor) -> torch.Tensor:
     """In the dtype that torch's own attention takes under autocast: rotary embeddings leave Q and K in fp32 there."""
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return x

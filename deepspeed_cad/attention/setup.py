@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
+from deepspeed_cad.attention.linear import LinearTimes, Stretches
 from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Gain, Waits
@@ -24,6 +25,8 @@ class CallCounts:
     backwards: int = 0
     replays: int = 0
     waits: Waits = field(default_factory=Waits)
+    linear: dict[int, LinearTimes] = field(default_factory=dict)
+    """What linear layers take that run beside servers, by model."""
     tracer: Tracer | None = None
     """Records a timeline, where one is wanted."""
 
@@ -77,6 +80,8 @@ class CallSetup:
     """On the rank that leads reserved servers."""
     gain: Gain | None = None
     """What the plan promises this rank in a tick; None where nobody weighs that against waits."""
+    stretches: Stretches | None = None
+    """Where linear layers of this nano-batch are timed."""
 
     @property
     def device(self) -> torch.device:
@@ -120,6 +125,16 @@ class CallSetup:
             return (
                 start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start, wave)
             )
+
+    def begin_linear(self, backward: bool) -> None:
+        """This nano-batch goes on with linear layers."""
+        if self.stretches is not None:
+            self.stretches.begin(self.layer, backward)
+
+    def end_linear(self, backward: bool) -> None:
+        """They are over: its next attention is about to be dispatched."""
+        if self.stretches is not None:
+            self.stretches.end(self.layer, backward)
 
     def span(self, what: str, backward: bool = False, aside: bool = False) -> AbstractContextManager[None]:
         """A span of the timeline, where one is recorded."""

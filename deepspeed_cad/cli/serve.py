@@ -9,6 +9,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.run import add_source, read_request
 from deepspeed_cad.server.launch import start_server
+from deepspeed_cad.version import __version__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,5 +33,5 @@ def main(args: argparse.Namespace) -> int:
     config = read_request(args.cad, args.cad_config).config if given else None
     from deepspeed_cad.server.meeting import take_place  # brings torch
 
-    role, config = take_place(args.rendezvous, args.timeout, config)
+    role, config = take_place(args.rendezvous, args.timeout, config, __version__)
     return start_server(role, config, os.environ, args.device)

@@ -39,8 +39,12 @@ def initialize(
     from deepspeed_cad.integrations.transformers import bind
 
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    _refuse_call(given)
     model = given.get("model")
+    if is_pipeline(model):
+        from deepspeed_cad.engine.pipeline_engine import initialize_pipeline
+
+        return initialize_pipeline(original, config, args, kwargs)
+    _refuse_call(given)
     trains = given.get("optimizer") is not None or "optimizer" in find_config(original, args, kwargs)
     if trains and isinstance(model, torch.nn.Module):
         refuse_model(find_model(model))
@@ -77,11 +81,13 @@ def _bind_when_trained(engine: Any, config: CADConfig) -> None:
     handle = engine.module.register_forward_pre_hook(before_forward)
 
 
+def is_pipeline(model: Any) -> bool:
+    """Whether a model is cut into stages by DeepSpeed."""
+    return any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__)
+
+
 def _refuse_call(given: dict[str, Any]) -> None:
     """Parallelism that CAD does not combine with yet."""
-    model = given.get("model")
-    if any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__):
-        raise CADUnsupportedError("pipeline parallelism (PipelineModule) is not supported yet; train without it")
     if given.get("mpu") is not None:
         raise CADUnsupportedError(
             "an mpu (tensor, sequence or pipeline parallelism) was passed to deepspeed.initialize; CAD spreads "

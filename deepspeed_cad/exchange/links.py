@@ -30,8 +30,11 @@ MORE = 8
 """Times the rows of the trial before. Few steps, because buffers of some transports grow with each."""
 MOST_ROWS = {"cuda": 4096, "cpu": 512}
 """50 MB on GPUs: at 360 GB/s that takes five times as long as it takes to start. 6 MB on CPUs."""
-IN_ONE_GO = {"cuda": 4, "cpu": 1}
-"""Exchanges between two looks at the clock: on GPUs starting one hides behind the one before."""
+IN_ONE_GO = {"cuda": 16, "cpu": 1}
+"""Most exchanges between two looks at the clock: on GPUs starting one hides behind the one before, and what ranks begin
+apart is spread over all of them."""
+ONE_GO_S = 0.02
+"""No more exchanges in one go than this should take."""
 ROUNDS = 3
 """Of each size; the median counts."""
 LONG_ENOUGH_S = (0.005, 0.02)
@@ -122,33 +125,42 @@ def _time_pairs(
 ) -> float:
     """The speed of one kind of link, from exchanges that grow until they last long enough."""
 
-    def nanoseconds(rows: int, times: int) -> list[int]:
+    def prepare(rows: int) -> Callable[[int], list[int]]:
+        # One schedule for all rounds of a size: transports make tables for each that they see first, in training ahead
+        # of many layers.
         schedule = peer_schedule(peers, rank, GROUPS, rows)
-        made = [(kind, torch.zeros(schedule.query_tokens, GROUPS, width, device=device, dtype=ELEMENT))
-                for kind, width in WIDTHS]  # fmt: skip
-        fields = [Outgoing(kind, home) for kind, home in made]
-        gather(0)  # all ranks begin together
-        begun = time.perf_counter()
-        for _ in range(times):
-            transport.dispatch(schedule, fields, 0).wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return gather(round((time.perf_counter() - begun) / times * 1e9))
+        fields = [
+            Outgoing(kind, torch.zeros(schedule.query_tokens, GROUPS, width, device=device, dtype=ELEMENT))
+            for kind, width in WIDTHS
+        ]
 
-    nanoseconds(1, 1)  # connects
-    times, rows, spent = IN_ONE_GO[device.type], FIRST_ROWS, 0.0
-    while True:
+        def nanoseconds(times: int) -> list[int]:
+            gather(0)  # all ranks begin together
+            begun = time.perf_counter()
+            for _ in range(times):
+                transport.dispatch(schedule, fields, 0).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return gather(round((time.perf_counter() - begun) / times * 1e9))
+
         if device.type == "cuda":
-            nanoseconds(rows, 1)  # makes buffers
+            nanoseconds(2)  # makes buffers and tables; of some transports there are two of each, taken in turn
+        return nanoseconds
+
+    prepare(1)(1)  # connects
+    times, rows, spent = 1, FIRST_ROWS, 0.0
+    while True:
+        nanoseconds = prepare(rows)
         rounds: list[list[int]] = []
         # Everything that decides whether to go on was gathered, so all ranks decide the same.
         while len(rounds) < ROUNDS and spent <= BUDGET_S:
-            rounds.append(nanoseconds(rows, times))
+            rounds.append(nanoseconds(times))
             spent += max(rounds[-1]) / 1e9 * times
         found = np.array(rounds, np.float64)
         one = float(np.median(found, axis=0).max()) / 1e9
         # The first size only tells how long the next may take: a burst, or a busy CPU, decides its own.
         over = one >= enough_s and rows > FIRST_ROWS
+        times = max(1, min(IN_ONE_GO[device.type], int(ONE_GO_S / (one * MORE))))
         if over or rows * MORE > MOST_ROWS[device.type] or spent + one * MORE * ROUNDS * times > BUDGET_S:
             return slowest_speed(busiest_rows(peers, rows), found)
         rows *= MORE

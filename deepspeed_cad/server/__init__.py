@@ -11,6 +11,8 @@ and learns of each from trainer 0, the leader: it never plans, and never guesses
     link        a trainer's side: its sockets to the servers, and who of them died
     trainers    a server's side: its sockets from the trainers, and why it should end
     loop        a server: orders in, exchanges and attention out
+    busy        how long a server attended
+    idle        what to change where servers or trainers are idle
     process     a server's process from its start to its exit code
     launch      what `-m deepspeed_cad.run` does before it runs the script
 """

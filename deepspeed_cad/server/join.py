@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from deepspeed_cad.ahead.plan import Reserved as Planning
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.group import OwnGroup
 from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.planner.plan import Floats
 from deepspeed_cad.server.link import ServerLink, connect
 from deepspeed_cad.server.meeting import offer_places, open_board, open_group
 from deepspeed_cad.server.orders import Leader
@@ -29,12 +31,13 @@ class Reserved:
     link: ServerLink
     group: OwnGroup
 
-    def planning(self, rank: int) -> Planning:
-        """What plans have to know; the leader's also tell the servers."""
+    def planning(self, rank: int, linear: Callable[[int], Floats | None]) -> Planning:
+        """What plans have to know; the leader's also tell the servers. `linear`: seconds per token, by model."""
         # A trainer of speed 0 hands over even its own rows, whatever that moves.
         speed = None if self.config.trainers_serve else np.repeat([0.0, 1.0], [self.role.trainers, self.role.servers])
         leads = Leader(self.link).open if rank == 0 else None
-        return Planning(self.role.servers, leads, speed=speed)
+        helpers = self.role.trainers if self.config.trainers_serve else 0
+        return Planning(self.role.servers, leads, helpers, linear, speed)
 
 
 def join_servers(role: Split, config: CADConfig, device: torch.device) -> Reserved:

@@ -111,9 +111,8 @@ def farewell(reason: str) -> None:
         return
     from deepspeed_cad.server.rendezvous import Rendezvous
 
-    words = f"ended without having trained with CAD{f': {reason}' if reason else ''}"
     try:
-        Rendezvous(role, LEAVE_S).leave(words)
+        Rendezvous(role, LEAVE_S).leave(reason)
     except (CADError, RuntimeError, OSError) as error:
         logger.debug("no server was told: %s", error)
 

@@ -19,7 +19,7 @@ from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.server.rendezvous import Hello
-from deepspeed_cad.server.wire import encode, keep_alive, receive
+from deepspeed_cad.server.wire import BUSY, encode, keep_alive, receive
 from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger("deepspeed_cad")
@@ -35,6 +35,7 @@ class ServerLink:
         self.rank, self.liveness = rank, liveness
         self.lost = ""
         """Why the servers cannot be counted on any more."""
+        self._busy: dict[int, tuple[float, float]] = {}
         self._connections = connections
         self._lock = threading.Lock()
         self._closing = False
@@ -55,6 +56,11 @@ class ServerLink:
                 except OSError as error:
                     self._lose(server, f"its connection is lost ({error})")
                     raise CADPeerError(f"rank {self.rank}: {self.lost}") from error
+
+    def busy(self) -> tuple[float, float]:
+        """Seconds that servers attended and that they are up, summed over servers, as they last told the leader."""
+        told = list(self._busy.values())
+        return sum(busy for busy, _ in told), sum(total for _, total in told)
 
     def leave(self, reason: str) -> None:
         """This trainer needs no server any more; `reason` is empty where it ended well."""
@@ -92,6 +98,9 @@ class ServerLink:
             frame = None
         if self._closing:
             return False
+        if frame is not None and frame.head["do"] == BUSY:
+            self._busy[server] = float(frame.head["busy"]), float(frame.head["total"])
+            return True
         self._lose(server, "its process died" if frame is None else str(frame.head["reason"]))
         return False
 

@@ -39,12 +39,12 @@ from deepspeed_cad.attention.serve import lse_dtype, new_gradients, new_outputs
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Returning, Transport
-from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
 from deepspeed_cad.schedule import native as schedule_native
+from deepspeed_cad.server.busy import Busy
 from deepspeed_cad.server.orders import DISPATCH, OPEN, PLAN, RELEASE, RETURN
 from deepspeed_cad.server.wire import Frame
 
@@ -110,7 +110,7 @@ class Loop:
         """
         self.rank, self.device, self.transport, self.worker, self.budget = rank, device, transport, worker, budget
         self.micro_batches = 0
-        self.busy, self.held, self.most_held = Waits(), 0, 0
+        self.busy, self.held, self.most_held = Busy(), 0, 0
         self.counts = CallCounts()
         self._choose, self._kernels = choose, dict[KernelNeed, Kernel]()
         self._opened: dict[int, Opened] = {}
@@ -198,7 +198,7 @@ class Loop:
         setup = call.setup
         started = start_forward(setup, *call.home, call.sinks_H)
         arrived = started.out[0].wait()
-        with self.busy.timed(self.device, ends_tick=True):
+        with self.busy.timed(self.device):
             served = serve_arrived(setup, 0, started, arrived)
         q, _, v = call.home
         call.pending = outputs_back(started, served, *new_outputs(setup.schedule, q, v))
@@ -217,7 +217,7 @@ class Loop:
         o, lse = new_outputs(setup.schedule, q, v)
         started = start_backward(setup, Kept(o, lse, (served,), None, 0), torch.empty_like(o), q, k, v)
         arrived = started.out[0].wait()
-        with self.busy.timed(self.device, ends_tick=True):
+        with self.busy.timed(self.device):
             made = serve_arrived_backward(setup, 0, started, served, arrived)
         own = Gradients(*new_gradients(setup.schedule, q, k, v))
         call.pending = gradients_back(made, own, (torch.empty_like(k), torch.empty_like(v)))

@@ -44,11 +44,11 @@ def offer_places(meeting: Rendezvous, mine: Hello) -> None:
     dist.PrefixStore(PREFIX, open_store(meeting.split.rendezvous, meeting.timeout_s)).set(JOB, json.dumps(job))
 
 
-def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None) -> tuple[Split, CADConfig]:
+def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None, version: str) -> tuple[Split, CADConfig]:
     """The next free place of a server in a job, and the job's configuration.
 
-    Raises CADPeerError where there is no job in time, CADConfigError where it wants no server from another launch, has
-    all of them, or is configured otherwise than `config`.
+    Raises CADPeerError where there is no job in time, CADConfigError where it has another version, wants no server from
+    another launch, has all of them, or is configured otherwise than `config`.
     """
     store = dist.PrefixStore(PREFIX, open_store(rendezvous, timeout_s))
     end = time.monotonic() + timeout_s
@@ -60,6 +60,12 @@ def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None) -> t
             )
         time.sleep(LOOK_S)
     job = json.loads(store.get(JOB))
+    # First of all: the configuration of another version may have keys that are unknown here.
+    if job["version"] != version:
+        raise CADConfigError(
+            f"the job at {rendezvous} has deepspeed_cad {job['version']} and this server has {version}: install the "
+            "same version everywhere"
+        )
     theirs = CADConfig.from_dict(job["config"])
     if not isinstance(theirs.servers, dict) or "joined" not in theirs.servers:
         raise CADConfigError(

@@ -41,6 +41,8 @@ LAST_WORD_S = 1.5
 """For trainers to say why an exchange failed, which may be what ended this server."""
 STUCK_S = 6.0
 """After the trainers ended, for a GPU or an exchange that does not let go."""
+TELL_S = 0.1
+"""Between two words to the leader on how long this server attended."""
 FAREWELL_S = 3.0
 """For trainers to end after this server failed: a launcher may end them as soon as it sees this process go."""
 
@@ -93,14 +95,19 @@ class _Server:
             f"server {split.rank} is up: it serves {split.trainers} trainer{'s' * (split.trainers > 1)} beside "
             f"{split.servers - 1} other servers, on {self.device}, transport {self.transport.name}{budget}"
         )
-        began, reason = time.perf_counter(), ""
+        began, told, reason = 0.0, 0.0, ""
         try:
             while not isinstance(item := self._links.items.get(), End):
+                # Until the first micro-batch comes, trainers load models and data.
+                began = began or time.perf_counter()
                 loop.follow(item)
+                if (now := time.perf_counter()) - told > TELL_S:
+                    told = now
+                    self._links.tell_busy(loop.busy.seconds(), now - began)
             reason = item.reason
         except Exception as error:
             reason = self._explain(error)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began if began else 0.0
         notice(
             f"server {split.rank} is done: {loop.micro_batches} micro-batches served, {loop.busy.seconds():.1f} s busy "
             f"of {seconds:.1f} s, at most {loop.most_held / 2**20:.1f} MiB held for backwards"

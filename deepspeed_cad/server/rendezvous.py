@@ -109,7 +109,7 @@ class Rendezvous:
         raise CADConfigError(reason)
 
     def leave(self, reason: str) -> None:
-        """This trainer ends without having met the servers."""
+        """This trainer ends without having met the servers; `reason` is empty where it ended well."""
         self.root.set(f"left/{self.split.rank}", reason)
 
     def has(self, key: str) -> bool:
@@ -123,7 +123,9 @@ class Rendezvous:
             return
         for rank in range(self.split.trainers):
             if self.has(f"left/{rank}"):
-                raise Abandoned(f"trainer {rank} {self.root.get(f'left/{rank}').decode()}")
+                reason = self.root.get(f"left/{rank}").decode()
+                words = f"trainer {rank} ended without having trained with CAD"
+                raise CADPeerError(f"{words}: {reason}") if reason else Abandoned(words)
 
     def _name(self, ranks: list[int]) -> str:
         return "; ".join(
@@ -137,7 +139,7 @@ class Rendezvous:
 
 
 class Abandoned(CADError):
-    """The trainers end without having trained with CAD: there is nothing to serve."""
+    """The trainers ended well without having trained with CAD: there is nothing to serve."""
 
 
 def compare(said: list[Hello]) -> str:
@@ -173,8 +175,9 @@ def hello(split: Split, config: CADConfig, version: str, **listens: Any) -> Hell
 
 
 def _read(text: bytes) -> Hello:
-    fields = json.loads(text)
-    return Hello(**{**fields, "addresses": tuple(fields["addresses"])})
+    # Another version may say more; that it is another one is found by `compare`.
+    said = {name: value for name, value in json.loads(text).items() if name in Hello.__dataclass_fields__}
+    return Hello(**{**said, "addresses": tuple(said["addresses"])})
 
 
 def _ask(question: Callable[[], bool]) -> bool:

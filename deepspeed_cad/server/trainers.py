@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.server.wire import Frame, encode, keep_alive, receive
+from deepspeed_cad.server.wire import BUSY, Frame, encode, keep_alive, receive
 from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger("deepspeed_cad")
@@ -82,6 +82,7 @@ class TrainerLinks:
         """Why trainers cannot go on."""
         self.ended = threading.Event()
         self._connections = connections
+        self._sending = threading.Lock()
         self._left: set[int] = set()
         self._failed: set[int] = set()
         """Of those that left: who said why."""
@@ -90,12 +91,21 @@ class TrainerLinks:
     def fail(self, reason: str) -> None:
         """Tell every trainer that this server ends, and why."""
         frame = encode({"do": "failed", "reason": reason[:4000]})
-        for connection in self._connections.values():
+        with self._sending:
+            for connection in self._connections.values():
+                try:
+                    connection.settimeout(1.0)
+                    connection.sendall(frame)
+                except OSError as error:
+                    logger.debug("a trainer has gone: %s", error)
+
+    def tell_busy(self, busy_s: float, total_s: float) -> None:
+        """Tell the leader how long this server attended so far, and how long it is up."""
+        with self._sending:
             try:
-                connection.settimeout(1.0)
-                connection.sendall(frame)
+                self._connections[0].sendall(encode({"do": BUSY, "busy": busy_s, "total": total_s}))
             except OSError as error:
-                logger.debug("a trainer has gone: %s", error)
+                logger.debug("the leader has gone: %s", error)
 
     def wait_for_reason(self, seconds: float) -> str:
         """Why trainers cannot go on, as far as it is known by then."""

@@ -12,6 +12,8 @@ import numpy as np
 from deepspeed_cad.layout import Ints
 
 _SIZES = struct.Struct("!II")
+BUSY = "busy"
+"""What a server tells the leader beside its end: how long it attended."""
 MOST_BYTES = 1 << 30
 """Of one frame: more is no frame of ours."""
 

@@ -91,6 +91,12 @@ class Tracer:
             self.mark("micro-batch begins")
         self.micro_batches += 1
 
+    def name_tick(self, what: str, backward: bool) -> None:
+        """What the micro-batch that just began is called; in a pipeline, the ticks of a round take its place."""
+        if self.recording:
+            step = next(span for span in reversed(self._spans) if span.lane == STEP)
+            step.what, step.backward = what, backward
+
     def watch_layers(self, layers: Iterable[torch.nn.Module]) -> None:
         """Mark where decoder layers begin and end, so that time between them has a name."""
         for index, layer in enumerate(layers):

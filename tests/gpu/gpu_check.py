@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from lines import BEGUN, FAILED, PASSED, REFUSED  # noqa: E402
-from loops import CASES, RIGHT  # noqa: E402
+from loops import CASES, RIGHT, TIME_OUT, WHILE_GROWING  # noqa: E402
 
 from deepspeed_cad.exchange.watchdog import EXIT_CODE  # noqa: E402
 
@@ -82,13 +82,15 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         return [Launch(group, limit_s=270)]
     if ranks < 2:
         return "needs two GPUs"
-    if group in ("transports", "exactness"):
+    if group in ("transports", "exactness", "pipelines"):
         return [Launch(group, limit_s=150)]
     if group == "identity":
         cases = (
             ("nvlink,nccl,c10d", "nvlink: other sizes", "nccl: other sizes") if cuda else ("c10d", "c10d: other sizes")
         )
         return [Launch(group, case, limit_s=100) for case in cases]
+    if group == "servers":
+        return [Launch(group, limit_s=100)]
     if group == "streams":
         return [Launch(group, "nvlink,nccl,nccl/4" if cuda else "c10d,c10d/4", limit_s=200)]
     if group == "loaders":
@@ -103,20 +105,27 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         return "needs GPUs"
     if group == "growth":
         return [Launch(group, case, limit_s=90) for case in ("nvlink", "nvlink: the last rank has no memory left")]
-    parts = (("transports", ""), ("models", "llama,gpt_oss"), ("exactness", ""))
+    if group == "timeouts":
+        left_out = (f"nvlink: {TIME_OUT}", f"nvlink: {WHILE_GROWING}", f"nccl: {TIME_OUT}")
+        return [Launch("transports", case, limit_s=90) for case in left_out]
+    parts = (
+        ("transports", ""), ("models", "llama,gpt_oss"), ("exactness", ""), ("transports", f"mixed: {TIME_OUT}"),
+        ("transports", f"mixed: {WHILE_GROWING}"),
+    )  # fmt: skip
     return [Launch(part, case, limit_s=180, hosts=one) for one in hosts for part, case in parts]
 
 
 GROUPS = (
     "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
+    "pipelines", "servers", "timeouts",
 )  # fmt: skip
 WAVES = (
-    ("kernels", "failures"), ("identity",), ("transports", "loaders"), ("models", "mixed"), ("streams", "exactness"),
-    ("growth",),
+    ("kernels", "failures"), ("identity", "timeouts"), ("transports", "loaders"), ("models", "mixed"),
+    ("streams", "exactness"), ("pipelines", "servers"), ("growth",),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; a check that fills the memory of GPUs is alone."""
-AT_ONCE = ("failures", "loaders")
+AT_ONCE = ("failures", "loaders", "timeouts")
 """Groups whose launches run at the same time."""
 
 

@@ -15,3 +15,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 RIGHT = ("equal loaders", "one rank evaluates between")
 """Cases in which an error is wrong."""
+
+TIME_OUT, WHILE_GROWING = "time-out", "time-out while growing"
+"""How the last rank leaves an exchange out in the group `timeouts`: all buffers are there, or it makes one."""

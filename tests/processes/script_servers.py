@@ -1,6 +1,6 @@
 """A training loop that ends in some way at step 3 on some rank; tests/processes/test_servers_life.py launches it.
 
-script_servers.py {well,raise,kill,interrupt,early,wait} RANK
+script_servers.py {well,raise,kill,interrupt,early,wait,apart} RANK
 """
 
 import os
@@ -15,7 +15,10 @@ import torch.distributed as dist
 import training
 
 how, who = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo")
+if how == "apart":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+else:
+    dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = training.tiny_llama(torch.float32).train()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -27,6 +30,8 @@ for step in range(200 if how == "wait" else 6):
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "interrupt":
+            # A shell that starts something in the background lets it ignore this signal.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.kill(os.getpid(), signal.SIGINT)
         if how == "early":
             break

@@ -139,11 +139,36 @@ def test_documents_exchanged_and_pretended_hosts_train_the_same(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hosts", [False, True])
+def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts: bool) -> None:
+    size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens 512 --warmup 1".split()
+    launcher = ["benchmarks/run_on_hosts.py", "0,1", "host"] if hosts else ["-m", "deepspeed_cad.run"]
+    for name, block in (("reserved_x", {"servers": {"reserved": 1}}), ("in-place_x", {})):
+        script = ["--cad", json.dumps(block), "benchmarks/servers_step.py", *size]
+        run = torchrun(2, *launcher, *script, "--output", str(tmp_path / f"{name}.json"))
+        assert run.returncode == 0, run.stderr[-4000:]
+    reserved, in_place = (json.loads((tmp_path / f"{name}_x.json").read_text()) for name in ("reserved", "in-place"))
+    assert (reserved["trainers"], reserved["servers"]) == (1, 1) and (in_place["trainers"], in_place["servers"]) == (
+        2,
+        0,
+    )
+    assert reserved["ranks"][0]["loss"] == pytest.approx(in_place["ranks"][0]["loss"], rel=1e-5)
+    assert reserved["ranks"][0]["linear_s_per_token"][0] > 0 and 0 < reserved["ranks"][0]["servers_idle"] < 1
+    for one in (reserved, in_place):
+        assert ("between" in one["ranks"][0]["links"]) == hosts, one["ranks"][0]["links"]
+    table = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/servers_step.py", "--table", tmp_path], capture_output=True, text=True,
+        check=True, timeout=120,
+    ).stdout  # fmt: skip
+    assert re.search(r"\| reserved_x \| 1 \+ 1 \| c10d \|", table) and "| in-place_x | 2 + 0 | c10d |" in table
+
+
+@pytest.mark.slow
 def test_exactness_table_without_gpus(tmp_path: Path) -> None:
     output = tmp_path / "exactness.md"
     run = torchrun(2, "benchmarks/gpu_exactness.py", "--tokens", "128", "--output", str(output))
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    assert "36 cases, 0 wrong" in output.read_text()
+    assert "48 cases, 0 wrong" in output.read_text()
 
 
 def test_rows_become_table_and_picture(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def say_line(process: subprocess.Popen[str], line: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "lengths"),
     [

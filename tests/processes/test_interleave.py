@@ -188,7 +188,7 @@ def _wrap(model: torch.nn.Module, reentrant: bool) -> None:
         ({}, "", ""),
         ({}, "non-reentrant", ""),
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
+            pytest.param(*one, marks=[pytest.mark.slow, pytest.mark.long])
             for one in [
                 ({"recompute_attention": True}, "non-reentrant", ""),
                 ({"backward": "keep"}, "non-reentrant", ""),
@@ -209,6 +209,7 @@ def test_every_way_is_exact(workers: WorkerPool, block: dict[str, Any], checkpoi
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_whose_rope_looks_at_the_batch(workers: WorkerPool) -> None:
     rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
     for reason in workers.run(_train, 2, {}, "", rope):

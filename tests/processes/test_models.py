@@ -168,6 +168,7 @@ INTERLEAVED = (
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.kind in INTERLEAVED], ids=lambda family: family.kind)
 def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
     """Nano-batches that alternate over the decoder; the decoder's output is joined."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from trainers import assert_same, losses_of
+from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, run, torchrun, trained, zero
+from served import free_port
+from trainers import assert_same
 
 import _deepspeed_cad_autoload as hook
 from deepspeed_cad.cli import accelerate_cad
@@ -18,63 +18,21 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.request import VARIABLE, Request, read_environment
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(Path(__file__).with_name("script_train.py"))
-CAD = ["-m", "deepspeed_cad.run", "--cad", '{"granularity": 16, "tolerance": 0.02}']
 LAUNCH = "from accelerate.commands.accelerate_cli import main; main()"
-YAML = """
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-mixed_precision: 'no'
-num_machines: 1
-num_processes: 2
-use_cpu: false
-"""
-
-
-def _port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
-def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        env.pop(name, None)
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    env["HF_HOME"] = str(folder)
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=200
-    )  # fmt: skip
-
-
-def _torchrun(world: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", _port()]
-
-
-def _trained(words: list[str], folder: Path, *script: str) -> dict:
-    out = folder / f"out{len(list(folder.iterdir()))}.json"
-    done = _run([*words, SCRIPT, script[0], str(out), *script[1:]], folder)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
-
-
-def _losses(found: dict) -> list[float]:
-    return losses_of(found["log"])
+CAD = ["-m", "deepspeed_cad.run", "--cad", '{"granularity": 16, "tolerance": 0.02}']
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> list[float]:
     """Losses without CAD; the same for every loop of the script that shards data as DistributedSampler does."""
-    return _losses(_trained(_torchrun(2), tmp_path_factory.mktemp("plain"), "ddp"))
+    return losses(trained(torchrun(2), tmp_path_factory.mktemp("plain"), "ddp"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["accelerate", "ddp", "fsdp2"])
 def test_torchrun(plain, tmp_path, loop: str) -> None:
-    found = _trained([*_torchrun(2), *CAD], tmp_path, loop)
-    assert_same(_losses(found), plain)
+    found = trained([*torchrun(2), *CAD], tmp_path, loop)
+    assert_same(losses(found), plain)
     before, after = found["balance"]
     assert before > 1.2 and after < 1.05
     assert found["argv"][0] == SCRIPT and found["argv"][1] == loop
@@ -82,58 +40,47 @@ def test_torchrun(plain, tmp_path, loop: str) -> None:
 
 @pytest.mark.slow
 def test_four_processes_with_the_trainer(tmp_path) -> None:
-    without = _trained(_torchrun(4), tmp_path, "trainer")
-    found = _trained([*_torchrun(4), *CAD], tmp_path, "trainer")
-    assert_same(_losses(found), _losses(without))
+    without = trained(torchrun(4), tmp_path, "trainer")
+    found = trained([*torchrun(4), *CAD], tmp_path, "trainer")
+    assert_same(losses(found), losses(without))
     for entry in found["log"]:
         assert entry["cad/attention_max_over_mean"] < 1.05 < entry["cad/attention_max_over_mean_before"]
 
 
 @pytest.mark.slow
 def test_accelerate_launch(plain, tmp_path) -> None:
-    flags = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", _port()]
-    found = _trained(["-c", LAUNCH, "launch", *flags, *CAD], tmp_path, "accelerate")
-    assert_same(_losses(found), plain)
+    flags = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", str(free_port())]
+    found = trained(["-c", LAUNCH, "launch", *flags, *CAD], tmp_path, "accelerate")
+    assert_same(losses(found), plain)
     assert found["balance"][1] < 1.05
 
 
 @pytest.mark.slow
 def test_accelerate_cad_launch_with_a_yaml(plain, tmp_path) -> None:
     config = tmp_path / "launch.yaml"
-    config.write_text(YAML)
+    config.write_text(accelerate_yaml(2))
     command = ["-m", "deepspeed_cad.cli.accelerate_cad", "launch", *CAD[2:]]
-    command += ["--config_file", str(config), "--main_process_port", _port()]
-    found = _trained(command, tmp_path, "accelerate", "--steps", "4")
-    assert_same(_losses(found), plain)
+    command += ["--config_file", str(config), "--main_process_port", str(free_port())]
+    found = trained(command, tmp_path, "accelerate", "--steps", "4")
+    assert_same(losses(found), plain)
     assert found["balance"][1] < 1.05
 
 
 @pytest.mark.slow
 def test_deepspeed_launcher(plain, tmp_path) -> None:
     """Its script calls deepspeed.initialize with a JSON that has no "cad" block."""
-    (tmp_path / "ds.json").write_text(json.dumps(_zero(2)))
-    launcher = "from deepspeed.launcher.runner import main; main()"
-    words = ["-c", launcher, "--num_gpus", "2", "--master_port", _port(), "--module", *CAD[1:]]
-    found = _trained(words, tmp_path, "deepspeed", "--json", "ds.json")
-    assert_same(_losses(found), plain)
+    (tmp_path / "ds.json").write_text(json.dumps(zero(2)))
+    found = trained([*deepspeed_launcher(2), "--module", *CAD[1:]], tmp_path, "deepspeed", "--json", "ds.json")
+    assert_same(losses(found), plain)
     assert found["balance"][1] < 1.05
     assert "--local_rank=0" in found["argv"]
-
-
-def _zero(stage: int, **changes) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        **changes,
-    }
 
 
 # Bad input: one clear line, and no training
 
 
-def _refused(folder: Path, *words: str, run: list[str] = CAD) -> str:
-    done = _run([*run, SCRIPT, *words], folder)
+def _refused(folder: Path, *words: str) -> str:
+    done = run([*CAD, SCRIPT, *words], folder)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     return next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
@@ -159,8 +106,8 @@ def test_a_model_that_cannot_be_switched(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["deepspeed", "trainer"])
 def test_two_sources_that_disagree(tmp_path, loop: str) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(_zero(1, cad={"tolerance": 0.3, "granularity": 16})))
-    done = _run([*_torchrun(1), *CAD, SCRIPT, loop, "out.json", "--json", "ds.json"], tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps(zero(1, cad={"tolerance": 0.3, "granularity": 16})))
+    done = run([*torchrun(1), *CAD, SCRIPT, loop, "out.json", "--json", "ds.json"], tmp_path)
     assert done.returncode != 0
     line = next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
     assert 'the "cad" block of the DeepSpeed JSON disagree in tolerance: 0.02 and 0.3' in line

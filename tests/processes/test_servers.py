@@ -57,7 +57,11 @@ def _run(workers: WorkerPool, trainers: int, servers: int, train: Any, *args: An
 
 SIZES = [
     (2, 1),
-    *(pytest.param(t, s, marks=pytest.mark.slow) for t in (1, 2, 3) for s in (1, 2, 3) if (t, s) != (2, 1)),
+    *(pytest.param(t, s, marks=pytest.mark.slow) for t, s in ((1, 1), (1, 2), (3, 3))),
+    *(
+        pytest.param(t, s, marks=[pytest.mark.slow, pytest.mark.long])
+        for t, s in ((1, 3), (2, 2), (2, 3), (3, 1), (3, 2))
+    ),
 ]
 
 
@@ -67,12 +71,13 @@ def test_same_as_each_document_alone(workers: WorkerPool, trainers: int, servers
     results, served = _run(workers, trainers, servers, _train, None, 3)
     for result in results:
         assert len(result["load"]) == trainers + servers and min(result["load"]) > 0
-        assert result["after"] < 1.1
+        assert result["after"] < 1.15  # of two parts each, cut at 16 rows
     for one in served:
         assert one.held == 0 < one.most_held and one.opened <= 2
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("overlap", ["local_first", "interleave"])
@@ -83,6 +88,7 @@ def test_checkpointing(workers: WorkerPool, checkpoint: str, recompute: bool, ov
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "block",
     [
@@ -169,6 +175,7 @@ def _family(rank: int, trainers: int, block: dict[str, Any], kind: str, changes:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("serve", [True, False], ids=["trainers serve", "servers alone"])
 @pytest.mark.parametrize(
     ("kind", "changes", "dtype", "most"),

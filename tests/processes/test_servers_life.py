@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from served import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +36,13 @@ class Job:
             )
         return self.processes[name]
 
-    def launch(self, rank: int, world: int, *script: str, block: dict = BLOCK) -> subprocess.Popen[str]:
-        """A rank under the launcher of CAD."""
-        words = ["-m", "deepspeed_cad.run", "--cad", json.dumps(block), SCRIPT, *script]
-        return self.start(
+    def launch(
+        self, rank: int, world: int, *script: str, block: dict = BLOCK, first: str = ""
+    ) -> subprocess.Popen[str]:
+        """A rank under the launcher of CAD; `first`: what its Python runs before."""
+        how = ["-c", f"{first}\nimport sys\nfrom deepspeed_cad.run import main\nsys.exit(main())"]
+        words = [*(how if first else ["-m", "deepspeed_cad.run"]), "--cad", json.dumps(block), SCRIPT, *script]
+        self.start(
             f"rank{rank}", words, RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world,
             MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
         )  # fmt: skip
@@ -193,3 +197,70 @@ def test_a_reservation_that_does_not_fit(job: Job, servers: dict, words: str) ->
     assert set(job.ends("rank0").values()) == {2}
     for name in job.processes:
         assert words in job.said(name) and "Traceback" not in job.said(name)
+
+
+OUT_OF_MEMORY = """
+import torch
+from deepspeed_cad.server import loop
+made, calls = loop.{0}, iter(range(1000))
+def fails(*given):
+    if next(calls) >= 3:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return made(*given)
+loop.{0} = fails
+"""
+BUDGET = "from deepspeed_cad.server import process; process._Server._budget = lambda self: 4096"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (OUT_OF_MEMORY.format("serve_arrived"), "server 2 has no memory left on cpu"),
+        (OUT_OF_MEMORY.format("serve_arrived_backward"), "Tried to allocate 2.00 GiB. Reserve more servers"),
+        (BUDGET, "server 2 holds 0 MiB for backwards to come and has 0 MiB for that: reserve more servers"),
+    ],
+    ids=["forward", "backward", "budget"],
+)
+def test_a_server_out_of_memory_ends_all_with_its_reason(job: Job, first: str, words: str) -> None:
+    for rank in range(3):
+        job.launch(rank, 3, "wait", "9", first=first if rank == 2 else "")
+    codes = job.ends("rank2")
+    assert codes["rank2"] == 1 and 0 not in codes.values(), codes
+    for name in job.processes:
+        assert words in job.said(name), job.said(name)
+
+
+OTHER_VERSION = "from deepspeed_cad.server import process; process.__version__ = '9.9'"
+EARLY_WORLD = "import torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("who", "first", "words"),
+    [
+        ([2], OTHER_VERSION, "has deepspeed_cad 9.9 and trainer 0"),
+        ([0, 1, 2], EARLY_WORLD, "torch.distributed is initialised already"),
+    ],
+    ids=["version", "world"],
+)
+def test_what_does_not_fit_ends_all_with_the_same_words(job: Job, who: list[int], first: str, words: str) -> None:
+    for rank in range(3):
+        job.launch(rank, 3, "well", "9", first=first if rank in who else "")
+    codes = job.ends("rank0")
+    assert 0 not in codes.values(), codes
+    for name in job.processes:
+        assert words in job.said(name) and "Traceback" not in job.said(name), job.said(name)
+
+
+@pytest.mark.slow
+def test_a_script_with_a_world_of_its_own_numbers(job: Job) -> None:
+    """The store is the launcher's, as under torchrun: a server hears there why the trainers ended."""
+    store = torch.distributed.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)
+    for rank in range(3):
+        job.launch(rank, 3, "apart", "9")
+    codes = job.ends("rank0")
+    assert codes == {"rank0": 2, "rank1": 2, "rank2": 1} and store.port == job.port
+    for name in job.processes:
+        assert "torch.distributed counts 1 ranks here" in job.said(name), job.said(name)
+        assert "Traceback" not in job.said(name)

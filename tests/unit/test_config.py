@@ -33,6 +33,7 @@ def test_defaults() -> None:
         "waves": "auto",
         "documents": "keep",
         "look_ahead": 1,
+        "pipeline_in_flight": 0,
         "timeout_s": 300.0,
         "monitor": True,
         "trace": "",

@@ -86,7 +86,7 @@ def test_waves_where_links_between_hosts_carry_them(
     plans.hosts, plans.transport = np.array(hosts), lambda: SimpleNamespace(most_waves=most)  # type: ignore[assignment]
     plans.config = dataclasses.replace(session.config, **config)
     plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
-    plans.reserved = Reserved(0, None)
+    plans.reserved = Reserved(0, None, 0, lambda model: None)
     plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
     assert [problem.waves for problem in asked] == [expected, (1,)]
 

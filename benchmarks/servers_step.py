@@ -1,0 +1,210 @@
+"""A training step of one long document: with reserved attention servers, or with CAD in place.
+
+    torchrun --standalone --nproc-per-node 2 -m deepspeed_cad.run --cad '{"servers": {"reserved": 1}}' \\
+        benchmarks/servers_step.py --tokens 131072 --output results/reserved.json
+    python benchmarks/servers_step.py --table results
+
+Ranks that train hold equal parts of the document: all of it where one trains and one serves, a half each in place. The
+last line of a run, and `--table` for all runs in a folder, give tokens/s of the machine, how long servers were idle,
+what trainers waited and their peak memory. benchmarks/two_gpus servers runs both over two kinds of links.
+
+The default is 131,072 tokens in 8 layers of 8B size. By the profile that ships for an H200 (1.12e-11 s per pair and
+head group) and 3.5 µs per token for the rest of a layer with full checkpointing, attention is 63 % of the work there,
+nearest to a half among documents of 128K to 256K. One trainer then needs about 50 GiB: 4 + 4 for weights and gradients,
+16 for what checkpointing and CAD keep, the rest while a layer runs. The optimizer is SGD without state, so that peak
+memory is that of activations, whatever number of ranks shards an optimizer. The learning rate is 0: all runs compute
+the same loss. Where two ranks train they add up their gradients, as training does; `summing` says how long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from train_model import ChunkedLoss, add_sizes, make_model  # noqa: E402
+
+import deepspeed_cad  # noqa: E402
+from deepspeed_cad.ahead.step import announce  # noqa: E402
+from deepspeed_cad.request import read_environment  # noqa: E402
+from deepspeed_cad.session import Session  # noqa: E402
+
+COLUMNS = (
+    "run", "ranks", "transport", "step s", "tokens/s", "÷ in place", "servers idle", "trainer waited", "summing",
+    "peak GiB", "loss",
+)  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=131072, help="of the document")
+    parser.add_argument("--warmup", type=int, default=3, help="steps in which kernels compile and paces are learned")
+    parser.add_argument("--steps", type=int, default=2, help="steps that are timed")
+    parser.add_argument(
+        "--commit", default="", help="where this is not a git checkout: what results name as the commit"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file of this run")
+    parser.add_argument("--table", type=Path, help="only print a table of the JSON files in this folder")
+    add_sizes(parser)
+    return parser.parse_args()
+
+
+def make_part(tokens: int, rank: int, trainers: int, vocab: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Ids, positions and next tokens of this rank's part of the document."""
+    ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1))
+    targets = torch.cat([ids[1:], ids.new_full((1,), -100)])
+    here = slice(rank * tokens // trainers, (rank + 1) * tokens // trainers)
+    return tuple(one[here].to(device) for one in (ids, torch.arange(tokens), targets))
+
+
+def landing_bytes(session: Session) -> int:
+    """Device memory of landing areas, which lie outside of torch's allocator."""
+    nano_batches = getattr(session.transport, "_nano_batches", {}).values()
+    return sum(area.capacity for one in nano_batches for area in (*one.dispatch, *one.give_back))
+
+
+def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """All steps; figures of this rank."""
+    rank, trainers, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
+    model = make_model(
+        options.layers, options.hidden, options.heads, options.kv_heads, options.ffn, options.vocab, options.tokens,
+        device, torch.bfloat16 if cuda else torch.float32,
+    )  # fmt: skip
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    request = read_environment()
+    if request is None:
+        raise SystemExit("start this by torchrun -m deepspeed_cad.run --cad '{...}' benchmarks/servers_step.py")
+    deepspeed_cad.apply(model, request.config)
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    feed = session.find_binding(model).feed
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ids, positions, targets = make_part(options.tokens, rank, trainers, options.vocab, device)
+    batch = {"input_ids": ids[None].cpu(), "position_ids": positions[None].cpu()}
+    meet = torch.zeros(1, device=device)
+
+    def finish() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    seconds, summing = [], []
+    count = options.warmup + options.steps
+    announce(feed, batch)
+    for step in range(count):
+        if step == options.warmup:
+            session.take_statistics("benchmark")
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+        dist.all_reduce(meet)
+        finish()
+        begin = time.perf_counter()
+        if step + 1 < count:
+            announce(feed, batch)
+        hidden = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+        loss = ChunkedLoss.apply(hidden, model.lm_head.weight, targets, 1.0 / (options.tokens - 1))
+        loss.backward()
+        del hidden
+        finish()
+        computed = time.perf_counter()
+        if trainers > 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        finish()
+        if step >= options.warmup:
+            seconds.append(time.perf_counter() - begin)
+            summing.append(time.perf_counter() - computed)
+        if rank == 0:
+            sys.stderr.write(f"step {step}: {time.perf_counter() - begin:.3f} s\n")
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    found = session.take_statistics("benchmark")
+    linear = session.linear.seconds(0)
+    return {
+        "seconds": seconds,
+        "summing": summing,
+        "waited": found.waited_s / options.steps,
+        "servers_idle": found.servers_idle if found.servers_s else None,
+        "peak": torch.cuda.max_memory_allocated() + landing_bytes(session) if cuda else 0,
+        "loss": float(total),
+        "transport": "none" if session.transport is None else session.transport.name,
+        "links": str(session.links),
+        "reserved": session.group_ranks - trainers,
+        "linear_s_per_token": None if linear is None else linear.tolist(),
+        "attention_planned": (found.load / max(found.micro_batches, 1)).tolist(),
+    }
+
+
+def write(options: argparse.Namespace, everyone: list[dict[str, Any]], device: torch.device) -> None:
+    """One run as JSON, and its line of the table."""
+    first = everyone[0]
+    step = statistics.median(max(times) for times in zip(*(one["seconds"] for one in everyone)))
+    result = {
+        "run": options.output.stem if options.output else "run",
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "commit": options.commit, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "tokens": options.tokens, "layers": options.layers, "hidden": options.hidden, "trainers": len(everyone),
+        "servers": first["reserved"], "step_s": step, "tokens_per_s": options.tokens / step, "ranks": everyone,
+    }  # fmt: skip
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(table([result]))
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown; runs are compared with the run in place whose name ends alike."""
+    lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
+    for run in sorted(runs, key=lambda one: one["run"].rpartition("_")[::-1]):
+        link = run["run"].rpartition("_")[2]
+        other = [one for one in runs if one["servers"] == 0 and one["run"].rpartition("_")[2] == link]
+        ratio = f"{run['tokens_per_s'] / other[0]['tokens_per_s']:.3f}" if other else "?"
+        ranks, idle = run["ranks"], run["ranks"][0]["servers_idle"]
+        waited = max(one["waited"] for one in ranks) / run["step_s"]
+        cells = (
+            run["run"], f"{run['trainers']} + {run['servers']}", ranks[0]["transport"], f"{run['step_s']:.3f}",
+            f"{run['tokens_per_s']:.0f}", ratio, "none" if idle is None else f"{idle:.1%}", f"{waited:.1%}",
+            f"{statistics.median(ranks[0]['summing']) / run['step_s']:.1%}",
+            f"{max(one['peak'] for one in ranks) / 2**30:.1f}", f"{ranks[0]['loss']:.5f}",
+        )  # fmt: skip
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+def main() -> None:
+    options = parse()
+    if options.table:
+        runs = [json.loads(path.read_text()) for path in sorted(options.table.glob("*.json"))]
+        sys.stdout.write(table(runs))
+        return
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timedelta(minutes=5))
+    else:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    found = train(options, device)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        write(options, everyone, device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What all ranks of a pipeline tell each other: what their stages are made of, and what a step trains.
+
+In: this rank's layers, or its micro-batches. Out: those of all, the same on every rank, or one error on all of them.
+Runs on the look-ahead thread, on the CPU group.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.gather import Gatherer, State, Subject, What
+from deepspeed_cad.ahead.pipeline import Place
+from deepspeed_cad.attention.program import LayerKind
+from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.layout import Ints, LocalSegments
+from deepspeed_cad.planner.plan import HeadShape
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_NONE = -1
+
+
+def any_has_attention(gatherer: Gatherer, modules: int) -> bool:
+    """Whether any stage has attention modules; `modules`: how many this one has."""
+    return any(gatherer.numbers(modules, Subject(What.LAYERS)))
+
+
+def all_are_ready(gatherer: Gatherer, ready: bool, step: int) -> bool:
+    """Whether every rank trains now what it announced as its next step."""
+    return all(gatherer.numbers(int(ready), Subject(What.LOADER, index=step)))
+
+
+def gather_layers(
+    gatherer: Gatherer, places: Sequence[Place], mine: Sequence[LayerKind], index: int
+) -> list[list[LayerKind]]:
+    """The attention layers of every stage. Raises CADUnsupportedError where there are none, or replicas differ."""
+    said = gatherer.gather(Subject(What.LAYERS, index=index), _layers_to_array(mine))
+    stages = max(place.stage for place in places) + 1
+    found: list[list[LayerKind] | None] = [None] * stages
+    for rank, (place, one) in enumerate(zip(places, said, strict=True)):
+        layers = _layers_from_array(one.payload)
+        if found[place.stage] is None:
+            found[place.stage] = layers
+        elif found[place.stage] != layers:
+            raise CADUnsupportedError(
+                f"stage {place.stage} has other attention layers on rank {rank} (replica {place.replica}) than on "
+                "replica 0: build the same PipelineModule on all ranks"
+            )
+    layers_of = [one or [] for one in found]
+    if not any(layers_of):
+        raise CADUnsupportedError(
+            "no stage of the pipeline ran attention that CAD can move: its layers need attention modules of "
+            "transformers (deepspeed_cad.to_pipeline makes a pipeline of a model)"
+        )
+    return layers_of
+
+
+def gather_documents(
+    gatherer: Gatherer, places: Sequence[Place], mine: Sequence[LocalSegments] | None, step: int, count: int
+) -> list[list[LocalSegments]] | None:
+    """Documents of every replica's micro-batches; None where some loader ended before it had `count` of them.
+
+    `mine`: of this rank's micro-batches; empty on a stage that loads nothing, None where its loader ended.
+    Raises CADDataError where the first and the last stage of a replica load different micro-batches.
+    """
+    state = State.ENDED if mine is None else State.GOING
+    said = gatherer.gather(Subject(What.STEP, index=step), to_message(mine or []), state=state)
+    if any(one.state == State.ENDED for one in said):
+        return None
+    stages = max(place.stage for place in places) + 1
+    replicas = max(place.replica for place in places) + 1
+    documents: list[list[LocalSegments]] = [[] for _ in range(replicas)]
+    last: list[list[LocalSegments]] = [[] for _ in range(replicas)]
+    for place, one in zip(places, said, strict=True):
+        if place.stage == 0:
+            documents[place.replica] = from_message(one.payload)
+        elif place.stage == stages - 1:
+            last[place.replica] = from_message(one.payload)
+    for replica in range(replicas):
+        for m, (first, other) in enumerate(zip(documents[replica], last[replica])):
+            if not first.same_as(other):
+                raise CADDataError(
+                    f"micro-batch {m} of replica {replica} has {first.tokens} tokens in {len(first.begin)} documents "
+                    f"on the first stage and {other.tokens} in {len(other.begin)} on the last: both must read the same "
+                    "data in the same order. Give all ranks of a replica the same loader and the same seed"
+                )
+    if any(len(one) != count for one in documents):
+        raise CADDataError(
+            f"replicas have {[len(one) for one in documents]} micro-batches in this step; expected {count} of each"
+        )
+    return documents
+
+
+def to_message(documents: Sequence[LocalSegments]) -> Ints:
+    """How many micro-batches, then of each the number of its values and these."""
+    each = [Announcement(one).to_array() for one in documents]
+    values = [np.array([len(each)]), *(np.r_[len(one), one] for one in each)]
+    return np.concatenate(values).astype(np.int64)
+
+
+def from_message(values: Ints) -> list[LocalSegments]:
+    """The inverse of `to_message`; nothing from a rank that loads nothing."""
+    found: list[LocalSegments] = []
+    at = 1
+    while at < len(values):
+        count = int(values[at])
+        found.append(Announcement.from_array(values[at + 1 : at + 1 + count]).local)
+        at += 1 + count
+    return found
+
+
+def _layers_to_array(layers: Sequence[LayerKind]) -> Ints:
+    rows = [
+        [
+            shape.query_heads, shape.groups, shape.head_dim, shape.value_dim, shape.bytes_per_element,
+            _bits(rule.scale), _NONE if rule.window is None else rule.window,
+            _NONE if rule.softcap is None else _bits(rule.softcap), _DTYPES.index(dtype),
+        ]
+        for shape, rule, dtype in layers
+    ]  # fmt: skip
+    return np.array(rows, np.int64).reshape(-1)
+
+
+def _layers_from_array(values: Ints) -> list[LayerKind]:
+    return [
+        LayerKind(
+            HeadShape(*row[:5]),
+            MaskRule(
+                _number(row[5]), None if row[6] == _NONE else row[6], None if row[7] == _NONE else _number(row[7])
+            ),
+            _DTYPES[row[8]],
+        )
+        for row in values.reshape(-1, 9).tolist()
+    ]
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,292 @@
+"""CAD on DeepSpeed's PipelineEngine: lockstep rounds in which attention of all stages and replicas is one pool.
+
+In: an engine whose stages attend through transformers' interface. Out: the same engine; `train_batch` runs CAD's
+schedule (pipeline_schedule.py), `eval_batch` DeepSpeed's own with attention of each rank alone. What runs on this rank
+at a moment is one instruction of one micro-batch, kept in `PipelineBinding.running`; the layers' attention finds it
+there, also where autograd runs a checkpointed layer again on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepspeed_cad.ahead.pipeline import Documents, Place, PlannedPhase, StepPlans
+from deepspeed_cad.ahead.pipeline_gather import all_are_ready, any_has_attention, gather_documents, gather_layers
+from deepspeed_cad.ahead.rounds import Rounds
+from deepspeed_cad.attention.microbatch import MaskDescriptor
+from deepspeed_cad.attention.phase import Phase, StageMicroBatch
+from deepspeed_cad.attention.program import LayerKind, ProgramTick, kind_of, merge_stages
+from deepspeed_cad.attention.setup import CallSetup, Modes
+from deepspeed_cad.engine.pipeline_data import Loaded, Reader
+from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
+from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
+from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.session import Session
+
+logger = logging.getLogger("deepspeed_cad")
+
+
+@dataclass(eq=False)
+class Alone:
+    """A forward whose attention this rank runs by itself: evaluation, and the first look at the layers."""
+
+    descriptor: Callable[[int | None], MaskDescriptor]
+    """By window."""
+    seen: list[LayerKind]
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q_BHSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSV: torch.Tensor,
+        rule: MaskRule,
+        sinks: torch.Tensor | None,
+        label: str,
+    ) -> torch.Tensor:
+        """As StageMicroBatch.attend."""
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
+        self.seen.append(kind_of(q, k, v, rule))
+        return self.descriptor(rule.window).attend(module, q_BHSD, k_BKSD, v_BKSV, rule, sinks, label)
+
+
+class PipelineBinding:
+    """CAD on one engine."""
+
+    def __init__(self, engine: Any, session: Session) -> None:
+        self.engine, self.session = engine, session
+        self.feed = session.open_feed(f"pipeline of {engine.num_stages} stages")
+        topology = engine.module.topology()
+        coordinates = [topology.get_coord(rank) for rank in range(session.ranks)]
+        self.places = [Place(one.pipe, one.data) for one in coordinates]
+        self.place = self.places[session.rank]
+        self.running: StageMicroBatch | Alone | None = None
+        self.program: tuple[ProgramTick, ...] | None = None
+        """None until the layers have been seen."""
+        self._own: list[int] = []
+        """Ticks of the program that run a layer of this rank's stage."""
+        self._reader = Reader()
+        self._loaded: deque[Loaded] = deque()
+        """Micro-batches of the step that runs, in the order of training."""
+        self._in_flight: dict[int, StageMicroBatch] = {}
+        self._plans: StepPlans | None = None
+        self._seen: list[LayerKind] = []
+        """Layers of the last such forward."""
+        self._alone: deque[LocalSegments] = deque()
+        """Documents of the forwards to come in which this rank attends alone."""
+        self._next: tuple[list[Loaded], StepPlans] | None = None
+        """The step after the one that runs: what this rank loads of it, and its plans."""
+        self._steps = 0
+
+    def check_attention(self, modules: int) -> None:
+        """Raise CADUnsupportedError on all ranks where no stage has an attention module that CAD can switch."""
+        gatherer = self.session.gatherer
+        if not self.session.worker.run(lambda: any_has_attention(gatherer, modules)):
+            raise CADUnsupportedError(
+                "no stage of the pipeline has an attention module of transformers, through which CAD takes over "
+                "attention: build its layers of them (deepspeed_cad.to_pipeline does), or train without CAD"
+            )
+        # Waits of a pipeline tell of bubbles too, not only of slow ranks.
+        self.session.pace.most = 0.0
+
+    # Steps
+
+    @property
+    def rounds(self) -> Rounds:
+        """Of a training step."""
+        most = self.session.config.pipeline_in_flight
+        return Rounds(self.engine.num_stages, self.engine.micro_batches, most)
+
+    def begin_step(self, look: Callable[[], None]) -> None:
+        """Before a step: learn what all replicas train, and begin to plan. Raises StopIteration where data ended.
+
+        `look` runs the first micro-batch through all stages, without gradients; called before the first step.
+        """
+        self._refuse_abandoned()
+        count, rounds = self.engine.micro_batches, self.rounds
+        if self.program is None:
+            self.program = self._look_at_layers(look, count)
+        mine = self._peek(count)
+        ahead, self._next = self._next, None
+        if ahead is None or not self._is_next(ahead, mine, rounds):
+            ahead = self._plan_step(self.program, mine, rounds)
+        loaded, plans = ahead
+        if not plans.known:
+            raise StopIteration("a loader of the pipeline ended within this step")
+        self._plans = plans
+        order = plans.order[self.place.replica]
+        self._loaded = deque(loaded[m] for m in order) if loaded else deque()
+        if self._loads:
+            self._reader.drop(self.engine.data_iterator, count)
+
+    def end_step(self) -> None:
+        """After a step. Raises CADPeerError where ranks made different plans."""
+        plans, self._plans = self._plans, None
+        if plans is not None:
+            plans.finish()
+        self.session.say_first()
+
+    def begin_evaluation(self, count: int) -> None:
+        """Before an evaluation: every stage learns the documents that it will attend alone."""
+        self._refuse_abandoned()
+        mine = self._peek(count, has_loss=False)
+        documents = self._gather(mine, count)
+        if documents is None:
+            raise StopIteration("a loader of the pipeline ended within this evaluation")
+        self._loaded = deque(mine or [])
+        if self._loads:
+            self._reader.drop(self.engine.data_iterator, count)
+        self._alone = deque(documents[self.place.replica])
+
+    def stop(self, error: BaseException) -> None:
+        """A step ended with an exception: this rank's part of its exchanges is missing, so tell those that wait."""
+        self.running, self._plans, self._next = None, None, None
+        self._in_flight.clear()
+        self._alone.clear()
+        if not isinstance(error, CADError):
+            error = CADPeerError(
+                f"rank {self.session.rank}: a step of the pipeline ended with the exception {type(error).__name__}: "
+                f"{error}. Its attention is shared with the other ranks, so training cannot go on after it was caught: "
+                "mend its cause and start again from a checkpoint"
+            )
+        self.feed.abandon(error)
+
+    # What the engine's instructions call
+
+    def next_batch(self) -> Any:
+        """The next micro-batch of the step that was read ahead."""
+        return self._loaded.popleft().pair
+
+    def run_ticks(self, round_: int, micro_batch: int | None, backward: bool, work: Callable[[], None]) -> None:
+        """A phase of a round: `work` where this stage has a micro-batch in it, serving where it has none."""
+        if self._plans is None or self.program is None:
+            raise CADError("a step of the pipeline runs that train_batch did not begin")
+        planned = self._plans.take(round_, backward)
+        self.session.count(planned.counted)
+        if self.session.tracer is not None:
+            runs = "serving" if micro_batch is None else f"micro-batch {micro_batch}"
+            self.session.tracer.name_tick(f"round {round_}, {runs}", backward)
+        own = [] if micro_batch is None else self._own
+        phase = Phase(self.program, own, partial(self._setup, self.program, planned), backward)
+        if micro_batch is not None:
+            if not backward:
+                self._in_flight[micro_batch] = StageMicroBatch()
+            running = self.running = self._in_flight[micro_batch]
+            running.forward, running.backward = (None, phase) if backward else (phase, None)
+            work()
+            running.forward = running.backward = self.running = None
+            if backward:
+                del self._in_flight[micro_batch]
+        phase.finish()
+        if round_ == 0 and self.session.config.look_ahead:
+            # Once the GPU has work: reading data takes time.
+            rounds = self._plans.rounds
+            self._next = self._plan_step(self.program, self._peek(rounds.micro_batches), rounds)
+
+    def run_alone(self, work: Callable[[], None]) -> None:
+        """The forward of the next micro-batch of an evaluation."""
+        part = self.session.plans.open_local(self._alone.popleft())
+        alone = self.running = Alone(lambda window: self.session.descriptor(part, window, False), [])
+        work()
+        self.running, self._seen = None, alone.seen
+
+    # What the layers call
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q_BHSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSV: torch.Tensor,
+        rule: MaskRule,
+        sinks: torch.Tensor | None,
+        label: str,
+    ) -> torch.Tensor:
+        """O [B, S, H, V] of one layer; arguments as those of MaskDescriptor.attend."""
+        if self.running is None:
+            raise CADError(f"{label} ran outside of train_batch and eval_batch, where its documents are not known")
+        return self.running.attend(module, q_BHSD, k_BKSD, v_BKSV, rule, sinks, label)
+
+    # Inside
+
+    def _setup(self, program: tuple[ProgramTick, ...], planned: PlannedPhase, tick: int, label: str) -> CallSetup:
+        session = self.session
+        shape, rule, dtype = program[tick].kind
+        need = KernelNeed(
+            session.device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group, rule.window is not None,
+            rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        modes = Modes(local_first=session.config.overlap != "none")
+        return planned.setup(tick, program[tick], session.kernel(need), modes, label)
+
+    @property
+    def _loads(self) -> bool:
+        """Whether this stage loads data."""
+        return self.place.stage in (0, self.engine.num_stages - 1)
+
+    def _refuse_abandoned(self) -> None:
+        if self.session.plans.abandoned is not None:
+            raise CADPeerError(str(self.session.plans.abandoned))
+
+    def _peek(self, count: int, has_loss: bool = True) -> list[Loaded] | None:
+        """This rank's next micro-batches: none on a stage that loads nothing, None where the loader ended."""
+        if not self._loads:
+            return []
+        has_loss = has_loss and self.engine.module.loss_fn is not None
+        try:
+            return self._reader.peek(self.engine.data_iterator, count, has_loss)
+        except CADError as error:
+            self.feed.fail(error)
+
+    def _is_next(self, ahead: tuple[list[Loaded], StepPlans], mine: list[Loaded] | None, rounds: Rounds) -> bool:
+        """Whether the step that was planned ahead is the one that every rank trains now: a script may have given
+        another loader, or evaluated on this one."""
+        loaded, plans = ahead
+        same = mine is not None and len(mine) == len(loaded) and all(a is b for a, b in zip(mine, loaded))
+        ready = same and plans.rounds == rounds
+        self._steps += 1
+        step, worker, gatherer = self._steps, self.session.worker, self.session.gatherer
+        worker.trains_here()
+        return worker.run(lambda: all_are_ready(gatherer, ready, step)) and plans.known
+
+    def _gather(self, mine: list[Loaded] | None, count: int) -> Documents | None:
+        """Documents of all replicas now."""
+        self._steps += 1
+        step, worker = self._steps, self.session.worker
+        documents = None if mine is None else [one.documents for one in mine]
+        worker.trains_here()
+        return worker.run(lambda: gather_documents(self.session.gatherer, self.places, documents, step, count))
+
+    def _plan_step(
+        self, program: tuple[ProgramTick, ...], mine: list[Loaded] | None, rounds: Rounds
+    ) -> tuple[list[Loaded], StepPlans]:
+        """Begin to plan a step."""
+        self._steps += 1
+        documents = None if mine is None else [one.documents for one in mine]
+        gather = partial(
+            gather_documents, self.session.gatherer, self.places, documents, self._steps, rounds.micro_batches
+        )
+        return mine or [], StepPlans(self.session.plans, self.places, program, gather, rounds, self._steps)
+
+    def _look_at_layers(self, look: Callable[[], None], count: int) -> tuple[ProgramTick, ...]:
+        mine = self._peek(count)
+        documents = self._gather(mine, count)
+        if documents is None:
+            raise StopIteration("a loader of the pipeline ended within the first step")
+        self._loaded = deque(mine or [])
+        self._alone, self._seen = deque([documents[self.place.replica][0]]), []
+        look()
+        seen, gatherer = self._seen, self.session.gatherer
+        layers = self.session.worker.run(lambda: gather_layers(gatherer, self.places, seen, 1))
+        program = merge_stages(layers)
+        self._own = [number for number, tick in enumerate(program) if self.place.stage in tick.stages]
+        counts = [len(one) for one in layers]
+        logger.info("a pipeline whose stages have %s attention layers: %d ticks a round", counts, len(program))
+        return program

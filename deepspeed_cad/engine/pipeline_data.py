@@ -1,0 +1,146 @@
+"""The micro-batches of a pipeline's step, read from the loader before the step begins.
+
+DeepSpeed's first and last stages load data, each the same pairs (inputs, labels). All micro-batches of a step are
+pulled at once, so that their documents are known before the first forward. In: what a loader gives, pairs or the dicts
+of transformers' collators. Out: pairs for DeepSpeed, with their documents.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_cad.ahead.documents import read_documents
+from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+from deepspeed_cad.layout import LocalSegments
+
+LOADERS = 8
+"""Loaders of which micro-batches that were read ahead are kept. A choice: more than a script alternates."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """One micro-batch of this rank's loader."""
+
+    inputs: Any
+    labels: Any
+    documents: LocalSegments
+
+    @property
+    def pair(self) -> tuple[Any, Any]:
+        """As DeepSpeed loads it."""
+        return self.inputs, self.labels
+
+
+def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
+    """A micro-batch as DeepSpeed takes it, and its documents.
+
+    `has_loss`: the module has a loss function, so labels are needed. Inputs are token ids [batch, tokens], or a tuple
+    of token ids and position ids; without position ids every row is a document. Raises CADDataError where nothing
+    says where documents are, or nothing is trained.
+    """
+    inputs, labels = _pair(batch)
+    if has_loss:
+        _check_labels(labels)
+    local = read_documents(_given(inputs)).local
+    if len(local.begin) and local.begin.any():
+        raise CADDataError(
+            f"the first document of a micro-batch starts at position {int(local.begin[0])}: in a pipeline every "
+            "micro-batch holds whole documents"
+        )
+    return Loaded(inputs, labels, local)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping):
+        mask = batch.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and not bool(mask.bool().all()):
+            raise CADUnsupportedError(
+                "attention_mask masks padding, which stages of a pipeline do not see: pack documents instead of "
+                "padding them, and pass position_ids"
+            )
+        if "input_ids" not in batch:
+            raise CADDataError(f"a micro-batch has no input_ids, only {', '.join(map(str, batch))}")
+        ids = batch["input_ids"]
+        positions = batch.get("position_ids")
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return (ids, positions.contiguous()), batch.get("labels")
+    if not isinstance(batch, Sequence) or isinstance(batch, str) or len(batch) != 2:
+        raise CADDataError(
+            f"the loader gave a {type(batch).__name__}; a pipeline needs pairs (inputs, labels), or a dict with "
+            "input_ids, position_ids and labels"
+        )
+    return batch[0], batch[1]
+
+
+def _given(inputs: Any) -> dict[str, Any]:
+    """The inputs by the names of transformers."""
+    if isinstance(inputs, torch.Tensor):
+        return {"input_ids": inputs}
+    if isinstance(inputs, tuple | list) and inputs and all(isinstance(x, torch.Tensor) for x in inputs):
+        ids, *rest = inputs
+        if not rest:
+            return {"input_ids": ids}
+        positions = rest[0]
+        if positions.shape == ids.shape and not positions.is_floating_point() and positions.dtype != torch.bool:
+            return {"input_ids": ids, "position_ids": positions}
+        raise CADDataError(
+            f"the second input of the pipeline has shape {tuple(positions.shape)} and type {positions.dtype}; expected "
+            f"position ids: whole numbers of shape {tuple(ids.shape)}, like the token ids before them"
+        )
+    raise CADDataError(
+        f"the inputs of the pipeline are a {type(inputs).__name__}; expected token ids, or a tuple of token ids and "
+        "position ids"
+    )
+
+
+def _check_labels(labels: Any) -> None:
+    tensors = [x for x in (labels if isinstance(labels, tuple | list) else [labels]) if isinstance(x, torch.Tensor)]
+    if not tensors:
+        raise CADDataError(
+            "a micro-batch has no labels, so the last stage cannot compute its loss: give the loader's batches labels"
+        )
+    first = tensors[0]
+    if not first.is_floating_point() and not first.is_cuda and first.numel() and not bool((first != -100).any()):
+        raise CADDataError("all labels of a micro-batch are -100: it has no loss. Leave such micro-batches out")
+
+
+class Reader:
+    """Reads loaders ahead. What was read and is not trained yet comes first when its loader is read again."""
+
+    def __init__(self) -> None:
+        self._ahead: deque[tuple[Any, deque[Loaded]]] = deque(maxlen=LOADERS)
+
+    def peek(self, iterator: Iterator[Any] | None, count: int, has_loss: bool) -> list[Loaded] | None:
+        """The next micro-batches of a loader, which stay the next ones; None where it ends before."""
+        if iterator is None:
+            raise CADDataError(
+                "this stage loads data and has none: pass data_iter to train_batch on the first and the last stage"
+            )
+        ahead = self._of(iterator)
+        while len(ahead) < count:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return None
+            ahead.append(read_micro_batch(batch, has_loss))
+        return list(ahead)[:count]
+
+    def drop(self, iterator: Iterator[Any] | None, count: int) -> None:
+        """The next micro-batches of a loader are about to be trained."""
+        ahead = self._of(iterator)
+        for _ in range(count):
+            ahead.popleft()
+
+    def _of(self, iterator: Any) -> deque[Loaded]:
+        for known, ahead in self._ahead:
+            if known is iterator:
+                return ahead
+        ahead = deque()
+        self._ahead.append((iterator, ahead))
+        return ahead

@@ -1,0 +1,155 @@
+"""Hooks on DeepSpeed's PipelineEngine: its schedule, its instructions and its reading of data become CAD's.
+
+In: an engine that DeepSpeed made. Out: a `PipelineBinding` on it. Everything is set on the one engine; DeepSpeed's
+classes stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import ForwardPass, InferenceSchedule
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.engine.block import find_config
+from deepspeed_cad.engine.pipeline import PipelineBinding
+from deepspeed_cad.engine.pipeline_refusals import refuse_block, refuse_deepspeed, refuse_module
+from deepspeed_cad.engine.pipeline_schedule import BackwardTicks, ForwardTicks, LockstepSchedule
+from deepspeed_cad.integrations.pipeline import install_attention
+from deepspeed_cad.meet import together
+from deepspeed_cad.session import Session, open_session
+
+logger = logging.getLogger("deepspeed_cad")
+
+
+def initialize_pipeline(
+    original: Callable[..., Any], config: CADConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Run `deepspeed.initialize` for a PipelineModule and turn CAD on for its engine.
+
+    Raises CADConfigError and CADUnsupportedError for what CAD does not combine with, before DeepSpeed starts.
+    """
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    refuse_block(config)
+    refuse_deepspeed(find_config(original, args, kwargs))
+    refuse_module(given["model"])
+    with together():
+        engine, optimizer, loader, scheduler = original(*args, **kwargs)
+    binding = bind_pipeline(engine, config)
+    logger.info("CAD is on for a pipeline: %s", binding.session.describe())
+    return engine, optimizer, loader, scheduler
+
+
+def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
+    """Turn CAD on for an engine."""
+    session = open_session(config, torch.device(engine.device))
+    binding = PipelineBinding(engine, session)
+    binding.check_attention(install_attention(engine.module, binding))
+    session.bind(engine.module, binding)
+    engine._train_schedule = lambda: LockstepSchedule(binding.rounds, engine.stage_id)
+    engine._INSTRUCTION_MAP = {
+        **engine._INSTRUCTION_MAP,
+        ForwardTicks: _make_ticks(binding, PipelineEngine._exec_forward_pass, backward=False),
+        BackwardTicks: _make_ticks(binding, PipelineEngine._exec_backward_pass, backward=True),
+        ForwardPass: _make_alone(binding),
+    }
+    engine._next_batch = binding.next_batch
+    # Micro-batches differ in length; shapes travel ahead of activations.
+    engine.dynamic_shape = engine.module.dynamic_shape = True
+    engine.train_batch = _make_train_batch(binding, engine.train_batch)
+    engine.eval_batch = _make_eval_batch(binding, engine.eval_batch)
+    if config.monitor:
+        _report_statistics(engine, session)
+    return binding
+
+
+def _report_statistics(engine: PipelineEngine, session: Session) -> None:
+    """Write CAD's figures to the engine's monitor after every step."""
+    train_batch = engine.train_batch
+
+    @wraps(train_batch)
+    def train_and_report(data_iter: Any = None) -> Any:
+        loss = train_batch(data_iter)
+        if engine.monitor.enabled and engine.global_rank == 0:
+            figures = session.take_statistics("monitor").as_events()
+            engine.monitor.write_events(
+                [(f"Train/{name}", value, engine.global_samples) for name, value in figures.items()]
+            )
+        return loss
+
+    engine.train_batch = train_and_report
+
+
+def _make_ticks(binding: PipelineBinding, run: Callable[..., None], backward: bool) -> Callable[..., None]:
+    def ticks(engine: PipelineEngine, buffer_id: int, round_: int, micro_batch: int | None) -> None:
+        binding.run_ticks(round_, micro_batch, backward, lambda: run(engine, buffer_id))
+
+    return ticks
+
+
+def _make_alone(binding: PipelineBinding) -> Callable[..., None]:
+    def forward(engine: PipelineEngine, buffer_id: int) -> None:
+        binding.run_alone(lambda: PipelineEngine._exec_forward_pass(engine, buffer_id))
+
+    return forward
+
+
+def _make_train_batch(binding: PipelineBinding, original: Callable[..., Any]) -> Callable[..., Any]:
+    engine = binding.engine
+
+    def look() -> None:
+        """As DeepSpeed evaluates, with one micro-batch."""
+        training = engine.module.training
+        engine.module.eval()
+        engine._compute_loss = True
+        engine.total_loss = None
+        with torch.no_grad():
+            engine._exec_schedule(InferenceSchedule(1, engine.num_stages, engine.stage_id))
+        engine.module.train(training)
+
+    @wraps(original)
+    def train_batch(data_iter: Any = None) -> Any:
+        if data_iter is not None:
+            engine.set_dataiterator(data_iter)
+        try:
+            binding.begin_step(look)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            binding.stop(error)
+            raise
+        try:
+            loss = original()
+            binding.end_step()
+        except BaseException as error:
+            binding.stop(error)
+            raise
+        return loss
+
+    return train_batch
+
+
+def _make_eval_batch(binding: PipelineBinding, original: Callable[..., Any]) -> Callable[..., Any]:
+    engine = binding.engine
+
+    @wraps(original)
+    def eval_batch(data_iter: Any, *args: Any, num_micro_batches: int | None = None, **kwargs: Any) -> Any:
+        before = engine.data_iterator
+        engine.set_dataiterator(data_iter)
+        try:
+            binding.begin_evaluation(num_micro_batches or engine.micro_batches)
+        finally:
+            engine.set_dataiterator(before)
+        try:
+            return original(data_iter, *args, num_micro_batches=num_micro_batches, **kwargs)
+        except BaseException as error:
+            binding.stop(error)
+            raise
+
+    return eval_batch

@@ -1,0 +1,35 @@
+"""What to change where reserved servers or trainers are idle: one line, from shares of time that were measured."""
+
+from __future__ import annotations
+
+IDLE = 0.15
+"""Share of their time that ranks may be idle before somebody should know. A choice: a server more or less among eight
+changes its share by about as much."""
+EVERY = 32
+"""Micro-batches over which shares are taken. A choice: some seconds of training. The first ones are left out: kernels
+compile, and linear layers are not known yet."""
+
+
+def advise(servers_idle: float, trainers_idle: float, servers: int, trainers: int) -> str:
+    """What idle ranks mean; empty where neither are idle for long.
+
+    Args:
+        servers_idle: share of their time in which servers did not attend.
+        trainers_idle: share of its time in which trainer 0 waited for exchanges.
+        servers: how many are reserved.
+        trainers: how many ranks train.
+    """
+    shares = f"servers were idle for {servers_idle:.0%} and trainer 0 for {trainers_idle:.0%} of {EVERY} micro-batches"
+    if servers_idle > IDLE and trainers_idle > IDLE:
+        return (
+            f"{shares}: they wait for each other. Look whether nano-batches alternate over the whole decoder "
+            "(docs/interleave.md) and how fast links are; another number of servers does not help"
+        )
+    if servers_idle > IDLE:
+        fewer = f"{servers - 1} servers" if servers > 1 else 'none ("servers": "all")'
+        return f"{shares}: reserve fewer of them, {fewer}, so that more ranks train"
+    if trainers_idle > IDLE and trainers > 1:
+        return f"{shares}: reserve more servers, {servers + 1}, so that trainers get their attention sooner"
+    if trainers_idle > IDLE:
+        return f"{shares}: attention takes longer than all else. Add servers, or train in place"
+    return ""

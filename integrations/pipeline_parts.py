@@ -1,0 +1,114 @@
+"""The layers of a pipeline that `to_pipeline` makes. Between layers travel hidden states and position ids."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed_cad.integrations.structure import decoder_layers, find_decoder
+from transformers import PretrainedConfig, PreTrainedModel
+
+Given = tuple[torch.Tensor, torch.Tensor]
+"""Hidden states [batch, tokens, width] and position ids [batch, tokens]."""
+
+
+class Embedding(torch.nn.Module):
+    """Token ids and position ids in."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: Given) -> Given:
+        """Hidden states of tokens."""
+        ids, positions = given
+        return self.inner(ids), positions
+
+    def as_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits, where the embedding is tied to the head."""
+        weight: Any = self.inner.weight
+        return torch.nn.functional.linear(hidden, weight)
+
+
+class Part(torch.nn.Module):
+    """One decoder layer, run by the model's own decoder."""
+
+    def __init__(self, model: PreTrainedModel, index: int) -> None:
+        super().__init__()
+        decoder = find_decoder(model)
+        layers = decoder_layers(decoder)
+        assert layers is not None  # refuse_uncut looked
+        self.inner = layers[index]
+        config = cut_config(model.config, range(index, index + 1))
+        self.config = config
+        # Around the layer, not above it: its weights have one name, and are one module of this stage.
+        self.__dict__["_around"] = decoder_around(decoder, torch.nn.ModuleList([self.inner]), config)
+
+    def forward(self, given: Given) -> Given:
+        """Hidden states after the layer."""
+        hidden, positions = given
+        around: Any = self.__dict__["_around"]
+        around.training = self.training
+        return around(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state, positions
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Part:
+        """What surrounds the layer moves along to another device, but stays in its type: rotary frequencies in bf16
+        would be wrong."""
+        super()._apply(fn, recurse)
+        around: torch.nn.Module = self.__dict__["_around"]
+        for name, module in around.named_children():
+            if name != "layers":
+                for inner in module.modules():
+                    for key, value in inner._buffers.items():
+                        inner._buffers[key] = None if value is None else value.to(fn(value).device)
+        return self
+
+
+class Norm(torch.nn.Module):
+    """The last norm; position ids end here."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: Given) -> torch.Tensor:
+        """Normed hidden states."""
+        normed: torch.Tensor = self.inner(given[0])
+        return normed
+
+
+class Head(torch.nn.Module):
+    """Logits."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, vocabulary]."""
+        logits: torch.Tensor = self.inner(hidden)
+        return logits
+
+
+def decoder_around(decoder: torch.nn.Module, layers: torch.nn.ModuleList, config: PretrainedConfig) -> torch.nn.Module:
+    """A decoder with these layers only and without its last norm; everything else it shares with `decoder`."""
+    around: Any = copy.copy(decoder)
+    around.__dict__["_modules"] = dict(decoder._modules)
+    around.layers, around.norm = layers, torch.nn.Identity()
+    around.embed_tokens = None
+    around.config = config
+    made: torch.nn.Module = around
+    return made
+
+
+def cut_config(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
+    """A config of these layers only: what it says of each layer, such as its kind of attention, is cut along."""
+    cut = copy.deepcopy(config)
+    count = config.num_hidden_layers
+    for name, value in list(vars(cut).items()):
+        if isinstance(value, list) and len(value) == count and name.endswith(("_types", "_layers", "_freq")):
+            setattr(cut, name, [value[i] for i in layers])
+    cut.num_hidden_layers = len(layers)
+    return cut

@@ -1,0 +1,68 @@
+"""Pipelines on GPUs: losses and gradients of lockstep rounds against DeepSpeed's own schedule, over real exchanges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pipelines
+import torch
+import training
+from lines import Found, Lines, Place
+
+import deepspeed_cad
+from deepspeed_cad.session import close_session
+
+COUNT = 3
+"""Micro-batches of a step."""
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest difference of losses, which are about 4; in fp32 also of gradients, relative to the largest."""
+
+
+def run(place: Place, lines: Lines, case: str) -> None:
+    """Two stages, and as many as there are GPUs; exact arithmetic, and the kernel that training takes."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("nccl" if place.on_gpu else "gloo")
+    deepspeed_cad.install()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for stages in dict.fromkeys((2, place.ranks)):
+        if place.ranks % stages:
+            continue
+        for dtype, kernel in ((torch.float32, "torch_math"), (torch.bfloat16, place.kernel)):
+            name = f"{stages} stages, {place.ranks // stages} replicas, {str(dtype).split('.')[1]}"
+            if place.on_gpu or dtype == torch.float32:
+                lines.check("pipelines", name, lambda s=stages, d=dtype, k=kernel: compare(place, s, d, k))
+
+
+def compare(place: Place, stages: int, dtype: torch.dtype, kernel: str) -> Found:
+    """One step with CAD and one without."""
+    loss, own = step(stages, dtype, {"cost": "pairs", "granularity": 16, "kernel": kernel})
+    close_session()
+    expected, theirs = step(stages, dtype, None)
+    largest = max(float(value.abs().max()) for value in theirs.values())
+    apart = max(float((own[name] - theirs[name]).abs().max()) for name in theirs) / largest
+    # Weights in bf16 are too coarse to read gradients from what a step changed.
+    worst = abs(loss - expected) if dtype == torch.bfloat16 else max(abs(loss - expected), apart)
+    return worst < BOUND[dtype], f"losses {loss:.5f} and {expected:.5f}, gradients {apart:.1e} apart"
+
+
+def step(stages: int, dtype: torch.dtype, block: dict[str, Any] | None) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a step, and what it changed in this stage's weights at a learning rate of 1."""
+    import deepspeed
+
+    model = training.tiny_llama(dtype, num_hidden_layers=4, hidden_size=512)
+    module = pipelines.by_hand(model, stages, interval=1)
+    module.dynamic_shape = True
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": COUNT, "steps_per_print": 1 << 30,
+        "zero_allow_untested_optimizer": True, "pipeline": {"use_reentrant": False},
+        **({"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}),
+    }  # fmt: skip
+    if block is not None:
+        config["cad"] = block
+    before = {name: p.detach().float().clone() for name, p in module.named_parameters()}
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    loss = float(engine.train_batch(iter(pipelines.pairs(engine.grid.get_data_parallel_id(), COUNT))))
+    return loss, {name: before[name].to(p.device) - p.detach().float() for name, p in module.named_parameters()}

@@ -1,0 +1,72 @@
+"""tests/processes/script_train.py under real launchers, on CPUs: commands, and what a run gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from served import free_port
+from trainers import losses_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = str(ROOT / "tests" / "processes" / "script_train.py")
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Python with these words, in a folder; all that it starts must end within 200 s."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        env.pop(name, None)
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env["HF_HOME"] = str(folder)
+    return subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+
+
+def trained(words: list[str], folder: Path, *script: str) -> dict[str, Any]:
+    """What the script says after a launcher's words; what the processes wrote is under "said"."""
+    out = folder / f"out{len(list(folder.iterdir()))}.json"
+    done = run([*words, SCRIPT, script[0], str(out), *script[1:]], folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {**json.loads(out.read_text()), "said": done.stdout + done.stderr}
+
+
+def losses(found: dict[str, Any]) -> list[float]:
+    """Of a run's steps."""
+    return losses_of(found["log"])
+
+
+def torchrun(processes: int) -> list[str]:
+    """The words of torchrun."""
+    return ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(free_port())]
+
+
+def deepspeed_launcher(processes: int) -> list[str]:
+    """The words of `deepspeed`."""
+    launcher = "from deepspeed.launcher.runner import main; main()"
+    return ["-c", launcher, "--num_gpus", str(processes), "--master_port", str(free_port())]
+
+
+def accelerate_yaml(processes: int) -> str:
+    """What `accelerate config` writes for one host."""
+    return f"""
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: 'no'
+num_machines: 1
+num_processes: {processes}
+use_cpu: false
+"""
+
+
+def zero(stage: int, cad: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A JSON for DeepSpeed; `changes`: of "zero_optimization"."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, **changes},
+        "zero_allow_untested_optimizer": True,
+        **({} if cad is None else {"cad": cad}),
+    }

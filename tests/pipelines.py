@@ -1,0 +1,119 @@
+"""A tiny pipeline that a user might write by hand, its data, and the same model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import training
+
+
+class Embedding(torch.nn.Module):
+    """Token ids and positions in, hidden states and positions out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens = model.model.embed_tokens
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, positions = given
+        return self.embed_tokens(ids), positions
+
+
+class Decoder(torch.nn.Module):
+    """One decoder layer, with the model's own mask of packed documents."""
+
+    def __init__(self, model: torch.nn.Module, index: int) -> None:
+        super().__init__()
+        self.layer, self.rotary = model.model.layers[index], model.model.rotary_emb
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        from transformers.masking_utils import create_causal_mask
+
+        hidden, positions = given
+        mask = create_causal_mask(
+            config=self.layer.self_attn.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None,
+            position_ids=positions,
+        )  # fmt: skip
+        hidden = self.layer(
+            hidden, attention_mask=mask, position_ids=positions, position_embeddings=self.rotary(hidden, positions)
+        )
+        return (hidden[0] if isinstance(hidden, tuple) else hidden), positions
+
+
+class Head(torch.nn.Module):
+    """Logits."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm, self.lm_head = model.model.norm, model.lm_head
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.lm_head(self.norm(given[0]))
+
+
+def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean over targets of one micro-batch."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of the pipeline."""
+    count = model.config.num_hidden_layers
+    return [Embedding(model), *(Decoder(model, i) for i in range(count)), Head(model)]
+
+
+def by_hand(model: torch.nn.Module, stages: int, parts: list[int] | None = None, interval: int = 0) -> Any:
+    """A PipelineModule of a Llama; `parts`: where stages begin."""
+    from deepspeed.pipe import PipelineModule
+
+    class Pipeline(PipelineModule):
+        def _partition_layers(self, method: str = "uniform") -> None:
+            super()._partition_layers(method)
+            if parts is not None:
+                self.parts = parts
+                stage = self._topo.get_coord(self.global_rank).pipe
+                self._set_bounds(parts[stage], parts[stage + 1])
+
+    return Pipeline(
+        layers(model), num_stages=stages, loss_fn=loss_fn, partition_method="uniform",
+        activation_checkpoint_interval=interval, checkpointable_layers=["Decoder"],
+    )  # fmt: skip
+
+
+def documents_of(replica: int, micro_batch: int, step: int = 0) -> list[torch.Tensor]:
+    """Documents of one micro-batch: long and short ones, never as many tokens as the one before.
+
+    None of one token: alone, its norms would add up in another order than in a longer row.
+    """
+    some = [[90], [30, 9, 2, 40], [50, 50], [17], [64, 3, 20], [5, 5, 110]]
+    return training.documents(
+        some[(micro_batch + 2 * replica + step) % len(some)], 1000 * step + 100 * replica + micro_batch
+    )
+
+
+def pairs(replica: int, count: int, step: int = 0) -> list[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """The micro-batches of a step as DeepSpeed loads them."""
+    packed = [training.pack(documents_of(replica, m, step)) for m in range(count)]
+    return [((one["input_ids"], one["position_ids"]), one["labels"]) for one in packed]
+
+
+def in_one_process(model: torch.nn.Module, replicas: int, count: int, step: int = 0) -> float:
+    """Loss of a step, each document alone; gradients in the model are added up, `replicas` times those of the mean.
+
+    Norms compute in fp32 also in backward, so only what DeepSpeed scales before it may be scaled before it here.
+    """
+    total = 0.0
+    for replica in range(replicas):
+        for m in range(count):
+            docs = documents_of(replica, m, step)
+            logits = torch.cat(
+                [
+                    model(input_ids=doc[None], position_ids=torch.arange(len(doc))[None], use_cache=False).logits[0]
+                    for doc in docs
+                ]
+            )
+            loss = loss_fn(logits[None], training.pack(docs)["labels"]) / count
+            loss.backward()
+            total += float(loss.detach()) / replicas
+    return total

@@ -1,0 +1,272 @@
+"""Pipelines: losses and gradients of lockstep rounds are those of DeepSpeed's own schedule and of a single process."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pipelines
+import pytest
+import torch
+import training
+from pool import WorkerPool
+
+BLOCK = {"cost": "pairs", "granularity": 2}
+LAYERS = 4
+
+
+def _gradients(
+    stages: int, count: int, block: dict[str, Any] | None, parts: list[int] | None = None, frozen: bool = False,
+    interval: int = 0, **changes: Any,
+) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
+    """Losses of two steps, and the summed gradients of both, by name and layer, on this stage."""
+    import deepspeed
+    from deepspeed.runtime.pipe.schedule import OptimizerStep
+
+    model = _model(frozen)
+    module = pipelines.by_hand(model, stages, parts, interval)
+    module.dynamic_shape = True
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": count,
+        "zero_allow_untested_optimizer": True, **changes,
+    }  # fmt: skip
+    if block is not None:
+        config["cad"] = block
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1.0)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
+    group, replicas = engine.grid.get_data_parallel_group(), engine.grid.get_data_parallel_world_size()
+    total = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+
+    def add(engine: Any) -> None:
+        for name, p in module.named_parameters():
+            if p.requires_grad:
+                torch.distributed.all_reduce(p.grad, group=group)
+                total[name] += p.grad / replicas
+                p.grad = None
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: add}
+    losses = []
+    for step in range(2):
+        engine.train_batch(iter(pipelines.pairs(engine.grid.get_data_parallel_id(), count, step)))
+        # What train_batch gives is fp32.
+        losses.append(float(engine.total_loss) / count if engine.is_last_stage() else None)
+    return losses, total
+
+
+def _model(frozen: bool) -> Any:
+    model = training.tiny_llama(torch.float64, num_hidden_layers=LAYERS)
+    if frozen:
+        # No gradient reaches attention of the first layer, and its tick comes all the same.
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def _in_one_process(replicas: int, count: int, frozen: bool = False) -> dict[str, torch.Tensor]:
+    model = _model(frozen)
+    for step in range(2):
+        pipelines.in_one_process(model, replicas, count, step)
+    module = torch.nn.ModuleDict({str(i): part for i, part in enumerate(pipelines.layers(model))})
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad / replicas for name, p in module.named_parameters()}
+
+
+def _compare(rank: int, world: int, cases: list[tuple[int, int, dict[str, Any]]]) -> list[tuple[float, float]]:
+    import deepspeed
+
+    import deepspeed_cad
+    from deepspeed_cad.session import close_session
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    deepspeed_cad.install()
+    found = []
+    for stages, count, changes in cases:
+        losses, own = _gradients(stages, count, BLOCK, **changes)
+        session = deepspeed_cad.current_session()
+        assert session is not None and session.statistics.imbalance < 1.05
+        close_session()
+        expected, theirs = _gradients(stages, count, None, **changes)
+        alone = _in_one_process(world // stages, count, changes.get("frozen", False))
+        for loss, other in zip(losses, expected, strict=True):
+            assert loss == other or abs(loss - other) < 1e-10
+        for name, gradient in own.items():
+            torch.testing.assert_close(gradient, theirs[name], atol=1e-10, rtol=0)
+            torch.testing.assert_close(gradient, alone[name], atol=1e-10, rtol=0)
+        found.append((len(own), session.statistics.imbalance))
+    return found
+
+
+def test_two_stages(workers: WorkerPool) -> None:
+    """More micro-batches than stages; the smallest real pipeline."""
+    workers.run(_compare, 2, [(2, 4, {})], timeout=60.0)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (1, [(1, 1, {}), (1, 3, {})]),
+        (2, [(1, 2, {}), (2, 1, {}), (2, 9, {})]),
+        (3, [(1, 2, {}), (3, 1, {}), (3, 2, {}), (3, 5, {})]),
+        (4, [(2, 1, {}), (2, 3, {}), (4, 1, {}), (4, 2, {}), (4, 9, {})]),
+        (6, [(2, 3, {}), (3, 1, {}), (3, 4, {})]),
+        (8, [(4, 2, {}), (4, 6, {})]),
+        (9, [(3, 3, {})]),
+        (12, [(4, 1, {}), (4, 5, {})]),
+    ],
+    ids=lambda value: f"{value} ranks" if isinstance(value, int) else "",
+)
+def test_any_width(fresh_workers: WorkerPool, world: int, cases: list[Any]) -> None:
+    """Stages × replicas × micro-batches, fewer micro-batches than stages among them."""
+    fresh_workers.run(_compare, world, cases, timeout=200.0)
+
+
+@pytest.mark.slow
+def test_what_stages_are_made_of(fresh_workers: WorkerPool) -> None:
+    """Unequal stages, one without attention, and activation checkpointing of both kinds: the same gradients."""
+    cases = [
+        (2, 3, {"parts": [0, 2, 6]}),
+        (2, 3, {"parts": [0, 1, 6]}),
+        (2, 3, {"frozen": True}),
+        (2, 3, {"interval": 1}),
+        (2, 3, {"interval": 2, "pipeline": {"use_reentrant": False}}),
+    ]
+    fresh_workers.run(_compare, 4, cases, timeout=200.0)
+
+
+def _engine(stages: int, count: int, changes: dict[str, Any], block: dict[str, Any] | None, **model: Any) -> Any:
+    import deepspeed
+
+    import deepspeed_cad
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    deepspeed_cad.install()
+    module = pipelines.by_hand(training.tiny_llama(torch.float32, num_hidden_layers=LAYERS, **model), stages)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": count,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_allow_untested_optimizer": True, **changes,
+    }  # fmt: skip
+    if block is not None:
+        config["cad"] = block
+    else:
+        module.dynamic_shape = True
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    return engine
+
+
+def _losses(
+    rank: int, world: int, stages: int, count: int, changes: dict[str, Any], block: dict[str, Any]
+) -> list[list[float]]:
+    """Losses of four steps on one loader with evaluations between, with CAD and without."""
+    import deepspeed_cad
+    from deepspeed_cad.session import close_session
+
+    found = []
+    for cad in (block, None):
+        engine = _engine(stages, count, changes, cad)
+        replica = engine.grid.get_data_parallel_id()
+        loader = iter([pair for step in range(5) for pair in pipelines.pairs(replica, count, step)])
+        losses = [float(engine.train_batch(loader)) for _ in range(2)]
+        losses.append(float(engine.eval_batch(iter(pipelines.pairs(replica, count, 7)))))
+        losses.append(float(engine.train_batch(loader)))
+        losses.append(float(engine.eval_batch(loader, num_micro_batches=count)))  # takes what was read ahead
+        losses.append(float(engine.train_batch(loader)))
+        if cad is not None:
+            with pytest.raises(StopIteration):
+                engine.train_batch(loader)
+            session = deepspeed_cad.current_session()
+            assert session is not None and session.counts.forwards == session.counts.backwards > 0
+        found.append(losses)
+        close_session()
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("changes", "block", "tolerance"),
+    [
+        ({}, {}, 1e-5),
+        ({"zero_optimization": {"stage": 1}}, {"look_ahead": 0}, 1e-5),
+        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, {"overlap": "none"}, 2e-2),
+        ({}, {"pipeline_in_flight": 2}, 1e-5),
+    ],
+    ids=["plain", "ZeRO-1, no look-ahead", "ZeRO-1, bf16", "two in flight"],
+)
+def test_loaders_and_engines(
+    fresh_workers: WorkerPool, changes: dict[str, Any], block: dict[str, Any], tolerance: float
+) -> None:
+    """Losses are those without CAD whatever reads ahead of whom, and the end of a loader is one on all ranks."""
+    for cad, plain in fresh_workers.run(_losses, 4, 2, 3, changes, {**BLOCK, **block}, timeout=120.0):
+        assert cad == pytest.approx(plain, abs=tolerance)
+
+
+def _wrong(rank: int, world: int, what: str) -> str:
+    """The error of one kind of bad input, on this rank."""
+    from deepspeed_cad.errors import CADError
+
+    try:
+        if what == "ZeRO-2":
+            _engine(2, 2, {"zero_optimization": {"stage": 2}}, BLOCK)
+        elif what == "dropout":
+            _engine(2, 2, {}, BLOCK, attention_dropout=0.1)
+        elif what == "recompute_attention":
+            _engine(2, 2, {}, {**BLOCK, "recompute_attention": True})
+        else:
+            engine = _engine(2, 2, {}, BLOCK)
+            pairs = pipelines.pairs(0, 2, rank if what == "different data" else 0)
+            if what == "no labels":
+                pairs[1] = (pairs[1][0], torch.full_like(pairs[1][1], -100))
+            engine.train_batch(iter(pairs))
+    except CADError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("ZeRO-2", "CADUnsupportedError: .*stage 2"),
+        ("recompute_attention", 'CADConfigError: .*"recompute_attention"'),
+        ("dropout", "CADUnsupportedError: attention_dropout is 0.1"),
+        ("no labels", "CADDataError: .*all labels of a micro-batch are -100"),
+        ("different data", "CADDataError: .*on the first stage"),
+    ],
+)
+def test_bad_input_is_one_error_on_all_ranks(fresh_workers: WorkerPool, what: str, expected: str) -> None:
+    for said in fresh_workers.run(_wrong, 2, what, timeout=60.0):
+        assert re.match(expected, said), said
+
+
+def _raises(rank: int, world: int) -> str:
+    """One rank's loss raises in the second step."""
+    from deepspeed_cad.errors import CADError
+
+    engine = _engine(2, 2, {}, {**BLOCK, "timeout_s": 20})
+    loader = iter([pair for step in range(3) for pair in pipelines.pairs(0, 2, step)])
+    engine.train_batch(loader)
+    if engine.is_last_stage():
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("out of everything")
+
+        engine.module.loss_fn = fail
+    try:
+        engine.train_batch(loader)
+    except (CADError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_is_named_on_the_others(fresh_workers: WorkerPool) -> None:
+    serving, raised = fresh_workers.run(_raises, 2, timeout=60.0)
+    assert raised == "RuntimeError: out of everything"
+    assert serving.startswith("CADPeerError") and "rank 1" in serving and "out of everything" in serving

@@ -1,0 +1,104 @@
+"""Attention whose backward has another plan than its forward: outputs and gradients against each document alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, expected_of, rows_of
+from pool import WorkerPool
+from test_attention import StrictTransport
+
+from deepspeed_cad.attention.device_schedule import upload_schedule
+from deepspeed_cad.attention.phase import Phase
+from deepspeed_cad.attention.program import LayerKind, ProgramTick
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.attention.tick import TickCall
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.layout import Layout, LocalSegments, assemble
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.schedule import build_slices, schedule_rank
+
+
+def _layout(name: str, idle: int | None) -> Layout:
+    """A layout, with a rank at its end that has no rows and only serves."""
+    found = cases.layouts()[name]
+    if idle is None:
+        return found
+    segments = found.segments
+    local = [
+        LocalSegments(*(column[segments.rank == r] for column in (segments.begin, segments.end, segments.offset)), n)
+        for r, n in enumerate(found.tokens.tolist())
+    ]
+    return assemble([*local, LocalSegments.none(0)])
+
+
+def _run(
+    rank: int, world: int, name: str, seed: int, window: int | None, sinks: bool, checkpointed: bool,
+    dtype: torch.dtype = torch.float64,
+) -> float:  # fmt: skip
+    layout = _layout(name, world - 1)
+    rule = MaskRule(DIM**-0.5, window, 3.0 if seed % 2 else None)
+    sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if sinks else None
+    transport = StrictTransport(dist.group.WORLD, torch.device("cpu"))
+    counts = CallCounts()
+    rng = np.random.default_rng(seed)
+    tick = layout.tick()
+    kind = LayerKind(HeadShape(HEADS, GROUPS, DIM, VALUE, dtype.itemsize), rule, dtype)
+    program = [ProgramTick(kind, (0,))]
+
+    def phase(backward: bool) -> Phase:
+        tasks = cases.random_tasks(tick, GROUPS, rng)
+        schedule = upload_schedule(
+            schedule_rank(tick, build_slices(tick, tasks, window), rank, GROUPS, window), torch.device("cpu")
+        )
+        setup = CallSetup(schedule, LseTransposed(), transport, rule, Modes(bool(seed % 2)), counts)
+        return Phase(program, [0] if layout.tokens[rank] else [], lambda tick, label: setup, backward)
+
+    forward, backward = phase(False), phase(True)
+    if not layout.tokens[rank]:
+        for one in (forward, backward):
+            one.finish()
+        assert transport.exchanges == 4
+        if sinks:
+            dist.all_reduce(torch.zeros(HEADS, dtype=torch.float64))
+        return 0.0
+    mine = rows_of(layout, rank, dtype)
+    leaves = {n: mine[n].clone().requires_grad_() for n in "qkv"}
+    call = TickCall(forward.enter(0, "layer"), lambda: backward.enter(0, "layer"))
+    forward.finish()
+    if checkpointed:
+        with torch.no_grad():
+            call(leaves["q"], leaves["k"], leaves["v"], sink)
+    o = call(leaves["q"], leaves["k"], leaves["v"], sink)
+    o.backward(mine["do"])
+    backward.finish()
+    assert transport.exchanges == 4 and counts.replays == int(checkpointed) and call.kept is None
+    right = expected_of(layout, rule, sink, dtype)
+    pairs: dict[str, Any] = {"o": o.detach(), **{f"d{n}": leaves[n].grad for n in "qkv"}}
+    errors = [float((x.double() - right.ranks[rank][n]).abs().max()) for n, x in pairs.items() if x.numel()]
+    if sink is not None and right.sinks is not None:
+        total = sink.grad.double()
+        dist.all_reduce(total)
+        errors.append(float((total - right.sinks).abs().max() / right.sinks.abs().max()))
+    return max(errors, default=0.0)
+
+
+@pytest.mark.parametrize(
+    "window, sinks, checkpointed", [(None, False, False), (None, True, True), (19, True, False), (5, False, True)]
+)
+@pytest.mark.parametrize("name", ["one", "odd", "hundreds", "a tail of padding"])
+def test_two_plans_are_exact(
+    workers: WorkerPool, name: str, window: int | None, sinks: bool, checkpointed: bool
+) -> None:
+    """Rows whose backward runs on another rank than their forward, and a rank without rows that only serves."""
+    world = cases.layouts()[name].ranks + 1
+    assert max(workers.run(_run, world, name, int(sinks) + 2, window, sinks, checkpointed)) < 1e-10
+
+
+def test_bf16(workers: WorkerPool) -> None:
+    assert max(workers.run(_run, 4, "odd", 2, None, True, False, torch.bfloat16)) < 2**-5

@@ -1,0 +1,160 @@
+"""Reserved servers attend one part while trainers run linear layers of the other: exact, and shares that fit both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import training
+from pool import WorkerPool
+from served import free_port, play
+
+import deepspeed_cad
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.profiles.profile import Profile, ShapeCost
+
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
+LENGTHS = {1: [[400]], 2: [[400], [40, 130, 9, 1, 120]]}
+"""A document of one trainer is the whole micro-batch: the cut lies inside."""
+STEPS = 5
+
+
+def _profile(folder: Path, pair: float) -> str:
+    """Costs by which a pair takes so many seconds."""
+    path = folder / f"{pair}.json"
+    Profile("test", "any", (ShapeCost(HeadShape(8, 4, 8, 8, 8), pair=pair),), unit="seconds").save(path)
+    return str(path)
+
+
+def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool, steps: int = 2) -> dict[str, Any]:
+    reference, model = training.tiny_llama(num_hidden_layers=3), training.tiny_llama(num_hidden_layers=3)
+    deepspeed_cad.apply(model, block)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    session = deepspeed_cad.current_session()
+    assert session is not None and session.config.overlap_used == "interleave"
+    loads = []
+    for step in range(steps):
+        own = training.documents(LENGTHS[trainers][rank], seed=100 * step + rank)
+        loss = training.loss_sum(model, training.pack(own))
+        loss.backward()
+        expected, gradients = training.alone(reference, own)
+        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert (parameter.grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
+        model.zero_grad()
+        loads.append(session.take_statistics("test").load)
+    linear = session.linear.seconds(0)
+    return {
+        "loads": np.stack(loads).tolist(),
+        "linear": None if linear is None else linear.tolist(),
+        "reason": session.find_binding(model).interleaving.reason,
+        "idle": session.statistics.servers_idle,
+        # Forward and backward of both parts of every layer.
+        "parts": session.counts.forwards == session.counts.backwards == 2 * 3 * steps,
+    }
+
+
+def _run(workers: WorkerPool, trainers: int, train: Any, *args: Any, **block: Any) -> tuple[list, Any]:
+    given = {**BLOCK, "servers": {"reserved": 1}, **block}
+    results = workers.run(play, trainers + 1, free_port(), given, train, *args, joined=False)
+    served = results[trainers]
+    assert served.code == 0 and served.held == 0 < served.most_held, served
+    return results[:trainers], served
+
+
+CASES = [
+    (2, True, True),
+    *(
+        pytest.param(trainers, checkpoint, serve, marks=[pytest.mark.slow, pytest.mark.long])
+        for trainers in (1, 2)
+        for checkpoint in (False, True)
+        for serve in (True, False)
+        if (trainers, checkpoint, serve) != (2, True, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("trainers", "checkpoint", "serve"), CASES)
+def test_same_as_each_document_alone(
+    workers: WorkerPool, tmp_path: Path, trainers: int, checkpoint: bool, serve: bool
+) -> None:
+    """Linear layers take far longer than what is called attention here: once that is known, trainers attend nothing."""
+    cost = _profile(tmp_path, 1e-12)
+    results, _ = _run(workers, trainers, _train, checkpoint, STEPS, cost=cost, trainers_serve=serve)
+    # Servers tell trainer 0 how long they attended.
+    assert 0 < results[0]["idle"] < 1 and all(one["idle"] == 0 for one in results[1:])
+    for result in results:
+        assert result["reason"] == "" and result["parts"]
+        assert result["linear"] == results[0]["linear"] and min(result["linear"]) > 0
+        last = result["loads"][-1]
+        assert sum(last[:trainers]) < 1e-3 * sum(last)
+
+
+@pytest.mark.slow
+def test_trainers_attend_where_attention_takes_longer(workers: WorkerPool, tmp_path: Path) -> None:
+    results, _ = _run(workers, 2, _train, False, STEPS, cost=_profile(tmp_path, 1e-3))
+    assert max(results[0]["loads"][-1]) < 1.1 * sum(results[0]["loads"][-1]) / 3
+
+
+@pytest.mark.slow
+def test_costs_that_are_no_seconds_mean_equal_shares(workers: WorkerPool) -> None:
+    results, _ = _run(workers, 2, _train, False, STEPS, cost="pairs")
+    assert max(results[0]["loads"][-1]) < 1.1 * sum(results[0]["loads"][-1]) / 3
+
+
+def _zero(rank: int, trainers: int, block: dict[str, Any], stage: int, checkpoint: bool) -> tuple[Any, Any, str]:
+    """Losses with and without CAD, and why parts alternate inside layers."""
+    import deepspeed
+
+    from deepspeed_cad.session import close_session
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_cad.install()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+
+    def train(config: dict[str, Any]) -> list[float]:
+        model = training.tiny_llama(torch.float32)
+        if checkpoint:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine.train()
+        losses = []
+        for _ in range(4):
+            batch = training.pack(training.documents(LENGTHS[trainers][rank], seed=rank))
+            logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten()
+            )
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        engine.destroy()
+        return losses
+
+    cad = train({**config, "cad": block})
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    (reason,) = (binding.interleaving.reason for binding in session.bindings.values())
+    close_session()
+    return train(config), cad, reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "reason"), [(1, ""), (3, "ZeRO-3 shards the parameters")])
+def test_zero(fresh_workers: WorkerPool, stage: int, reason: str) -> None:
+    results, _ = _run(fresh_workers, 2, _zero, stage, True)
+    for plain, cad, found in results:
+        assert found.startswith(reason) and bool(found) == bool(reason)
+        assert cad == pytest.approx(plain, rel=1e-4) and cad[-1] < cad[0] - 0.02

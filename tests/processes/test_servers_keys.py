@@ -1,0 +1,99 @@
+"""Keys that are about the trainers alone, with reserved servers beside them: what they do in place they do here."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from pool import WorkerPool
+from served import free_port, play
+
+import deepspeed_cad
+from deepspeed_cad.session import close_session
+from deepspeed_cad.trace.record import WARM_UP
+
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, "servers": {"reserved": 1}}
+LENGTHS = [[200, 31], [40, 9, 1, 70]]
+
+
+def _run(workers: WorkerPool, train: Any, **block: Any) -> list[Any]:
+    """What two trainers beside one server give."""
+    results = workers.run(play, 3, free_port(), {**BLOCK, **block}, train, joined=False)
+    assert results[2].code == 0 and results[2].held == 0 < results[2].micro_batches, results[2]
+    return results[:2]
+
+
+def _verified(rank: int, trainers: int, block: dict[str, Any]) -> list[str]:
+    from deepspeed_cad.integrations import verify
+
+    said: list[str] = []
+    verify.notice = said.append
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), block).train()
+    for step in range(3):
+        batch = training.pack(training.documents(LENGTHS[(rank + step) % 2], seed=10 * step + rank))
+        model(**batch, use_cache=False).loss.backward()
+    return said
+
+
+@pytest.mark.parametrize("overlap", ["auto", "local_first"])
+def test_verify(workers: WorkerPool, overlap: str) -> None:
+    first, second = _run(workers, _verified, verify=2, overlap=overlap)
+    assert len(first) == 2 and second == []
+    for line in first:
+        assert "is the same without CAD: loss 4." in line
+        assert ("dK" in line) == (overlap == "local_first") == ("nano-batches were not compared" not in line)
+
+
+def _traced(rank: int, trainers: int, block: dict[str, Any]) -> None:
+    model = deepspeed_cad.apply(training.tiny_llama(), block).train()
+    for step in range(WARM_UP + 2):
+        training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=step))).backward()
+    close_session()
+
+
+def test_trace(workers: WorkerPool) -> None:
+    """A timeline of the trainers: where each waits for what was served elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        _run(workers, _traced, trace=str(path), trace_steps=1)
+        events = json.loads(path.read_text())["traceEvents"]
+        assert [one.name for one in Path(folder).iterdir()] == ["trace.json"]
+    for rank in range(2):
+        names = {event["name"] for event in events if event["pid"] == rank and event["ph"] == "X"}
+        assert {"dispatch A", "dispatch B", "served A", "wait A", "Q, K, V out", "dQ, dK, dV back"} <= names
+
+
+def _exchanged(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:
+    """Losses and gradients of a step of two micro-batches, summed over trainers."""
+    model = deepspeed_cad.apply(training.tiny_llama(), block).train()
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    rows = [[[160], [80, 80]], [[20] * 8, [20, 60, 5, 75]]][rank]
+    batches = [training.pack(training.documents(row, 10 * rank + i)) for i, row in enumerate(rows)]
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in session.look_ahead(batches, model, accumulation=2, global_loss=True):
+        loss = training.loss_sum(model, batch)
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        gradients[name] = parameter.grad.numpy()
+    return {"loss": float(total), "gradients": gradients, "before": session.statistics.imbalance_before}
+
+
+def test_exchange_of_documents(workers: WorkerPool) -> None:
+    kept, exchanged = (_run(workers, _exchanged, documents=how)[0] for how in ("keep", "exchange"))
+    assert exchanged["before"] < kept["before"] - 0.1
+    assert exchanged["loss"] == pytest.approx(kept["loss"], rel=1e-10)
+    for name, gradient in kept["gradients"].items():
+        assert np.abs(exchanged["gradients"][name] - gradient).max() < 1e-9, name

@@ -1,0 +1,169 @@
+"""Linear layers beside servers: what is timed, what all trainers learn of it, and what plans make of that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.linear import Linear, middle
+from deepspeed_cad.ahead.plan import Beside, Reserved
+from deepspeed_cad.attention.linear import LinearTimes, Stretches
+from deepspeed_cad.attention.microbatch import PlanKey
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.layout import Layout, LocalSegments
+from deepspeed_cad.planner import HeadShape
+from deepspeed_cad.planner.cut import LayerKind, choose_interleaved_cut
+from deepspeed_cad.profiles.profile import Profile, ShapeCost
+from deepspeed_cad.session import Session
+
+SHAPE = HeadShape(8, 2, 64, 64, 2)
+KEY = PlanKey(None, SHAPE)
+
+
+def test_a_stretch_lies_between_the_attentions_of_two_neighbouring_layers() -> None:
+    times = LinearTimes()
+    here = Stretches(times, torch.device("cpu"), 10)
+    here.end(0, False)  # before the first layer lies the embedding
+    here.begin(0, False)
+    time.sleep(0.02)
+    here.end(1, False)
+    here.begin(1, False)
+    here.end(1, True)  # the loss
+    here.begin(1, True)
+    time.sleep(0.05)
+    here.end(0, True)
+    here.begin(0, True)
+    forward, backward = times.take()
+    assert len(forward) == len(backward) == 1
+    assert 0.002 <= forward[0] < 0.02 and 0.005 <= backward[0] < 0.05 and backward[0] > forward[0]
+    assert times.take() == ([], [])
+
+
+def test_no_stretch_without_tokens() -> None:
+    times = LinearTimes()
+    here = Stretches(times, torch.device("cpu"), 0)
+    here.begin(0, False)
+    here.end(1, False)
+    assert times.take() == ([], [])
+
+
+def test_layers_that_compile_do_not_count() -> None:
+    assert middle([1.0, 1.0, 3.0, 1000.0, 0.0]) == pytest.approx(5 / 3)
+    assert middle([2.0]) == 2.0 and middle([]) == 0.0
+
+
+def _linear(measured: list[tuple[list[float], list[float]]], pauses: list[bool] | None = None) -> list[Linear]:
+    wants = pauses or [False] * len(measured)
+    return [Linear(len(measured), lambda model, one=one: one, lambda no=no: no) for one, no in zip(measured, wants)]
+
+
+def _meet(everyone: list[Linear], model: int = 0) -> None:
+    reports = np.stack([one.report(model) for one in everyone])
+    for one in everyone:
+        one.hear(model, reports)
+
+
+def test_all_trainers_learn_each_ones_own_figure() -> None:
+    everyone = _linear([([1e-6], [2e-6]), ([3e-6], [5e-6]), ([], [])])
+    assert everyone[0].seconds(0) is None
+    _meet(everyone)
+    for one in everyone:  # a trainer without tokens is taken for the mean
+        assert one.seconds(0) == pytest.approx([3e-6, 8e-6, 5.5e-6])
+        assert one.seconds(1) is None  # another model
+
+
+def test_what_is_learned_is_smoothed() -> None:
+    (one,) = everyone = _linear([([1e-6], [1e-6])])
+    _meet(everyone)
+    one._take = lambda model: ([3e-6], [])
+    _meet(everyone)
+    assert one.seconds(0) == pytest.approx([3e-6])
+
+
+def test_forward_alone_is_not_enough() -> None:
+    everyone = _linear([([1e-6], []), ([], [])])
+    _meet(everyone)
+    assert everyone[0].seconds(0) is None
+
+
+def test_deterministic_algorithms_on_any_trainer_mean_equal_shares() -> None:
+    everyone = _linear([([1e-6], [2e-6]), ([3e-6], [5e-6])], [False, True])
+    _meet(everyone)
+    assert all(one.seconds(0) is None for one in everyone)
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """Planning for 2 trainers and 1 server, a nanosecond per pair."""
+    opened = Session(CADConfig.from_dict({"tolerance": 0.02, "granularity": 64}), torch.device("cpu"))
+    opened.gatherer.ranks = 2
+    opened.plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-9),), unit="seconds")
+    yield opened
+    opened.close()
+
+
+def _reserve(session: Session, linear: list[float] | None, helpers: int = 2) -> None:
+    found = None if linear is None else np.array(linear)
+    speed = None if helpers else np.array([0.0, 0.0, 1.0])
+    session.plans.reserved = Reserved(1, None, helpers, lambda model: found, speed)
+
+
+LENGTHS = [[6000], [5000, 1000]]
+
+
+def test_trainers_and_servers_end_together(session: Session) -> None:
+    layout = Layout.from_rank_lengths([*LENGTHS, []])
+    ticks = layout.cut(np.array([3328, 3328, 0]))
+    _reserve(session, [3e-6, 1.5e-6])
+    beside = Beside(np.array([3e-6, 1.5e-6, 0.0]), layout.tokens)
+    for tick, other in zip(ticks, (6000 - 3328, 3328)):
+        plan = session.plans.plan_tick(tick, KEY, np.zeros(2), beside=beside)
+        base = np.array([3e-6, 1.5e-6, 0.0]) * other
+        finish = plan.load + base
+        assert finish.max() < 1.03 * finish.mean()
+        assert plan.load[0] < plan.load[1] < plan.load[2]
+
+
+def test_trainers_that_have_no_time_get_no_attention(session: Session) -> None:
+    layout = Layout.from_rank_lengths([*LENGTHS, []])
+    tick = layout.cut(np.array([3328, 3328, 0]))[0]
+    _reserve(session, [1e-4, 1e-4])
+    whole = 1e-9 * SHAPE.groups * sum(n * (n + 1) / 2 for n in (3328, 3328))
+    plan = session.plans.plan_tick(tick, KEY, np.zeros(2), beside=Beside(np.array([1e-4, 1e-4, 0.0]), layout.tokens))
+    assert plan.load[:2].sum() < 1e-3 * whole
+    assert plan.load.sum() == pytest.approx(whole)  # attention only, for statistics
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+@pytest.mark.parametrize("linear", [None, [3e-6, 2e-6]])
+def test_the_cut_knows_servers_layers_and_the_slowest_trainer(
+    session: Session, linear: list[float] | None, helpers: int
+) -> None:
+    session.plans.config = CADConfig.from_dict({"servers": {"reserved": 1}, "granularity": 64})
+    _reserve(session, linear, helpers)
+    session.plans.transport = lambda: None
+    announcements = [
+        Announcement(LocalSegments(np.array([0]), np.array([6000]), np.array([0]), 6000), 1) for _ in range(2)
+    ]
+    opened = session.plans.open(announcements, [])
+    layout = opened.layout
+    assert layout.ranks == 3 and len(opened.ticks) == 2
+    unit, kinds = np.ones(3, np.int64), [LayerKind(session.plans.cost.cost_for(SHAPE), None, 2)]
+    expected = choose_interleaved_cut(layout, unit, kinds, 1, linear and max(linear), helpers)
+    assert expected is not None
+    session.plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
+    known = session.plans.open(announcements, [KEY])
+    assert known.ticks[0].query_tokens.tolist() == expected.tolist()
+    base = [] if linear is None else (np.array([*linear, 0.0]) * (layout.tokens - known.ticks[0].query_tokens))
+    load = known.planned[KEY, 0].plan.load
+    if helpers == 0:
+        assert load[:2].tolist() == [0.0, 0.0]
+    elif linear is not None:
+        assert (load + base).max() < 1.03 * (load + base).mean()
+    else:
+        assert load.max() < 1.05 * load.mean()

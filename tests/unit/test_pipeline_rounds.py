@@ -1,0 +1,126 @@
+"""Rounds of a pipeline, the ticks of unequal stages, and the order of micro-batches: known answers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_cad.ahead.pipeline import Place, phase_layout, tick_cost
+from deepspeed_cad.ahead.pipeline_order import order_micro_batches
+from deepspeed_cad.ahead.rounds import Rounds
+from deepspeed_cad.attention.program import LayerKind, ProgramTick, merge_stages
+from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+
+SHAPE = HeadShape(32, 8, 128, 128, 2)
+FULL = LayerKind(SHAPE, MaskRule(1.0), torch.bfloat16)
+WINDOW = LayerKind(SHAPE, MaskRule(1.0, 1024), torch.bfloat16)
+
+
+def _when(rounds: Rounds, stage: int) -> tuple[dict[int, int], dict[int, int]]:
+    """Round of every micro-batch's forward and backward on a stage."""
+    every = range(rounds.count)
+    forward = {rounds.forward(r, stage): r for r in every if rounds.forward(r, stage) is not None}
+    backward = {rounds.backward(r, stage): r for r in every if rounds.backward(r, stage) is not None}
+    return forward, backward
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
+def test_every_micro_batch_runs_once_and_after_what_it_needs(stages: int, count: int, most: int) -> None:
+    rounds = Rounds(stages, count, most)
+    when = [_when(rounds, stage) for stage in range(stages)]
+    for forward, backward in when:
+        assert sorted(forward) == sorted(backward) == list(range(count))
+        assert all(backward[m] >= forward[m] for m in forward)  # forward comes first in a round
+    for (forward, backward), (later_forward, later_backward) in itertools.pairwise(when):
+        assert all(later_forward[m] == forward[m] + 1 for m in forward)
+        assert all(backward[m] == later_backward[m] + 1 for m in backward)
+    for stage in range(stages):
+        if most:
+            assert rounds.in_flight(stage) <= most
+        forward, backward = when[stage]
+        buffers = rounds.buffers(stage)
+        for r in range(rounds.count + 1):
+            # Held at the end of a round: what is in flight, what just ran backward, and what arrives for the next.
+            held = {m for m in forward if forward[m] <= r and backward[m] >= r}
+            held |= {m for m in forward if forward[m] == r + 1}
+            assert len({m % buffers for m in held}) == len(held)
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 1), (2, 8), (4, 2), (3, 9)])
+def test_as_many_ticks_as_1f1b(stages: int, count: int) -> None:
+    rounds = Rounds(stages, count)
+    assert rounds.ticks == 2 * (count + stages - 1)
+    assert [rounds.in_flight(s) for s in range(stages)] == [min(count, 2 * (stages - 1 - s) + 1) for s in range(stages)]
+
+
+def test_impossible_rounds() -> None:
+    with pytest.raises(CADConfigError, match="0 micro-batches"):
+        Rounds(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ticks"),
+    [
+        ([[FULL] * 3, [FULL] * 3], 3),
+        ([[FULL] * 3, [FULL] * 2, []], 3),
+        ([[FULL, WINDOW] * 2, [WINDOW, FULL] * 2], 5),
+        ([[WINDOW, WINDOW, FULL], [FULL, WINDOW, WINDOW]], 4),
+        ([[], []], 0),
+    ],
+    ids=["alike", "unequal", "shifted", "turned", "none"],
+)
+def test_ticks_hold_the_layers_of_every_stage_in_order(layers: list[list[LayerKind]], ticks: int) -> None:
+    program = merge_stages(layers)
+    assert len(program) == ticks
+    for stage, own in enumerate(layers):
+        assert [tick.kind for tick in program if stage in tick.stages] == own
+    assert all(isinstance(tick, ProgramTick) and tick.stages for tick in program)
+
+
+def test_light_micro_batches_come_first_and_last() -> None:
+    work = [[5.0, 1.0, 4.0, 2.0, 3.0], [1.0, 1.0, 1.0, 1.0, 1.0]]
+    orders = order_micro_batches(work)
+    assert [work[0][m] for m in orders[0]] == [1.0, 3.0, 5.0, 4.0, 2.0]
+    assert sorted(orders[1]) == list(range(5))
+
+
+def test_keys_cost_backward() -> None:
+    """In shares of both directions' products: 2 ÷ 7 forward without keys, 5 ÷ 7 backward with them make the whole."""
+    cost = CostModel(pair=2.0, row=3.0, key=5.0, task=7.0)
+    forward, backward = (tick_cost(cost, direction) for direction in (False, True))
+    assert forward.key == 0
+    for begin, end in ((0, 10), (100, 357)):
+        both = 2 / 7 * forward.of(begin, end) + 5 / 7 * backward.of(begin, end)
+        assert both == pytest.approx(cost.of(begin, end))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_every_tick_is_even(stages: int, replicas: int, count: int) -> None:
+    """Attention max/mean of all ranks at most 1.05 in every tick, idle stages included; documents up to 64K."""
+    rng = np.random.default_rng(stages * 100 + replicas * 10 + count)
+
+    def row() -> LocalSegments:
+        ends = np.unique(np.minimum(np.cumsum(np.exp(rng.normal(8.5, 1.5, 200)).astype(int) + 64), 65536))
+        begins = np.concatenate([[0], ends[:-1]])
+        return LocalSegments(np.zeros(len(ends), int), ends - begins, begins, 65536)
+
+    documents = [[row() for _ in range(count)] for _ in range(replicas)]
+    places = [Place(s, r) for s in range(stages) for r in range(replicas)]
+    rounds = Rounds(stages, count)
+    for r in range(rounds.count):
+        for backward, runs in ((False, rounds.has_forward(r)), (True, rounds.has_backward(r))):
+            if runs:
+                layout = phase_layout(places, documents, rounds, r, backward, range(stages))
+                plan = make_plan(PlanInput(layout.tick(), SHAPE, PAIRS))
+                assert plan.imbalance <= 1.05 + 1e-9, (r, backward)

@@ -1,0 +1,56 @@
+"""What a server counts as attended: time in which calls of both nano-batches run counts once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_cad.server.busy import Busy
+
+
+class Event:
+    """One of a GPU, at a moment in milliseconds; it is over once `now` has come."""
+
+    now = 1e9
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return self.at <= Event.now
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at - self.at
+
+
+@pytest.mark.parametrize(
+    ("calls", "seconds"),
+    [
+        ([(0, 10), (20, 30)], 0.020),
+        ([(0, 10), (5, 12)], 0.012),
+        ([(0, 10), (2, 4), (12, 13)], 0.011),
+        ([(1000, 1010), (1010, 1030)], 0.030),
+        ([], 0.0),
+    ],
+)
+def test_time_counts_once(calls: list[tuple[float, float]], seconds: float) -> None:
+    busy = Busy()
+    busy._open.extend((Event(first), Event(last)) for first, last in calls)  # type: ignore[misc]
+    assert busy.seconds() == pytest.approx(seconds)
+    assert busy.seconds() == pytest.approx(seconds)
+
+
+def test_what_still_runs_is_counted_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Busy()
+    busy._open.extend((Event(first), Event(last)) for first, last in ((0, 10), (20, 30)))  # type: ignore[misc]
+    monkeypatch.setattr(Event, "now", 15)
+    assert busy.seconds() == pytest.approx(0.010)
+    monkeypatch.setattr(Event, "now", 40)
+    assert busy.seconds() == pytest.approx(0.020)
+
+
+def test_on_a_cpu_the_clock_counts() -> None:
+    busy = Busy()
+    with busy.timed(torch.device("cpu")):
+        sum(range(100_000))
+    assert 0 < busy.seconds() < 1

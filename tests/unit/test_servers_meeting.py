@@ -1,0 +1,169 @@
+"""Trainers and servers meet: the same error on every rank where they do not belong together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
+from deepspeed_cad.request import VARIABLE, Request
+from deepspeed_cad.server.launch import PROCESS, find_role, take_role
+from deepspeed_cad.server.meeting import offer_places, take_place
+from deepspeed_cad.server.rendezvous import Abandoned, Hello, Rendezvous, hello
+from deepspeed_cad.server.split import Split
+
+CONFIG = CADConfig(servers={"reserved": 1})
+JOINED = CADConfig(servers={"joined": 1})
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """HOST:PORT of a job's store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield f"127.0.0.1:{store.port}"
+
+
+def _all(place: str, say: Callable[[Split, Hello], Hello], timeout_s: float = 20.0, ranks: int = 3) -> list[Any]:
+    """What each of two trainers and a server gives or raises, where `say` makes of a rank's word what it says."""
+
+    def meet(rank: int) -> Any:
+        role = Split(2, 1, rank, place)
+        meeting = Rendezvous(role, timeout_s)
+        meeting.claim()
+        return meeting.meet(say(role, hello(role, CONFIG, "1.0")))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(meet, rank) for rank in range(ranks)]
+        return [future.exception() or future.result() for future in futures]
+
+
+def test_all_read_what_all_say(place: str) -> None:
+    said = _all(place, lambda role, mine: mine)
+    assert said[0] == said[1] == said[2] and [one.rank for one in said[0]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": "0.9"}, r"server 2 on .* has deepspeed_cad 0.9 and trainer 0 on .* has 1.0: install the same"),
+        ({"config": CONFIG.to_dict() | {"granularity": 64}}, 'different "cad" blocks .granularity: 128 and 64.'),
+        ({"servers": 2}, "counts 2 trainers and 1 servers, server 2 on .* 2 and 2"),
+    ],
+)
+def test_the_same_error_on_every_rank(place: str, changes: dict[str, Any], words: str) -> None:
+    found = _all(place, lambda role, mine: replace(mine, **changes) if role.is_server else mine)
+    assert [type(one) for one in found] == [CADConfigError] * 3 and len({str(one) for one in found}) == 1
+    with pytest.raises(CADConfigError, match=words):
+        raise found[0]
+
+
+def test_another_version_may_say_other_things(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions are compared before anything else that a rank says has to be understood."""
+    spoken = asdict
+
+    def newer(mine: Hello) -> dict[str, Any]:
+        return spoken(mine) | ({"version": "2.0", "colour": "blue"} if mine.rank == 2 else {})
+
+    monkeypatch.setattr("deepspeed_cad.server.rendezvous.asdict", newer)
+    for found in _all(place, lambda role, mine: mine):
+        assert isinstance(found, CADConfigError) and "has deepspeed_cad 2.0" in str(found)
+
+
+def test_a_server_that_does_not_come(place: str) -> None:
+    found = _all(place, lambda role, mine: mine, timeout_s=0.5, ranks=2)
+    assert all(isinstance(one, CADConfigError) and "server 2 did not come within 0.5 s" in str(one) for one in found)
+
+
+@pytest.mark.parametrize(("reason", "kind"), [("", Abandoned), ("ValueError: no data", CADPeerError)])
+def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, kind: type[CADError]) -> None:
+    """It ends well where the trainer did."""
+    Rendezvous(Split(2, 1, 0, place), 20.0).leave(reason)
+    with pytest.raises(kind, match=f"trainer 0 ended without having trained with CAD.*{reason}"):
+        Rendezvous(Split(2, 1, 2, place), 20.0).meet(hello(Split(2, 1, 2, place), CONFIG, "1.0"))
+
+
+# Servers of another launch
+
+
+def _offer(place: str, **changes: Any) -> None:
+    role = Split(2, 1, 0, place)
+    offer_places(Rendezvous(role, 20.0), replace(hello(role, JOINED, "1.0"), **changes))
+
+
+def test_a_joined_server_takes_its_place(place: str) -> None:
+    _offer(place)
+    assert take_place(place, 20.0, None, "1.0") == (Split(2, 1, 2, place), JOINED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours", "words"),
+    [
+        # A key that only the other version knows is not what is wrong.
+        ({"version": "2.0", "config": {"colour": "blue"}}, None, "has deepspeed_cad 2.0 and this server has 1.0"),
+        ({"config": CONFIG.to_dict()}, None, "it launches its servers itself"),
+        ({}, replace(JOINED, granularity=64), 'another "cad" block than this server .granularity.'),
+        ({"servers": 0}, None, "has its 0 servers already"),
+    ],
+)
+def test_a_job_that_does_not_fit(place: str, changes: dict[str, Any], ours: CADConfig | None, words: str) -> None:
+    _offer(place, **changes)
+    with pytest.raises(CADConfigError, match=words):
+        take_place(place, 20.0, ours, "1.0")
+
+
+def test_no_job(place: str) -> None:
+    with pytest.raises(CADPeerError, match="no training with reserved servers came to it within 0.2 s"):
+        take_place(place, 0.2, None, "1.0")
+
+
+# The script's own world
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launcher starts rank 1 of 3."""
+    for name, value in {"RANK": 1, "WORLD_SIZE": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    # So that what the tests set is put back.
+    monkeypatch.setenv(VARIABLE, "")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_world_before_the_launcher_could_act(launched: None, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Trainers and servers alike, and nothing of the environment has changed."""
+    monkeypatch.setenv("RANK", str(rank))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(CADConfigError, match=r"initialised already.*start the script by -m deepspeed_cad.run"):
+            take_role(Request(CONFIG, "a test"))
+    finally:
+        dist.destroy_process_group()
+    assert os.environ["WORLD_SIZE"] == "3"
+
+
+@pytest.mark.parametrize(("world", "rank"), [(3, 1), (1, 0), (2, 0)])
+def test_a_world_with_other_numbers(launched: None, world: int, rank: int) -> None:
+    request, code = take_role(Request(CONFIG, "a test"))
+    request.publish()
+    assert code is None and os.environ["WORLD_SIZE"] == "2"
+    assert find_role(CONFIG, 2, 1) is not None
+    with pytest.raises(CADConfigError, match=f"counts {world} ranks here and this is rank {rank}, but 2 trainers were"):
+        find_role(CONFIG, world, rank)
+
+
+def test_a_process_that_a_trainer_started_is_no_trainer(launched: None) -> None:
+    request, _ = take_role(Request(CONFIG, "a test"))
+    request.publish()
+    told = json.loads(os.environ[VARIABLE])
+    assert str(os.getpid()) in json.dumps(told) and PROCESS in json.dumps(told)
+    replace(request, split={**(request.split or {}), PROCESS: os.getpid() + 1}).publish()
+    with pytest.raises(CADConfigError, match="-m deepspeed_cad.run --cad"):
+        find_role(CONFIG, 2, 1)
