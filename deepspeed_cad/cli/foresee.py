@@ -89,7 +89,7 @@ def make_steps(
     lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int
 ) -> list[list[Layout]]:
     """Steps of some micro-batches each, every row packed; the last, partial step is left out."""
-    packed = iter(layouts(lengths, setting.seats, context, packing))
+    packed = iter(layouts(lengths, setting.seats, context, packing, setting.seats_per_host))
     steps: list[list[Layout]] = []
     while len(steps) < most:
         step = list(islice(packed, micro_batches))

@@ -17,7 +17,7 @@ from deepspeed_cad.simulator.attention import Both, Floats
 from deepspeed_cad.simulator.traffic import Bools, Traffic
 
 
-def done(traffic: Traffic, own: Both, waiting: Both, links: Floats, waves: int, layers: int) -> Both:
+def done(traffic: Traffic, own: Both, waiting: Both, links: Floats, waves: int = 1, layers: int = 1) -> Both:
     """[ranks]: seconds until a rank has all of its O, and all of its dQ, dK and dV, in all layers.
 
     `own`: of all tasks of a rank, `waiting`: of those that read something of another rank; `links`: [2], seconds per

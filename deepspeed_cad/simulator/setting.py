@@ -95,6 +95,11 @@ class Setting:
         return self._hosts(self.seats)
 
     @property
+    def seats_per_host(self) -> int:
+        """Seats whose ranks share a host."""
+        return min(self.seats, max(1, self.cluster.per_host // self.tensor))
+
+    @property
     def all_hosts(self) -> Ints | None:
         """The same for the seats of all pipeline stages, one stage behind the other."""
         return self._hosts(self.seats * self.pipeline)
