@@ -28,6 +28,10 @@ PACKINGS = {
 }
 
 
+SPANNING = ("spanning", "zigzag")
+"""Of them, those in which documents go on on other GPUs."""
+
+
 def layouts(
     lengths: Sequence[int], ranks: int, context: int, packing: str, ranks_per_host: int | None = None
 ) -> Iterator[Layout]:
@@ -68,7 +72,7 @@ def say_cut(lengths: Sequence[int], context: int, packing: str) -> str:
     head = f"{len(beyond)} documents are longer than a row of {context} tokens: "
     if packing == "bfd":
         return f"{head}their ends are dropped, {sum(beyond)} tokens ({share:.1f} %)"
-    if packing in ("spanning", "zigzag"):
+    if packing in SPANNING:
         return f"{head}they go on on the next GPU and stay whole; only the ends of a step cut documents"
     return f"{head}each is split there, and its parts do not attend to each other"
 

@@ -21,7 +21,7 @@ def done(traffic: Traffic, own: Both, waiting: Both, links: Floats, waves: int =
     """[ranks]: seconds until a rank has all of its O, and all of its dQ, dK and dV, in all layers.
 
     `own`: of all tasks of a rank, `waiting`: of those that read something of another rank; `links`: [2], seconds per
-    byte inside a host and between hosts; all of these in all layers. `waves`: in how many parts a layer's exchange goes.
+    byte inside a host and between hosts; all of these in all layers. `waves`: in how many parts an exchange goes.
     """
     per_byte = links[:, None]
     asked, sent = traffic.asked * per_byte, traffic.sent * per_byte

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -309,7 +308,11 @@ def test_an_order_by_host_names_each_document_once(lengths: list[int], ranks: in
 
 @pytest.mark.parametrize(
     ("lengths", "per_host", "words"),
-    [([3], 0, "ranks_per_host is 0; expected 1 to 4"), ([3], 5, "is 5"), ([40], 2, "40 tokens do not fit into 4 ranks")],
+    [
+        ([3], 0, "ranks_per_host is 0; expected 1 to 4"),
+        ([3], 5, "is 5"),
+        ([40], 2, "40 tokens do not fit into 4 ranks"),
+    ],
 )
 def test_what_cannot_be_ordered_is_named(lengths: list[int], per_host: int, words: str) -> None:
     with pytest.raises(CADDataError, match=words):
