@@ -301,9 +301,9 @@ No constant can be right for both, and tokens/s are off by up to that much; rati
 - **All-gather context parallelism and packing by length**: no run. The packing is an oracle's: no way to reach it is
   known.
 - **Several hosts**: no run with a known speed of the link is among the results. A file with the key `link_GBps`, an
-  object with `inside` and `between`, is foreseen at those speeds. So nothing of what happens between hosts was compared:
-  waves (what one more costs is a guess), documents in zigzag, and that collectives of ZeRO-3 and FSDP, CAD's exchanges
-  and context parallelism have the links to themselves, each as if the others moved nothing.
+  object with `inside` and `between`, is foreseen at those speeds. So nothing of what happens between hosts was
+  compared: waves (what one more costs is a guess), documents in zigzag, and that collectives of ZeRO-3 and FSDP, CAD's
+  exchanges and context parallelism have the links to themselves, each as if the others moved nothing.
 - **ZeRO-2 and ZeRO-3, tensor parallelism, more than 4 GPUs**: arithmetic of bytes and links, not compared with a run.
 """
 
