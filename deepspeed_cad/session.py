@@ -28,7 +28,7 @@ from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, kernel_need
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
@@ -38,10 +38,9 @@ from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.exchange.opening import DETERMINISTIC
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
+from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.meet import meet
 from deepspeed_cad.notice import notice
-from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.profiles.choice import GENERIC_GPU
 from deepspeed_cad.profiles.timed import in_seconds
@@ -411,10 +410,7 @@ class Session:
             self.config.overlap != "none", self.config.recompute_attention or not backward, keep and backward,
             sinks_travel=self.reserved is not None, returns=backward,
         )  # fmt: skip
-        return MaskDescriptor(micro_batch, window, self._kernel_for, modes)
-
-    def _kernel_for(self, shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> Kernel:
-        return self.kernel(kernel_need(shape, rule, q))
+        return MaskDescriptor(micro_batch, window, self.kernel, modes)
 
 
 def current_session() -> Session | None:

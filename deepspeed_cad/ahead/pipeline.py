@@ -18,8 +18,9 @@ from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.rounds import Rounds
 from deepspeed_cad.ahead.traffic import Now
+from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
-from deepspeed_cad.attention.program import LayerKind, ProgramTick
+from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADError

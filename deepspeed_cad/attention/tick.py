@@ -19,8 +19,8 @@ import torch
 from deepspeed_cad.attention.backward import Gradients
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import as_received
+from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.overlap import run_alone, run_tasks
-from deepspeed_cad.attention.program import LayerKind
 from deepspeed_cad.attention.serve import (
     by_group,
     fold_sinks,

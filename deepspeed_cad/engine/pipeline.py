@@ -20,13 +20,13 @@ import torch
 from deepspeed_cad.ahead.pipeline import Documents, Place, PlannedPhase, StepPlans
 from deepspeed_cad.ahead.pipeline_gather import all_are_ready, any_has_attention, gather_documents, gather_layers
 from deepspeed_cad.ahead.rounds import Rounds
+from deepspeed_cad.attention.layer import LayerInput, LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.attention.phase import Phase, StageMicroBatch
-from deepspeed_cad.attention.program import LayerKind, ProgramTick, kind_of, merge_stages
+from deepspeed_cad.attention.program import ProgramTick, merge_stages
 from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.engine.pipeline_data import Loaded, Reader
 from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
-from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.session import Session
 
@@ -41,20 +41,10 @@ class Alone:
     """By window."""
     seen: list[LayerKind]
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q_BHSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSV: torch.Tensor,
-        rule: MaskRule,
-        sinks: torch.Tensor | None,
-        label: str,
-    ) -> torch.Tensor:
+    def attend(self, layer: LayerInput) -> torch.Tensor:
         """As StageMicroBatch.attend."""
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
-        self.seen.append(kind_of(q, k, v, rule))
-        return self.descriptor(rule.window).attend(module, q_BHSD, k_BKSD, v_BKSV, rule, sinks, label)
+        self.seen.append(layer.kind(layer.rows()))
+        return self.descriptor(layer.rule.window).attend(layer)
 
 
 class PipelineBinding:
@@ -199,32 +189,21 @@ class PipelineBinding:
 
     # What the layers call
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q_BHSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSV: torch.Tensor,
-        rule: MaskRule,
-        sinks: torch.Tensor | None,
-        label: str,
-    ) -> torch.Tensor:
-        """O [B, S, H, V] of one layer; arguments as those of MaskDescriptor.attend."""
+    def attend(self, layer: LayerInput) -> torch.Tensor:
+        """O [B, S, H, V] of one layer."""
         if self.running is None:
-            raise CADError(f"{label} ran outside of train_batch and eval_batch, where its documents are not known")
-        return self.running.attend(module, q_BHSD, k_BKSD, v_BKSV, rule, sinks, label)
+            raise CADError(
+                f"{layer.label} ran outside of train_batch and eval_batch, where its documents are not known"
+            )
+        return self.running.attend(layer)
 
     # Inside
 
     def _setup(self, program: tuple[ProgramTick, ...], planned: PlannedPhase, tick: int, label: str) -> CallSetup:
         session = self.session
-        shape, rule, dtype = program[tick].kind
-        need = KernelNeed(
-            session.device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group, rule.window is not None,
-            rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
+        kernel = session.kernel(kernel_need(program[tick].kind, session.device))
         modes = Modes(local_first=session.config.overlap != "none")
-        return planned.setup(tick, program[tick], session.kernel(need), modes, label)
+        return planned.setup(tick, program[tick], kernel, modes, label)
 
     @property
     def _loads(self) -> bool:

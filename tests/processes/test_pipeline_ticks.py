@@ -14,8 +14,9 @@ from pool import WorkerPool
 from test_attention import StrictTransport
 
 from deepspeed_cad.attention.device_schedule import upload_schedule
+from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.phase import Phase
-from deepspeed_cad.attention.program import LayerKind, ProgramTick
+from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.tick import TickCall
 from deepspeed_cad.kernels.interface import MaskRule

@@ -40,7 +40,7 @@ THROUGH = {
     "api", "config", "errors", "notice", "request", "autoload", "meet", "layout", "session", "kernels.interface",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
     "attention.thread_state", "ahead.pipeline", "ahead.pipeline_gather", "ahead.rounds", "attention.phase",
-    "attention.program", "attention.setup",
+    "attention.program", "attention.setup", "attention.layer",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
 STARTS = {"engine", "cli", "api", "run", "asked", "autoload"}
