@@ -32,6 +32,9 @@ NEVER: dict[str, tuple[str, ...]] = {
     "server": (*HOSTS, "session", "engine", "integrations"),
     "server.split": ("torch", "numpy"),
     "session": (*HOSTS, "engine", "integrations"),
+    "groups": (*HOSTS, "session", "engine", "integrations"),
+    "shared_cost": (*HOSTS, "server", "session", "engine", "integrations"),
+    "words": (*HOSTS, "torch", "session", "engine", "integrations"),
     "autoload": ("torch",),
     "asked": ("torch",),
 }
