@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,6 +41,7 @@ from deepspeed_cad.server.idle import EVERY
 from deepspeed_cad.shared_cost import share_cost
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
+from deepspeed_cad.unused import unused_keys
 from deepspeed_cad.words import Words
 
 logger = logging.getLogger("deepspeed_cad")
@@ -85,15 +86,9 @@ class Session:
         self.linear = Linear(self.ranks, self._take_linear, torch.are_deterministic_algorithms_enabled)
         if self.reserved is not None:
             self.gatherer.linear = self.linear
-            logger.info("slower ranks are not relieved: that is not built for reserved servers")
         elif self.cost.unit == "seconds":
             self.pace.most = config.straggler_relief
-        elif config.straggler_relief not in (0.0, CADConfig.straggler_relief) and self.rank == 0:
-            logger.warning(
-                '"straggler_relief" is %s and does nothing: lateness is measured in seconds, and costs are %s. Set '
-                '"cost" to a profile that `deepspeed-cad profile` wrote',
-                config.straggler_relief, self.cost.name,
-            )  # fmt: skip
+        self.warn(unused_keys(config, self.cost))
         self.aside: torch.cuda.Stream | None = None
         if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
@@ -260,6 +255,10 @@ class Session:
         return now.since(earlier)
 
     # What it says
+
+    def warn(self, lines: Iterable[str]) -> None:
+        """Warn of what a user set in vain: each line once, and on rank 0 only."""
+        self._words.warn(lines)
 
     def describe(self) -> str:
         """How the session is set up, as one line for the log."""

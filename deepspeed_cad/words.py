@@ -5,6 +5,8 @@ In: a session and its statistics. Out: text; nothing here changes how anything r
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from deepspeed_cad.notice import notice
@@ -13,6 +15,8 @@ from deepspeed_cad.server.idle import EVERY, advise
 if TYPE_CHECKING:
     from deepspeed_cad.session import Session
 
+logger = logging.getLogger("deepspeed_cad")
+
 
 class Words:
     """The lines of one session, each said once."""
@@ -20,6 +24,7 @@ class Words:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._said_first = self._said_last = self._said_idle = False
+        self._warned: set[str] = set()
 
     def describe(self) -> str:
         """How the session is set up, as one line."""
@@ -60,6 +65,13 @@ class Words:
         if self._said_first and not self._said_last:
             self._said_last = True
             notice(f"CAD is done: {self.report()}")
+
+    def warn(self, lines: Iterable[str]) -> None:
+        """Warnings for the user, each once, on rank 0."""
+        for text in lines:
+            if self.session.rank == 0 and text not in self._warned:
+                self._warned.add(text)
+                logger.warning(text)
 
     def look_for_idle(self) -> None:
         """Say once where reserved servers or trainers were idle since this was called last."""

@@ -27,6 +27,9 @@ class Attends(Protocol):
     def attend(self, layer: LayerInput) -> torch.Tensor:
         """O [B, S, H, V]."""
 
+    def see_mask(self, window: int | None, given: dict[str, Any]) -> None:
+        """A layer made this mask; raises where the plan does not agree with it."""
+
 
 def install_attention(stage: torch.nn.Module, binding: Attends) -> int:
     """Let all attention modules of a stage attend through a binding; gives how many there are."""
@@ -57,15 +60,16 @@ def refuse_dropout(config: Any) -> None:
 class Window:
     """Stands where layers expect a mask: plans know the documents, only the window is the layer's own."""
 
-    __slots__ = ("size",)
+    __slots__ = ("given", "size")
 
-    def __init__(self, size: int | None) -> None:
-        self.size = size
+    def __init__(self, size: int | None, given: dict[str, Any]) -> None:
+        """`given`: what the mask function got. Which micro-batch it is for is not known before a layer attends."""
+        self.size, self.given = size, given
 
 
 def window_mask(*args: Any, **kwargs: Any) -> Window:
     """The mask function."""
-    return Window(kwargs.get("local_size"))
+    return Window(kwargs.get("local_size"), kwargs)
 
 
 @torch.compiler.disable
@@ -93,6 +97,7 @@ def pipeline_attention(
                 f"{label} has a window of {sliding_window} tokens, its mask one of {attention_mask.size}"
             )
         sliding_window = attention_mask.size
+        binding.see_mask(attention_mask.size, attention_mask.given)
     elif attention_mask is not None:
         raise CADUnsupportedError(
             f"{label} got a ready-made mask; in a pipeline documents are read from position ids: pass none"

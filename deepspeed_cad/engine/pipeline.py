@@ -27,8 +27,10 @@ from deepspeed_cad.attention.program import ProgramTick, merge_stages
 from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.engine.pipeline_data import Loaded, Reader
 from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
+from deepspeed_cad.integrations.mask_check import ForwardCheck, is_due
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.session import Session
+from deepspeed_cad.unused import unused_in_pipelines
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -74,6 +76,14 @@ class PipelineBinding:
         self._next: tuple[list[Loaded], StepPlans] | None = None
         """The step after the one that runs: what this rank loads of it, and its plans."""
         self._steps = 0
+        self._check: ForwardCheck | None = None
+        """Of the forward that runs, where it is checked."""
+        self._forwards = 0
+        """Training forwards of this stage so far."""
+        session.warn(unused_in_pipelines(session.config, session.cost))
+        # Waits of a pipeline tell of bubbles too: neither of slow ranks, nor of what exchanges cost (pipeline ticks
+        # promise no gain that waits could be weighed against).
+        session.pace.most = 0.0
 
     def check_attention(self, modules: int) -> None:
         """Raise CADUnsupportedError on all ranks where no stage has an attention module that CAD can switch."""
@@ -83,8 +93,6 @@ class PipelineBinding:
                 "no stage of the pipeline has an attention module of transformers, through which CAD takes over "
                 "attention: build its layers of them (deepspeed_cad.to_pipeline does), or train without CAD"
             )
-        # Waits of a pipeline tell of bubbles too, not only of slow ranks.
-        self.session.pace.most = 0.0
 
     # Steps
 
@@ -137,7 +145,7 @@ class PipelineBinding:
 
     def stop(self, error: BaseException) -> None:
         """A step ended with an exception: this rank's part of its exchanges is missing, so tell those that wait."""
-        self.running, self._plans, self._next = None, None, None
+        self.running, self._plans, self._next, self._check = None, None, None, None
         self._in_flight.clear()
         self._alone.clear()
         if not isinstance(error, CADError):
@@ -170,8 +178,9 @@ class PipelineBinding:
                 self._in_flight[micro_batch] = StageMicroBatch()
             running = self.running = self._in_flight[micro_batch]
             running.forward, running.backward = (None, phase) if backward else (phase, None)
+            self._check = None if backward else self._open_check(planned, own)
             work()
-            running.forward = running.backward = self.running = None
+            running.forward = running.backward = self.running = self._check = None
             if backward:
                 del self._in_flight[micro_batch]
         phase.finish()
@@ -189,6 +198,11 @@ class PipelineBinding:
 
     # What the layers call
 
+    def see_mask(self, window: int | None, given: dict[str, Any]) -> None:
+        """A layer made a mask of its own; raises CADUnsupportedError where the plan of its micro-batch is another."""
+        if self._check is not None:
+            self._check.see(window, given)
+
     def attend(self, layer: LayerInput) -> torch.Tensor:
         """O [B, S, H, V] of one layer."""
         if self.running is None:
@@ -198,6 +212,14 @@ class PipelineBinding:
         return self.running.attend(layer)
 
     # Inside
+
+    def _open_check(self, planned: PlannedPhase, own: list[int]) -> ForwardCheck | None:
+        """The check of the model's own masks in a forward that begins; None where none is wanted or due."""
+        number, self._forwards = self._forwards, self._forwards + 1
+        if self.session.config.check != "sampled" or not own or self.program is None or not is_due(number):
+            return None
+        layout = planned.parts[self.program[own[0]].stages].layout
+        return ForwardCheck(layout, self.session.rank, number)
 
     def _setup(self, program: tuple[ProgramTick, ...], planned: PlannedPhase, tick: int, label: str) -> CallSetup:
         session = self.session

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed_cad.integrations import pipeline
 from deepspeed_cad.integrations.layer_call import read_call
 
 from deepspeed_cad.attention.layer import LayerInput, LayerKind
@@ -19,6 +20,31 @@ def layer(keys: int = 6) -> LayerInput:
     """Q and K in fp32, as rotary embeddings leave them under autocast, V in bf16."""
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, keys, 8)
     return LayerInput(torch.nn.Module(), q, k, k.bfloat16(), MaskRule(1.0, 5), None, "Attention of layer 3")
+
+
+class Stage:
+    """Stands for the binding of a pipeline."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def see_mask(self, window: int | None, given: dict[str, Any]) -> None:
+        self.seen.append((window, given["mask_function"]))
+
+    def attend(self, layer: LayerInput) -> Any:
+        self.seen.append(layer.rule.window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_layer_of_a_pipeline_shows_its_mask(window: int | None) -> None:
+    """Where it makes one; the window of the mask is that of the layer."""
+    given, stage = layer(), Stage()
+    setattr(given.module, pipeline._BINDING, stage)
+    tensors = (given.module, given.q_BHSD, given.k_BKSD, given.v_BKSV)
+    mask = pipeline.window_mask(mask_function=len, **({} if window is None else {"local_size": window}))
+    pipeline.pipeline_attention(*tensors, mask)
+    pipeline.pipeline_attention(*tensors, None, sliding_window=window)
+    assert stage.seen == [(window, len), window, window]
 
 
 class Mask:

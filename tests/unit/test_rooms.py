@@ -34,6 +34,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "session": (*HOSTS, "engine", "integrations"),
     "groups": (*HOSTS, "session", "engine", "integrations"),
     "shared_cost": (*HOSTS, "server", "session", "engine", "integrations"),
+    "unused": (*HOSTS, "torch.distributed", *RUNNING),
     "words": (*HOSTS, "torch", "session", "engine", "integrations"),
     "autoload": ("torch",),
     "asked": ("torch",),
@@ -43,7 +44,7 @@ THROUGH = {
     "api", "config", "errors", "notice", "request", "autoload", "meet", "layout", "session", "kernels.interface",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
     "attention.thread_state", "ahead.pipeline", "ahead.pipeline_gather", "ahead.rounds", "attention.phase",
-    "attention.program", "attention.setup", "attention.layer",
+    "attention.program", "attention.setup", "attention.layer", "unused",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
 STARTS = {"engine", "cli", "api", "run", "asked", "autoload"}
