@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from attention_ranks import DIM, GROUPS, HEADS, LseTransposed, check_fields, expected_of, rows_of
+from attention_ranks import DIM, GROUPS, HEADS, LseTransposed, check_fields, expected_of, rows_of, worst_error
 from pool import WorkerPool
 
 from deepspeed_cad.attention.call import AttentionCall
@@ -62,14 +62,7 @@ def _run(
     o = torch.cat(outputs)
     o.backward(mine["do"])
     assert transport.exchanges == 4 * len(ticks)
-    right = expected_of(layout, rule, sink, dtype)
-    pairs = {"o": o.detach(), **{f"d{n}": leaves[n].grad for n in "qkv"}}
-    errors = [float((x.double() - right.ranks[rank][n]).abs().max()) for n, x in pairs.items() if x.numel()]
-    if sink is not None and right.sinks is not None:
-        total = sink.grad.double()
-        dist.all_reduce(total)
-        errors.append(float((total - right.sinks).abs().max() / right.sinks.abs().max()))
-    return max(errors, default=0.0)
+    return worst_error(rank, expected_of(layout, rule, sink, dtype), o, leaves, sink)
 
 
 @pytest.mark.parametrize(
