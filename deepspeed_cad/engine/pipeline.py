@@ -19,7 +19,6 @@ import torch
 
 from deepspeed_cad.ahead.pipeline import Documents, Place, PlannedPhase, StepPlans
 from deepspeed_cad.ahead.pipeline_gather import all_are_ready, any_has_attention, gather_documents, gather_layers
-from deepspeed_cad.ahead.rounds import Rounds
 from deepspeed_cad.attention.layer import LayerInput, LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.attention.phase import Phase, StageMicroBatch
@@ -29,6 +28,7 @@ from deepspeed_cad.engine.pipeline_data import Loaded, Reader
 from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
 from deepspeed_cad.integrations.mask_check import ForwardCheck, is_due
 from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.rounds import Rounds
 from deepspeed_cad.session import Session
 from deepspeed_cad.unused import unused_in_pipelines
 

@@ -21,6 +21,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "config": ("torch", "numpy", *HOSTS),
     "layout": ("torch", *HOSTS, *RUNNING),
     "cost": ("torch", *HOSTS, *RUNNING),
+    "rounds": ("torch", *HOSTS, *RUNNING),
     "planner": ("torch.distributed", *HOSTS, *RUNNING),
     "schedule": ("torch", *HOSTS, *RUNNING),
     "simulator": ("torch", "profiles", "schedule", "cli", *HOSTS, *RUNNING),
@@ -43,7 +44,7 @@ NEVER: dict[str, tuple[str, ...]] = {
 THROUGH = {
     "api", "config", "errors", "notice", "request", "autoload", "meet", "layout", "session", "kernels.interface",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
-    "attention.thread_state", "ahead.pipeline", "ahead.pipeline_gather", "ahead.rounds", "attention.phase",
+    "attention.thread_state", "ahead.pipeline", "ahead.pipeline_gather", "rounds", "attention.phase",
     "attention.program", "attention.setup", "attention.layer", "unused",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
