@@ -16,8 +16,8 @@ import torch
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
 from deepspeed_cad.attention.serve import by_group, lse_dtype, new_outputs, run_local, run_served
-from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning
+from deepspeed_cad.attention.setup import CallSetup, WavesOut
+from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
 
 
@@ -47,8 +47,7 @@ class ForwardStarted:
     v_UKV: torch.Tensor
     sinks_H: torch.Tensor | None
     """A copy: the parameter itself may be sharded again by backward."""
-    out: tuple[Dispatched, ...]
-    """By waves; none in a group of one rank."""
+    out: WavesOut
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +128,7 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
         served = serve_arrived(setup, wave, started, arrived)
         return served, setup.give_back("O back", wave, outputs_back(started, served, o, lse))
 
-    if not started.out:
+    if not started.out.count:
         run_alone(setup, run)
         return ForwardServed(started, o, lse, (), None)
     served, back = run_tasks(setup, started.out, run, serve)
@@ -147,7 +146,7 @@ def serve_arrived(setup: CallSetup, wave: int, started: ForwardStarted, arrived:
         sinks_RG = arrived[3] if travelled else by_group_KG[part.group]
     with setup.span("served", aside=setup.aside is not None):
         o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *received, sinks_RG)
-    # Q, K and V lie where the next dispatch of this wave lands.
+    # Q, K and V lie where a later dispatch lands.
     kept = Received(*(x.clone() for x in received)) if setup.modes.keep_received else None
     return ServedOutputs(o_RGV, lse_RG, kept)
 

@@ -27,7 +27,7 @@ from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.waves import schedule_waves
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 
 class MicroBatchOrders(Protocol):
@@ -124,7 +124,7 @@ class MicroBatch:
             for nano_batch, tick in enumerate(self.ticks):
                 begin = time.perf_counter()
                 plan = self.make_plan(tick, key)
-                schedules = schedule_waves(tick, plan.tasks, self.rank, key.shape.groups, key.window, plan.waves)
+                schedules = schedule_waves(tick, plan.tasks, self.rank, key.shape.groups, key.window, Cut(plan.waves))
                 self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin)
                 digest = (digest * 1000003 + plan.fingerprint() + plan.waves) & ((1 << 62) - 1)
         self.agree(digest, "plan")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.attention.backward import Gradients
+from deepspeed_cad.attention.backward import Gradients, finish_back, new_landing
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import as_received
 from deepspeed_cad.attention.overlap import run_alone, run_tasks
@@ -60,7 +60,7 @@ def run_forward(
         ]
         return None, setup.give_back("O, LSE back", wave, back)
 
-    if not out:
+    if not out.count:
         run_alone(setup, run)
     else:
         _, back = run_tasks(setup, out, run, serve)
@@ -91,9 +91,7 @@ def run_backward(
         lse_TH: the forward's LSE, likewise.
     """
     own = Gradients(*new_gradients(setup.schedule, q_THD, k_TKD, v_TKV))
-    landing = (own.dk_UKD, own.dv_UKV)
-    if own.dk_UKD.dtype != k_TKD.dtype:
-        landing = (torch.empty_like(k_TKD), torch.empty_like(v_TKV))
+    landing = new_landing(setup, own, k_TKD, v_TKV)
     groups = k_TKD.shape[1]
     # Of a row a slice takes one head group: laid out group by group, those few bytes of LSE lie side by side.
     lse_TKG = lse_TH.unflatten(1, (groups, -1)).transpose(0, 1).contiguous().transpose(0, 1)
@@ -122,19 +120,15 @@ def run_backward(
         ]
         return None, setup.give_back("dQ, dK, dV back", wave, back, backward=True)
 
-    if not out:
+    found = own
+    if not out.count:
         run_alone(setup, run, backward=True)
     else:
         _, back = run_tasks(setup, out, run, serve, backward=True)
-        # What other ranks found is added to the sums of local batches, rounded where those are wider.
-        for there, here in zip(landing, own[1:], strict=True):
-            if there is not here:
-                there.copy_(here)
-        back.finish(setup, backward=True)
+        found = finish_back(setup, back, own, landing)
     setup.mark("attention ends", backward=True)
     setup.counts.backwards += 1
-    dk, dv = landing if out else (own.dk_UKD, own.dv_UKV)
-    return Gradients(own.dq_THD, dk.to(k_TKD.dtype), dv.to(v_TKV.dtype))
+    return Gradients(found.dq_THD, found.dk_UKD.to(k_TKD.dtype), found.dv_UKV.to(v_TKV.dtype))
 
 
 def serve_tick(setup: CallSetup, kind: LayerKind, backward: bool) -> None:

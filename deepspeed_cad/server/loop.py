@@ -197,7 +197,7 @@ class Loop:
     def _run_forward(self, call: Call) -> None:
         setup = call.setup
         started = start_forward(setup, *call.home, call.sinks_H)
-        arrived = started.out[0].wait()
+        arrived = started.out.wait()
         with self.busy.timed(self.device):
             served = serve_arrived(setup, 0, started, arrived)
         q, _, v = call.home
@@ -216,7 +216,7 @@ class Loop:
         q, k, v = call.home
         o, lse = new_outputs(setup.schedule, q, v)
         started = start_backward(setup, Kept(o, lse, (served,), None, 0), torch.empty_like(o), q, k, v)
-        arrived = started.out[0].wait()
+        arrived = started.out.wait()
         with self.busy.timed(self.device):
             made = serve_arrived_backward(setup, 0, started, served, arrived)
         own = Gradients(*new_gradients(setup.schedule, q, k, v))
