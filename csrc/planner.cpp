@@ -196,7 +196,7 @@ CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, co
     return cad::fail(1, "no memory is left to make a plan");
 }
 
-// Copies a plan out and frees it: tasks [n][6], loads [3][ranks] (after, before, waiting), bytes [4][2][ranks] (Q, K and V
+// Copies a plan out and frees it: tasks [n][6], loads [4][ranks] (after, before, waiting, parts), bytes [4][2][ranks] (Q, K and V
 // sent and received, O sent and received; inside and between hosts) and pairs [m][3] (home, server, with rows).
 CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int64_t* bytes, int64_t* pairs) {
     const std::unique_ptr<cad::Answer> answer(static_cast<cad::Answer*>(plan));
@@ -206,7 +206,8 @@ CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int6
     std::copy(first, first + 6 * answer->tasks.size(), tasks);
     loads = std::copy(answer->load.begin(), answer->load.end(), loads);
     loads = std::copy(answer->before.begin(), answer->before.end(), loads);
-    std::copy(answer->flows.waiting.begin(), answer->flows.waiting.end(), loads);
+    loads = std::copy(answer->flows.waiting.begin(), answer->flows.waiting.end(), loads);
+    std::copy(answer->flows.parts.begin(), answer->flows.parts.end(), loads);
     std::copy(answer->flows.bytes.begin(), answer->flows.bytes.end(), bytes);
     const auto* pair = reinterpret_cast<const int64_t*>(answer->flows.pairs.data());
     std::copy(pair, pair + 3 * answer->flows.pairs.size(), pairs);

@@ -31,6 +31,8 @@ class Flows:
     """[ranks]: work of tasks that read anything from another rank, in the unit of the cost model times speed."""
     pairs: Ints
     """[n, 3]: home, server, and whether Q and O travel beside K and V; ordered."""
+    parts: Floats
+    """[ranks]: head groups of documents with such work, which waves do not cut."""
 
     @cached_property
     def sent(self) -> Ints:
@@ -51,7 +53,7 @@ class Flows:
 def count_flows(state: Columns) -> Flows:
     """What the columns as they are would move."""
     counted = np.zeros((4, 2, state.ranks), np.int64)
-    waiting = [0.0] * state.ranks
+    waiting, parts = [0.0] * state.ranks, [0.0] * state.ranks
     pairs: dict[tuple[int, int], bool] = {}
 
     def send(home: int, server: int, rows: int, keys: int) -> None:
@@ -93,6 +95,8 @@ def count_flows(state: Columns) -> Flows:
                     if rows and home != server:
                         send(home, server, 0, rows * groups)
                         reached = True
-                waiting[server] += (others + own if reached else others) * groups
+                waits = others + own if reached else others
+                waiting[server] += waits * groups
+                parts[server] += groups if waits > 0.0 else 0.0
     order = sorted((home, server, int(rows)) for (home, server), rows in pairs.items())
-    return Flows(counted, np.array(waiting), np.array(order, np.int64).reshape(-1, 3))
+    return Flows(counted, np.array(waiting), np.array(order, np.int64).reshape(-1, 3), np.array(parts))

@@ -32,7 +32,10 @@ def solution(work: list[float], received: list[int] = [0, 0]) -> Solution:  # no
     moved = np.zeros((4, 2, 2), np.int64)
     moved[0, 0], moved[1, 0] = received[::-1], received
     return Solution(
-        TASKS, np.array(work), np.array([30.0, 10.0]), Flows(moved, np.zeros(2), np.zeros((0, 3), np.int64))
+        TASKS,
+        np.array(work),
+        np.array([30.0, 10.0]),
+        Flows(moved, np.zeros(2), np.zeros((0, 3), np.int64), np.zeros(2)),
     )
 
 
