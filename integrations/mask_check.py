@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,23 @@ Ints = npt.NDArray[np.int64]
 def is_due(forwards: int) -> bool:
     """Whether forward number `forwards` is checked: 0, 1, 3, 7, 15 and so on."""
     return forwards & (forwards + 1) == 0
+
+
+@dataclass(eq=False)
+class ForwardCheck:
+    """The check of one forward whose layers make their masks themselves: the first mask of each window is looked at."""
+
+    layout: Layout
+    rank: int
+    forwards: int
+    """Number of this forward on this rank, counted from 0."""
+    _seen: set[int | None] = field(default_factory=set)
+
+    def see(self, window: int | None, given: dict[str, Any]) -> None:
+        """A layer made a mask; as `check_mask`."""
+        if window not in self._seen:
+            self._seen.add(window)
+            check_mask(self.layout, self.rank, window, given, self.forwards)
 
 
 def check_mask(layout: Layout, rank: int, window: int | None, given: dict[str, Any], forwards: int) -> None:

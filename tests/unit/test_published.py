@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@cache
 def published() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("published", ROOT / "benchmarks" / "published.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["published"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/published.py")
 
 
 @pytest.mark.parametrize("documents", ["web", "long-mix"])
