@@ -39,7 +39,8 @@ def flows(out: dict[tuple[int, int], tuple[int, int]], waiting: list[float], hos
         moved[2, where, server] += o
         moved[3, where, home] += o
     pairs = [[home, server, int(o > 0)] for (home, server), (_, o) in sorted(out.items())]
-    return Flows(moved, np.array(waiting), np.array(pairs, np.int64).reshape(-1, 3))
+    served = np.zeros((2, len(hosts)), np.int64)
+    return Flows(moved, np.array(waiting), np.array(pairs, np.int64).reshape(-1, 3), served)
 
 
 def times(work: list[float], moved: Flows, hosts: list[int], base: list[float] | None = None, **fields: Any) -> Any:
