@@ -198,11 +198,11 @@ CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, co
     return cad::fail(1, "no memory is left to make a plan");
 }
 
-// Copies a plan out and frees it: tasks [n][6], loads [3][ranks] (after, before, waiting), bytes [4][2][ranks] (Q, K and V
-// sent and received, O sent and received; inside and between hosts) pairs [m][3] (home, server, with rows) and served rows [2][ranks]
-// (query and KV rows times head groups).
+// Copies a plan out and frees it: tasks [n][6], loads [4][ranks] (after, before, waiting, parts), bytes [4][2][ranks] (Q, K
+// and V sent and received, O sent and received; inside and between hosts), pairs [m][3] (home, server, with rows) and
+// served rows [2][ranks] (query and KV rows times head groups).
 CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int64_t* bytes, int64_t* pairs,
-                                  int64_t* served) {
+                                 int64_t* served) {
     const std::unique_ptr<cad::Answer> answer(static_cast<cad::Answer*>(plan));
     static_assert(sizeof(cad::Task) == 6 * sizeof(int64_t), "a task is six numbers");
     static_assert(sizeof(cad::Flows::Pair) == 3 * sizeof(int64_t), "a pair is three numbers");
@@ -210,7 +210,8 @@ CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int6
     std::copy(first, first + 6 * answer->tasks.size(), tasks);
     loads = std::copy(answer->load.begin(), answer->load.end(), loads);
     loads = std::copy(answer->before.begin(), answer->before.end(), loads);
-    std::copy(answer->flows.waiting.begin(), answer->flows.waiting.end(), loads);
+    loads = std::copy(answer->flows.waiting.begin(), answer->flows.waiting.end(), loads);
+    std::copy(answer->flows.parts.begin(), answer->flows.parts.end(), loads);
     std::copy(answer->flows.bytes.begin(), answer->flows.bytes.end(), bytes);
     const auto* pair = reinterpret_cast<const int64_t*>(answer->flows.pairs.data());
     std::copy(pair, pair + 3 * answer->flows.pairs.size(), pairs);

@@ -86,6 +86,7 @@ struct Flows {
     };
     std::vector<int64_t> bytes;   // [4][2][ranks]: QKV sent and received, O sent and received; inside and between hosts
     std::vector<double> waiting;  // work of tasks that read anything from another rank
+    std::vector<double> parts;    // head groups of documents with such tasks
     std::vector<Pair> pairs;      // ordered
     std::vector<int64_t> served;  // [2][ranks]: query and KV rows times head groups side by side at each server
 };

@@ -25,6 +25,7 @@ Flows Columns::flows() const {
     Flows found;
     found.bytes.assign(4 * 2 * p.ranks, 0);
     found.waiting.assign(p.ranks, 0.0);
+    found.parts.assign(p.ranks, 0.0);
     found.served.assign(2 * p.ranks, 0);
     const auto send = [&](int32_t home, int32_t server, int64_t rows, int64_t key_rows) {
         if (home == server || rows + key_rows == 0) return;
@@ -92,7 +93,9 @@ Flows Columns::flows() const {
                     send(own_keys[key].home, server, 0, rows * groups);
                     reached = true;
                 }
-                found.waiting[server] += (reached ? others + own : others) * static_cast<double>(groups);
+                const double waits = reached ? others + own : others;
+                found.waiting[server] += waits * static_cast<double>(groups);
+                if (waits > 0.0) found.parts[server] += static_cast<double>(groups);
             }
         }
     }

@@ -12,11 +12,13 @@ import torch
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout, Tick
-from deepspeed_cad.schedule import HOME, SERVER, Schedule, build_slices, schedule_rank
+from deepspeed_cad.schedule import HOME, SERVER, Schedule
+from deepspeed_cad.schedule.waves import schedule_waves
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, DIM, VALUE = 6, 3, 8, 5
@@ -64,21 +66,27 @@ class NetworkTransport:
     network: Network
     rank: int
     name: str = "network"
+    most_waves: int = 8
     exchanges: int = 0
     bytes_sent: int = 0
     shipped: list[list[int]] = field(default_factory=list)
     """The width of every field, by exchange."""
     nano_batches: list[int] = field(default_factory=list)
     """The nano-batch of every exchange."""
-    landed: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """What arrived, by nano-batch: valid until the next dispatch, as in landing areas that are used again."""
+    landed: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+    """What arrived, by nano-batch and wave: valid until the next dispatch, as in landing areas that are used again."""
+    moments: list[Moment] = field(default_factory=list)
+    """Of every exchange."""
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, *identity: Any) -> _Dispatched:
-        for area in self.landed.pop(nano_batch, []):
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment) -> _Dispatched:
+        lane = nano_batch, moment.wave
+        for area in self.landed.pop(lane, []):
             area.fill_(float("nan"))
-        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields, nano_batch), nano_batch)
+        self.moments.append(moment)
+        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields, nano_batch), lane)
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], nano_batch: int, *identity: Any) -> _Returned:
+    def give_back(self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment) -> _Returned:
+        self.moments.append(moment)
         return _Returned(self, schedule, fields, self._start("give_back", schedule, fields, nano_batch))
 
     def close(self) -> None: ...
@@ -105,7 +113,7 @@ class _Dispatched:
     schedule: Schedule
     fields: list[Outgoing]
     exchange: int
-    nano_batch: int
+    lane: tuple[int, int]
 
     def wait(self) -> list[torch.Tensor]:
         self.own.network.say("wait out")
@@ -121,7 +129,7 @@ class _Dispatched:
                 rows = data[i].flatten(0, 1)[at] if peer != me else f.home.reshape(-1, f.home.shape[2])[at]
                 landed[torch.from_numpy(mine.server_index(takes, f.kind))] = rows
             arrived.append(landed)
-        self.own.landed[self.nano_batch] = arrived
+        self.own.landed[self.lane] = arrived
         return list(arrived)
 
 
@@ -222,6 +230,7 @@ class Ranks:
     """By ticks; random where not given."""
     alone: bool = False
     """A group of one rank: no transport."""
+    waves: int = 1
 
     def __post_init__(self) -> None:
         ranks = range(self.layout.ranks)
@@ -241,16 +250,19 @@ class Ranks:
         """By ticks and ranks."""
         for nano_batch, tick in enumerate(self.ticks):
             tasks = cases.random_tasks(tick, GROUPS, rng) if self.tasks is None else self.tasks[nano_batch]
-            slices = build_slices(tick, tasks, self.rule.window)
-            schedules = [schedule_rank(tick, slices, rank, GROUPS, self.rule.window) for rank in ranks]
-            self.calls.append([self._call(schedule, nano_batch) for schedule in schedules])
+            self.calls.append(
+                [
+                    self._call(schedule_waves(tick, tasks, r, GROUPS, self.rule.window, self.waves), r, nano_batch)
+                    for r in ranks
+                ]
+            )
 
-    def _call(self, schedule: Schedule, nano_batch: int) -> AttentionCall:
-        transport = None if self.alone else self.network.transports[schedule.rank]
+    def _call(self, schedules: tuple[Schedule, ...], rank: int, nano_batch: int) -> AttentionCall:
+        transport = None if self.alone else self.network.transports[rank]
         return AttentionCall(
             CallSetup(
-                upload_schedule(schedule, CPU), self.kernel, transport, self.rule,
-                self.modes, self.counts[schedule.rank], nano_batch, f"layer on rank {schedule.rank}",
+                upload_schedule(schedules, CPU), self.kernel, transport, self.rule,
+                self.modes, self.counts[rank], nano_batch, f"layer on rank {rank}",
             )
         )  # fmt: skip
 

@@ -43,7 +43,7 @@ class BackwardStarted:
     k_UKD: torch.Tensor
     v_UKV: torch.Tensor
     kept: Kept
-    out: Dispatched | None
+    out: tuple[Dispatched, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def start_backward(
 ) -> BackwardStarted:
     """Start sending dO, and Q, K, V if they were not kept."""
     what, fields = "dO out", [Outgoing(QUERY, by_group(do_THV, k_UKD))]
-    if kept.served is not None and kept.served.received is None:
+    if kept.served and kept.served[0].received is None:
         what = "dO, Q, K, V out"
         fields += [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
     out = setup.dispatch(what, fields, backward=True)
@@ -100,12 +100,11 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
             add=setup.schedule.local_keys_overlap,
         )  # fmt: skip
 
-    def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
-        assert kept.served is not None  # whoever exchanges has served
-        made = serve_arrived_backward(setup, started, kept.served, arrived)
-        return None, setup.give_back("dQ, dK, dV back", gradients_back(made, own, landing), backward=True)
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+        made = serve_arrived_backward(setup, wave, started, kept.served[wave], arrived)
+        return None, setup.give_back("dQ, dK, dV back", wave, gradients_back(made, own, landing), backward=True)
 
-    if started.out is None:
+    if not started.out:
         run_alone(setup, run, backward=True)
         return BackwardServed(started, own, landing, None)
     _, back = run_tasks(setup, started.out, run, serve, backward=True)
@@ -113,15 +112,15 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
 
 
 def serve_arrived_backward(
-    setup: CallSetup, started: BackwardStarted, served: ServedOutputs, arrived: list[torch.Tensor]
+    setup: CallSetup, wave: int, started: BackwardStarted, served: ServedOutputs, arrived: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ, dK and dV of what was served, from the dO that arrived."""
+    """dQ, dK and dV of what was served in a wave, from the dO that arrived."""
     do_RW, *resent = arrived
     received = served.received or as_received(resent, started.q_THD)
     with setup.span("served", backward=True, aside=setup.aside is not None):
         return run_served_backward(
-            setup.schedule, setup.kernel, setup.rule, do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *received,
-            served.o_RGV, served.lse_RG,
+            setup.schedule.waves[wave], setup.kernel, setup.rule,
+            do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *received, served.o_RGV, served.lse_RG,
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """In what order a rank runs its own tasks and those that it serves: in turn on one stream, or beside each other on two.
 
-The same for both passes. In: the dispatch under way, and two functions: `run` runs local batches, `serve` takes what
-arrived, runs the served batches and starts their return. Out: what `serve` gives, and the return under way.
+The same for both passes. In: the dispatches under way, one of each wave, and two functions: `run` runs local batches,
+`serve` takes a wave and what arrived of it, runs its served batches and starts their return. Out: what `serve` gives
+for each wave, and the returns under way. All ranks start the dispatches of all waves, then the returns, in this order.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from deepspeed_cad.exchange.transport import Dispatched, Returned
 
 Made = TypeVar("Made")
 Run = Callable[[Batches], None]
-Serve = Callable[[list[torch.Tensor]], tuple[Made, Returned]]
+Serve = Callable[[int, list[torch.Tensor]], tuple[Made, Returned]]
 
 
 class Ends(NamedTuple):
     """Moments of a tick on two streams."""
 
     own: torch.cuda.Event
-    arrived: torch.cuda.Event
+    """The current stream's own tasks."""
+    waits: list[tuple[torch.cuda.Event | None, torch.cuda.Event]]
+    """Of the other stream: from when until when it waited for a wave; from the beginning where there is no event."""
     served: torch.cuda.Event
 
 
@@ -33,7 +36,8 @@ class Ends(NamedTuple):
 class Return:
     """Results on their way home."""
 
-    back: Returned
+    backs: list[Returned]
+    """By waves."""
     ends: Ends | None
     """Where two streams run."""
 
@@ -41,54 +45,69 @@ class Return:
         """Wait for what comes back, and for the other stream where there is one."""
         if self.ends is None or setup.aside is None:
             with setup.span("wait", backward), setup.counts.waits.timed(setup.device, True, setup.gain):
-                self.back.wait()
+                self._wait()
             return
         current = torch.cuda.current_stream(setup.device)
         returned = torch.cuda.Event(enable_timing=True)
         with setup.span("wait", backward):
             current.wait_event(self.ends.served)
-            self.back.wait()
+            self._wait()
         returned.record(current)
         setup.aside.wait_event(returned)
         setup.counts.waits.beside(*self.ends, returned, setup.gain)
+
+    def _wait(self) -> None:
+        # Waves hold different head groups of a document: none places or adds where another one does.
+        for back in self.backs:
+            back.wait()
 
 
 def run_alone(setup: CallSetup, run: Run, backward: bool = False) -> None:
     """Run all batches of a group of one rank."""
     with setup.span("local", backward):
-        run(setup.schedule.early + setup.schedule.late)
+        run(setup.schedule.all_local)
 
 
 def run_tasks(
-    setup: CallSetup, out: Dispatched, run: Run, serve: Serve[Made], backward: bool = False
-) -> tuple[Made, Return]:
+    setup: CallSetup, outs: tuple[Dispatched, ...], run: Run, serve: Serve[Made], backward: bool = False
+) -> tuple[tuple[Made, ...], Return]:
     """Run local and served batches as the call is set up."""
     if setup.aside is not None:
-        return _run_beside(setup, setup.aside, out, run, serve, backward)
-    return _run_in_turn(setup, out, run, serve, backward)
+        return _run_beside(setup, setup.aside, outs, run, serve, backward)
+    return _run_in_turn(setup, outs, run, serve, backward)
 
 
 def _run_in_turn(
-    setup: CallSetup, out: Dispatched, run: Run, serve: Serve[Made], backward: bool
-) -> tuple[Made, Return]:
-    """About half of the local batches hide the dispatch, the other half the return."""
+    setup: CallSetup, outs: tuple[Dispatched, ...], run: Run, serve: Serve[Made], backward: bool
+) -> tuple[tuple[Made, ...], Return]:
+    """The first share of the local batches hides the dispatch, the others what is under way behind each wave."""
 
-    def wait() -> list[torch.Tensor]:
+    def wait(out: Dispatched) -> list[torch.Tensor]:
         with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
             return out.wait()
 
-    received = None if setup.modes.local_first else wait()
+    first, *others = setup.schedule.local
+    ahead = [] if setup.modes.local_first else [wait(out) for out in outs]
     with setup.span("local", backward):
-        run(setup.schedule.early)
-    made, back = serve(wait() if received is None else received)
-    with setup.span("local", backward):
-        run(setup.schedule.late)
-    return made, Return(back, None)
+        run(first)
+    made, backs = [], []
+    for wave, (out, local) in enumerate(zip(outs, others, strict=True)):
+        one, back = serve(wave, ahead[wave] if ahead else wait(out))
+        made.append(one)
+        backs.append(back)
+        with setup.span("local", backward):
+            run(local)
+    return tuple(made), Return(backs, None)
 
 
 def _run_beside(
-    setup: CallSetup, aside: torch.cuda.Stream, out: Dispatched, run: Run, serve: Serve[Made], backward: bool
-) -> tuple[Made, Return]:
+    setup: CallSetup,
+    aside: torch.cuda.Stream,
+    outs: tuple[Dispatched, ...],
+    run: Run,
+    serve: Serve[Made],
+    backward: bool,
+) -> tuple[tuple[Made, ...], Return]:
     """Kernels of one stream fill the processors that the last blocks of the other leave idle.
 
     Memory belongs to the stream that made it, and both read what the other made. What the current stream made is
@@ -96,21 +115,32 @@ def _run_beside(
     current stream only where results are placed at home; `Return.finish` makes `aside` wait for that.
     """
     current = torch.cuda.current_stream(setup.device)
-    own, arrived, served = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    own = torch.cuda.Event(enable_timing=True)
     aside.wait_event(current.record_event())
+    first, *others = setup.schedule.local
     with setup.span("local", backward):
-        run(setup.schedule.early)
+        run(first)
     own.record(current)
+    made, backs = [], []
+    waits: list[tuple[torch.cuda.Event | None, torch.cuda.Event]] = []
+    served: torch.cuda.Event | None = None
     try:
         with torch.cuda.stream(aside):
-            with setup.span("wait", backward, aside=True):
-                received = out.wait()
-            arrived.record(aside)
-            made, back = serve(received)
-            with setup.span("local", backward, aside=True):
-                run(setup.schedule.late)
-            served.record(aside)
+            for wave, (out, local) in enumerate(zip(outs, others, strict=True)):
+                with setup.span("wait", backward, aside=True):
+                    received = out.wait()
+                arrived = torch.cuda.Event(enable_timing=True)
+                arrived.record(aside)
+                waits.append((served, arrived))
+                one, back = serve(wave, received)
+                made.append(one)
+                backs.append(back)
+                with setup.span("local", backward, aside=True):
+                    run(local)
+                served = torch.cuda.Event(enable_timing=True)
+                served.record(aside)
     except BaseException:
         current.wait_stream(aside)
         raise
-    return made, Return(back, Ends(own, arrived, served))
+    assert served is not None  # there is at least one wave
+    return tuple(made), Return(backs, Ends(own, waits, served))

@@ -121,7 +121,7 @@ class StageMicroBatch:
         kind, expected = kind_of(q, k, v, rule), phase.program[phase.own[layer]].kind
         if kind != expected:
             raise CADError(f"{label} has {kind}, but had {expected} when its layers were first run")
-        rows = setup.schedule.host.query_tokens
+        rows = setup.schedule.query_tokens
         if q.shape[0] != rows:
             raise CADError(f"{label} got {q.shape[0]} tokens where its micro-batch has {rows}")
 

@@ -88,34 +88,43 @@ class CallSetup:
         """Where the call runs."""
         return self.schedule.padding.device
 
-    def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> Dispatched | None:
-        """Start an exchange out; None where there is nobody to exchange with. `what` names it on the timeline."""
+    def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> tuple[Dispatched, ...]:
+        """Start the exchanges out of all waves; none where there is nobody to exchange with.
+
+        `what` names them on the timeline.
+        """
+        if self.transport is None:
+            return ()
+        with self.span("dispatch", backward):
+            return tuple(self._dispatch(what, wave, fields, backward) for wave in range(len(self.schedule.waves)))
+
+    def _dispatch(self, what: str, wave: int, fields: list[Outgoing], backward: bool) -> Dispatched:
         transport, tracer = self.transport, self.counts.tracer
-        if transport is None:
-            return None
+        assert transport is not None
         if self.orders is not None:
             self.orders.dispatch(backward)
-        moment = Moment(self.turn, self.layer, backward)
+        moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
 
         def start() -> Dispatched:
-            return transport.dispatch(self.schedule.host, fields, self.nano_batch, moment)
+            return transport.dispatch(host, fields, self.nano_batch, moment)
 
-        with self.span("dispatch", backward):
-            return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
+        return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start, wave)
 
-    def give_back(self, what: str, fields: list[Returning], backward: bool = False) -> Returned:
-        """Start an exchange back, on the stream that runs served tasks."""
+    def give_back(self, what: str, wave: int, fields: list[Returning], backward: bool = False) -> Returned:
+        """Start the exchange back of one wave, on the stream that runs served tasks."""
         transport, tracer = self.transport, self.counts.tracer
         assert transport is not None  # nothing was served without one
         if self.orders is not None:
             self.orders.give_back(backward)
-        moment = Moment(self.turn, self.layer, backward)
+        moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
 
         def start() -> Returned:
-            return transport.give_back(self.schedule.host, fields, self.nano_batch, moment)
+            return transport.give_back(host, fields, self.nano_batch, moment)
 
         with self.span("return", backward, aside=self.aside is not None):
-            return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
+            return (
+                start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start, wave)
+            )
 
     def begin_linear(self, backward: bool) -> None:
         """This nano-batch goes on with linear layers."""

@@ -50,16 +50,17 @@ def run_forward(
     def run(batches: Batches) -> None:
         run_local(batches, setup.kernel, setup.rule, q_THD, k_TKD, v_TKV, o, lse)
 
-    def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+        part = setup.schedule.waves[wave]
         with setup.span("served", aside=setup.aside is not None):
-            o_RGV, lse_RG = run_served(setup.schedule, setup.kernel, setup.rule, *as_received(arrived, q_THD))
+            o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *as_received(arrived, q_THD))
         back = [
             Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2)),
             Returning(QUERY, lse_RG.contiguous(), lse.unflatten(1, (groups, -1))),
         ]
-        return None, setup.give_back("O, LSE back", back)
+        return None, setup.give_back("O, LSE back", wave, back)
 
-    if out is None:
+    if not out:
         run_alone(setup, run)
     else:
         _, back = run_tasks(setup, out, run, serve)
@@ -106,12 +107,12 @@ def run_backward(
             add=setup.schedule.local_keys_overlap,
         )  # fmt: skip
 
-    def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
         do_RW, q_RW, o_RW, lse_RG, k_SD, v_SV = arrived
         do_RGV, o_RGV = (x.unflatten(1, (-1, v_TKV.shape[2])) for x in (do_RW, o_RW))
         with setup.span("served", backward=True, aside=setup.aside is not None):
             dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-                setup.schedule, setup.kernel, setup.rule, do_RGV, *as_received([q_RW, k_SD, v_SV], q_THD),
+                setup.schedule.waves[wave], setup.kernel, setup.rule, do_RGV, *as_received([q_RW, k_SD, v_SV], q_THD),
                 o_RGV, lse_RG,
             )  # fmt: skip
         back = [
@@ -119,9 +120,9 @@ def run_backward(
             Returning(KEY, dk_S1D.flatten(1), landing[0], add=True),
             Returning(KEY, dv_S1V.flatten(1), landing[1], add=True),
         ]
-        return None, setup.give_back("dQ, dK, dV back", back, backward=True)
+        return None, setup.give_back("dQ, dK, dV back", wave, back, backward=True)
 
-    if out is None:
+    if not out:
         run_alone(setup, run, backward=True)
     else:
         _, back = run_tasks(setup, out, run, serve, backward=True)
@@ -132,13 +133,13 @@ def run_backward(
         back.finish(setup, backward=True)
     setup.mark("attention ends", backward=True)
     setup.counts.backwards += 1
-    dk, dv = (own.dk_UKD, own.dv_UKV) if out is None else landing
+    dk, dv = landing if out else (own.dk_UKD, own.dv_UKV)
     return Gradients(own.dq_THD, dk.to(k_TKD.dtype), dv.to(v_TKV.dtype))
 
 
 def serve_tick(setup: CallSetup, kind: LayerKind, backward: bool) -> None:
     """A tick on a rank that has no layer in it, or in whose layer no gradient is wanted."""
-    shape, rows = kind.shape, setup.schedule.host.query_tokens
+    shape, rows = kind.shape, setup.schedule.query_tokens
     # In a backward, rows of a layer whose gradient nobody wants are in the plan all the same: they have none.
     q, o = (
         torch.zeros(rows, shape.query_heads, size, dtype=kind.dtype, device=setup.device)

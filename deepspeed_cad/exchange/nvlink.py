@@ -10,9 +10,11 @@ p of a rank says the number of p's last finished pushes, and p starts pushing on
 stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
 "flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
 served tasks run beside local ones: the training stream waits for that before it places what came back.
-  Dispatch: two areas per nano-batch take turns. What landed is valid until the next dispatch on it, so the area of the
+A lane is a nano-batch or, where what a tick moves goes in waves, one of its waves: a tick dispatches all of them before
+it gives any back, and each has areas of its own.
+  Dispatch: two areas per lane take turns. What landed is valid until the next dispatch on it, so the area of the
   dispatch before last is free at a peer whose flag has reached the last dispatch.
-  Return: one area per nano-batch. A return must be waited for before the next exchange on its nano-batch (checked),
+  Return: one area per lane. A return must be waited for before the next exchange on its lane (checked),
   so the area is free at a peer whose flag has reached that next exchange, the dispatch before this return.
 """
 
@@ -87,8 +89,8 @@ class _Tables:
 
 
 @dataclass(eq=False)
-class _NanoBatch:
-    """One nano-batch: its areas and what is under way."""
+class _Lane:
+    """A wave of one nano-batch: its areas and what is under way. Exchanges of different lanes may overlap."""
 
     dispatch: tuple[LandingArea, LandingArea]
     give_back: LandingArea
@@ -103,6 +105,8 @@ class NvlinkTransport:
     """Exchange by peer copies; all ranks of the group on one node with access to each other's memory."""
 
     name = "nvlink"
+    most_waves = 1
+    """Copies inside a host take less time than starting more of them."""
 
     def __init__(
         self,
@@ -148,15 +152,15 @@ class NvlinkTransport:
         with torch.cuda.device(device):
             self._comparison = Comparison(names, self.rank)
         self._neighbours: Sequence[int] = [int(rank) for rank in peers.members if rank != self.rank]
-        self._nano_batches: dict[int, _NanoBatch] = {}
+        self._lanes: dict[tuple[int, int], _Lane] = {}
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
         self._watchdog = Watchdog(alarm, self._give_up, device, self._comparison)
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
     ) -> _Dispatched:
-        """See Transport.dispatch. What arrives is valid until the next dispatch of the same nano-batch."""
-        tables, state = self._begin(schedule, nano_batch)
+        """See Transport.dispatch. What arrives is valid until the next dispatch on the same lane."""
+        tables, state = self._begin(schedule, nano_batch, moment.wave)
         area = state.dispatch[state.dispatches % 2]
         shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
         prepared = self._prepare(tables, area, tables.served_rows, shapes)
@@ -173,8 +177,8 @@ class NvlinkTransport:
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
     ) -> _Returned:
-        """See Transport.give_back. It must be waited for before the next exchange of the same nano-batch."""
-        tables, state = self._begin(schedule, nano_batch)
+        """See Transport.give_back. It must be waited for before the next exchange on the same lane."""
+        tables, state = self._begin(schedule, nano_batch, moment.wave)
         if state.last != state.last_dispatch:
             raise CADError(f"rank {self.rank}: two returns on nano-batch {nano_batch} without a dispatch between them")
         area = state.give_back
@@ -196,10 +200,10 @@ class NvlinkTransport:
         try:
             self._watchdog.close()
         finally:
-            for one in self._nano_batches.values():
+            for one in self._lanes.values():
                 for area in (*one.dispatch, one.give_back):
                     area.release()
-            self._nano_batches.clear()
+            self._lanes.clear()
             self._tables.clear()
 
     def wait(self, under_way: _UnderWay) -> None:
@@ -218,15 +222,16 @@ class NvlinkTransport:
         identity = under_way.identity
         self._watchdog.track(before, after, identity, partial(self._comparison.arrived, identity, self._neighbours))
 
-    def _begin(self, schedule: Schedule, nano_batch: int) -> tuple[_Tables, _NanoBatch]:
+    def _begin(self, schedule: Schedule, nano_batch: int, wave: int) -> tuple[_Tables, _Lane]:
         self._alarm.check()
-        state = self._nano_batches.get(nano_batch)
+        state = self._lanes.get((nano_batch, wave))
         if state is None:
+            lane = f"{nano_batch}, wave {wave}" if wave else f"{nano_batch}"
             even, odd, back = (
-                LandingArea(f"{what} {nano_batch}", self.peers, self.device, self._meeting)
+                LandingArea(f"{what} {lane}", self.peers, self.device, self._meeting)
                 for what in ("out", "out (odd)", "back")
             )
-            state = self._nano_batches[nano_batch] = _NanoBatch((even, odd), back)
+            state = self._lanes[nano_batch, wave] = _Lane((even, odd), back)
         if state.unfinished is not None and not state.unfinished.waited:
             raise CADError(
                 f"rank {self.rank}: an exchange on nano-batch {nano_batch} starts before the return of exchange "
@@ -300,7 +305,7 @@ class NvlinkTransport:
         # A stream that shares a hardware queue with the stuck one would wait behind it: one of several gets through.
         for stream in self._rescue:
             with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                for one in self._nano_batches.values():
+                for one in self._lanes.values():
                     for area in (*one.dispatch, one.give_back):
                         if area.capacity:
                             area.tensor.fill_(255)

@@ -85,6 +85,11 @@ AREAS_OUT = 2.0
 TRAVELS = 2.0
 """Bytes that a layer moves forward and backward, over those of its forward, which is what plans count and what a byte's
 cost is for: backward mirrors forward. What travels again where servers keep nothing is counted apart."""
+WAVES = (1, 2, 4, 8)
+"""Numbers of waves among which plans choose where there are several hosts. A choice: more gain little by the model."""
+WAVE_SECONDS = 150e-6
+"""What one wave more costs a rank in a pass, for its exchanges and for kernels that fill the GPU less. A guess: two
+exchanges of tiny slices take 56 µs, and the last blocks of a kernel about as long as one of its tiles."""
 FORWARD_SHARE = 0.26
 """Share of the forward in the cost of attention. Measured: whole documents of 32K at 665 and 598 TFLOP/s, forward and
 backward, on an H200 with FlashAttention-4; backward has 2.5 times the work."""

@@ -31,6 +31,8 @@ class Flows:
     """[ranks]: work of tasks that read anything from another rank, in the unit of the cost model times speed."""
     pairs: Ints
     """[n, 3]: home, server, and whether Q and O travel beside K and V; ordered."""
+    parts: Floats
+    """[ranks]: head groups of documents with such work, which waves do not cut."""
     served: Ints
     """[2, ranks]: query and KV rows times head groups that lie side by side at each server to be run, its own among
     them; what finds all that it reads at home in one piece runs there and is not among them."""
@@ -54,7 +56,7 @@ class Flows:
 def count_flows(state: Columns) -> Flows:
     """What the columns as they are would move."""
     counted = np.zeros((4, 2, state.ranks), np.int64)
-    waiting = [0.0] * state.ranks
+    waiting, parts = [0.0] * state.ranks, [0.0] * state.ranks
     served = np.zeros((2, state.ranks), np.int64)
     pairs: dict[tuple[int, int], bool] = {}
 
@@ -104,9 +106,11 @@ def count_flows(state: Columns) -> Flows:
                         send(home, server, 0, rows * groups)
                         reached = True
                 served[:, server] += groups * np.array([sum(end - begin for begin, end in apart), _read(state, apart)])
-                waiting[server] += (others + own if reached else others) * groups
-    order = sorted((home, server, int(rows)) for (home, server), rows in pairs.items())
-    return Flows(counted, np.array(waiting), np.array(order, np.int64).reshape(-1, 3), served)
+                waits = others + own if reached else others
+                waiting[server] += waits * groups
+                parts[server] += groups if waits > 0.0 else 0.0
+    order = np.array(sorted((home, server, int(rows)) for (home, server), rows in pairs.items()), np.int64)
+    return Flows(counted, np.array(waiting), order.reshape(-1, 3), np.array(parts), served)
 
 
 def _read(state: Columns, spans: list[Interval]) -> int:

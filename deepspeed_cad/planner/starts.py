@@ -15,7 +15,7 @@ from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.aim import Aim, Solution, Solve
 from deepspeed_cad.planner.columns import link_weights
 from deepspeed_cad.planner.constants import AREAS_OUT, BAND, KEPT, LIGHTER, READ_FROM
-from deepspeed_cad.planner.finish import finish_times
+from deepspeed_cad.planner.finish import finish_best
 from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 from deepspeed_cad.planner.plan import Floats, PlanInput
 
@@ -26,7 +26,7 @@ def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats
         return at_home
     plans = [at_home, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT)]
     plans = [plan for plan in plans if fits(problem, plan)] or plans
-    ends = [float(finish_times(problem, plan.work, plan.flows, base, speed).max()) for plan in plans]
+    ends = [float(finish_best(problem, plan.work, plan.flows, base, speed)[0].max()) for plan in plans]
     # Plans that differ by less than they may be uneven are alike.
     alike = min(ends) * (1.0 + BAND * problem.tolerance)
     best, least = None, np.inf

@@ -18,7 +18,8 @@ from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import MaskRule
-from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
+from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.waves import schedule_waves
 
 
 class StrictTransport(C10dTransport):
@@ -35,7 +36,7 @@ class StrictTransport(C10dTransport):
 
 def _run(
     rank: int, world: int, name: str, seed: int, window: int | None, keep: bool, sinks: bool, cut: bool,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float64, waves: int = 1,
 ) -> float:  # fmt: skip
     layout = cases.layouts()[name]
     rule = MaskRule(DIM**-0.5, window, 3.0 if seed % 2 else None)
@@ -50,9 +51,9 @@ def _run(
     outputs = []
     for nano_batch, tick in enumerate(ticks):
         tasks = cases.random_tasks(tick, GROUPS, rng)
-        schedule = schedule_rank(tick, build_slices(tick, tasks, window), rank, GROUPS, window)
+        schedules = schedule_waves(tick, tasks, rank, GROUPS, window, waves)
         setup = CallSetup(
-            upload_schedule(schedule, torch.device("cpu")), LseTransposed(), transport, rule,
+            upload_schedule(schedules, torch.device("cpu")), LseTransposed(), transport, rule,
             Modes(local_first=bool(seed % 2), keep_received=keep), counts, nano_batch,
         )  # fmt: skip
         q0, k0 = int(tick.query_base[rank]), int(tick.key_base[rank])
@@ -61,7 +62,7 @@ def _run(
         outputs.append(AttentionCall(setup)(leaves["q"][rows], leaves["k"][keys], leaves["v"][keys], sink))
     o = torch.cat(outputs)
     o.backward(mine["do"])
-    assert transport.exchanges == 4 * len(ticks)
+    assert transport.exchanges == 4 * len(ticks) * waves
     right = expected_of(layout, rule, sink, dtype)
     pairs = {"o": o.detach(), **{f"d{n}": leaves[n].grad for n in "qkv"}}
     errors = [float((x.double() - right.ranks[rank][n]).abs().max()) for n, x in pairs.items() if x.numel()]
@@ -83,6 +84,14 @@ def test_random_plans_are_exact(
     """Any plan that covers the tick gives the outputs and gradients of each document alone."""
     seed = 2 * int(keep) + int(sinks)
     assert max(workers.run(_run, cases.layouts()[name].ranks, name, seed, window, keep, sinks, cut)) < 1e-10
+
+
+@pytest.mark.parametrize("waves, keep, cut", [(2, False, True), (3, True, False), (4, False, False)])
+@pytest.mark.parametrize("name", ["odd", "a rank with no tokens", "documents over borders"])
+def test_waves(workers: WorkerPool, name: str, waves: int, keep: bool, cut: bool) -> None:
+    """Several exchanges of one tick are under way at once, more than gloo moves at a time."""
+    args = (name, 1, 19 if keep else None, keep, True, cut, torch.float64, waves)
+    assert max(workers.run(_run, cases.layouts()[name].ranks, *args)) < 1e-10
 
 
 def test_bf16(workers: WorkerPool) -> None:
