@@ -17,6 +17,7 @@ from deepspeed_cad.planner.columns import link_weights
 from deepspeed_cad.planner.constants import AREAS_OUT, BAND, KEPT, LIGHTER, READ_FROM
 from deepspeed_cad.planner.finish import finish_best
 from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
+from deepspeed_cad.planner.levels import finish_times_of
 from deepspeed_cad.planner.plan import Floats, PlanInput
 
 
@@ -26,8 +27,7 @@ def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats
         return at_home
     plans = [at_home, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT)]
     plans = [plan for plan in plans if fits(problem, plan)] or plans
-    ends = [float(finish_best(problem, plan.work, plan.flows, base, speed)[0].max()) for plan in plans]
-    # Plans that differ by less than they may be uneven are alike.
+    ends = [end_of(problem, plan, base, speed) for plan in plans]
     alike = min(ends) * (1.0 + BAND * problem.tolerance)
     best, least = None, np.inf
     for plan, end in zip(plans, ends, strict=True):
@@ -38,6 +38,14 @@ def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats
             best, least = plan, found
     assert best is not None  # the first to end is alike
     return best
+
+
+def end_of(problem: PlanInput, plan: Solution, base: Floats, speed: Floats) -> float:
+    """When the slowest rank is done, transfers included; plans within the band of the tolerance count as as even."""
+    load = float((base + plan.work / np.where(speed > 0, speed, 1.0)).max())
+    mean = float(finish_times_of(plan.work, base, speed, np.zeros(len(base), np.int64))[0])
+    waits = float(finish_best(problem, plan.work, plan.flows, base, speed)[0].max()) - load
+    return max(load, mean * (1.0 + BAND * problem.tolerance)) + waits
 
 
 def on_many_ranks(problem: PlanInput) -> bool:
