@@ -52,6 +52,7 @@ class Case:
     documents: str
     checkpointing: str
     backward: str
+    waves: str | int = "auto"
 
     def block(self) -> dict[str, Any]:
         """The "cad" block."""
@@ -63,6 +64,7 @@ class Case:
             "overlap": self.overlap,
             "recompute_attention": self.checkpointing == "recomputed",
             "backward": self.backward,
+            "waves": self.waves,
             "tolerance": 0.02,
             "granularity": 64,
             "timeout_s": 120.0,

@@ -101,6 +101,11 @@ class CADConfig:
     while a job starts. Under `torch.use_deterministic_algorithms` nothing is measured: plans take the figures given
     here, or else those of the profile."""
 
+    waves: str | int = "auto"
+    """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
+    while another is computed. "auto": 1 on one host or by "c10d"; on several hosts the number from 1 to 8 with which
+    the plan says that a step ends first. A number fixes it, for measurements. With reserved servers it is always 1."""
+
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
     token ids before the first forward, where that is cheaper ("exchange"). Only where the loss is normalised over the
@@ -145,6 +150,8 @@ class CADConfig:
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise _bad(key, value, " or ".join(map(json.dumps, allowed)))
         _check_number(self, "tolerance", float, "a number between 0 and 1, both excluded", lambda x: 0 < x < 1)
+        if self.waves != "auto":
+            _check_number(self, "waves", int, '"auto" or a whole number from 1 to 8', lambda x: 1 <= x <= 8)
         _check_number(self, "granularity", int, "a whole number of query rows, 1 or more", lambda x: x >= 1)
         _check_number(self, "timeout_s", float, "a number of seconds above 0", lambda x: x > 0)
         relief = "a number from 0 up to 1, 1 excluded"

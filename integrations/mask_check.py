@@ -104,13 +104,16 @@ def _geometry(given: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _rows(layout: Layout, rank: int) -> tuple[Ints, Ints]:
-    """Document and position of every row of a rank; document -1 for padding."""
+    """Segment and position of every row of a rank; segment -1 for padding.
+
+    Not the document: of one that lies in pieces the model's own mask shows no piece to another.
+    """
     rows = int(layout.tokens[rank])
     document, position = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
     seg = layout.segments
-    for name, begin, end, _, offset in seg.select(seg.rank == rank).to_array():
+    for number, (_, begin, end, _, offset) in enumerate(seg.select(seg.rank == rank).to_array()):
         here = slice(offset, offset + end - begin)
-        document[here] = name
+        document[here] = number
         position[here] = np.arange(begin, end)
     return document, position
 

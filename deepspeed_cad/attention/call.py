@@ -111,7 +111,7 @@ class AttentionCall:
     def release(self, kept: Kept) -> None:
         """Hold no more of what a forward kept; where autograd holds it, a backward may run again."""
         if self.setup.modes.recompute:
-            self.state = HeldByAutograd(kept.sinks_H, kept.version)
+            self.state = HeldByAutograd(len(kept.served), kept.sinks_H, kept.version)
         else:
             self.state, self.first_keys = Released(), None
 

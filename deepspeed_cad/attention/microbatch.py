@@ -27,8 +27,8 @@ from deepspeed_cad.exchange.waits import Gain
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
-from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
-from deepspeed_cad.schedule import native as schedule_native
+from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 
 class MicroBatchOrders(Protocol):
@@ -52,12 +52,13 @@ class PlanKey(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlannedTick:
-    """A plan with this rank's schedule."""
+    """A plan with this rank's schedules."""
 
     plan: Plan
-    schedule: Schedule
+    schedules: tuple[Schedule, ...]
+    """By waves."""
     seconds: float
-    """Time for plan and schedule."""
+    """Time for plan and schedules."""
 
 
 @dataclass(eq=False)
@@ -112,7 +113,7 @@ class MicroBatch:
         if found is None:
             if (key, nano_batch) not in self.planned:
                 self.plan_all([key])
-            planned = self.planned[key, nano_batch].schedule
+            planned = self.planned[key, nano_batch].schedules
             found = upload_schedule(planned, self.device, two_streams=self.aside is not None)
             self._schedules[key, nano_batch] = found
         return found
@@ -124,11 +125,9 @@ class MicroBatch:
             for nano_batch, tick in enumerate(self.ticks):
                 begin = time.perf_counter()
                 plan = self.make_plan(tick, key)
-                build = schedule_native.build_slices if schedule_native.is_available() else build_slices
-                slices = build(tick, plan.tasks, key.window)
-                schedule = schedule_rank(tick, slices, self.rank, key.shape.groups, key.window)
-                self.planned[key, nano_batch] = PlannedTick(plan, schedule, time.perf_counter() - begin)
-                digest = (digest * 1000003 + plan.fingerprint()) & ((1 << 62) - 1)
+                schedules = schedule_waves(tick, plan.tasks, self.rank, key.shape.groups, key.window, Cut(plan.waves))
+                self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin)
+                digest = (digest * 1000003 + plan.fingerprint() + plan.waves) & ((1 << 62) - 1)
         self.agree(digest, "plan")
         if self.orders is not None:
             for key in keys:

@@ -103,7 +103,7 @@ class StageMicroBatch:
         kind, expected = layer.kind(given), phase.program[phase.own[number]].kind
         if kind != expected:
             raise CADError(f"{label} has {kind}, but had {expected} when its layers were first run")
-        rows = setup.schedule.host.query_tokens
+        rows = setup.schedule.query_tokens
         if given.q_THD.shape[0] != rows:
             raise CADError(f"{label} got {given.q_THD.shape[0]} tokens where its micro-batch has {rows}")
 

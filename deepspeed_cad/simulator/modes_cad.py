@@ -110,7 +110,13 @@ def even_servers(setting: Setting, tokens: float, attention: float) -> int:
     return min(setting.seats - 1, max(1, int(setting.seats * attention / (attention + linear))))
 
 
-def plan_layout(setting: Setting, layout: Layout, hosts: Ints | None, base_load: Floats | None = None) -> Plan:
+def plan_layout(
+    setting: Setting,
+    layout: Layout,
+    hosts: Ints | None,
+    base_load: Floats | None = None,
+    waves: tuple[int, ...] = (1,),
+) -> Plan:
     """The plan of one micro-batch, as training makes it."""
     return make_plan(
         PlanInput(
@@ -120,19 +126,22 @@ def plan_layout(setting: Setting, layout: Layout, hosts: Ints | None, base_load:
             tolerance=setting.tolerance,
             base_load=base_load,
             hosts=hosts,
+            waves=waves,
         )
     )
 
 
 def _meet(setting: Setting, layout: Layout, tokens: Floats, hosts: Ints | None) -> tuple[float, Seconds, Traffic]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
-    plan = plan_layout(setting, layout, hosts)
+    # As transports take them: waves pay between hosts.
+    plan = plan_layout(setting, layout, hosts, waves=(1,) if hosts is None else setting.waves)
     traffic = count_traffic(plan.tasks, layout.segments, setting.shape, layout.ranks, hosts)
     again = setting.checkpointing and setting.recompute_attention
     alone = _task_seconds(setting, plan.tasks, layout.ranks)
     waiting = _task_seconds(setting, plan.tasks[traffic.remote], layout.ranks)
     links = setting.layers / np.array([setting.machine.copies, setting.machine.between])
-    work, ended = alone.repeated(again), done(traffic, alone, waiting, links).repeated(again)
+    ended = done(traffic, alone, waiting, links, plan.waves, setting.layers).repeated(again)
+    work = alone.repeated(again)
     linear, tensor = linear_seconds(setting, tokens), tensor_seconds(setting, tokens)
     ran = exposed = 0.0
     for own, end, other in (

@@ -54,6 +54,14 @@ def test_same_as_each_document_alone(workers: WorkerPool, world: int, overlap: s
     assert sum(r["sent"] for r in results) > 0
 
 
+@pytest.mark.parametrize("overlap", ["none", "local_first", "pingpong"])
+def test_the_same_in_waves(workers: WorkerPool, overlap: str) -> None:
+    block = {"overlap": overlap, "waves": 3}
+    plain, waves = (workers.run(_train, 3, one, "non-reentrant", 2) for one in ({"overlap": overlap}, block))
+    assert [r["exchanges"] for r in waves] == [3 * r["exchanges"] for r in plain]
+    assert [r["sent"] for r in waves] == [r["sent"] for r in plain], "no byte travels twice"
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("overlap", ["local_first", "interleave", "pingpong"])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])

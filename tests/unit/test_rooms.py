@@ -20,6 +20,7 @@ RUNNING = ("ahead", "attention", "exchange", "server", "session", "engine", "int
 NEVER: dict[str, tuple[str, ...]] = {
     "config": ("torch", "numpy", *HOSTS),
     "layout": ("torch", *HOSTS, *RUNNING),
+    "stream": ("torch", *HOSTS, *RUNNING),
     "cost": ("torch", *HOSTS, *RUNNING),
     "rounds": ("torch", *HOSTS, *RUNNING),
     "planner": ("torch.distributed", *HOSTS, *RUNNING),
@@ -158,7 +159,7 @@ def test_what_a_room_must_not_know(room: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("room", ["layout", "cost", "planner", "schedule", "simulator"])
+@pytest.mark.parametrize("room", ["layout", "stream", "cost", "planner", "schedule", "simulator"])
 def test_what_a_pure_room_imports_does_not_know_it_either(room: str) -> None:
     reached = set(of(room))
     while more := {name for module in reached for name in imports(module) & set(modules())} - reached:
