@@ -58,7 +58,8 @@ class CADConfig:
     """Some GPUs run slower than others for reasons that no plan knows, such as a lower clock. CAD measures which ranks
     the others wait for and gives them less attention. This is the largest change, as a share of the mean: at 0.03 a
     slow rank gets at least 97 % of the mean, a fast one at most 103 %. 0 turns it off. Plans then depend on measured
-    times, so it is off under `torch.use_deterministic_algorithms`; and it needs costs in seconds (see "cost")."""
+    times, so it is off under `torch.use_deterministic_algorithms`; and it needs costs in seconds (see "cost"). It is
+    off too beside reserved servers and in pipelines, whose waits tell of more than slow ranks."""
 
     granularity: int = 128
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance

@@ -165,10 +165,11 @@ class Plans:
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
         """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""
-        if len(local.begin) and local.begin[0] > 0:
+        inside = local.begin[local.begin > 0]
+        if len(inside):
             raise CADDataError(
-                f"evaluation runs attention on each rank alone, but the first document of rank {self.gatherer.rank} "
-                f"starts at position {int(local.begin[0])}: evaluate on whole documents"
+                f"evaluation runs attention on each rank alone, but a document of rank {self.gatherer.rank} "
+                f"starts at position {int(inside[0])}: evaluate on whole documents"
             )
         layout = assemble([local])
         return MicroBatch(

@@ -77,6 +77,12 @@ def start_backward(
     return BackwardStarted(do_THV, q_THD, k_UKD, v_UKV, kept, out)
 
 
+def with_packed_heads(do_THV: torch.Tensor) -> torch.Tensor:
+    """dO as slices are taken from it: each row's heads lie side by side. Gradients that autograd makes may be views."""
+    packed = do_THV.stride(-1) == 1 and do_THV.stride(-2) == do_THV.shape[-1]
+    return do_THV if packed else do_THV.contiguous()
+
+
 def sinks_gradient(setup: CallSetup, kept: Kept, do_THV: torch.Tensor) -> torch.Tensor | None:
     """[H], from this rank's own rows; needs no other rank."""
     if kept.sinks_H is None:

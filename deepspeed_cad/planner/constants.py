@@ -67,6 +67,19 @@ NEAR = 4
 """Servers that hold keys of the document and are searched beside the emptiest: so many of its first homes, of its last
 homes, and of those that already run rows of it. Trial: 1 and 8 give the same."""
 
+# Documents on many ranks
+
+READ_FROM = 3
+"""Ranks. A document is dealt out by head groups if some of its rows read keys of so many."""
+HELP = 0.5
+"""Share of one head group's work. A rank helps the homes of a document if it has room for so much."""
+KEPT = (1, 0)
+"""How many first ranks of such a document begin with their own rows: each is tried beside a start at home."""
+LIGHTER = 0.95
+"""Share. A start is taken instead of one before it if it burdens the fullest rank by less than this share of it."""
+AREAS_OUT = 2.0
+"""Areas of a rank for what comes to be run; they take turns (exchange/nvlink.py)."""
+
 # Transfers
 
 TRAVELS = 2.0

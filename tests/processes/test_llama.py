@@ -13,7 +13,6 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
 
-
 LENGTHS = {
     2: [[260], [40, 30, 9, 1, 50]],
     3: [[130, 70], [], [31, 33, 5]],
@@ -33,15 +32,7 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None,
     session = deepspeed_cad.current_session()
     for step in range(steps):
         own = training.documents(LENGTHS[world][(rank + step) % world], seed=100 * step + rank)
-        loss = training.loss_sum(model, training.pack(own))
-        loss.backward()
-        expected, gradients = training.alone(reference, own)
-        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
-        for name, parameter in model.named_parameters():
-            # Gradients of a rank are those of its own documents: serving others adds nothing to them.
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            assert (grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
-        model.zero_grad()
+        training.step_as_alone(model, reference, own)
     statistics = session.statistics
     return {
         "before": statistics.imbalance_before,

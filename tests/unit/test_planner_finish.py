@@ -39,8 +39,8 @@ def flows(out: dict[tuple[int, int], tuple[int, int]], waiting: list[float], hos
         moved[2, where, server] += o
         moved[3, where, home] += o
     pairs = [[home, server, int(o > 0)] for (home, server), (_, o) in sorted(out.items())]
-    parts = np.full(len(hosts), 8.0)
-    return Flows(moved, np.array(waiting), np.array(pairs, np.int64).reshape(-1, 3), parts)
+    parts, served = np.full(len(hosts), 8.0), np.zeros((2, len(hosts)), np.int64)
+    return Flows(moved, np.array(waiting), np.array(pairs, np.int64).reshape(-1, 3), parts, served)
 
 
 def times(
@@ -102,7 +102,7 @@ def test_the_number_of_waves_that_ends_first() -> None:
     seconds = dataclasses.replace(LINKS, unit="seconds", byte_between=1e-4, byte_inside=1e-5)
     assert best([0.0, 1e-4], moved, dataclasses.replace(problem, cost=seconds)) == 1
     assert best([0.0, 8.0], moved, dataclasses.replace(problem, waves=(3,))) == 3
-    nothing = Flows(moved.bytes * 0, zero, np.zeros((0, 3), np.int64), zero)
+    nothing = Flows(moved.bytes * 0, zero, np.zeros((0, 3), np.int64), zero, moved.served)
     assert best([0.0, 8.0], nothing, dataclasses.replace(problem, waves=(3,))) == 1
 
 
