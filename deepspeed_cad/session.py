@@ -29,6 +29,7 @@ from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, kernel_need
+from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
@@ -114,6 +115,8 @@ class Session:
         self.aside: torch.cuda.Stream | None = None
         if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
+        self.parking = Parking(device) if config.keep == "host" else None
+        """Where what attention keeps waits for backward; None: on the device."""
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
@@ -409,7 +412,7 @@ class Session:
         keep = self.config.backward == "keep" or (self.config.backward == "auto" and not checkpointed)
         modes = Modes(
             self.config.overlap != "none", self.config.recompute_attention or not backward, keep and backward,
-            sinks_travel=self.reserved is not None, returns=backward,
+            sinks_travel=self.reserved is not None, returns=backward, parking=self.parking,
         )  # fmt: skip
         return MaskDescriptor(micro_batch, window, self._kernel_for, modes)
 

@@ -7,11 +7,13 @@ Three nodes per call, so that two nano-batches can alternate and the backward is
 
 The nodes are thin callers of forward.py and backward.py. What one step leaves for the next is the call's `state`, not
 in `save_for_backward`: under activation checkpointing the second forward of a layer finds O there and neither attends
-nor exchanges. `T` query rows at home, `U` key rows at home; other shapes as in serve.py.
+nor exchanges. Where what is kept is parked (parking.py), a forward leaves `Parked` in place of `Kept`. `T` query rows
+at home, `U` key rows at home; other shapes as in serve.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,8 +35,21 @@ from deepspeed_cad.attention.forward import (
     serve_forward,
     start_forward,
 )
+from deepspeed_cad.attention.parking import Parcel, Parking
 from deepspeed_cad.attention.setup import CallSetup
+from deepspeed_cad.attention.thread_state import hooks_save_tensors
 from deepspeed_cad.errors import CADError
+
+
+@dataclass(frozen=True, eq=False)
+class Parked:
+    """What a forward kept, in host memory or on its way there."""
+
+    parcel: Parcel
+    held: HeldByAutograd
+    """All but the tensors."""
+    o_THV: torch.Tensor | None
+    """Where it is not in the parcel, because the next layer's autograd keeps it on the device anyway."""
 
 
 class Unused:
@@ -45,7 +60,17 @@ class Released:
     """A backward has run, and what the forward kept is freed."""
 
 
-State = Unused | ForwardStarted | ForwardServed | Kept | HeldByAutograd | BackwardStarted | BackwardServed | Released
+State = (
+    Unused
+    | ForwardStarted
+    | ForwardServed
+    | Kept
+    | Parked
+    | HeldByAutograd
+    | BackwardStarted
+    | BackwardServed
+    | Released
+)
 Found = TypeVar("Found", ForwardStarted, ForwardServed, Kept, HeldByAutograd, BackwardStarted, BackwardServed)
 
 
@@ -57,6 +82,11 @@ class AttentionCall:
         self.state: State = Unused()
         self.first_keys: tuple[torch.Tensor, torch.Tensor] | None = None
         """K and V that it read of the other nano-batch, for a layer that runs again before the other one does."""
+        self.inputs: tuple[torch.Tensor, ...] = ()
+        """Q, K and V that were parked, back on the device; none where autograd saves them."""
+        self.parked = 0
+        """Number of the parcel; 0: nothing was parked."""
+        self._saved_plainly = False
 
     def __call__(
         self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None = None
@@ -85,12 +115,48 @@ class AttentionCall:
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """O [T, H, V]."""
+        # Known here only: inside of an autograd function gradients are off.
+        self._saved_plainly = torch.is_grad_enabled() and not hooks_save_tensors()
         return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, sinks_H)
 
     @property
     def replaying(self) -> bool:
         """This is the second forward of a checkpointed layer and its result is at hand."""
-        return isinstance(self.state, Kept)
+        return isinstance(self.state, Kept | Parked)
+
+    @property
+    def parking(self) -> Parking | None:
+        """Where what is kept goes; None where it stays, or where autograd holds it."""
+        return None if self.setup.modes.recompute else self.setup.modes.parking
+
+    def keep(self, kept: Kept, inputs: tuple[torch.Tensor, ...]) -> bool:
+        """Hold what the forward kept; gives whether Q, K and V are held with it, so that autograd need not.
+
+        Where activations are checkpointed or offloaded, O is on the device for us alone: it is parked, and Q, K and V
+        are made again or offloaded by others. Else the layer behind attention saves O, which is its input, and parking
+        a second O gains nothing: Q, K and V, which nobody else needs, are parked instead.
+        """
+        if self.parking is None:
+            self.state = kept
+            return False
+        o, *others = kept.tensors()
+        tensors = [*inputs, *others] if self._saved_plainly else [o, *others]
+        parcel = self.parking.park(tensors, self.setup.label)
+        self.parked = parcel.number
+        self.state = Parked(parcel, without_tensors(kept), o if self._saved_plainly else None)
+        return self._saved_plainly
+
+    def take(self) -> Kept:
+        """What the forward kept, on the device."""
+        if isinstance(self.state, Parked):
+            parked, tensors = self.state, self.state.parcel.take()
+            if parked.o_THV is None:
+                version = tensors[0]._version
+            else:
+                self.inputs, tensors = tuple(tensors[:3]), [parked.o_THV, *tensors[3:]]
+                version = parked.held.version
+            self.state = replace(parked.held, version=version).kept(tensors)
+        return self.expect(Kept)
 
     def expect(self, state: type[Found]) -> Found:
         """What the step before left. Raises CADError where that is something else."""
@@ -110,9 +176,9 @@ class AttentionCall:
     def release(self, kept: Kept) -> None:
         """Hold no more of what a forward kept; where autograd holds it, a backward may run again."""
         if self.setup.modes.recompute:
-            self.state = HeldByAutograd(kept.sinks_H, kept.version)
+            self.state = without_tensors(kept)
         else:
-            self.state, self.first_keys = Released(), None
+            self.state, self.first_keys, self.inputs = Released(), None, ()
 
     def check_unchanged(self, kept: Kept) -> None:
         """Raise where the model changed O in place: backward, and a layer that runs again, need it as it was.
@@ -126,6 +192,11 @@ class AttentionCall:
             )
 
 
+def without_tensors(kept: Kept) -> HeldByAutograd:
+    """What is left of it where others hold its tensors."""
+    return HeldByAutograd(kept.sinks_H, kept.version)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -135,6 +206,8 @@ class _Dispatch(torch.autograd.Function):
         if isinstance(call.state, Released):
             call.expect(Kept)  # a checkpointed layer runs again for a second backward
         if not call.replaying:
+            if call.parking is not None:
+                call.parking.settle()
             call.setup.end_linear(False)
             call.state = start_forward(call.setup, q.detach(), k.detach(), v.detach(), sinks)
         return q.new_zeros(1)
@@ -176,9 +249,10 @@ class _Collect(torch.autograd.Function):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.call = call
-        if call.replaying:
+        replaying = call.replaying
+        if replaying:
             call.setup.counts.replays += 1
-            kept = call.expect(Kept)
+            kept = call.take()
         else:
             kept = collect_forward(call.setup, call.expect(ForwardServed))
             call.setup.begin_linear(False)
@@ -186,15 +260,16 @@ class _Collect(torch.autograd.Function):
             call.release(kept)
             ctx.save_for_backward(q, k, v, *kept.tensors())
             return kept.o_THV
-        call.state = kept
-        ctx.save_for_backward(q, k, v)
+        if replaying or not call.keep(kept, (q, k, v)):
+            ctx.save_for_backward(q, k, v)
         return kept.o_THV.detach()
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: AttentionCall = ctx.call
-        q, k, v, *held = ctx.saved_tensors
-        kept = call.expect(HeldByAutograd).kept(held) if held else call.expect(Kept)
+        saved = ctx.saved_tensors
+        kept = call.expect(HeldByAutograd).kept(saved[3:]) if len(saved) > 3 else call.take()
+        q, k, v = call.inputs or saved[:3]
         call.check_unchanged(kept)
         do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
         if ctx.needs_input_grad[1]:
@@ -203,5 +278,8 @@ class _Collect(torch.autograd.Function):
         else:
             # Nothing but the sinks is trained up to here: their gradient needs no other rank.
             call.release(kept)
+        if call.parking is not None:
+            # Now, not sooner: what the layers behind attention saved is freed, so there is room.
+            call.parking.fetch_before(call.parked)
         dsinks = sinks_gradient(call.setup, kept, do) if ctx.needs_input_grad[5] else None
         return None, do.new_zeros(1), None, None, None, dsinks

@@ -20,6 +20,7 @@ from deepspeed_cad.attention.backward import Gradients
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import as_received
 from deepspeed_cad.attention.overlap import run_alone, run_tasks
+from deepspeed_cad.attention.parking import Parcel, Parking
 from deepspeed_cad.attention.program import LayerKind
 from deepspeed_cad.attention.serve import (
     by_group,
@@ -33,6 +34,7 @@ from deepspeed_cad.attention.serve import (
     run_served_backward,
 )
 from deepspeed_cad.attention.setup import CallSetup
+from deepspeed_cad.attention.thread_state import hooks_save_tensors
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
@@ -164,12 +166,21 @@ class TickCall:
     """Begins this layer's backward tick; called when its gradient is there."""
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     """O and LSE, from the forward until the backward ran."""
+    parcel: Parcel | None = None
+    """The same, while they are parked."""
     released: bool = False
+    _parked: int = 0
+    """Number of that parcel."""
+    _saved_plainly: bool = False
+    _version: int = 0
+    """Of O when it was given to the model."""
 
     def __call__(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
         """O [T, H, V]. A second call is that of a checkpointed layer: it gets the O of the first, and no tick runs."""
+        # Where activations are neither checkpointed nor offloaded, the layer behind attention saves O, its input.
+        self._saved_plainly = torch.is_grad_enabled() and not hooks_save_tensors()
         o: torch.Tensor = _Attend.apply(self, q_THD, k_TKD, v_TKV, sinks_H)
         return o
 
@@ -182,17 +193,41 @@ class TickCall:
                 f"{self.forward.label}: it ran again after its backward (retain_graph=True?); what attention keeps is "
                 "freed as soon as its backward ran"
             )
+        self._take()
         if self.kept is not None:
             self.forward.counts.replays += 1
             return self.kept[0]
+        if self.parking is not None:
+            self.parking.settle()
         o, lse = run_forward(self.forward, q_THD, k_TKD, v_TKV)
         if sinks_H is not None:
             o, lse = fold_sinks(o, lse, sinks_H)
-        self.kept = o, lse
+        if self.parking is None or self._saved_plainly:
+            self.kept, self._version = (o, lse), o._version
+        else:
+            self.parcel = self.parking.park((o, lse), self.forward.label)
+            self._parked = self.parcel.number
         return o
+
+    @property
+    def parking(self) -> Parking | None:
+        """Where what is kept goes; None: it stays."""
+        return self.forward.modes.parking
+
+    def _take(self) -> None:
+        """Have what is parked on the device."""
+        if self.parcel is not None:
+            o, lse = self.parcel.take()
+            self.kept, self.parcel, self._version = (o, lse), None, o._version
+
+    def fetch_before(self) -> None:
+        """Bring back what the layer before this one parked."""
+        if self.parking is not None:
+            self.parking.fetch_before(self._parked)
 
     def release(self) -> tuple[torch.Tensor, torch.Tensor]:
         """O and LSE, which this call holds no longer. Raises CADError where it holds none."""
+        self._take()
         if self.kept is None:
             raise CADError(f"{self.forward.label}: a second backward through the same forward is not supported")
         kept, self.kept, self.released = self.kept, None, True
@@ -207,7 +242,6 @@ class _Attend(torch.autograd.Function):
         ctx.call = call
         o = call.attend(q.detach(), k.detach(), v.detach(), None if sinks is None else sinks.detach())
         ctx.save_for_backward(q, k, v, sinks)
-        ctx.version = o._version
         return o.detach()
 
     @staticmethod
@@ -215,7 +249,7 @@ class _Attend(torch.autograd.Function):
         call: TickCall = ctx.call
         q, k, v, sinks = ctx.saved_tensors
         o, lse = call.release()
-        if o._version != ctx.version:
+        if o._version != call._version:
             raise CADError(
                 f"{call.forward.label}: its output was changed in place, and its backward needs it as it was. Change a "
                 "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
@@ -223,6 +257,7 @@ class _Attend(torch.autograd.Function):
         do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
         setup = call.backward()
         dq, dk, dv = run_backward(setup, do, q.detach(), k.detach(), v.detach(), o, lse)
+        call.fetch_before()
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             weight_TH = torch.exp(sinks.to(lse.dtype) - lse)

@@ -223,7 +223,7 @@ class PipelineBinding:
             session.device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group, rule.window is not None,
             rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        modes = Modes(local_first=session.config.overlap != "none")
+        modes = Modes(local_first=session.config.overlap != "none", parking=session.parking)
         return planned.setup(tick, program[tick], session.kernel(need), modes, label)
 
     @property
