@@ -247,3 +247,8 @@ def test_what_auto_overlaps_with(overlap: str, servers: object, used: str) -> No
     config = CADConfig(overlap=overlap)
     object.__setattr__(config, "servers", servers)
     assert config.overlap_used == used
+
+
+def test_parked_and_recomputed_attention_exclude_each_other() -> None:
+    with pytest.raises(CADConfigError, match='key "keep" is "host".*"recompute_attention": true attention keeps noth'):
+        CADConfig.from_dict({"keep": "host", "recompute_attention": True})
