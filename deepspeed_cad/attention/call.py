@@ -7,13 +7,12 @@ Three nodes per call, so that two nano-batches can alternate and the backward is
 
 The nodes are thin callers of forward.py and backward.py. What one step leaves for the next is the call's `state`, not
 in `save_for_backward`: under activation checkpointing the second forward of a layer finds O there and neither attends
-nor exchanges. Where what is kept is parked (parking.py), a forward leaves `Parked` in place of `Kept`. `T` query rows
-at home, `U` key rows at home; other shapes as in serve.py.
+nor exchanges. Where what is kept is parked, a forward leaves `Parked` in place of `Kept`. `T` query rows at home, `U`
+key rows at home; other shapes as in serve.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from deepspeed_cad.attention.backward import (
     serve_backward,
     sinks_gradient,
     start_backward,
+    with_packed_heads,
 )
 from deepspeed_cad.attention.forward import (
     ForwardServed,
@@ -35,21 +35,10 @@ from deepspeed_cad.attention.forward import (
     serve_forward,
     start_forward,
 )
-from deepspeed_cad.attention.parking import Parcel, Parking
+from deepspeed_cad.attention.parked import Parked, is_saved_plainly, without_tensors
+from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.attention.thread_state import hooks_save_tensors
 from deepspeed_cad.errors import CADError
-
-
-@dataclass(frozen=True, eq=False)
-class Parked:
-    """What a forward kept, in host memory or on its way there."""
-
-    parcel: Parcel
-    held: HeldByAutograd
-    """All but the tensors."""
-    o_THV: torch.Tensor | None
-    """Where it is not in the parcel, because the next layer's autograd keeps it on the device anyway."""
 
 
 class Unused:
@@ -82,10 +71,8 @@ class AttentionCall:
         self.state: State = Unused()
         self.first_keys: tuple[torch.Tensor, torch.Tensor] | None = None
         """K and V that it read of the other nano-batch, for a layer that runs again before the other one does."""
-        self.inputs: tuple[torch.Tensor, ...] = ()
-        """Q, K and V that were parked, back on the device; none where autograd saves them."""
-        self.parked = 0
-        """Number of the parcel; 0: nothing was parked."""
+        self.parked: Parked | None = None
+        """From the forward until the backward ran, where what is kept is parked."""
         self._saved_plainly = False
 
     def __call__(
@@ -115,8 +102,7 @@ class AttentionCall:
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """O [T, H, V]."""
-        # Known here only: inside of an autograd function gradients are off.
-        self._saved_plainly = torch.is_grad_enabled() and not hooks_save_tensors()
+        self._saved_plainly = is_saved_plainly()
         return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, sinks_H)
 
     @property
@@ -129,33 +115,18 @@ class AttentionCall:
         """Where what is kept goes; None where it stays, or where autograd holds it."""
         return None if self.setup.modes.recompute else self.setup.modes.parking
 
-    def keep(self, kept: Kept, inputs: tuple[torch.Tensor, ...]) -> bool:
-        """Hold what the forward kept; gives whether Q, K and V are held with it, so that autograd need not.
-
-        Where activations are checkpointed or offloaded, O is on the device for us alone: it is parked, and Q, K and V
-        are made again or offloaded by others. Else the layer behind attention saves O, which is its input, and parking
-        a second O gains nothing: Q, K and V, which nobody else needs, are parked instead.
-        """
+    def keep(self, kept: Kept, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Hold what the forward kept."""
         if self.parking is None:
             self.state = kept
-            return False
-        o, *others = kept.tensors()
-        tensors = [*inputs, *others] if self._saved_plainly else [o, *others]
-        parcel = self.parking.park(tensors, self.setup.label)
-        self.parked = parcel.number
-        self.state = Parked(parcel, without_tensors(kept), o if self._saved_plainly else None)
-        return self._saved_plainly
+        else:
+            label = self.setup.label
+            self.state = self.parked = Parked(self.parking, kept, inputs, label, self._saved_plainly)
 
     def take(self) -> Kept:
         """What the forward kept, on the device."""
         if isinstance(self.state, Parked):
-            parked, tensors = self.state, self.state.parcel.take()
-            if parked.o_THV is None:
-                version = tensors[0]._version
-            else:
-                self.inputs, tensors = tuple(tensors[:3]), [parked.o_THV, *tensors[3:]]
-                version = parked.held.version
-            self.state = replace(parked.held, version=version).kept(tensors)
+            self.state = self.state.take()
         return self.expect(Kept)
 
     def expect(self, state: type[Found]) -> Found:
@@ -178,23 +149,7 @@ class AttentionCall:
         if self.setup.modes.recompute:
             self.state = without_tensors(kept)
         else:
-            self.state, self.first_keys, self.inputs = Released(), None, ()
-
-    def check_unchanged(self, kept: Kept) -> None:
-        """Raise where the model changed O in place: backward, and a layer that runs again, need it as it was.
-
-        Autograd compares versions of what `save_for_backward` holds, but not where checkpointing keeps that.
-        """
-        if kept.o_THV._version != kept.version:
-            raise CADError(
-                f"{self.setup.label}: its output was changed in place, and its backward needs it as it was. Change a "
-                "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
-            )
-
-
-def without_tensors(kept: Kept) -> HeldByAutograd:
-    """What is left of it where others hold its tensors."""
-    return HeldByAutograd(kept.sinks_H, kept.version)
+            self.state, self.first_keys, self.parked = Released(), None, None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -260,7 +215,9 @@ class _Collect(torch.autograd.Function):
             call.release(kept)
             ctx.save_for_backward(q, k, v, *kept.tensors())
             return kept.o_THV
-        if replaying or not call.keep(kept, (q, k, v)):
+        if not replaying:
+            call.keep(kept, (q, k, v))
+        if replaying or call.parked is None or not call.parked.has_inputs:
             ctx.save_for_backward(q, k, v)
         return kept.o_THV.detach()
 
@@ -269,17 +226,17 @@ class _Collect(torch.autograd.Function):
         call: AttentionCall = ctx.call
         saved = ctx.saved_tensors
         kept = call.expect(HeldByAutograd).kept(saved[3:]) if len(saved) > 3 else call.take()
-        q, k, v = call.inputs or saved[:3]
-        call.check_unchanged(kept)
-        do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
+        if call.parked is not None:
+            # Now, not sooner: what the layers behind attention saved is freed, so there is room.
+            call.parked.fetch_before()
+        q, k, v = saved[:3] or (call.parked.inputs if call.parked is not None else ())
+        kept.check_unchanged(call.setup.label)
+        do = with_packed_heads(do)
         if ctx.needs_input_grad[1]:
             call.setup.end_linear(True)
             call.state = start_backward(call.setup, kept, do, q.detach(), k.detach(), v.detach())
         else:
             # Nothing but the sinks is trained up to here: their gradient needs no other rank.
             call.release(kept)
-        if call.parking is not None:
-            # Now, not sooner: what the layers behind attention saved is freed, so there is room.
-            call.parking.fetch_before(call.parked)
         dsinks = sinks_gradient(call.setup, kept, do) if ctx.needs_input_grad[5] else None
         return None, do.new_zeros(1), None, None, None, dsinks

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.attention.backward import Gradients
+from deepspeed_cad.attention.backward import Gradients, finish_back, new_landing, sinks_gradient, with_packed_heads
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.forward import as_received
+from deepspeed_cad.attention.forward import Kept, as_received, version_of
+from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.overlap import run_alone, run_tasks
-from deepspeed_cad.attention.parking import Parcel, Parking
-from deepspeed_cad.attention.program import LayerKind
+from deepspeed_cad.attention.parked import Parked, is_saved_plainly
 from deepspeed_cad.attention.serve import (
     by_group,
     fold_sinks,
@@ -34,7 +34,6 @@ from deepspeed_cad.attention.serve import (
     run_served_backward,
 )
 from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.attention.thread_state import hooks_save_tensors
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
@@ -52,16 +51,17 @@ def run_forward(
     def run(batches: Batches) -> None:
         run_local(batches, setup.kernel, setup.rule, q_THD, k_TKD, v_TKV, o, lse)
 
-    def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+        part = setup.schedule.waves[wave]
         with setup.span("served", aside=setup.aside is not None):
-            o_RGV, lse_RG = run_served(setup.schedule, setup.kernel, setup.rule, *as_received(arrived, q_THD))
+            o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *as_received(arrived, q_THD))
         back = [
             Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2)),
             Returning(QUERY, lse_RG.contiguous(), lse.unflatten(1, (groups, -1))),
         ]
-        return None, setup.give_back("O, LSE back", back)
+        return None, setup.give_back("O, LSE back", wave, back)
 
-    if out is None:
+    if not out.count:
         run_alone(setup, run)
     else:
         _, back = run_tasks(setup, out, run, serve)
@@ -92,9 +92,7 @@ def run_backward(
         lse_TH: the forward's LSE, likewise.
     """
     own = Gradients(*new_gradients(setup.schedule, q_THD, k_TKD, v_TKV))
-    landing = (own.dk_UKD, own.dv_UKV)
-    if own.dk_UKD.dtype != k_TKD.dtype:
-        landing = (torch.empty_like(k_TKD), torch.empty_like(v_TKV))
+    landing = new_landing(setup, own, k_TKD, v_TKV)
     groups = k_TKD.shape[1]
     # Of a row a slice takes one head group: laid out group by group, those few bytes of LSE lie side by side.
     lse_TKG = lse_TH.unflatten(1, (groups, -1)).transpose(0, 1).contiguous().transpose(0, 1)
@@ -108,12 +106,12 @@ def run_backward(
             add=setup.schedule.local_keys_overlap,
         )  # fmt: skip
 
-    def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
         do_RW, q_RW, o_RW, lse_RG, k_SD, v_SV = arrived
         do_RGV, o_RGV = (x.unflatten(1, (-1, v_TKV.shape[2])) for x in (do_RW, o_RW))
         with setup.span("served", backward=True, aside=setup.aside is not None):
             dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-                setup.schedule, setup.kernel, setup.rule, do_RGV, *as_received([q_RW, k_SD, v_SV], q_THD),
+                setup.schedule.waves[wave], setup.kernel, setup.rule, do_RGV, *as_received([q_RW, k_SD, v_SV], q_THD),
                 o_RGV, lse_RG,
             )  # fmt: skip
         back = [
@@ -121,26 +119,22 @@ def run_backward(
             Returning(KEY, dk_S1D.flatten(1), landing[0], add=True),
             Returning(KEY, dv_S1V.flatten(1), landing[1], add=True),
         ]
-        return None, setup.give_back("dQ, dK, dV back", back, backward=True)
+        return None, setup.give_back("dQ, dK, dV back", wave, back, backward=True)
 
-    if out is None:
+    found = own
+    if not out.count:
         run_alone(setup, run, backward=True)
     else:
         _, back = run_tasks(setup, out, run, serve, backward=True)
-        # What other ranks found is added to the sums of local batches, rounded where those are wider.
-        for there, here in zip(landing, own[1:], strict=True):
-            if there is not here:
-                there.copy_(here)
-        back.finish(setup, backward=True)
+        found = finish_back(setup, back, own, landing)
     setup.mark("attention ends", backward=True)
     setup.counts.backwards += 1
-    dk, dv = (own.dk_UKD, own.dv_UKV) if out is None else landing
-    return Gradients(own.dq_THD, dk.to(k_TKD.dtype), dv.to(v_TKV.dtype))
+    return Gradients(found.dq_THD, found.dk_UKD.to(k_TKD.dtype), found.dv_UKV.to(v_TKV.dtype))
 
 
 def serve_tick(setup: CallSetup, kind: LayerKind, backward: bool) -> None:
     """A tick on a rank that has no layer in it, or in whose layer no gradient is wanted."""
-    shape, rows = kind.shape, setup.schedule.host.query_tokens
+    shape, rows = kind.shape, setup.schedule.query_tokens
     # In a backward, rows of a layer whose gradient nobody wants are in the plan all the same: they have none.
     q, o = (
         torch.zeros(rows, shape.query_heads, size, dtype=kind.dtype, device=setup.device)
@@ -164,23 +158,18 @@ class TickCall:
     forward: CallSetup
     backward: Callable[[], CallSetup]
     """Begins this layer's backward tick; called when its gradient is there."""
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None
-    """O and LSE, from the forward until the backward ran."""
-    parcel: Parcel | None = None
-    """The same, while they are parked."""
+    kept: Kept | None = None
+    """O, LSE and sinks, from the forward until the backward ran; this rank keeps nothing of what it served."""
+    parked: Parked | None = None
+    """The same, where it is parked; `kept` is there when it came back."""
     released: bool = False
-    _parked: int = 0
-    """Number of that parcel."""
     _saved_plainly: bool = False
-    _version: int = 0
-    """Of O when it was given to the model."""
 
     def __call__(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
         """O [T, H, V]. A second call is that of a checkpointed layer: it gets the O of the first, and no tick runs."""
-        # Where activations are neither checkpointed nor offloaded, the layer behind attention saves O, its input.
-        self._saved_plainly = torch.is_grad_enabled() and not hooks_save_tensors()
+        self._saved_plainly = is_saved_plainly()
         o: torch.Tensor = _Attend.apply(self, q_THD, k_TKD, v_TKV, sinks_H)
         return o
 
@@ -196,37 +185,28 @@ class TickCall:
         self._take()
         if self.kept is not None:
             self.forward.counts.replays += 1
-            return self.kept[0]
-        if self.parking is not None:
-            self.parking.settle()
+            return self.kept.o_THV
+        parking = self.forward.modes.parking
+        if parking is not None:
+            parking.settle()
         o, lse = run_forward(self.forward, q_THD, k_TKD, v_TKV)
         if sinks_H is not None:
             o, lse = fold_sinks(o, lse, sinks_H)
-        if self.parking is None or self._saved_plainly:
-            self.kept, self._version = (o, lse), o._version
+        kept = Kept(o, lse, (), None if sinks_H is None else sinks_H.clone(), version_of(o))
+        # Saved plainly, O stays for the layer behind attention, and LSE alone is not worth the way.
+        if parking is None or self._saved_plainly:
+            self.kept = kept
         else:
-            self.parcel = self.parking.park((o, lse), self.forward.label)
-            self._parked = self.parcel.number
+            self.parked = Parked(parking, kept, (), self.forward.label, saved_plainly=False)
         return o
-
-    @property
-    def parking(self) -> Parking | None:
-        """Where what is kept goes; None: it stays."""
-        return self.forward.modes.parking
 
     def _take(self) -> None:
         """Have what is parked on the device."""
-        if self.parcel is not None:
-            o, lse = self.parcel.take()
-            self.kept, self.parcel, self._version = (o, lse), None, o._version
+        if self.parked is not None and self.kept is None and not self.released:
+            self.kept = self.parked.take()
 
-    def fetch_before(self) -> None:
-        """Bring back what the layer before this one parked."""
-        if self.parking is not None:
-            self.parking.fetch_before(self._parked)
-
-    def release(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """O and LSE, which this call holds no longer. Raises CADError where it holds none."""
+    def release(self) -> Kept:
+        """What this call holds no longer. Raises CADError where it holds nothing."""
         self._take()
         if self.kept is None:
             raise CADError(f"{self.forward.label}: a second backward through the same forward is not supported")
@@ -241,27 +221,18 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         o = call.attend(q.detach(), k.detach(), v.detach(), None if sinks is None else sinks.detach())
-        ctx.save_for_backward(q, k, v, sinks)
+        ctx.save_for_backward(q, k, v)
         return o.detach()
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: TickCall = ctx.call
-        q, k, v, sinks = ctx.saved_tensors
-        o, lse = call.release()
-        if o._version != call._version:
-            raise CADError(
-                f"{call.forward.label}: its output was changed in place, and its backward needs it as it was. Change a "
-                "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
-            )
-        do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
-        setup = call.backward()
-        dq, dk, dv = run_backward(setup, do, q.detach(), k.detach(), v.detach(), o, lse)
-        call.fetch_before()
-        dsinks = None
-        if sinks is not None and ctx.needs_input_grad[4]:
-            weight_TH = torch.exp(sinks.to(lse.dtype) - lse)
-            if len(call.forward.schedule.padding):
-                weight_TH[call.forward.schedule.padding] = 0
-            dsinks = -(weight_TH * (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum(0).to(sinks.dtype)
+        q, k, v = ctx.saved_tensors
+        kept = call.release()
+        kept.check_unchanged(call.forward.label)
+        if call.parked is not None:
+            call.parked.fetch_before()
+        do = with_packed_heads(do)
+        dq, dk, dv = run_backward(call.backward(), do, q.detach(), k.detach(), v.detach(), kept.o_THV, kept.lse_TH)
+        dsinks = sinks_gradient(call.forward, kept, do) if ctx.needs_input_grad[4] else None
         return None, dq, dk, dv, dsinks

@@ -20,7 +20,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_cad.attention import parking as parking_room
-from deepspeed_cad.attention.call import Parked
+from deepspeed_cad.attention.parked import Parked
 from deepspeed_cad.attention.parking import Packed, Parcel, Parking, available_host_memory, in_memory_order
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.errors import CADError
@@ -290,12 +290,12 @@ def test_gradients_of_parked_layers(way: str) -> None:
     layers, found, mine = train(way, lot)
     calls = [next(iter(layer.micro_batch._calls.values())) for layer in layers]
     assert all(isinstance(call.state, Parked) for call in calls)
-    assert [call.state.parcel.is_away for call in calls] == [True] * (LAYERS - 1) + [False]
+    assert [call.state.is_away for call in calls] == [True] * (LAYERS - 1) + [False]
     gradients = torch.autograd.grad(found.sum(), mine) if way != "reentrant" else backward(found, mine)
     assert torch.equal(found, right)
     assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
     assert len(lot._free) == lot.blocks > 0
-    assert not any(call.inputs for call in calls)
+    assert not any(call.parked for call in calls)
 
 
 def backward(output: torch.Tensor, given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -362,8 +362,8 @@ def test_what_servers_keep_is_parked_too(name: str, keep: bool, offload: bool) -
     lot.settle()
     served = 5 if keep else 2
     for call in ranks.calls[0]:
-        assert isinstance(call.state, Parked) and call.state.parcel.is_away
-        assert len(call.state.parcel._packed) == served + (2 if offload else 4)
+        assert isinstance(call.state, Parked) and call.state.is_away
+        assert len(call.state._parcel._packed) == served + (2 if offload else 4)
     ranks.backward(outputs)
     assert max(ranks.errors(outputs).values()) < 1e-12
     assert len(lot._free) == lot.blocks
