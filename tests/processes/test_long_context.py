@@ -230,6 +230,8 @@ def _compare(rank: int, world: int, name: str, keep: str) -> tuple[float, float,
     counts, parking = session.counts, session.parking
     statistics = session.statistics
     assert statistics.imbalance_before > 1.2 and statistics.imbalance < 1.05
+    said = f"{parking.host_bytes >> 20} MiB of host memory" if parking is not None else "host memory"
+    assert (said in session.report()) == (parking is not None)
     close_session()
     assert trained.keys() == weights.keys()
     return (

@@ -350,10 +350,12 @@ def test_second_backward_is_the_same_error() -> None:
 @pytest.mark.parametrize("name", ["two", "a rank with no tokens", "documents over borders", "a tail of padding"])
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("offload", [True, False])
-def test_what_servers_keep_is_parked_too(name: str, keep: bool, offload: bool) -> None:
+@pytest.mark.parametrize("waves", [1, 2])
+def test_what_servers_keep_is_parked_too(name: str, keep: bool, offload: bool, waves: int) -> None:
     lot = parking()
     sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64)
-    ranks = Ranks(cases.layouts()[name], MaskRule(DIM**-0.5), Modes(keep_received=keep, parking=lot), sinks, seed=3)
+    modes = Modes(keep_received=keep, parking=lot)
+    ranks = Ranks(cases.layouts()[name], MaskRule(DIM**-0.5), modes, sinks, seed=3, waves=waves)
     if offload:
         with save_on_cpu():
             outputs = ranks.forward()
@@ -363,7 +365,8 @@ def test_what_servers_keep_is_parked_too(name: str, keep: bool, offload: bool) -
     served = 5 if keep else 2
     for call in ranks.calls[0]:
         assert isinstance(call.state, Parked) and call.state.is_away
-        assert len(call.state._parcel._packed) == served + (2 if offload else 4)
+        own = served * len(call.setup.schedule.waves)
+        assert len(call.state._parcel._packed) == own + (2 if offload else 4)
     ranks.backward(outputs)
     assert max(ranks.errors(outputs).values()) < 1e-12
     assert len(lot._free) == lot.blocks
