@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from train_attention import (
     AttentionFunction,
@@ -34,6 +35,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 import deepspeed_cad
 from deepspeed_cad import session as sessions
 from deepspeed_cad.ahead.step import announce
+from deepspeed_cad.kernels.interface import Kernel
 from deepspeed_cad.session import find_binding
 
 KINDS = ("dp", "ulysses", "ulysses_joined", "allgather_cp", "allgather_cp_joined", "cad", "bound", "bound_qkv")
@@ -189,7 +191,7 @@ def make_modes(names: list[str], model: LlamaForCausalLM, setting: Setting) -> l
             cad = kind_of_cad(name, copy, split_rows(setting, False), exchanges=True)
             mode: Mode = cad.open(setting, block)
         elif kind.startswith("ulysses"):
-            use_ulysses(copy, setting)
+            use_ulysses(copy, setting.kernel, setting.device)
             mode = Mode(name, copy, split_sequence(setting, joined))
         elif kind.startswith("allgather_cp"):
             _use(copy, "benchmark_gathered", gathered_attention(setting.kernel, setting.watch))
@@ -222,7 +224,7 @@ def _use(model: LlamaForCausalLM, name: str, attend: AttentionFunction) -> None:
     model.set_attn_implementation(name)
 
 
-def use_ulysses(model: LlamaForCausalLM, setting: Setting) -> None:
+def use_ulysses(model: LlamaForCausalLM, kernel: Kernel, device: torch.device) -> None:
     """Sequence parallelism over all ranks by DeepSpeed's UlyssesSPAttentionHF, around the same kernel."""
     name = "benchmark_ulysses"
     if name in AttentionInterface._global_mapping:
@@ -235,9 +237,9 @@ def use_ulysses(model: LlamaForCausalLM, setting: Setting) -> None:
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    backend = "nccl" if setting.device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
-    _use(model, name, local_attention(setting.kernel))
+    _use(model, name, local_attention(kernel))
     UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation=name,

@@ -22,6 +22,7 @@ _CHOICES: dict[str, tuple] = {
     "overlap": ("auto", "local_first", "interleave", "pingpong", "none"),
     "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
     "backward": ("auto", "keep", "resend"),
+    "keep": ("device", "host"),
     "documents": ("keep", "exchange"),
     "look_ahead": (0, 1),
     "check": ("sampled", "off"),
@@ -89,6 +90,12 @@ class CADConfig:
     backward: str = "auto"
     """What a server does with received Q, K, V until backward. "keep": holds them; "resend": drops them, and they
     travel again with dO; "auto": keeps them unless activation checkpointing is on, which asks for memory, not speed."""
+
+    keep: str = "device"
+    """Where what attention keeps until backward waits for it: O and LSE, and at a server those of what it served.
+    "host": in pinned host memory; copy engines bring it there behind each layer and back ahead of its backward, so
+    neither GPU nor training script waits. Change it where memory of the GPU is short: under activation checkpointing
+    this is as much as the checkpoints themselves. Costs host memory, which docs/million-tokens.md counts."""
 
     cost: str = "auto"
     """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
@@ -264,6 +271,8 @@ def _refuse_combinations(config: CADConfig) -> None:
     """Values that do not go together."""
     if config.documents == "exchange" and not config.look_ahead:
         raise _bad("look_ahead", 0, "1", 'With "documents": "exchange" a step is arranged before its first forward.')
+    if config.keep == "host" and config.recompute_attention:
+        raise _bad("keep", "host", '"device"', 'With "recompute_attention": true attention keeps nothing.')
 
 
 def _check_links(config: CADConfig) -> None:

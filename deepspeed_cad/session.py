@@ -28,6 +28,7 @@ from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError
@@ -94,6 +95,8 @@ class Session:
         if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
         self.memory = self._watch_memory()
+        self.parking = Parking(device) if config.keep == "host" else None
+        """Where what attention keeps waits for backward; None: on the device."""
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
@@ -313,7 +316,7 @@ class Session:
         keep = self.config.backward == "keep" or (self.config.backward == "auto" and not checkpointed)
         modes = Modes(
             self.config.overlap != "none", self.config.recompute_attention or not backward, keep and backward,
-            sinks_travel=self.reserved is not None, returns=backward,
+            sinks_travel=self.reserved is not None, returns=backward, parking=self.parking,
         )  # fmt: skip
         return MaskDescriptor(micro_batch, window, self.kernel, modes)
 

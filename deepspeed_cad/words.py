@@ -43,7 +43,10 @@ class Words:
     def report(self) -> str:
         """What CAD did since the session opened, on this rank, as one line."""
         session = self.session
-        return f"{session.statistics.in_words()}; rank {session.rank} of {session.ranks}, {self._how()}"
+        parked = ""
+        if session.parking is not None:
+            parked = f"; {session.parking.host_bytes >> 20} MiB of host memory for what attention keeps"
+        return f"{session.statistics.in_words()}{parked}; rank {session.rank} of {session.ranks}, {self._how()}"
 
     def say_first(self) -> None:
         """Once, on rank 0, when the first micro-batch was planned: that CAD is on, and what to expect."""

@@ -78,6 +78,8 @@ def main() -> None:
     streams = [[150000, 60000, 40000, total - 250000], [total], draw_rows(1, total, np.random.default_rng(4))[0]]
     note = "one stream per step, cut into equal rank parts: documents lie across the borders of ranks"
     write("stream_64k_4r", note, 4, 65536, streams, stream=True)
+    note = "one document over all ranks: half a million tokens"
+    write("million_256k_2r", note, 2, 262144, [[524288]] * 2, stream=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ Three nodes per call, so that two nano-batches can alternate and the backward is
 
 The nodes are thin callers of forward.py and backward.py. What one step leaves for the next is the call's `state`, not
 in `save_for_backward`: under activation checkpointing the second forward of a layer finds O there and neither attends
-nor exchanges. `T` query rows at home, `U` key rows at home; other shapes as in serve.py.
+nor exchanges. Where what is kept is parked, a forward leaves `Parked` in place of `Kept`. `T` query rows at home, `U`
+key rows at home; other shapes as in serve.py.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from deepspeed_cad.attention.forward import (
     serve_forward,
     start_forward,
 )
+from deepspeed_cad.attention.parked import Parked, is_saved_plainly, without_tensors
+from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.errors import CADError
 
@@ -46,7 +49,17 @@ class Released:
     """A backward has run, and what the forward kept is freed."""
 
 
-State = Unused | ForwardStarted | ForwardServed | Kept | HeldByAutograd | BackwardStarted | BackwardServed | Released
+State = (
+    Unused
+    | ForwardStarted
+    | ForwardServed
+    | Kept
+    | Parked
+    | HeldByAutograd
+    | BackwardStarted
+    | BackwardServed
+    | Released
+)
 Found = TypeVar("Found", ForwardStarted, ForwardServed, Kept, HeldByAutograd, BackwardStarted, BackwardServed)
 
 
@@ -58,6 +71,9 @@ class AttentionCall:
         self.state: State = Unused()
         self.first_keys: tuple[torch.Tensor, torch.Tensor] | None = None
         """K and V that it read of the other nano-batch, for a layer that runs again before the other one does."""
+        self.parked: Parked | None = None
+        """From the forward until the backward ran, where what is kept is parked."""
+        self._saved_plainly = False
 
     def __call__(
         self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None = None
@@ -86,12 +102,32 @@ class AttentionCall:
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """O [T, H, V]."""
+        self._saved_plainly = is_saved_plainly()
         return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, sinks_H)
 
     @property
     def replaying(self) -> bool:
         """This is the second forward of a checkpointed layer and its result is at hand."""
-        return isinstance(self.state, Kept)
+        return isinstance(self.state, Kept | Parked)
+
+    @property
+    def parking(self) -> Parking | None:
+        """Where what is kept goes; None where it stays, or where autograd holds it."""
+        return None if self.setup.modes.recompute else self.setup.modes.parking
+
+    def keep(self, kept: Kept, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Hold what the forward kept."""
+        if self.parking is None:
+            self.state = kept
+        else:
+            label = self.setup.label
+            self.state = self.parked = Parked(self.parking, kept, inputs, label, self._saved_plainly)
+
+    def take(self) -> Kept:
+        """What the forward kept, on the device."""
+        if isinstance(self.state, Parked):
+            self.state = self.state.take()
+        return self.expect(Kept)
 
     def expect(self, state: type[Found]) -> Found:
         """What the step before left. Raises CADError where that is something else."""
@@ -111,9 +147,9 @@ class AttentionCall:
     def release(self, kept: Kept) -> None:
         """Hold no more of what a forward kept; where autograd holds it, a backward may run again."""
         if self.setup.modes.recompute:
-            self.state = HeldByAutograd(len(kept.served), kept.sinks_H, kept.version)
+            self.state = without_tensors(kept)
         else:
-            self.state, self.first_keys = Released(), None
+            self.state, self.first_keys, self.parked = Released(), None, None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -125,6 +161,8 @@ class _Dispatch(torch.autograd.Function):
         if isinstance(call.state, Released):
             call.expect(Kept)  # a checkpointed layer runs again for a second backward
         if not call.replaying:
+            if call.parking is not None:
+                call.parking.settle()
             call.setup.end_linear(False)
             call.state = start_forward(call.setup, q.detach(), k.detach(), v.detach(), sinks)
         return q.new_zeros(1)
@@ -166,9 +204,10 @@ class _Collect(torch.autograd.Function):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.call = call
-        if call.replaying:
+        replaying = call.replaying
+        if replaying:
             call.setup.counts.replays += 1
-            kept = call.expect(Kept)
+            kept = call.take()
         else:
             kept = collect_forward(call.setup, call.expect(ForwardServed))
             call.setup.begin_linear(False)
@@ -176,15 +215,21 @@ class _Collect(torch.autograd.Function):
             call.release(kept)
             ctx.save_for_backward(q, k, v, *kept.tensors())
             return kept.o_THV
-        call.state = kept
-        ctx.save_for_backward(q, k, v)
+        if not replaying:
+            call.keep(kept, (q, k, v))
+        if replaying or call.parked is None or not call.parked.has_inputs:
+            ctx.save_for_backward(q, k, v)
         return kept.o_THV.detach()
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: AttentionCall = ctx.call
-        q, k, v, *held = ctx.saved_tensors
-        kept = call.expect(HeldByAutograd).kept(held) if held else call.expect(Kept)
+        saved = ctx.saved_tensors
+        kept = call.expect(HeldByAutograd).kept(saved[3:]) if len(saved) > 3 else call.take()
+        if call.parked is not None:
+            # Now, not sooner: what the layers behind attention saved is freed, so there is room.
+            call.parked.fetch_before()
+        q, k, v = saved[:3] or (call.parked.inputs if call.parked is not None else ())
         kept.check_unchanged(call.setup.label)
         do = with_packed_heads(do)
         if ctx.needs_input_grad[1]:

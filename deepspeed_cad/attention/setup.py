@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
 from deepspeed_cad.attention.linear import LinearTimes, Stretches
+from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Gain, Waits
@@ -48,6 +49,8 @@ class Modes:
     """Sinks go along with Q: some server has no model to take them from."""
     returns: bool = True
     """A backward will come, as far as is known in the forward."""
+    parking: Parking | None = None
+    """Where what is kept waits for backward; None: on the device."""
 
 
 class CallOrders(Protocol):

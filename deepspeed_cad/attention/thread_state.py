@@ -112,6 +112,11 @@ class ThreadState:
         torch.set_autocast_cache_enabled(cache)
 
 
+def hooks_save_tensors() -> bool:
+    """Whether somebody takes what autograd saves now: activation checkpointing, or offloading to the host."""
+    return _top_saved_tensors_default_hooks(True) is not None
+
+
 def _same(one: tuple[Any, Any], other: tuple[Any, Any] | None) -> bool:
     """Whether both are the same pair of hooks: there is no way to ask how many are there."""
     return other is not None and one[0] is other[0] and one[1] is other[1]

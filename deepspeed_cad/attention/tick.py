@@ -21,6 +21,7 @@ from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import Kept, as_received, version_of
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.overlap import run_alone, run_tasks
+from deepspeed_cad.attention.parked import Parked, is_saved_plainly
 from deepspeed_cad.attention.serve import (
     by_group,
     fold_sinks,
@@ -159,12 +160,16 @@ class TickCall:
     """Begins this layer's backward tick; called when its gradient is there."""
     kept: Kept | None = None
     """O, LSE and sinks, from the forward until the backward ran; this rank keeps nothing of what it served."""
+    parked: Parked | None = None
+    """The same, where it is parked; `kept` is there when it came back."""
     released: bool = False
+    _saved_plainly: bool = False
 
     def __call__(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
         """O [T, H, V]. A second call is that of a checkpointed layer: it gets the O of the first, and no tick runs."""
+        self._saved_plainly = is_saved_plainly()
         o: torch.Tensor = _Attend.apply(self, q_THD, k_TKD, v_TKV, sinks_H)
         return o
 
@@ -177,17 +182,32 @@ class TickCall:
                 f"{self.forward.label}: it ran again after its backward (retain_graph=True?); what attention keeps is "
                 "freed as soon as its backward ran"
             )
+        self._take()
         if self.kept is not None:
             self.forward.counts.replays += 1
             return self.kept.o_THV
+        parking = self.forward.modes.parking
+        if parking is not None:
+            parking.settle()
         o, lse = run_forward(self.forward, q_THD, k_TKD, v_TKV)
         if sinks_H is not None:
             o, lse = fold_sinks(o, lse, sinks_H)
-        self.kept = Kept(o, lse, (), None if sinks_H is None else sinks_H.clone(), version_of(o))
+        kept = Kept(o, lse, (), None if sinks_H is None else sinks_H.clone(), version_of(o))
+        # Saved plainly, O stays for the layer behind attention, and LSE alone is not worth the way.
+        if parking is None or self._saved_plainly:
+            self.kept = kept
+        else:
+            self.parked = Parked(parking, kept, (), self.forward.label, saved_plainly=False)
         return o
+
+    def _take(self) -> None:
+        """Have what is parked on the device."""
+        if self.parked is not None and self.kept is None and not self.released:
+            self.kept = self.parked.take()
 
     def release(self) -> Kept:
         """What this call holds no longer. Raises CADError where it holds nothing."""
+        self._take()
         if self.kept is None:
             raise CADError(f"{self.forward.label}: a second backward through the same forward is not supported")
         kept, self.kept, self.released = self.kept, None, True
@@ -210,6 +230,8 @@ class _Attend(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         kept = call.release()
         kept.check_unchanged(call.forward.label)
+        if call.parked is not None:
+            call.parked.fetch_before()
         do = with_packed_heads(do)
         dq, dk, dv = run_backward(call.backward(), do, q.detach(), k.detach(), v.detach(), kept.o_THV, kept.lse_TH)
         dsinks = sinks_gradient(call.forward, kept, do) if ctx.needs_input_grad[4] else None

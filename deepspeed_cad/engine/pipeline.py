@@ -224,7 +224,7 @@ class PipelineBinding:
     def _setup(self, program: tuple[ProgramTick, ...], planned: PlannedPhase, tick: int, label: str) -> CallSetup:
         session = self.session
         kernel = session.kernel(kernel_need(program[tick].kind, session.device))
-        modes = Modes(local_first=session.config.overlap != "none")
+        modes = Modes(local_first=session.config.overlap != "none", parking=session.parking)
         return planned.setup(tick, program[tick], kernel, modes, label)
 
     @property

@@ -1,6 +1,6 @@
-"""Served tasks on a stream of their own beside local ones, the default on GPUs, against the same work on one stream.
+"""Served tasks on a stream of their own beside local ones, and parking on a third, against the same work on one stream.
 
-What the two streams share is right only if every read waits for what it reads, and no memory is used again too early.
+What the streams share is right only if every read waits for what it reads, and no memory is used again too early.
 Both show as other bits. So a model is trained again and again while streams are held up at random places, and memory
 that was just freed is filled with NaN; loss and gradients must be those of the run on one stream, bit by bit. Kernels
 run in torch's deterministic mode; where a kernel's bits differ all the same, by as much as they differ on one stream.
@@ -29,8 +29,8 @@ CYCLES = 3_000_000
 class Disturbance:
     """Holds streams up and spoils freed memory, at random, while it is on."""
 
-    def __init__(self, place: Place, session: Session, aside: Any) -> None:
-        self.place, self.session, self.aside, self.on = place, session, aside, False
+    def __init__(self, place: Place, session: Session, *streams: Any) -> None:
+        self.place, self.session, self.streams, self.on = place, session, streams, False
         self.random = random.Random(place.rank)
         self.count = 0
 
@@ -44,7 +44,7 @@ class Disturbance:
         torch.full(shape, float("nan"), dtype=dtype, device=self.place.device)
         if not self.place.on_gpu or self.random.random() > 0.3:
             return
-        streams = [torch.cuda.current_stream(), self.aside, getattr(self.session.transport, "stream", None)]
+        streams = [torch.cuda.current_stream(), *self.streams, getattr(self.session.transport, "stream", None)]
         with torch.cuda.stream(self.random.choice([one for one in streams if one is not None])):
             torch.cuda._sleep(self.random.randrange(CYCLES))
 
@@ -90,20 +90,22 @@ def check(place: Place, transport: str, kernel: str, documents: str, waves: int)
     model = make_model(place, "llama", sizes)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     block = {"transport": transport, "kernel": kernel, "straggler_relief": 0.0, "tolerance": 0.02, "timeout_s": 60.0}
-    block |= {"granularity": 64 if place.on_gpu else 16, "waves": waves}
+    block |= {"granularity": 64 if place.on_gpu else 16, "waves": waves, "keep": "host"}
     place.together(lambda: deepspeed_cad.apply(model, block))
     session = deepspeed_cad.current_session()
     assert session is not None
-    aside = session.aside
+    aside, parking = session.aside, session.parking
+    assert parking is not None
     if place.on_gpu and aside is None:
         return False, "the session has no second stream"
     lengths = make_lengths(documents, place.ranks, sizes.tokens)
     here = slice(place.rank * sizes.tokens, (place.rank + 1) * sizes.tokens)
     row = [column[here] for column in stream(lengths, place.device)]
-    disturbance = Disturbance(place, session, aside)
+    disturbance = Disturbance(place, session, aside, parking._stream)
     with disturbed(session, disturbance):
         # The second stream is the first: the same batches in the same order, one after the other.
         session.aside = torch.cuda.current_stream(place.device) if place.on_gpu else None
+        session.parking = None
         calm = [place.together(lambda: train(model, *row)) for _ in range(3)]
         # Of all tensors together: where a kernel adds in any order, three runs say little of a single one.
         noise = max(distance(one, calm[0], name) for name in calm[0] for one in calm[1:])
@@ -113,16 +115,19 @@ def check(place: Place, transport: str, kernel: str, documents: str, waves: int)
         for repeat in range(REPEATS[place.device.type]):
             # Without it fresh memory holds what was freed last, with it NaN; filling also changes what runs when.
             torch.utils.deterministic.fill_uninitialized_memory = repeat % 2 == 0
+            session.parking = parking if repeat % 4 > 1 else None
             found = train(model, *row)
             worst = {name: max(worst[name], distance(found, calm[0], name)) for name in worst}
             wrong += [f"{name} in repetition {repeat}" for name in worst if not allowed(found, calm[0], name, noise)]
         torch.utils.deterministic.fill_uninitialized_memory = True
     sent = sum(place.gather(session.transport.bytes_sent if session.transport else 0))
+    parked = parking.host_bytes
     bits = "the same bits" if not noise else f"bits differ by {noise:.1e} on one stream too"
-    text = f"{REPEATS[place.device.type]} repetitions, {disturbance.count} disturbances, {sent >> 20} MiB sent; {bits}"
+    moved = f"{sent >> 20} MiB sent, {parked >> 20} MiB parked"
+    text = f"{REPEATS[place.device.type]} repetitions, {disturbance.count} disturbances, {moved}; {bits}"
     if wrong:
         text = f"other by up to {max(worst.values()):.1e}: {', '.join(wrong[:5])}; {text}"
-    return not wrong and sent > 0, text
+    return not wrong and sent > 0 and parked > 0, text
 
 
 def distance(one: Results, other: Results, name: str) -> float:

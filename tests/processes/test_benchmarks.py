@@ -105,6 +105,26 @@ def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
 
 
 @pytest.mark.slow
+def test_alst_and_cad_train_the_same(tmp_path: Path) -> None:
+    """Full optimizer steps: losses after the first show gradients too."""
+    pytest.importorskip("deepspeed")
+    size = "--tokens 512 --layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tile 100".split()
+    for mode in ("alst", "cad"):
+        run = torchrun(
+            2, "benchmarks/alst_step.py", "--mode", mode, *size, "--steps", "2", "--lr", "0.01",
+            "--cad", '{"granularity": 16, "keep": "host"}', "--output", str(tmp_path / f"{mode}.json"),
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr[-4000:]
+    alst, cad = (json.loads((tmp_path / f"{mode}.json").read_text()) for mode in ("alst", "cad"))
+    assert cad["ranks"][0]["losses"] == pytest.approx(alst["ranks"][0]["losses"], rel=1e-5)
+    assert len(set(cad["ranks"][0]["losses"])) == 3
+    assert cad["ranks"][0]["parked"] > 0 and cad["ranks"][0]["waited"] > 0 and alst["ranks"][0]["waited"] is None
+    words = [sys.executable, "benchmarks/alst_step.py", "--table", str(tmp_path)]
+    table = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert re.search(r"^\| alst \|.* 1\.000 ", table, re.MULTILINE) and "| cad |" in table
+
+
+@pytest.mark.slow
 def test_hybrid_trains_the_same(tmp_path: Path) -> None:
     """State stays inside documents in every mode; only the attending layers count as attention."""
     size = "--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens-per-rank 256 --scale".split()

@@ -13,6 +13,7 @@ from test_attention import StrictTransport
 
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.layer import LayerKind
+from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.phase import Phase
 from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
@@ -38,8 +39,9 @@ def _layout(name: str, idle: int | None) -> Layout:
 
 def _run(
     rank: int, world: int, name: str, seed: int, window: int | None, sinks: bool, checkpointed: bool,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float64, parked: bool = False,
 ) -> float:  # fmt: skip
+    lot = Parking(torch.device("cpu"), 1024) if parked else None
     layout = _layout(name, world - 1)
     rule = MaskRule(DIM**-0.5, window, 3.0 if seed % 2 else None)
     sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if sinks else None
@@ -55,7 +57,7 @@ def _run(
         schedule = upload_schedule(
             schedule_rank(tick, build_slices(tick, tasks, window), rank, GROUPS, window), torch.device("cpu")
         )
-        setup = CallSetup(schedule, LseTransposed(), transport, rule, Modes(bool(seed % 2)), counts)
+        setup = CallSetup(schedule, LseTransposed(), transport, rule, Modes(bool(seed % 2), parking=lot), counts)
         return Phase(program, [0] if layout.tokens[rank] else [], lambda tick, label: setup, backward)
 
     forward, backward = phase(False), phase(True)
@@ -73,6 +75,9 @@ def _run(
     if checkpointed:
         with torch.no_grad():
             call(leaves["q"], leaves["k"], leaves["v"], sink)
+        if lot is not None:
+            lot.settle()
+            assert call.kept is None and call.parked is not None and call.parked.is_away
     o = call(leaves["q"], leaves["k"], leaves["v"], sink)
     o.backward(mine["do"])
     backward.finish()
@@ -94,3 +99,9 @@ def test_two_plans_are_exact(
 
 def test_bf16(workers: WorkerPool) -> None:
     assert max(workers.run(_run, 4, "odd", 2, None, True, False, torch.bfloat16)) < 2**-5
+
+
+def test_what_a_stage_keeps_is_parked(workers: WorkerPool) -> None:
+    """Only where activations are checkpointed: else the layer behind attention holds O anyway."""
+    assert max(workers.run(_run, 4, "odd", 2, None, True, True, torch.float64, True)) < 1e-10
+    assert max(workers.run(_run, 4, "odd", 2, None, True, False, torch.float64, True)) < 1e-10

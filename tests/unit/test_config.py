@@ -28,6 +28,7 @@ def test_defaults() -> None:
         "kernel": "auto",
         "recompute_attention": False,
         "backward": "auto",
+        "keep": "device",
         "cost": "auto",
         "links": "measure",
         "waves": "auto",
@@ -78,6 +79,7 @@ ALLOWED = [
     ("kernel", "flash_attn_4"),
     ("recompute_attention", True),
     ("backward", "resend"),
+    ("keep", "host"),
     ("cost", "pairs"),
     ("cost", "profiles/mine.json"),
     ("links", "measure"),
@@ -257,3 +259,8 @@ def test_what_auto_overlaps_with(overlap: str, servers: object, used: str) -> No
     config = CADConfig(overlap=overlap)
     object.__setattr__(config, "servers", servers)
     assert config.overlap_used == used
+
+
+def test_parked_and_recomputed_attention_exclude_each_other() -> None:
+    with pytest.raises(CADConfigError, match='key "keep" is "host".*"recompute_attention": true attention keeps noth'):
+        CADConfig.from_dict({"keep": "host", "recompute_attention": True})

@@ -1,0 +1,255 @@
+"""CAD with what trains long documents elsewhere: offloading of optimizer, parameters and activations, tiled MLP and
+loss. Losses and weights after two steps against each document run alone, by the frameworks themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from pool import WorkerPool
+from torch.distributed.device_mesh import init_device_mesh
+from trainers import BLOCK
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+WORLD, STEPS, LR = 2, 2, 0.2
+LENGTHS = [[220], [40, 30, 9, 1, 50, 90]]
+"""Documents of each rank: equally many tokens, as tiles under ZeRO-3 need."""
+TILE = 48
+"""Tokens: 220 are five tiles, the last of them smaller."""
+
+
+def _batch(rank: int, step: int) -> list[torch.Tensor]:
+    return training.documents(LENGTHS[(rank + step) % WORLD], seed=10 * step + rank)
+
+
+def _alone(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of this rank and the weights at the end: every document alone, gradients averaged, plain SGD."""
+    model = training.tiny_llama(torch.float32, attn_implementation="eager", use_cache=False)
+    losses = []
+    for step in range(STEPS):
+        docs = _batch(rank, step)
+        targets = sum(len(doc) - 1 for doc in docs)
+        total, gradients = training.alone(model, docs)
+        losses.append(total / targets)
+        for name, p in model.named_parameters():
+            gradient = gradients[name] / targets
+            dist.all_reduce(gradient)
+            p.data -= LR * gradient / WORLD
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# DeepSpeed
+
+
+def _zero3(**changes: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **changes},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+PARAMETERS = {"offload_param": {"device": "cpu", "pin_memory": False}}
+
+
+@contextlib.contextmanager
+def _deepspeed_checkpointing(model: Any) -> Iterator[None]:
+    """DeepSpeed's own checkpointing, with activations on the CPU."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    # It empties what it copied to the host. On a CPU the copy is the tensor itself, so that training without CAD fails
+    # too; here it gets real copies, as from a GPU.
+    copy = checkpointing.copy_to_device
+    checkpointing.copy_to_device = lambda *given, **names: tuple(
+        x.clone() if isinstance(x, torch.Tensor) else x for x in copy(*given, **names)
+    )
+    checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=True, contiguous_checkpointing=False)
+    model._set_gradient_checkpointing(True, checkpointing.checkpoint)
+    yield
+    checkpointing.copy_to_device = copy
+
+
+def _tiles(model: Any) -> None:
+    from tiling import TiledLoss, tile_mlps
+
+    tile_mlps(model, TILE)
+    TiledLoss(model, TILE)
+
+
+def _deepspeed(
+    rank: int, config: dict[str, Any], block: dict[str, Any], tiled: bool, checkpointing: str, offload: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    import deepspeed
+    from torch.autograd.graph import save_on_cpu
+
+    import deepspeed_cad
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_cad.install()
+    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    if tiled:
+        _tiles(model)
+    if checkpointing in ("reentrant", "non-reentrant"):
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config | {"cad": block})
+    engine.train()
+    losses = []
+    with contextlib.ExitStack() as stack:
+        if checkpointing == "deepspeed":
+            stack.enter_context(_deepspeed_checkpointing(model))
+        if offload:
+            stack.enter_context(save_on_cpu())
+        for step in range(STEPS):
+            loss = engine(**training.pack(_batch(rank, step)), use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=True):
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.destroy()
+    return losses, weights
+
+
+# FSDP2
+
+
+def _fsdp2(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        offload_wrapper,
+    )
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    import deepspeed_cad
+
+    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    deepspeed_cad.apply(model, block)
+    layers = list(model.get_decoder().layers)
+    if checkpointing == "non-reentrant":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif checkpointing == "offload wrapper":
+        kind = type(layers[0])
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=offload_wrapper, check_fn=lambda one: isinstance(one, kind)
+        )
+        layers = list(model.get_decoder().layers)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for one in (*layers, model):
+        fully_shard(one, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
+    for step in range(STEPS):
+        loss = model(**training.pack(_batch(rank, step))).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    weights = {n.replace("_checkpoint_wrapped_module.", ""): p.full_tensor() for n, p in model.named_parameters()}
+    return losses, {name: p.detach().clone() for name, p in weights.items()}
+
+
+# TRL
+
+
+def _trl(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The context that SFTTrainer enters around its forward with `activation_offloading=True`."""
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    import deepspeed_cad
+
+    # It asks torch for an accelerator, and a CPU is none.
+    torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")  # type: ignore[assignment]
+    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    deepspeed_cad.apply(model, block)
+    if checkpointing == "non-reentrant":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    context = get_act_offloading_ctx_manager(
+        model=model, use_pin_memory=False, use_streams=False, min_offload_size=1, max_fwd_stash_size=2
+    )
+    losses = []
+    for step in range(STEPS):
+        with context:
+            loss = model(**training.pack(_batch(rank, step))).loss
+        loss.backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= WORLD
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _ds(
+    tiled: bool = False, checkpointing: str = "", offload: bool = False, **changes: Any
+) -> Callable[[int, dict[str, Any]], Any]:
+    return lambda rank, block: _deepspeed(rank, _zero3(**changes), block, tiled, checkpointing, offload)
+
+
+WAYS: dict[str, Callable[[int, dict[str, Any]], Any]] = {
+    "ZeRO-3, optimizer offload": _ds(**OPTIMIZER),
+    "ZeRO-3, optimizer offload, checkpointing": _ds(checkpointing="non-reentrant", **OPTIMIZER),
+    "ZeRO-3, both offloads, reentrant checkpointing": _ds(checkpointing="reentrant", **OPTIMIZER, **PARAMETERS),
+    "ZeRO-3, tiled MLP and loss": _ds(tiled=True),
+    "ZeRO-3, optimizer offload, tiled, checkpointing": _ds(True, "non-reentrant", **OPTIMIZER),
+    "ZeRO-3, optimizer offload, tiled, checkpoints on the CPU": _ds(True, "non-reentrant", True, **OPTIMIZER),
+    "ZeRO-3, activations on the CPU": _ds(offload=True),
+    "ZeRO-3, DeepSpeed's checkpointing on the CPU": _ds(checkpointing="deepspeed", **OPTIMIZER),
+    "FSDP2, offload": lambda rank, block: _fsdp2(rank, block, ""),
+    "FSDP2, offload, checkpointing": lambda rank, block: _fsdp2(rank, block, "non-reentrant"),
+    "FSDP2, offload, offloaded layers": lambda rank, block: _fsdp2(rank, block, "offload wrapper"),
+    "TRL's activation offloading": lambda rank, block: _trl(rank, block, ""),
+    "TRL's activation offloading, checkpointing": lambda rank, block: _trl(rank, block, "non-reentrant"),
+}
+REPLAYS = {name for name in WAYS if "checkpoint" in name}
+
+
+def _compare(rank: int, world: int, name: str, keep: str) -> tuple[float, float, tuple[int, ...], int]:
+    """Largest differences of losses and weights; forwards, backwards and replays of attention; bytes parked."""
+    import deepspeed_cad
+    from deepspeed_cad.session import close_session
+
+    losses, weights = _alone(rank)
+    found, trained = WAYS[name](rank, {**BLOCK, "keep": keep})
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    counts, parking = session.counts, session.parking
+    statistics = session.statistics
+    assert statistics.imbalance_before > 1.2 and statistics.imbalance < 1.05
+    said = f"{parking.host_bytes >> 20} MiB of host memory" if parking is not None else "host memory"
+    assert (said in session.report()) == (parking is not None)
+    close_session()
+    assert trained.keys() == weights.keys()
+    return (
+        max(abs(one - other) for one, other in zip(found, losses, strict=True)),
+        max(float((trained[name] - weights[name]).abs().max()) for name in weights),
+        (counts.forwards, counts.backwards, counts.replays),
+        0 if parking is None else parking.host_bytes,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["host", pytest.param("device", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", WAYS)
+def test_same_losses_and_weights(fresh_workers: WorkerPool, name: str, keep: str) -> None:
+    if "TRL" in name:
+        pytest.importorskip("trl")
+    for loss, weight, counts, parked in fresh_workers.run(_compare, WORLD, name, keep, timeout=120.0):
+        assert loss < 1e-5 and weight < 1e-5, (loss, weight)
+        calls = 2 * STEPS
+        assert counts == (calls, calls, calls if name in REPLAYS else 0)
+        assert bool(parked) == (keep == "host")

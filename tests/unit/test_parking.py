@@ -1,0 +1,381 @@
+"""What attention keeps, in host memory until backward: copies there and back, memory, order on streams, errors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cases
+import pytest
+import torch
+from attention_ranks import DIM, HEADS, Ranks
+from test_attention_call import LABEL, Layer, checkpointed, inputs, run_whole
+from test_streams import Stream
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed_cad.attention import parking as parking_room
+from deepspeed_cad.attention.parked import Parked
+from deepspeed_cad.attention.parking import Packed, Parcel, Parking, available_host_memory, in_memory_order
+from deepspeed_cad.attention.setup import Modes
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.kernels.interface import MaskRule
+
+CPU = torch.device("cpu")
+BLOCK = 1024
+"""Bytes: small, so that tensors lie in several blocks."""
+
+
+def parking() -> Parking:
+    return Parking(CPU, BLOCK)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "one block": lambda: numbers(4, 8),
+    "many blocks": lambda: numbers(300, 7, dtype=torch.float64),
+    "as large as a block": lambda: numbers(BLOCK // 4),
+    "no rows": lambda: numbers(0, 3, 8),
+    "transposed": lambda: numbers(40, 33).t(),
+    "heads first": lambda: numbers(4, 50, 8, dtype=torch.bfloat16).transpose(0, 1),
+    "with gaps": lambda: numbers(50, 3, 8)[:, 1],
+    "one column": lambda: numbers(50, 3)[:, 1:2],
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_comes_back_is_what_left(name: str) -> None:
+    """Values and strides: a kernel that gave LSE transposed takes it back so. Only gaps are closed."""
+    lot, given = parking(), TENSORS[name]()
+    expected, strides, dense = given.clone(), given.stride(), in_memory_order(given)[0].numel() == given.numel()
+    before, after = numbers(5), numbers(6, dtype=torch.bfloat16)
+    parcel = lot.park([before, given, after], LABEL)
+    lot.settle()
+    assert parcel.is_away
+    for block in lot._free:
+        block.fill_(255)
+    found = parcel.take()
+    assert torch.equal(found[1], expected) and torch.equal(found[0], before) and torch.equal(found[2], after)
+    assert found[1].dtype == given.dtype and found[1].data_ptr() != given.data_ptr() or not given.numel()
+    assert dense and (name in ("with gaps", "one column") or found[1].stride() == strides)
+
+
+def test_device_memory_goes_when_the_next_layer_begins() -> None:
+    lot = parking()
+    given = numbers(64)
+    seen = weakref.ref(given)
+    parcel = lot.park([given], LABEL)
+    del given
+    gc.collect()
+    assert seen() is not None and not parcel.is_away, "the copy may still read it"
+    lot.settle()
+    gc.collect()
+    assert seen() is None and parcel.is_away
+
+
+def test_what_has_not_left_is_not_copied_back() -> None:
+    """The last layer of a forward is the first of its backward."""
+    lot, given = parking(), numbers(64)
+    parcel = lot.park([given], LABEL)
+    assert parcel.take()[0] is given
+    lot.settle()
+    assert given.sum() == numbers(64).sum()
+
+
+def test_blocks_are_used_again() -> None:
+    """Host memory is that of the parcels of one step, not of all steps."""
+    lot = parking()
+    for _ in range(5):
+        parcels = [lot.park([numbers(BLOCK // 4), numbers(10)], LABEL) for _ in range(3)]
+        lot.settle()
+        for parcel in reversed(parcels):
+            parcel.take()
+        del parcels, parcel
+    assert (lot.blocks, lot.host_bytes, len(lot._free)) == (6, 6 * BLOCK, 6)
+
+
+def test_a_parcel_that_nobody_takes_gives_its_blocks_back() -> None:
+    lot = parking()
+    parcel = lot.park([numbers(10)], LABEL)
+    lot.settle()
+    assert not lot._free
+    del parcel
+    gc.collect()
+    assert len(lot._free) == lot.blocks == 1
+
+
+def test_backward_of_a_layer_fetches_the_one_before() -> None:
+    """By order of parking; what is back already, or was taken, is passed over."""
+    lot = parking()
+    parcels = [lot.park([numbers(10 + i)], LABEL) for i in range(4)]
+    lot.settle()
+    lot.fetch_before(parcels[3].number)
+    assert [one.is_away for one in parcels] == [True, True, False, True]
+    lot.fetch_before(parcels[3].number)
+    assert [one.is_away for one in parcels] == [True, False, False, True]
+    parcels[0].take()
+    lot.fetch_before(parcels[1].number)
+    assert torch.equal(parcels[2].take()[0], numbers(12))
+
+
+@pytest.mark.parametrize("when", ["before it left", "where it never left", "after it came back"])
+def test_a_change_in_place_is_an_error(when: str) -> None:
+    lot, given = parking(), numbers(16)
+    parcel = lot.park([numbers(3), given], LABEL)
+    with pytest.raises(CADError, match=f"{LABEL}.*changed in place"):
+        if when == "after it came back":
+            lot.settle()
+            parcel.fetch()
+            parcel._here[1].mul_(2)
+            parcel.take()
+        given.mul_(2)
+        lot.settle() if when == "before it left" else parcel.take()
+
+
+# Host memory
+
+
+def test_host_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    lot = parking()
+    lot.park([numbers(BLOCK)], LABEL)
+    monkeypatch.setattr(parking_room, "available_host_memory", lambda: parking_room.RESERVE + BLOCK)
+    lot = Parking(CPU, 1 << 30)
+    expected = f'{LABEL}: "keep": "host" needs 1024 MiB more host memory beside the 0 MiB .* and 1024 MiB is available'
+    with pytest.raises(CADError, match=expected):
+        lot.park([numbers(3)], LABEL)
+
+
+def test_an_allocator_that_refuses_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory has limits of its own."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(parking_room.torch, "empty", refuse)
+    with pytest.raises(CADError, match='"keep": "host" needs .* MiB is available .*CUDA error: out of memory\\)'):
+        parking().park([numbers(3)], LABEL)
+
+
+HOST = {"proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 800 kB\n"}
+GROUP = "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        (HOST, 800 << 10),
+        ({**HOST, f"{GROUP}.max": "max\n", f"{GROUP}.current": "5\n"}, 800 << 10),
+        (
+            {
+                **HOST, f"{GROUP}.max": "5000\n", f"{GROUP}.current": "4500\n",
+                f"{GROUP}.stat": "anon 1\ninactive_file 300\n",
+            },
+            800,
+        ),
+        ({f"{GROUP}/memory.limit_in_bytes": "900\n", f"{GROUP}/memory.usage_in_bytes": "100\n"}, 800),
+        ({}, None),
+    ],
+    ids=["a host", "no limit", "a control group", "one of the first version", "unknown"],
+)  # fmt: skip
+def test_available_host_memory(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_host_memory(tmp_path) == expected
+
+
+# Streams
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Parking, Stream, Stream]]:
+    """A parking whose copies run on a stream of clocks, beside the training stream."""
+    training, side = Stream(), Stream()
+    running = [training]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        running.append(stream)
+        stream.work()
+        yield
+        stream.work()
+        running.pop()
+
+    monkeypatch.setattr(parking_room.torch, "cuda", SimpleNamespace(current_stream=lambda _: running[-1], stream=on))
+    lot = parking()
+    lot._stream = side  # type: ignore[assignment]
+    yield lot, training, side
+
+
+def test_order_of_copies_and_work(clocks: tuple[Parking, Stream, Stream]) -> None:
+    """Copies follow what made the tensors, and memory of the training stream is used again only behind them."""
+    lot, training, side = clocks
+    training.work()
+    first = lot.park([numbers(8)], LABEL)
+    assert side.is_after(training) and not training.is_after(side)
+    training.work()
+    lot.settle()
+    assert training.is_after(side), "memory that is given back is still read"
+    last = lot.park([numbers(9)], LABEL)
+    training.work()
+    last.take()
+    assert training.is_after(side), "backward frees what a copy still reads"
+    training.work()
+    lot.fetch_before(last.number)
+    assert side.is_after(training), "new memory is written while earlier work still reads it"
+    assert not training.is_after(side), "the host or the training stream waits too early"
+    first.take()
+    assert training.is_after(side), "a tensor is read before it arrived"
+
+
+def test_what_is_arriving_when_nobody_wants_it(clocks: tuple[Parking, Stream, Stream]) -> None:
+    lot, training, side = clocks
+    parcel = lot.park([numbers(8)], LABEL)
+    lot.settle()
+    parcel.fetch()
+    assert not training.is_after(side)
+    del parcel
+    gc.collect()
+    assert training.is_after(side), "its memory is another's while the copy writes to it"
+
+
+# Layers
+
+
+def offloaded(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    with save_on_cpu():
+        return run_whole(layer, change, *given)
+
+
+def reentrant(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        o = layer(*inputs)
+        layer.micro_batch.in_forward = False
+        return change(o)
+
+    found = checkpoint(run, *given, use_reentrant=True)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+WAYS = {"plain": run_whole, "checkpointed": checkpointed, "reentrant": reentrant, "offloaded": offloaded}
+LAYERS = 3
+
+
+def train(way: str, lot: Parking | None) -> tuple[list[Layer], torch.Tensor, list[torch.Tensor]]:
+    """Three layers one behind the other: their calls, the output and the inputs."""
+    layers, given = [Layer([8], Modes(parking=lot)) for _ in range(LAYERS)], inputs(8)
+    q, k, v = given
+    for layer in layers:
+        # What comes behind attention in a model saves its input.
+        o = WAYS[way](layer, lambda o: o * o.detach().sum() + o.square(), q, k, v)
+        q = o.transpose(1, 2)
+    return layers, q, given
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_parked_layers(way: str) -> None:
+    """Bit by bit those of layers that keep all on the device."""
+    lot = parking()
+    _, right, given = train(way, None)
+    expected = torch.autograd.grad(right.sum(), given) if way != "reentrant" else backward(right, given)
+    layers, found, mine = train(way, lot)
+    calls = [next(iter(layer.micro_batch._calls.values())) for layer in layers]
+    assert all(isinstance(call.state, Parked) for call in calls)
+    assert [call.state.is_away for call in calls] == [True] * (LAYERS - 1) + [False]
+    gradients = torch.autograd.grad(found.sum(), mine) if way != "reentrant" else backward(found, mine)
+    assert torch.equal(found, right)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+    assert len(lot._free) == lot.blocks > 0
+    assert not any(call.parked for call in calls)
+
+
+def backward(output: torch.Tensor, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    output.sum().backward()
+    return [x.grad for x in given]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nobody_waits_in_backward(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer never left, and each other one was on its way back before it was wanted."""
+    taken, take = [], Parcel.take
+    monkeypatch.setattr(Parcel, "take", lambda self: taken.append((self.number, self.is_away)) or take(self))
+    _, output, given = train(way, parking())
+    backward(output, given)
+    assert taken == [(3, False), (2, False), (1, False)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_what_dies_is_parked(way: str) -> None:
+    """O, where the layer behind saves it for itself, is not; then Q, K and V are, which nobody else holds."""
+    lot, parked = parking(), []
+    lot.park = lambda tensors, label: parked.append(tensors) or Parcel(lot, 1, label, tensors)  # type: ignore[method-assign]
+    layers, _, _ = train(way, lot)
+    shapes = [tuple(x.shape) for x in parked[0]]
+    q, k, o, lse = (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4)
+    assert shapes == ([q, k, k, lse] if way == "plain" else [o, lse])
+    assert len(parked) == LAYERS
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_changed_output_of_a_parked_layer(way: str) -> None:
+    lot = parking()
+    layer = Layer([8], Modes(parking=lot))
+    o = WAYS[way](layer, lambda o: o.flatten(2).mul_(2).square(), *inputs(8))
+    with pytest.raises(CADError, match=f"{LABEL}.*changed in place"):
+        o.sum().backward()
+
+
+def test_evaluation_and_recomputed_attention_park_nothing() -> None:
+    lot = parking()
+    Layer([8], Modes(recompute=True, parking=lot))(*inputs(8)).sum().backward()
+    assert lot.blocks == 0
+
+
+def test_second_backward_is_the_same_error() -> None:
+    o = Layer([8], Modes(parking=parking()))(*inputs(8))
+    o.sum().backward(retain_graph=True)
+    with pytest.raises(CADError, match=f"{LABEL}: a second backward"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["two", "a rank with no tokens", "documents over borders", "a tail of padding"])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("waves", [1, 2])
+def test_what_servers_keep_is_parked_too(name: str, keep: bool, offload: bool, waves: int) -> None:
+    lot = parking()
+    sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64)
+    modes = Modes(keep_received=keep, parking=lot)
+    ranks = Ranks(cases.layouts()[name], MaskRule(DIM**-0.5), modes, sinks, seed=3, waves=waves)
+    if offload:
+        with save_on_cpu():
+            outputs = ranks.forward()
+    else:
+        outputs = ranks.forward()
+    lot.settle()
+    served = 5 if keep else 2
+    for call in ranks.calls[0]:
+        assert isinstance(call.state, Parked) and call.state.is_away
+        own = served * len(call.setup.schedule.waves)
+        assert len(call.state._parcel._packed) == own + (2 if offload else 4)
+    ranks.backward(outputs)
+    assert max(ranks.errors(outputs).values()) < 1e-12
+    assert len(lot._free) == lot.blocks
+
+
+def test_tensors_begin_at_multiples() -> None:
+    parcel = parking().park([numbers(3), numbers(5, 2).t(), numbers(2)], LABEL)
+    assert parcel._packed == [
+        Packed(0, torch.Size([3]), (0,), torch.float32),
+        Packed(256, torch.Size([5, 2]), (1, 0), torch.float32),
+        Packed(512, torch.Size([2]), (0,), torch.float32),
+    ]
