@@ -22,6 +22,11 @@ def notice(text: str) -> None:
     handler.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things in words: 1 server, 2 servers."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _is_shown() -> bool:
     """Whether a handler on the way to the root shows this logger's records of level INFO."""
     if not logger.isEnabledFor(logging.INFO):

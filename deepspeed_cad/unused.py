@@ -19,6 +19,8 @@ def unused_keys(config: CADConfig, cost: Profile) -> list[str]:
             '"trainers_serve" is false and does nothing: no rank is reserved, so every rank trains and serves. Reserve '
             'servers ("servers"), or leave it out'
         )
+    if reserved:
+        said += _in_one_piece(config, "beside reserved servers, whose orders do not name waves")
     if not _asks_for_relief(config):
         return said
     begin = f'"straggler_relief" is {config.straggler_relief} and does nothing'
@@ -37,12 +39,13 @@ def unused_keys(config: CADConfig, cost: Profile) -> list[str]:
 
 def unused_in_pipelines(config: CADConfig, cost: Profile) -> list[str]:
     """Of a DeepSpeed pipeline, beside what `unused_keys` says."""
-    if not _asks_for_relief(config) or cost.unit != "seconds":
-        return []
-    return [
-        f'"straggler_relief" is {config.straggler_relief} and does nothing in a pipeline: waits tell of its bubbles '
-        "too, not only of slow ranks. Leave it out"
-    ]
+    said = _in_one_piece(config, "in a pipeline, whose ticks are planned in one wave")
+    if _asks_for_relief(config) and cost.unit == "seconds":
+        said.append(
+            f'"straggler_relief" is {config.straggler_relief} and does nothing in a pipeline: waits tell of its '
+            "bubbles too, not only of slow ranks. Leave it out"
+        )
+    return said
 
 
 def unused_outside_pipelines(config: CADConfig) -> list[str]:
@@ -52,6 +55,16 @@ def unused_outside_pipelines(config: CADConfig) -> list[str]:
     return [
         f'"pipeline_in_flight" is {config.pipeline_in_flight} and does nothing: the model is not a DeepSpeed '
         "PipelineModule. Leave it out, or cut the model into stages (deepspeed_cad.to_pipeline)"
+    ]
+
+
+def _in_one_piece(config: CADConfig, where: str) -> list[str]:
+    """Keys about exchanges that go in waves, where they go whole."""
+    asked = {"waves": config.waves not in ("auto", 1), "memory": config.memory != "auto"}
+    return [
+        f'"{key}" is {getattr(config, key)} and does nothing {where}: exchanges go whole. Leave it out'
+        for key, is_asked in asked.items()
+        if is_asked
     ]
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from deepspeed_cad.notice import notice
+from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.server.idle import EVERY, advise
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Words:
         transport = "nothing to exchange" if session.transport is None else session.transport.name
         servers = ""
         if session.reserved is not None:
-            servers = f" beside {_count(session.reserved.role.servers, 'reserved server')}"
+            servers = f" beside {counted(session.reserved.role.servers, 'reserved server')}"
         return (
             f"rank {session.rank} of {session.ranks} attention servers{servers}, transport {transport}, "
             f"overlap {session.config.overlap_used}, tolerance {session.config.tolerance}, cost {session.cost.name}, "
@@ -57,10 +57,10 @@ class Words:
         now = session.statistics
         gain = f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f} in the first micro-batch"
         sent = f"rank 0 sent {now.bytes_sent / 2**20:.1f} MiB in its forward"
-        ranks = _count(session.ranks, "rank")
+        ranks = counted(session.ranks, "rank")
         if session.reserved is not None:
             servers = session.reserved.role.servers
-            ranks = f"{_count(session.ranks, 'trainer')} and {_count(servers, 'reserved server')}"
+            ranks = f"{counted(session.ranks, 'trainer')} and {counted(servers, 'reserved server')}"
         notice(f"CAD is on: {ranks}, {self._how()}; {gain}, {sent}")
 
     def say_last(self) -> None:
@@ -96,7 +96,3 @@ class Words:
 
     def _links(self) -> str:
         return "" if self.session.traffic is None else f"{self.session.traffic.links}, "
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

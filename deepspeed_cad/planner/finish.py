@@ -20,12 +20,41 @@ each gets while all use them, which is how they are measured.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.constants import FORWARD_SHARE, TRAVELS, WAVE_SECONDS
 from deepspeed_cad.planner.flows import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 from deepspeed_cad.planner.plan import Floats, PlanInput
+
+Bools = npt.NDArray[np.bool_]
+
+
+class Routes(NamedTuple):
+    """Who exchanges with whom in a layer, the same in all its passes."""
+
+    home: Ints
+    """[pairs]"""
+    server: Ints
+    where: Ints
+    """INSIDE or BETWEEN."""
+    waves: Floats
+    """[ranks]: in how many parts travels what each serves: no more than there are head groups, where a server has fewer
+    the other waves are empty."""
+
+
+class Trip(NamedTuple):
+    """What moves one way in a pass."""
+
+    home: Floats
+    """[2, ranks]: seconds in which each rank's links are busy with it as a home, INSIDE and BETWEEN."""
+    server: Floats
+    """The same as a server."""
+    pairs: Bools
+    """[pairs]: between which anything moves."""
 
 
 def finish_best(problem: PlanInput, work: Floats, flows: Flows, base: Floats, speed: Floats) -> tuple[Floats, int]:
@@ -54,32 +83,45 @@ def finish_times(problem: PlanInput, work: Floats, flows: Flows, base: Floats, s
     homes, servers = flows.pairs[:, 0], flows.pairs[:, 1]
     host = np.zeros(len(work), np.int64) if problem.hosts is None else np.asarray(problem.hosts)
     where = np.where(host[homes] == host[servers], INSIDE, BETWEEN)
+    routes = Routes(homes, servers, where, np.clip(flows.parts, 1.0, waves))
     with_rows = flows.pairs[:, 2] > 0
     every = np.ones(len(homes), bool)
-    # No more than there are head groups; where a server has fewer, the other waves are empty.
-    count = np.clip(flows.parts, 1.0, waves)
-    later = (count - 1.0) / count
     begun = (waves - 1) * WAVE_SECONDS if problem.cost.unit == "seconds" else 0.0
-    qkv, o = times[[QKV_SENT, QKV_RECEIVED]], times[[O_RECEIVED, O_SENT]]
-    again = np.zeros_like(qkv) if problem.keep else qkv
+    qkv = Trip(times[QKV_SENT], times[QKV_RECEIVED], every)
+    o = Trip(times[O_RECEIVED], times[O_SENT], with_rows)
+    # Backward: dO goes out, with Q, K and V where servers do not keep them; dQ, dK and dV come home.
+    again = Trip(o.home + qkv.home, o.server + qkv.server, every)
     total = np.zeros(len(work))
-    # Each pass: what goes out (home's side, server's side) and between which pairs, then what comes back.
-    for share, out, out_pairs, back, back_pairs in (
-        (FORWARD_SHARE, qkv, every, o, with_rows),
-        (1.0 - FORWARD_SHARE, o + again, with_rows if problem.keep else every, qkv, every),
-    ):
-        start = base * share
-        arrive = out[1].max(0)
-        _raise_to(arrive, servers, out[0][where, homes], out_pairs)
-        serve = waiting * share
-        first = start + arrive / count + serve / count
-        served = first + later * np.maximum(arrive, serve)
-        done = np.maximum(start + seconds * share, np.where(waiting > 0.0, served, 0.0))
-        trip = np.maximum(back[1][where, servers], back[0][where, homes])
-        slowest = np.maximum(np.maximum(arrive, serve)[servers], trip)
-        _raise_to(done, homes, first[servers] + trip / count[servers] + later[servers] * slowest, back_pairs)
-        total += done + begun
+    for share, out, back in ((FORWARD_SHARE, qkv, o), (1.0 - FORWARD_SHARE, o if problem.keep else again, qkv)):
+        total += end_of_pass(routes, out, back, seconds * share, waiting * share, base * share) + begun
     return total
+
+
+def end_of_pass(
+    routes: Routes, out: Trip, back: Trip, own: Floats, waiting: Floats, start: Floats | float = 0.0
+) -> Floats:
+    """When each rank is done with a pass ([ranks]).
+
+    Args:
+        routes: who exchanges with whom.
+        out: what homes send to servers.
+        back: what servers send back.
+        own: [ranks] seconds of all tasks of a rank.
+        waiting: [ranks] of them, those that wait for what other ranks send.
+        start: [ranks] base load.
+    """
+    homes, servers, where, count = routes
+    arrive = out.server.max(0)
+    _raise_to(arrive, servers, out.home[where, homes], out.pairs)
+    later = (count - 1.0) / count
+    first = start + arrive / count + waiting / count
+    slower = np.maximum(arrive, waiting)
+    served = first + later * slower
+    done = np.maximum(start + own, np.where(waiting > 0.0, served, 0.0))
+    trip = np.maximum(back.server[where, servers], back.home[where, homes])
+    slowest = np.maximum(slower[servers], trip)
+    _raise_to(done, homes, first[servers] + trip / count[servers] + later[servers] * slowest, back.pairs)
+    return done
 
 
 def _raise_to(values: Floats, at: Ints, least: Floats, chosen: np.ndarray) -> None:

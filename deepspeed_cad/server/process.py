@@ -23,7 +23,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
-from deepspeed_cad.notice import notice
+from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.server.meeting import open_board, open_group
 from deepspeed_cad.server.rendezvous import Abandoned, Rendezvous, hello
@@ -91,9 +91,10 @@ class _Server:
     def run(self) -> int:
         split, loop = self.split, self.loop
         budget = "" if loop.budget is None else f", {loop.budget / 2**30:.1f} GiB to hold for backwards"
+        beside = f" beside {counted(split.servers - 1, 'other server')}" if split.servers > 1 else ""
         notice(
-            f"server {split.rank} is up: it serves {split.trainers} trainer{'s' * (split.trainers > 1)} beside "
-            f"{split.servers - 1} other servers, on {self.device}, transport {self.transport.name}{budget}"
+            f"server {split.rank} is up: it serves {counted(split.trainers, 'trainer')}{beside}, on {self.device}, "
+            f"transport {self.transport.name}{budget}"
         )
         began, told, reason = 0.0, 0.0, ""
         try:

@@ -28,7 +28,15 @@ def closed() -> Iterator[None]:
 
 @pytest.mark.parametrize("cost", [PAIRS, SECONDS], ids=["pairs", "seconds"])
 @pytest.mark.parametrize(
-    "block", [{}, SERVERS, {"straggler_relief": 0}, {**SERVERS, "straggler_relief": 0, "trainers_serve": False}]
+    "block",
+    [
+        {},
+        SERVERS,
+        {"straggler_relief": 0},
+        {"waves": 1},
+        {**SERVERS, "waves": 1},
+        {**SERVERS, "straggler_relief": 0, "trainers_serve": False},
+    ],
 )
 def test_nothing_is_said_of_what_was_not_asked_for(block: dict, cost: Profile) -> None:
     config = CADConfig.from_dict(block)
@@ -41,6 +49,8 @@ def test_nothing_is_said_of_what_was_not_asked_for(block: dict, cost: Profile) -
         ({"trainers_serve": False}, SECONDS, '"trainers_serve" is false and does nothing: no rank is reserved'),
         ({**SERVERS, "straggler_relief": 0.1}, SECONDS, '"straggler_relief" is 0.1 and does nothing: beside reserved'),
         ({**SERVERS, "straggler_relief": 0.1}, PAIRS, '"straggler_relief" is 0.1 and does nothing: beside reserved'),
+        ({**SERVERS, "waves": 4}, PAIRS, '"waves" is 4 and does nothing beside reserved servers'),
+        ({**SERVERS, "memory": 2}, PAIRS, '"memory" is 2.0 and does nothing beside reserved servers'),
         ({"straggler_relief": 0.1}, PAIRS, '"straggler_relief" is 0.1 and does nothing: lateness is measured in sec'),
     ],
 )
@@ -56,6 +66,14 @@ def test_in_a_pipeline_one_line_says_it() -> None:
     assert '"straggler_relief" is 0.1 and does nothing in a pipeline' in said
     assert len(unused_keys(config, SECONDS) + unused_in_pipelines(config, SECONDS)) == 1
     assert len(unused_keys(config, PAIRS) + unused_in_pipelines(config, PAIRS)) == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("waves", 4), ("memory", 2)])
+def test_a_pipeline_moves_all_of_a_tick_at_once(key: str, value: int) -> None:
+    config = CADConfig.from_dict({key: value})
+    (said,) = unused_in_pipelines(config, SECONDS)
+    assert said.startswith(f'"{key}" is {value}') and "does nothing in a pipeline" in said
+    assert unused_keys(config, SECONDS) == []
 
 
 def test_a_key_of_pipelines_is_said_once_of_other_models(caplog: pytest.LogCaptureFixture) -> None:
