@@ -145,7 +145,7 @@ class Plans:
         for key in keys:
             self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
         now = None if self.traffic is None else self.traffic.now
-        self._say_news()
+        self.say_news()
         turn, self.turn = self.turn, self.turn + 1
         orders = None
         if self.reserved is not None and self.reserved.open is not None:
@@ -242,8 +242,8 @@ class Plans:
             self._said.add(text)
             logger.info(text)
 
-    def _say_news(self) -> None:
-        """On rank 0 what all ranks learned of links."""
+    def say_news(self) -> None:
+        """On rank 0 what all ranks learned of links since this was called last."""
         if self.traffic is None:
             return
         for text, notable in self.traffic.news:
