@@ -41,6 +41,9 @@ def run(place: Place, lines: Lines, case: str) -> None:
     chosen = [kernel for kernel in KERNELS if place.kernel == kernel.name]
     if place.kernel == "auto":
         chosen = list(KERNELS[:-1] if place.on_gpu else KERNELS[-1:])  # the last is what others are compared with
+    if place.rank == 0:
+        for dtype in (torch.float32, place.dtype):
+            lines.check("rows that come back", f"added in {dtype}", lambda d=dtype: check_placed(place, d))
     for kernel in chosen:
         what = f"kernel {kernel.name}"
         reasons = {refusal(place, kernel, shape) for shape in SHAPES.values()}
@@ -154,3 +157,25 @@ def check_large(place: Place, kernel: Kernel) -> Found:
     placed = torch.equal(home[-1, -3:], came) and torch.equal(take(home, last), came)
     size = f"{rows * 32 * 128 / 2**31:.3f} × 2^31 elements"
     return max(apart) < 1e-2 and placed, f"{size}; apart by {max(apart):.2g}; rows {'' if placed else 'not '}placed"
+
+
+def check_placed(place: Place, wide: torch.dtype) -> Found:
+    """Rows that are added to sums of another type than theirs, several for one target: as index operations on a CPU."""
+    rng = np.random.default_rng(2)
+    rows, groups, width = 300, 3, 96
+    count = rng.integers(1, 4, 500)
+    begin = np.append(0, np.cumsum(count))
+    target = rng.choice(rows * groups, 500, replace=False)
+    source = rng.permutation(np.concatenate([np.arange(900), -1 - np.arange(900)]))[: begin[-1]]
+    tables = [torch.from_numpy(x) for x in (target, begin, source)]
+    landed, served = (torch.randn(count, width).to(place.dtype) for count in (900, 900))
+    home = torch.randn(rows, groups, width + 8).to(wide)[..., :width]
+    found = []
+    for device in (place.device, torch.device("cpu")):
+        # A view with gaps, as the gradient of K in a tensor with others.
+        sums = torch.empty(rows, groups, width + 8, device=device, dtype=wide)[..., :width].copy_(home)
+        placement = Placement(*(x.to(device) for x in tables), 3)
+        bring(placement, landed.to(device), served.to(device), sums, True)
+        found.append(sums.double().cpu())
+    apart = float((found[0] - found[1]).abs().max())
+    return apart <= (1e-5 if wide == torch.float32 else 2**-5), f"apart by {apart:.2g}"
