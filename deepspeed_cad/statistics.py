@@ -120,5 +120,6 @@ class Statistics:
             f"{self.micro_batches} micro-batches, attention max/mean {self.imbalance_before:.2f} → "
             f"{self.imbalance:.2f}, {sent}, {self.planning_s * 1e3 / max(self.micro_batches, 1):.1f} ms to plan each, "
             f"{self.waited_s:.2f} s waited for exchanges"
+            f"{f', {self.landing_bytes / 2**20:.0f} MiB kept for what arrives' if self.landing_bytes >> 20 else ''}"
             f"{f', servers idle {self.servers_idle:.0%}' if self.servers_s else ''}"
         )

@@ -6,6 +6,7 @@ In: a session and its statistics. Out: text; nothing here changes how anything r
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ class Words:
         return (
             f"rank {session.rank} of {session.ranks} attention servers{servers}, transport {transport}, "
             f"overlap {session.config.overlap_used}, tolerance {session.config.tolerance}, cost {session.cost.name}, "
-            f"{self._links()}"
+            f"{self._memory()}{self._links()}"
             f"{f'straggler relief {session.pace.most}' if session.pace.most else 'no straggler relief'}"
         )
 
@@ -93,6 +94,14 @@ class Words:
         session = self.session
         transport = "nothing to exchange" if session.transport is None else f"transport {session.transport.name}"
         return f"{transport}, {self._links()}kernel {', '.join(session.kernel_names) or 'not chosen yet'}"
+
+    def _memory(self) -> str:
+        session = self.session
+        if session.memory is None or session.transport is None:
+            return ""
+        held, limit = session.transport.landing_bytes / 2**30, session.memory.now.size / 2**30
+        most = "" if math.isinf(limit) else f" of at most {limit:.3g}"
+        return f"landing areas {held:.3g}{most} GiB, " if most or held else ""
 
     def _links(self) -> str:
         return "" if self.session.traffic is None else f"{self.session.traffic.links}, "

@@ -26,16 +26,17 @@ from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.messages import Messenger, TwoWays
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.nvlink import NvlinkTransport, _Dispatched, _Returned, _UnderWay
-from deepspeed_cad.exchange.peers import host_group
+from deepspeed_cad.exchange.peers import host_group, open_store
 from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import FarPart, far_part, list_messages
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.room import BACK, HEADROOM, OUT, Room, lane_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,10 @@ class MixedTransport(NvlinkTransport):
             self.messages.leave()
             raise
         self.stream = None
+        self._near = np.array(near)
+        self._room: dict[tuple[int, ...], int] = {}
+        """Bytes that landing areas of every host were made for, the same on all ranks; see `_growing`."""
+        self._hosts_meet = Meeting(open_store(group, "room"), np.arange(len(near)), rank_of(group), alarm)
         self._far: WeakKeyDictionary[Schedule, tuple[_Far, _Far]] = WeakKeyDictionary()
 
     def dispatch(
@@ -108,11 +113,35 @@ class MixedTransport(NvlinkTransport):
         return back
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
-        """See NvlinkTransport.make_room. Other hosts do not grow with this one, so where one lacks memory all stop."""
+        """See NvlinkTransport.make_room. Each host grows by itself; where any does, all hosts hear whether it could."""
+        growing, problem = self._growing(schedules, room, nano_batch), ""
         try:
             super().make_room(schedules, room, nano_batch)
         except NoRoomError as error:
-            raise CADError(str(error)) from error
+            problem = str(error)
+        if not growing:
+            if problem:
+                raise CADError(problem)
+            return
+        told = [word for word in self._hosts_meet.hold("memory on all hosts", problem) if word]
+        if told:
+            raise NoRoomError(" ".join(dict.fromkeys(told)))
+        self._room.update(growing)
+
+    def _growing(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> dict[tuple[int, ...], int]:
+        """What landing areas of any host need beyond what they have, as every rank can tell of all: bytes by host, by
+        nano-batch, way and lane."""
+        found: dict[tuple[int, ...], int] = {}
+        for host in np.unique(self._near):
+            members = np.flatnonzero(self._near == host)
+            out = lane_bytes([one.served_rows[members] for one in schedules], room.out, OUT)
+            back = lane_bytes([one.landed_rows[members] for one in schedules], room.back, BACK)
+            for way, lanes in enumerate((out, back)):
+                for number, sizes in enumerate(lanes):
+                    key, most = (int(host), nano_batch, way, number), int(sizes.max(initial=0))
+                    if most > self._room.get(key, -1):
+                        found[key] = int(most * HEADROOM)
+        return found
 
     def close(self) -> None:
         """Release the landing areas and leave the communicator."""

@@ -13,6 +13,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints, Segments, Tick
 from deepspeed_cad.native import load
 from deepspeed_cad.schedule import HOME, SERVER, Batch, Schedule, Slices
+from deepspeed_cad.schedule.reference import break_at_limit, count_in_32_bits
 
 
 def is_available() -> bool:
@@ -92,6 +93,7 @@ def _fuse_all(owner: Ints, groups: Ints, rows: Ints, ranks: int) -> list[tuple[B
             | (rows[1:, 0] != rows[:-1, 0] + rows[:-1, 1])
             | (rows[1:, 2] != rows[:-1, 2] + rows[:-1, 3])
         )
+        break_at_limit(breaks, rows)
         begins = np.flatnonzero(breaks)
         ends = np.append(begins[1:], len(rows))
         sums = np.zeros((2, len(rows) + 1), np.int64)
@@ -100,7 +102,7 @@ def _fuse_all(owner: Ints, groups: Ints, rows: Ints, ranks: int) -> list[tuple[B
         # Rows before each batch are taken off, so that 32 bits hold what is left.
         ahead = np.repeat(sums[:, begins], ends - begins + 1, axis=1)
         places = np.arange(len(rows) + len(begins)) - np.repeat(np.arange(len(begins)), ends - begins + 1)
-        cumulative = (sums[:, places] - ahead).astype(np.int32)
+        cumulative = count_in_32_bits(sums[:, places] - ahead)
         stops = np.cumsum(ends - begins + 1).tolist()
         first = 0
         owners, heads, q_rows, k_rows = (

@@ -19,9 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_cad.cost import window_start
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints, Segments, Tick
 
 QUERY, KEY = 0, 1
+MOST_ROWS = 2**31 - 1
+"""Of all sequences of one kernel call."""
 KIND, HOME, SERVER, GROUP, HOME_ROW, SERVER_ROW, ROWS, STAGE_ROW = range(8)
 """Columns of a slice table. HOME_ROW is a row of the home's query (or key) buffer, SERVER_ROW of the server's
 group-major buffer, STAGE_ROW of the home's landing area for what comes back (slices in table order)."""
@@ -231,6 +234,7 @@ def _fuse(groups: Ints, rows: Ints) -> tuple[Batch, ...]:
         | (rows[1:, 0] != rows[:-1, 0] + rows[:-1, 1])
         | (rows[1:, 2] != rows[:-1, 2] + rows[:-1, 3])
     )
+    break_at_limit(breaks, rows)
     batches = []
     for first, last in zip(np.flatnonzero(breaks), [*np.flatnonzero(breaks)[1:], len(rows)], strict=True):
         part = rows[first:last]
@@ -238,13 +242,34 @@ def _fuse(groups: Ints, rows: Ints) -> tuple[Batch, ...]:
             Batch(
                 q_row=int(part[0, 0]),
                 k_row=int(part[0, 2]),
-                cu_q=np.concatenate([[0], np.cumsum(part[:, 1])]).astype(np.int32),
-                cu_k=np.concatenate([[0], np.cumsum(part[:, 3])]).astype(np.int32),
+                cu_q=count_in_32_bits(np.concatenate([[0], np.cumsum(part[:, 1])])),
+                cu_k=count_in_32_bits(np.concatenate([[0], np.cumsum(part[:, 3])])),
                 group_begin=int(groups[first, 0]),
                 group_end=int(groups[first, 1]),
             )
         )
     return tuple(batches)
+
+
+def break_at_limit(breaks: npt.NDArray[np.bool_], rows: Ints) -> None:
+    """Begin another batch where one would have more rows than kernels count; `rows` as in `_fuse`."""
+    if rows[:, [1, 3]].sum(axis=0).max(initial=0) <= MOST_ROWS:
+        return
+    held = np.zeros(2, np.int64)
+    for at, more in enumerate(rows[:, [1, 3]]):
+        if breaks[at] or (held + more > MOST_ROWS).any():
+            breaks[at], held = True, np.zeros(2, np.int64)
+        held = held + more
+
+
+def count_in_32_bits(rows: Ints) -> npt.NDArray[np.int32]:
+    """Cumulative rows as kernels take them; everything else about rows and bytes is counted in 64 bits."""
+    if rows.max(initial=0) > MOST_ROWS:
+        raise CADError(
+            f"a document has {int(rows.max())} rows on one rank, and kernels count them in 32 bits, up to {MOST_ROWS}: "
+            "use shorter documents"
+        )
+    return rows.astype(np.int32)
 
 
 def _expand(first: Ints, count: Ints) -> Ints:

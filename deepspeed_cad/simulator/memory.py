@@ -17,7 +17,7 @@ SAVED_MLP = 4.0
 SAVED_HIDDEN = 12.0
 """Tensors that autograd keeps of a layer without checkpointing: counted in transformers' Llama, not measured."""
 HEADROOM = 1.25
-"""Of a landing area over what it must hold: as in exchange/landing.py."""
+"""Of a landing area over what it must hold: as in schedule/room.py."""
 
 
 def state_bytes(setting: Setting, shards: int) -> float:

@@ -9,14 +9,20 @@ import torch
 import torch.distributed as dist
 from check_transports import GROUPS, Round
 from lines import Found, Lines, Place
+from loops import IN_WAVES
 
+from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange import probe
 from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
+from deepspeed_cad.schedule.room import room_needed
+from deepspeed_cad.schedule.waves import Cut, schedule_within
 
 LEFT = 256 << 20
 """Bytes that the driver still has when areas grow by several times as much."""
+
 
 ROWS = {"cuda": 200_000, "cpu": 300}
 """Of the document that every rank has and the next one serves."""
@@ -25,7 +31,9 @@ ROWS = {"cuda": 200_000, "cpu": 300}
 def run(place: Place, lines: Lines, case: str) -> None:
     """`case`: a transport, and whether the last rank has no memory left."""
     transport, _, full = case.partition(": ")
-    if full:
+    if full == IN_WAVES:
+        lines.check(f"growth by {transport}", full, lambda: check_waves(place, transport))
+    elif full:
         lines.check(f"growth by {transport}", full, lambda: check_full(place, transport))
     else:
         lines.check(f"growth by {transport}", "allocator holds the memory", lambda: check_held(place, transport))
@@ -94,6 +102,46 @@ def check_full(place: Place, name: str) -> Found:
         found = (seconds < 30, f"after {seconds:.1f} s: {type(error).__name__}: {str(error)[:300]}")
     held.clear()
     return found
+
+
+def check_waves(place: Place, name: str) -> Found:
+    """A tick for which one rank lacks memory goes in waves that fit, on all; its exchanges need no more than that."""
+    transport = probe.choose_transport(name, group_of(place), place.device, timeout_s=20.0)
+    rows = ROWS[place.device.type]
+    tick = Layout.from_rank_lengths([[rows]] * place.ranks).tick()
+    tasks = np.array([(r, 0, rows, 0, GROUPS, (r + 1) % place.ranks) for r in range(place.ranks)], np.int64)
+    # As Round has them: 4 query heads of 64, values of 32.
+    shape = HeadShape(4 * GROUPS, GROUPS, 64, 32, 2)
+    memory = ExchangeMemory(granularity=64)
+
+    def cut(rank: int) -> tuple[Schedule, ...]:
+        return schedule_within(tick, tasks, rank, GROUPS, None, Cut(granularity=64), memory.room(shape))
+
+    whole = cut(place.rank)
+    if not place.on_gpu:
+        # Nothing can run out of memory here: a rehearsal begins with a limit.
+        one_wave = [(one.served_rows, one.landed_rows) for one in whole]
+        memory.limit = 0.5 * room_needed(memory.room(shape), one_wave)[0]
+        whole = cut(place.rank)
+    held = hold(place, LEFT) if place.rank == place.ranks - 1 else []
+    place.gather(None)
+    begun = time.perf_counter()
+    waves = len(memory.make_room(transport, whole, shape, 0, lambda: cut(place.rank)))
+    seconds = time.perf_counter() - begun
+    made, wrong = transport.landing_bytes, 0
+    plans = [cut(rank) for rank in range(place.ranks)]
+    held.clear()
+    for wave in range(waves):
+        one = Round([own[wave] for own in plans], place.rank, 3, 0, place.device, wave)
+        one.start(transport)
+        one.serve(transport)
+        one.collect()
+        wrong += int(torch.stack(one.wrong).sum())
+    place.gather(None)
+    grown = transport.landing_bytes - made
+    transport.close()
+    found = f"{waves} waves, agreed in {seconds:.1f} s, {made >> 20} MiB of landing areas"
+    return waves > 1 and not wrong and not grown, f"{found}; {wrong} values are wrong, {grown >> 20} MiB came later"
 
 
 def group_of(place: Place) -> dist.ProcessGroup:

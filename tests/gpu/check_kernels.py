@@ -10,6 +10,9 @@ import torch
 from lines import Found, Lines, Place
 
 from deepspeed_cad.attention.serve import fold_sinks
+from deepspeed_cad.exchange.placement import Placement
+from deepspeed_cad.exchange.placement import place as bring
+from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.registry import KERNELS
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -38,6 +41,9 @@ def run(place: Place, lines: Lines, case: str) -> None:
     chosen = [kernel for kernel in KERNELS if place.kernel == kernel.name]
     if place.kernel == "auto":
         chosen = list(KERNELS[:-1] if place.on_gpu else KERNELS[-1:])  # the last is what others are compared with
+    if place.rank == 0:
+        for dtype in (torch.float32, place.dtype):
+            lines.check("rows that come back", f"added in {dtype}", lambda d=dtype: check_placed(place, d))
     for kernel in chosen:
         what = f"kernel {kernel.name}"
         reasons = {refusal(place, kernel, shape) for shape in SHAPES.values()}
@@ -47,6 +53,8 @@ def run(place: Place, lines: Lines, case: str) -> None:
         for i, (label, shape) in enumerate(SHAPES.items()):
             if i % place.ranks == place.rank:
                 lines.check(what, label, lambda k=kernel, s=shape: check(place, k, s))
+        if place.rank == 0:
+            lines.check(what, "more than 2^31 elements", lambda k=kernel: check_large(place, k))
         if place.rank == place.ranks - 1:
             torch.use_deterministic_algorithms(True)
             shape = SHAPES["4/1 × 128"]
@@ -110,3 +118,64 @@ def check(place: Place, kernel: Kernel, shape: dict) -> Found:
         right = right and same
     named = ", ".join(f"{name} {error:.4f}" for name, error in zip(("O", "LSE", "dQ", "dK", "dV"), errors))
     return right, f"{named}{'' if same else '; bits differ between runs'}"
+
+
+def check_large(place: Place, kernel: Kernel) -> Found:
+    """The last of many sequences, in tensors of more than 2^31 elements: the same bits as alone; and rows placed there.
+
+    Fewer on a CPU.
+    """
+    shape = {"heads": 32, "groups": 8, "head": 128}
+    reason = refusal(place, kernel, shape)
+    if reason is not None:
+        return None, reason
+    length = 128
+    count = (2**31 // (32 * 128 * length)) + 8 if place.on_gpu else 5
+    torch.manual_seed(1)
+    host = (np.arange(count + 1) * length).astype(np.int32)
+    rows = int(host[-1])
+    tensors = [torch.zeros(rows, heads, 128, device=place.device, dtype=place.dtype) for heads in (32, 8, 8, 32)]
+    for x in tensors:
+        x[-length:].normal_()
+    rule = MaskRule(128**-0.5, None, None)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, ends: np.ndarray) -> list:
+        cu = torch.from_numpy(ends).to(place.device)
+        sequences = Sequences(ends, ends, cu, cu, length, length)
+        o, lse = kernel.forward(q, k, v, sequences, rule)
+        return [x[-length:].clone() for x in (o, lse, *kernel.backward(do, q, k, v, o, lse, sequences, rule))]
+
+    found = attend(*tensors, host)
+    alone = attend(*(x[-length:].contiguous() for x in tensors), host[:2])
+    # dQ is summed by atomics, so its bits may differ.
+    apart = [float((one.double() - other.double()).norm() / other.double().norm()) for one, other in zip(found, alone)]
+    home = tensors[0].unflatten(1, (8, -1)).flatten(2)
+    last = torch.arange(rows * 8 - 3, rows * 8, device=place.device)
+    came = torch.randn(3, home.shape[2], device=place.device).to(place.dtype)
+    placement = Placement(last, torch.arange(4, device=place.device), torch.arange(3, device=place.device), 1)
+    bring(placement, came, came[:0], home, False)
+    placed = torch.equal(home[-1, -3:], came) and torch.equal(take(home, last), came)
+    size = f"{rows * 32 * 128 / 2**31:.3f} × 2^31 elements"
+    return max(apart) < 1e-2 and placed, f"{size}; apart by {max(apart):.2g}; rows {'' if placed else 'not '}placed"
+
+
+def check_placed(place: Place, wide: torch.dtype) -> Found:
+    """Rows that are added to sums of another type than theirs, several for one target: as index operations on a CPU."""
+    rng = np.random.default_rng(2)
+    rows, groups, width = 300, 3, 96
+    count = rng.integers(1, 4, 500)
+    begin = np.append(0, np.cumsum(count))
+    target = rng.choice(rows * groups, 500, replace=False)
+    source = rng.permutation(np.concatenate([np.arange(900), -1 - np.arange(900)]))[: begin[-1]]
+    tables = [torch.from_numpy(x) for x in (target, begin, source)]
+    landed, served = (torch.randn(count, width).to(place.dtype) for count in (900, 900))
+    home = torch.randn(rows, groups, width + 8).to(wide)[..., :width]
+    found = []
+    for device in (place.device, torch.device("cpu")):
+        # A view with gaps, as the gradient of K in a tensor with others.
+        sums = torch.empty(rows, groups, width + 8, device=device, dtype=wide)[..., :width].copy_(home)
+        placement = Placement(*(x.to(device) for x in tables), 3)
+        bring(placement, landed.to(device), served.to(device), sums, True)
+        found.append(sums.double().cpu())
+    apart = float((found[0] - found[1]).abs().max())
+    return apart <= (1e-5 if wide == torch.float32 else 2**-5), f"apart by {apart:.2g}"

@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from lines import BEGUN, FAILED, PASSED, REFUSED  # noqa: E402
-from loops import CASES, RIGHT, TIME_OUT, WHILE_GROWING  # noqa: E402
+from loops import CASES, IN_WAVES, RIGHT, TIME_OUT, WHILE_GROWING  # noqa: E402
 
 from deepspeed_cad.exchange.watchdog import EXIT_CODE  # noqa: E402
 
@@ -58,11 +58,13 @@ class Launch:
     """Whether a rank may end its process instead of raising: an error is what is looked for."""
     dies: int | None = None
     """The exit code with which the last rank may end, where it dies on purpose."""
+    allocator: str = ""
+    """PYTORCH_CUDA_ALLOC_CONF of its processes."""
 
     @property
     def label(self) -> str:
         """For messages."""
-        return f"{self.group} {self.case}".strip()
+        return f"{self.group} {self.case} {self.allocator}".strip()
 
 
 @dataclass
@@ -101,10 +103,13 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         cases = [f"nvlink: {how}" for how in (*before, *in_exchange)] + [f"nccl: {how}" for how in in_exchange]
         cases = cases if cuda else [f"c10d: {how}" for how in (before[1], in_exchange[0])]
         return [Launch(group, case, limit_s=100, dies=7) for case in cases]
+    if group == "growth":
+        cases = ("nvlink", "nvlink: the last rank has no memory left", f"nvlink: {IN_WAVES}")
+        kinds = ("", "expandable_segments:True")
+        found = [Launch(group, case, limit_s=90, allocator=kind) for kind in kinds for case in cases]
+        return found if cuda else [Launch(group, case, limit_s=90) for case in ("c10d", f"c10d: {IN_WAVES}")]
     if not cuda:
         return "needs GPUs"
-    if group == "growth":
-        return [Launch(group, case, limit_s=90) for case in ("nvlink", "nvlink: the last rank has no memory left")]
     if group == "timeouts":
         left_out = (f"nvlink: {TIME_OUT}", f"nvlink: {WHILE_GROWING}", f"nccl: {TIME_OUT}")
         return [Launch("transports", case, limit_s=90) for case in left_out]
@@ -143,6 +148,7 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
             "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             **({} if options.device == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
+            **({"PYTORCH_CUDA_ALLOC_CONF": launch.allocator} if launch.allocator else {}),
             **({**PRETENDED, "NCCL_HOSTID": f"pretended-{launch.hosts[rank]}"} if launch.hosts else {}),
         }  # fmt: skip
         command = [sys.executable, str(HERE / "group.py"), launch.group, launch.case]

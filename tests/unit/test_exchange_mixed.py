@@ -23,6 +23,7 @@ from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landing, messages, mixed, nvlink, watchdog
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
+from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.mixed import MixedTransport
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
@@ -31,6 +32,7 @@ from deepspeed_cad.exchange.split import far_part, list_messages, near_part
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER
+from deepspeed_cad.schedule.room import Room
 
 CPU = torch.device("cpu")
 HOSTS = (
@@ -215,6 +217,7 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # no
     monkeypatch.setattr(nvlink, "cuda_calls", lambda: calls)
     monkeypatch.setattr(nvlink, "whole_group", lambda group: group_of(group, [0] * group.size))
     monkeypatch.setattr(mixed, "host_group", group_of)
+    monkeypatch.setattr(mixed, "open_store", lambda group, what: None)
     monkeypatch.setattr(messages, "join_ranks", lambda group, device, alarm: Messages(network, group.rank))
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     return network
@@ -281,6 +284,40 @@ def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> 
     for one in both:
         one.collect()
         assert not sum(int(wrong) for wrong in one.wrong)
+
+
+def test_all_hosts_hear_where_one_lacks_memory(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts meet only where some host grows, which every rank knows of all; who lacks memory is named on all."""
+    near = [0, 0, 2, 2]
+    transports = [MixedTransport(group(rank, 4), CPU, near) for rank in range(4)]
+    met: list[tuple[int, str]] = []
+    others = [""]
+
+    def meet(rank: int) -> SimpleNamespace:
+        return SimpleNamespace(hold=lambda what, word: met.append((rank, word)) or [word, *others])
+
+    for rank, transport in enumerate(transports):
+        transport._hosts_meet = meet(rank)  # type: ignore[assignment]
+    plans = make_schedules(4, 5, 900)  # seed 5 serves all on rank 1
+    room = Room(0, (512, 192), (516, 192))
+    for schedule, transport in zip(plans, transports, strict=True):
+        transport.make_room([schedule], room, 0)
+        transport.make_room([schedule], room, 0)
+    assert met == [(rank, "") for rank in range(4)], "the second time nobody grows"
+
+    def lacking(sizes: list[int], peers: PeerGroup, *_: object) -> list:
+        if peers.members[0] == 0:
+            raise NoRoomError("rank 1: 9 MiB were wanted")
+        raise AssertionError("only the first host grows")
+
+    monkeypatch.setattr(landing, "make_buffers", lacking)
+    monkeypatch.setattr(landing, "GRAIN", 4096)
+    larger = room._replace(out=(512 << 10, 192))
+    for rank in (1, 3):
+        others[0] = "" if rank == 1 else "rank 1: 9 MiB were wanted"
+        with pytest.raises(NoRoomError, match="^rank 1: 9 MiB were wanted$"):
+            transports[rank].make_room([plans[rank]], larger, 0)
+    assert met[4:] == [(1, "rank 1: 9 MiB were wanted"), (3, "")]
 
 
 def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:

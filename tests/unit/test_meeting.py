@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landing, messages
 from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.landing import LandingArea, NoRoomError
+from deepspeed_cad.exchange.landing import LandingArea, NoRoomError, grow_together
 from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import NativeCallError
 from deepspeed_cad.exchange.peers import PeerGroup
@@ -113,6 +113,42 @@ def test_memory_that_torch_had_cached_is_given_back_and_used(gpus: SimpleNamespa
     gpus.full = {0: 1}
     assert on_ranks(grow(gpus, dist.HashStore()), 2) == [True, True]
     assert gpus.emptied == [0] and sorted(gpus.met) == [0, 1]
+
+
+def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace) -> None:
+    """The third of what rank 7 asks for is not there, also on the second try: nothing is mapped, and less is tried."""
+    store = dist.HashStore()
+    most = {0: 1 << 40, 1: 20 << 20}
+    gpus.has = {}
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        rank = gpus.rank.number
+        gpus.has[rank] = gpus.has.get(rank, 0) + size
+        if gpus.has[rank] > most[rank]:
+            gpus.has[rank] = 0  # what was allocated is dropped before the next try
+            raise torch.OutOfMemoryError("CUDA driver error: out of memory")
+        return torch.empty(size, dtype=dtype)
+
+    landing.symmetric_memory().empty = empty
+
+    def run(rank: int) -> Any:
+        gpus.rank.number = rank
+        peers, meet = PeerGroup(np.array([2, 7]), rank, "two ranks", store), meeting(store, rank, [2, 7])
+        areas = [LandingArea(f"lane {lane}", peers, CPU, meet) for lane in range(3)]
+        with pytest.raises(NoRoomError) as error:
+            grow_together([(area, np.array([100, 200])) for area in areas])
+        assert not gpus.met and all(area.capacity == 0 and area.generation == 0 for area in areas)
+        gpus.has[rank] = 0
+        meet.hold("all have looked")
+        assert grow_together([(area, np.array([100, 200])) for area in areas[:2]])
+        assert [area.capacity for area in areas] == [landing.GRAIN] * 2 + [0]
+        assert not grow_together([(area, np.array([landing.GRAIN, 1])) for area in areas[:2]]), "they hold that"
+        return str(error.value)
+
+    said = on_ranks(run, 2)
+    assert said[0] == said[1] and '"memory"' in said[0]
+    assert "rank 7: 24 MiB were wanted, 3 of 80 MiB are free" in said[0]
+    assert "areas lane 0, lane 1, lane 2" in said[0] and gpus.emptied == [1] and len(gpus.met) == 4
 
 
 class Nccl:

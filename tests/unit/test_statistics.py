@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import torch
 import training
 
 import deepspeed_cad
+from deepspeed_cad.ahead.memory import Memory
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.notice import notice
 from deepspeed_cad.session import _say_last, close_session
+from deepspeed_cad.statistics import Statistics
+from deepspeed_cad.words import Words
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +119,15 @@ def test_a_notice_is_seen_once(level: int, handler_level: int, shown: bool, capf
     ours.manager._clear_cache()  # type: ignore[attr-defined]
     assert records == (["100 % of it"] if shown else [])
     assert capfd.readouterr().err == ("" if shown else "deepspeed_cad: 100 % of it\n")
+
+
+def test_memory_for_what_arrives_is_told_where_there_is_any() -> None:
+    assert "kept for what arrives" not in Statistics(micro_batches=1).in_words()
+    assert ", 96 MiB kept for what arrives" in Statistics(micro_batches=1, landing_bytes=96 << 20).in_words()
+    now, before = Statistics(landing_bytes=5, waves=9), Statistics(landing_bytes=3, waves=4)
+    assert (now.since(before).landing_bytes, now.since(before).waves) == (5, 5), "what is held is no sum"
+    transport, cpu = SimpleNamespace(landing_bytes=3 << 28), torch.device("cpu")
+    words = Words(SimpleNamespace(memory=Memory(2.0, cpu), transport=transport))  # type: ignore[arg-type]
+    assert words._memory() == "landing areas 0.75 of at most 2 GiB, "
+    words.session.memory = Memory(None, cpu)
+    assert words._memory() == "landing areas 0.75 GiB, "

@@ -1,0 +1,123 @@
+"""Rows, elements and bytes beyond 32 bits, in tables that need no memory: documents here are numbers only."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from test_exchange_tables import calls  # noqa: F401
+
+from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.copies import address_fields, dispatch_pushes, plan_landing, return_pushes
+from deepspeed_cad.exchange.native_calls import CudaCalls
+from deepspeed_cad.exchange.placement import Placement, place
+from deepspeed_cad.exchange.rows import take
+from deepspeed_cad.exchange.split import list_messages
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.schedule import KEY, QUERY, ROWS, SERVER_ROW, build_slices, native, schedule_rank
+from deepspeed_cad.schedule.room import Room, room_needed
+from deepspeed_cad.schedule.waves import Cut, slice_waves, split_tasks
+
+LONG = 3 << 29
+"""Rows of a document: three quarters of what 32 bits with a sign count. Rows × head groups are beyond that, and so are
+the elements of one head group's Q, its bytes, and the rows that two such documents have on a server."""
+GROUPS, ROW_BYTES = 4, 1024
+TICK = Layout.from_rank_lengths([[LONG, 64], [8, LONG]]).tick()
+TASKS = np.array([(0, 64, LONG, 0, 3, 1), (0, 64, LONG, 3, 4, 0), (0, 0, 64, 0, 4, 0), (1, 0, 64, 0, 4, 0),
+                  (2, 0, 8, 0, 4, 1), (3, 0, LONG, 0, 4, 1)])  # fmt: skip
+
+
+@pytest.mark.skipif(not native.is_available(), reason="the compiled library is not built")
+def test_both_builders_count_alike() -> None:
+    one, other = build_slices(TICK, TASKS), native.build_slices(TICK, TASKS)
+    for name in ("table", "sequences", "local", "served_rows", "landed_rows"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_tables_of_an_exchange() -> None:
+    slices = build_slices(TICK, TASKS)
+    assert slices.served_rows[1].tolist() == [3 * (LONG - 64), 3 * LONG]
+    assert slices.table[:, SERVER_ROW].max() > 2**31 and slices.table[:, ROWS].max() < 2**31
+    home = schedule_rank(TICK, slices, 0, GROUPS)
+    out, back = dispatch_pushes(home), return_pushes(schedule_rank(TICK, slices, 1, GROUPS))
+    assert out.slices[:, 3].max() == 2 * LONG and out.rows_sent.tolist() == [3 * (LONG - 64), 3 * LONG]
+    assert back.slices[:, 4].tolist() == [3 * (LONG - 64), 3 * LONG], (
+        "three head groups lie behind each other: one copy"
+    )
+    plan = plan_landing(home.served_rows, [QUERY, KEY], [ROW_BYTES, ROW_BYTES // 2])
+    assert plan.total[1] == 3 * (LONG - 64) * ROW_BYTES + 3 * LONG * ROW_BYTES // 2
+    fields = address_fields(
+        [(QUERY, 1 << 45, GROUPS * ROW_BYTES, ROW_BYTES, ROW_BYTES)] * 2, np.array([0, 1 << 46]), plan
+    )
+    assert fields[1, 6] == (1 << 46) + 3 * (LONG - 64) * ROW_BYTES
+    sizes = list_messages(True, np.array([[1, 2 * LONG, LONG]]), 1 << 44, ROW_BYTES)
+    assert sizes.tolist() == [[1, 1, (1 << 44) + 2 * LONG * ROW_BYTES, LONG * ROW_BYTES]]
+
+
+def test_waves_and_room() -> None:
+    """In blocks of rows: what one place needs is bytes beyond 2^43."""
+    parts = slice_waves(TICK, TASKS, None, Cut(8, 8))
+    room = Room(0, (ROW_BYTES, ROW_BYTES), (ROW_BYTES, ROW_BYTES))
+    needed = [room_needed(room, [(p.served_rows, p.landed_rows) for p in given])[0] for given in
+              (slice_waves(TICK, TASKS, None, Cut()), parts)]  # fmt: skip
+    assert needed[0] > 1.5 * needed[1] > 2**43
+    rows = np.concatenate(split_tasks(TICK, TASKS, None, Cut(8, 8)))
+    assert ((rows[:, 2] - rows[:, 1]) * (rows[:, 4] - rows[:, 3])).sum() == GROUPS * (2 * LONG + 72)
+
+
+def test_plans_of_such_documents_cover_them() -> None:
+    plan = make_plan(PlanInput(TICK, HeadShape(8, GROUPS, 128, 128, 2), PAIRS, granularity=1 << 20))
+    rows = (plan.tasks[:, 2] - plan.tasks[:, 1]) * (plan.tasks[:, 4] - plan.tasks[:, 3])
+    assert rows.sum() == GROUPS * (2 * LONG + 72) and (plan.sent_bytes >= 0).all()
+
+
+def batches(rows: list[list[int]], tasks: list[tuple[int, ...]], fast: bool) -> list:
+    if fast and not native.is_available():
+        pytest.skip("the compiled library is not built")
+    tick = Layout.from_rank_lengths(rows).tick()
+    slices = build_slices(tick, np.array(tasks))
+    one = native.schedule_all(tick, slices, GROUPS)[0] if fast else schedule_rank(tick, slices, 0, GROUPS)
+    return [(batch.q_row, batch.cu_q.tolist(), batch.k_row, batch.cu_k.tolist()) for batch in one.local]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_batches_end_where_kernels_can_count_no_further(fast: bool) -> None:
+    tasks = [(0, 0, LONG, 0, GROUPS, 0), (1, 0, 7, 0, GROUPS, 0), (2, 0, LONG, 0, GROUPS, 0), (3, 0, 8, 0, GROUPS, 1)]
+    assert batches([[LONG, 7, LONG], [8]], tasks, fast) == [
+        (0, [0, LONG, LONG + 7], 0, [0, LONG, LONG + 7]),
+        (LONG + 7, [0, LONG], LONG + 7, [0, LONG]),
+    ]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_document_of_more_rows_is_refused(fast: bool) -> None:
+    with pytest.raises(CADError, match="has 2147483648 rows on one rank, and kernels count them in 32 bits"):
+        batches([[2**31], [8]], [(0, 0, 2**31, 0, GROUPS, 0), (1, 0, 8, 0, GROUPS, 1)], fast)
+
+
+def test_copies_take_strides_and_rows_in_64_bits(calls: CudaCalls) -> None:  # noqa: F811
+    """A row whose offset is beyond 4 GiB: the source begins so far before the memory that is there."""
+    source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    flag = np.zeros(1, np.int64)
+    row, stride = 3 << 30, 3
+    fields = np.array([[QUERY, source.data_ptr() - row * stride, stride, 0, 3, target.data_ptr() - (row + 5) * 3]])
+    slices = np.array([[QUERY, row, 0, row + 5, 4]])
+    calls.push(0, np.zeros(1, np.int64), np.array([0, 1]), slices, fields, np.array([flag.ctypes.data]), 7)
+    assert target[:12].tolist() == list(range(12)) and not target[12:].any()
+    assert ctypes.c_uint32.from_address(flag.ctypes.data).value == 7
+
+
+def test_rows_are_packed_and_placed_beyond_2_to_the_31() -> None:
+    """Strides are far apart in memory that is reserved and never touched but for a few rows."""
+    rows, groups, width, stride = 5, 1, 4, 1 << 29
+    storage = torch.empty((rows - 1) * stride + width, dtype=torch.uint8)
+    home = storage.as_strided((rows, groups, width), (stride, width, 1))
+    target, begin = torch.tensor([4]), torch.tensor([0, 1])
+    place(Placement(target, begin, torch.tensor([0]), 1), torch.full((1, width), 9, dtype=torch.uint8),
+          torch.empty(0, width, dtype=torch.uint8), home, False)  # fmt: skip
+    assert storage[-width:].tolist() == [9] * width
+    assert take(home, target).tolist() == [[9] * width]
