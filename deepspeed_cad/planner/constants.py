@@ -71,8 +71,8 @@ homes, and of those that already run rows of it. Trial: 1 and 8 give the same.""
 # Documents on many ranks
 
 READ_FROM = 3
-"""Ranks. A document is dealt out by head groups if some of its rows read keys of so many. Spanning trial: 2 gains nothing
-and plans twice more often, 4 burdens the fullest rank by 2 to 5 % more."""
+"""Ranks. A document is dealt out by head groups if some of its rows read keys of so many. Spanning trial: 2 gains
+nothing and plans twice more often, 4 burdens the fullest rank by 2 to 5 % more."""
 HELP = 0.1
 """Share of one head group's work. A rank helps the homes of a document if it has room for so much. Spanning trial: 0.5
 moves 4 % more bytes, 1.0 moves 14 % more with 8 KV heads and 2 % with 32."""
