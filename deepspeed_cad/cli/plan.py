@@ -183,6 +183,7 @@ def _plan_data(args: argparse.Namespace) -> int:
         without_cad,
     )
     from deepspeed_cad.cli.model_shape import read_model_shape
+    from deepspeed_cad.simulator import modes_cad
     from deepspeed_cad.simulator.compare import THREADS, compare
 
     for name in ("ranks", "context", "limit", "steps", "micro_batches"):
@@ -201,9 +202,17 @@ def _plan_data(args: argparse.Namespace) -> int:
             f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks with "
             f"{args.context} tokens: give more data, fewer --ranks or a smaller --context"
         )
+    firsts = [step[0] for step in steps]
     with ThreadPoolExecutor(THREADS) as threads:
         outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
-        outlooks = list(threads.map(outlook, [step[0] for step in steps]))
+        if setting.seats == args.ranks:
+            # What every GPU holds is what plans are made for: they are needed again below.
+            plan = partial(modes_cad.plan_in_place, setting, hosts=setting.hosts)
+            plans = list(threads.map(plan, firsts))
+            setting = replace(setting, made={id(layout): one for layout, one in zip(firsts, plans, strict=True)})
+            outlooks = [outlook(layout, plan=one) for layout, one in zip(firsts, plans, strict=True)]
+        else:
+            outlooks = list(threads.map(outlook, firsts))
     comparison = compare(setting, steps, modes, servers, progress)
     other, cad = without_cad(comparison), comparison.of("cad")
     if other and cad:

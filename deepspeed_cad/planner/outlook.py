@@ -14,7 +14,7 @@ import numpy as np
 from deepspeed_cad.cost import CostModel, count_pairs
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.plan import HeadShape, PlanInput
+from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
 from deepspeed_cad.stream import order_by_host
 
 
@@ -110,11 +110,17 @@ def pack(
 
 
 def foresee(
-    layout: Layout, model: ModelShape, cost: CostModel, tolerance: float, hosts: Ints | None = None
+    layout: Layout,
+    model: ModelShape,
+    cost: CostModel,
+    tolerance: float,
+    hosts: Ints | None = None,
+    plan: Plan | None = None,
 ) -> StepOutlook:
-    """Plan one step and say what it gains."""
+    """Say what CAD gains on one step by its plan, which is made where it is not given."""
     shape = HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2)
-    plan = make_plan(PlanInput(layout.tick(), shape, cost, tolerance=tolerance, hosts=hosts))
+    if plan is None:
+        plan = make_plan(PlanInput(layout.tick(), shape, cost, tolerance=tolerance, hosts=hosts))
     segments = layout.segments
     pairs = float(count_pairs(segments.begin, segments.end).sum()) / layout.ranks
     rows = np.bincount(segments.rank, segments.end - segments.begin, minlength=layout.ranks) * model.row_flops

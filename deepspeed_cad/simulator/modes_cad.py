@@ -131,10 +131,14 @@ def plan_layout(
     )
 
 
+def plan_in_place(setting: Setting, layout: Layout, hosts: Ints | None) -> Plan:
+    """The plan with waves as transports take them: between hosts."""
+    return plan_layout(setting, layout, hosts, waves=(1,) if hosts is None else setting.waves)
+
+
 def _meet(setting: Setting, layout: Layout, tokens: Floats, hosts: Ints | None) -> tuple[float, Seconds, Traffic]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
-    # As transports take them: waves pay between hosts.
-    plan = plan_layout(setting, layout, hosts, waves=(1,) if hosts is None else setting.waves)
+    plan = setting.made.get(id(layout)) or plan_in_place(setting, layout, hosts)
     traffic = count_traffic(plan.tasks, layout.segments, setting.shape, layout.ranks, hosts)
     again = setting.checkpointing and setting.recompute_attention
     alone = _task_seconds(setting, plan.tasks, layout.ranks)

@@ -7,7 +7,8 @@ context parallelism are both among seats.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from deepspeed_cad.cost import CostModel
@@ -15,7 +16,7 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.constants import TRAVELS, WAVES
 from deepspeed_cad.planner.outlook import ModelShape
-from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.simulator.cluster import Cluster
 from deepspeed_cad.simulator.machine import Machine
 from deepspeed_cad.simulator.work import Work, work_per_token
@@ -46,6 +47,8 @@ class Setting:
     believed: CostModel | None = None
     """What the planner takes for the cost; None: `cost`. For planners that count pairs alone."""
     tolerance: float = 0.05
+    made: Mapping[int, Plan] = field(default_factory=dict, compare=False, repr=False)
+    """Plans in place that were made already, by `id` of their layout, which lives as long."""
     optimizer: bool = True
     """Whether a step ends with the optimizer."""
 
