@@ -21,6 +21,7 @@ from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.linear import Linear
 from deepspeed_cad.ahead.loader import LookAheadLoader
+from deepspeed_cad.ahead.memory import Memory
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
@@ -95,6 +96,7 @@ class Session:
             self.aside = torch.cuda.Stream(device, priority=-1)
         self.parking = Parking(device) if config.keep == "host" else None
         """Where what attention keeps waits for backward; None: on the device."""
+        self.memory = self._watch_memory()
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
@@ -102,6 +104,7 @@ class Session:
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
             self.hosts, lambda: self.aside, self.traffic,
             None if self.reserved is None else self.reserved.planning(self.rank, self.linear.seconds),
+            self.memory,
         )  # fmt: skip
 
     # Opening and closing
@@ -143,6 +146,16 @@ class Session:
         )  # fmt: skip
         self.gatherer.traffic = self.traffic
         logger.info("%s", self.links)
+
+    def _watch_memory(self) -> Memory | None:
+        """The limit of what exchanges take; None where nothing is exchanged, or servers have to be told of waves."""
+        if self.transport is None or self.reserved is not None:
+            return None
+        given = None if isinstance(self.config.memory, str) else self.config.memory
+        self.gatherer.memory = Memory(
+            given, self.device, lambda: self.counts.backwards > 0, torch.are_deterministic_algorithms_enabled
+        )
+        return self.gatherer.memory
 
     def _take_linear(self, model: int) -> tuple[list[float], list[float]]:
         times = self.counts.linear.get(model)
@@ -247,6 +260,8 @@ class Session:
         now.waited_s = self.counts.waits.seconds()
         if self.reserved is not None:
             now.served_s, now.servers_s = self.reserved.link.busy()
+        if self.memory is not None and self.transport is not None:
+            now.landing_bytes = self.transport.landing_bytes or int(self.memory.most_needed)
         now.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
         return now
 
