@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +100,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", type=Path, nargs="*", default=[], help="of train_step.py")
     options = parser.parse_args()
-    lines = ["# Documents on many ranks: what plans move and hold", "", *(__doc__ or "").splitlines()[5:]]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    lines = ["# Documents on many ranks: what plans move and hold", ""]
+    lines += [f"Commit {commit.stdout.strip()}, date {datetime.now(timezone.utc).date().isoformat()}.", ""]
+    lines += (__doc__ or "").splitlines()[5:]
     layouts = {name: Layout.from_stream(*stream) for name, stream in LAYOUTS.items()}
     for path in options.workload:
         found = json.loads(path.read_text())

@@ -43,7 +43,9 @@ def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats
 def end_of(problem: PlanInput, plan: Solution, base: Floats, speed: Floats) -> float:
     """When the slowest rank is done, transfers included; plans within the band of the tolerance count as as even."""
     load = float((base + plan.work / np.where(speed > 0, speed, 1.0)).max())
-    mean = float(finish_times_of(plan.work, base, speed, np.zeros(len(base), np.int64))[0])
+    mean = float(plan.work.sum() / speed.sum())
+    if problem.base_load is not None:
+        mean = float(finish_times_of(plan.work, base, speed, np.zeros(len(base), np.int64))[0])
     waits = float(finish_best(problem, plan.work, plan.flows, base, speed)[0].max()) - load
     return max(load, mean * (1.0 + BAND * problem.tolerance)) + waits
 
