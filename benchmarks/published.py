@@ -219,7 +219,7 @@ exchanges which nothing hides. † does not fit; the figure is GiB. The last col
 a step: published, then ours in the order of the columns. Simulated, not measured. Its column is generous to the
 published mode of work: overlap costs nothing there, and up to 1.67 is more than the 1.35 that the paper reports.
 
-- **Ahead** without pipelines and without tensor parallelism, which weights sharded over all GPUs make superfluous: 1.1
+- **Ahead** without pipelines and without tensor parallelism, which weights sharded over all GPUs make superfluous: 1.16
   to 1.28 × WLB-ideal on most, but not on web documents of 256K and more with the small model. Why: keys and values of a
   whole document need not go to every server (tasks of head groups: last table), attention is not repeated in the
   recompute (last table), and no activations are gathered in every layer. That plans know what backward costs is worth
@@ -228,8 +228,8 @@ published mode of work: overlap costs nothing there, and up to 1.67 is more than
   system), with pipelines, and where few documents are very long and the rest is short (web): nearly every task reads
   keys of other ranks and waits for them, one host's keys go to dozens of servers over 50 GB/s, and no attention is left
   to run meanwhile. The published mode of work hides the exchange behind the linear layers of another part.
-- **What would change that** is the same for documents that span ranks: 1.37 to 1.56 × WLB-ideal on long documents with
-  the small model, 1.41 to 1.48 with the large one (column "alternating").
+- **What would change that** is the same for documents that span ranks: 1.49 to 1.56 × WLB-ideal on long documents with
+  the small model, 1.41 to 1.50 with the large one (column "alternating").
 """
 
 
