@@ -14,7 +14,8 @@ import torch
 
 from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.kernels.interface import Sequences
-from deepspeed_cad.schedule import GROUP, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule, padding_rows
+from deepspeed_cad.schedule import GROUP, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule, padding_rows
+from deepspeed_cad.schedule.room import BACK
 
 Batches = tuple[tuple[Batch, Sequences], ...]
 """Batches with their cumulative lengths on the device."""
@@ -46,6 +47,13 @@ class DeviceSchedule:
     """Whether two local batches read the same key rows of the same group: their dK/dV add up."""
     padding: torch.Tensor
     """Rows of the query buffer without a task."""
+    keys_return_often: bool = False
+    """Whether dK and dV of the same rows and group come back in several waves: waves were cut by rows."""
+
+    @property
+    def lands_apart(self) -> bool:
+        """Whether dK and dV that come back are summed apart from those of local batches."""
+        return len(self.waves) > BACK or self.keys_return_often
 
     @property
     def query_tokens(self) -> int:
@@ -96,6 +104,7 @@ def upload_schedule(
         tuple(_sequences(share, device) for share in local),
         overlap,
         upload(padding_rows(parts), device),
+        _keys_return_often(parts),
     )
 
 
@@ -126,6 +135,24 @@ def _keys_overlap(batches: tuple[Batch, ...]) -> bool:
     return any(
         a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3] for i, a in enumerate(spans) for b in spans[i + 1 :]
     )
+
+
+def _keys_return_often(parts: tuple[Schedule, ...]) -> bool:
+    """Whether the slices of two waves have common key rows of one group."""
+    tables = [np.concatenate([part.sends, part.own]) for part in parts]
+    return sum(_covered_keys(table) for table in tables) > _covered_keys(np.concatenate(tables))
+
+
+def _covered_keys(slices: np.ndarray) -> int:
+    """Key rows × groups of a home that slices hold, each counted once."""
+    keys = slices[slices[:, KIND] == KEY]
+    if not len(keys):
+        return 0
+    begin = keys[:, GROUP] * (np.int64(1) << 40) + keys[:, HOME_ROW]
+    order = np.argsort(begin)
+    begin, end = begin[order], (begin + keys[:, ROWS])[order]
+    before = np.concatenate([begin[:1], np.maximum.accumulate(end)[:-1]])
+    return int(np.maximum(end - np.maximum(begin, before), 0).sum())
 
 
 def _keys_missing(schedule: Schedule) -> bool:

@@ -16,8 +16,9 @@ import torch
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
 from deepspeed_cad.attention.serve import by_group, lse_dtype, new_outputs, run_local, run_served
-from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning
+from deepspeed_cad.attention.setup import CallSetup, WavesOut
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
 
 
@@ -47,8 +48,7 @@ class ForwardStarted:
     v_UKV: torch.Tensor
     sinks_H: torch.Tensor | None
     """A copy: the parameter itself may be sharded again by backward."""
-    out: tuple[Dispatched, ...]
-    """By waves; none in a group of one rank."""
+    out: WavesOut
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +75,17 @@ class Kept:
     sinks_H: torch.Tensor | None
     version: int
     """Of O when it was given to the model: whoever changes O in place raises it."""
+
+    def check_unchanged(self, label: str) -> None:
+        """Raise CADError where the model changed O in place: backward, and a layer that runs again, need it as it was.
+
+        Autograd compares versions of what `save_for_backward` holds, but not where checkpointing keeps that.
+        """
+        if self.o_THV._version != self.version:
+            raise CADError(
+                f"{label}: its output was changed in place, and its backward needs it as it was. Change a "
+                "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
+            )
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that is as large as activations, for autograd to hold."""
@@ -129,7 +140,7 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
         served = serve_arrived(setup, wave, started, arrived)
         return served, setup.give_back("O back", wave, outputs_back(started, served, o, lse))
 
-    if not started.out:
+    if not started.out.count:
         run_alone(setup, run)
         return ForwardServed(started, o, lse, (), None)
     served, back = run_tasks(setup, started.out, run, serve)
@@ -147,7 +158,7 @@ def serve_arrived(setup: CallSetup, wave: int, started: ForwardStarted, arrived:
         sinks_RG = arrived[3] if travelled else by_group_KG[part.group]
     with setup.span("served", aside=setup.aside is not None):
         o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *received, sinks_RG)
-    # Q, K and V lie where the next dispatch of this wave lands.
+    # Q, K and V lie where a later dispatch lands.
     kept = Received(*(x.clone() for x in received)) if setup.modes.keep_received else None
     return ServedOutputs(o_RGV, lse_RG, kept)
 
@@ -170,8 +181,12 @@ def collect_forward(setup: CallSetup, done: ForwardServed) -> Kept:
         done.back.finish(setup)
     setup.mark("attention ends")
     setup.counts.forwards += 1
-    version = 0 if torch.is_inference_mode_enabled() else done.o_THV._version
-    return Kept(done.o_THV, done.lse_TH, done.served, done.started.sinks_H, version)
+    return Kept(done.o_THV, done.lse_TH, done.served, done.started.sinks_H, version_of(done.o_THV))
+
+
+def version_of(o_THV: torch.Tensor) -> int:
+    """How often O was changed in place; 0 where torch does not count."""
+    return 0 if torch.is_inference_mode_enabled() else o_THV._version
 
 
 def as_received(arrived: list[torch.Tensor], q_THD: torch.Tensor) -> Received:

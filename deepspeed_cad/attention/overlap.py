@@ -1,12 +1,15 @@
 """In what order a rank runs its own tasks and those that it serves: in turn on one stream, or beside each other on two.
 
-The same for both passes. In: the dispatches under way, one of each wave, and two functions: `run` runs local batches,
-`serve` takes a wave and what arrived of it, runs its served batches and starts their return. Out: what `serve` gives
-for each wave, and the returns under way. All ranks start the dispatches of all waves, then the returns, in this order.
+The same for both passes. In: the dispatches under way, and two functions: `run` runs local batches, `serve` takes a
+wave and what arrived of it, runs its served batches and starts their return. Out: what `serve` gives for each wave, and
+the returns under way. All ranks start the same exchanges in the same order: the dispatches of the first waves, then
+return after return; behind a return starts the next dispatch, once the return before it is back and placed. So only
+the waves that schedule/room.py names have memory at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -14,8 +17,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.exchange.transport import Dispatched, Returned
+from deepspeed_cad.attention.setup import CallSetup, WavesOut
+from deepspeed_cad.exchange.transport import Returned
 
 Made = TypeVar("Made")
 Run = Callable[[Batches], None]
@@ -36,8 +39,8 @@ class Ends(NamedTuple):
 class Return:
     """Results on their way home."""
 
-    backs: list[Returned]
-    """By waves."""
+    backs: deque[Returned]
+    """Those of the last waves, in order."""
     ends: Ends | None
     """Where two streams run."""
 
@@ -57,9 +60,9 @@ class Return:
         setup.counts.waits.beside(*self.ends, returned, setup.gain)
 
     def _wait(self) -> None:
-        # Waves hold different head groups of a document: none places or adds where another one does.
-        for back in self.backs:
-            back.wait()
+        # Each is freed as soon as it is placed.
+        while self.backs:
+            self.backs.popleft().wait()
 
 
 def run_alone(setup: CallSetup, run: Run, backward: bool = False) -> None:
@@ -69,50 +72,53 @@ def run_alone(setup: CallSetup, run: Run, backward: bool = False) -> None:
 
 
 def run_tasks(
-    setup: CallSetup, outs: tuple[Dispatched, ...], run: Run, serve: Serve[Made], backward: bool = False
+    setup: CallSetup, out: WavesOut, run: Run, serve: Serve[Made], backward: bool = False
 ) -> tuple[tuple[Made, ...], Return]:
     """Run local and served batches as the call is set up."""
     if setup.aside is not None:
-        return _run_beside(setup, setup.aside, outs, run, serve, backward)
-    return _run_in_turn(setup, outs, run, serve, backward)
+        return _run_beside(setup, setup.aside, out, run, serve, backward)
+    return _run_in_turn(setup, out, run, serve, backward)
 
 
 def _run_in_turn(
-    setup: CallSetup, outs: tuple[Dispatched, ...], run: Run, serve: Serve[Made], backward: bool
+    setup: CallSetup, out: WavesOut, run: Run, serve: Serve[Made], backward: bool
 ) -> tuple[tuple[Made, ...], Return]:
     """The first share of the local batches hides the dispatch, the others what is under way behind each wave."""
 
-    def wait(out: Dispatched) -> list[torch.Tensor]:
+    def wait() -> list[torch.Tensor]:
         with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
             return out.wait()
 
     first, *others = setup.schedule.local
-    ahead = [] if setup.modes.local_first else [wait(out) for out in outs]
+    ahead = deque() if setup.modes.local_first else deque(wait() for _ in range(out.started))
     with setup.span("local", backward):
         run(first)
-    made, backs = [], []
-    for wave, (out, local) in enumerate(zip(outs, others, strict=True)):
-        one, back = serve(wave, ahead[wave] if ahead else wait(out))
+    made: list[Made] = []
+    backs: deque[Returned] = deque()
+    for wave, local in enumerate(others):
+        one, back = serve(wave, ahead.popleft() if ahead else wait())
         made.append(one)
         backs.append(back)
+        if out.started < out.count:
+            if wave:
+                with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
+                    backs.popleft().wait()
+            out.start_next()
         with setup.span("local", backward):
             run(local)
     return tuple(made), Return(backs, None)
 
 
 def _run_beside(
-    setup: CallSetup,
-    aside: torch.cuda.Stream,
-    outs: tuple[Dispatched, ...],
-    run: Run,
-    serve: Serve[Made],
-    backward: bool,
+    setup: CallSetup, aside: torch.cuda.Stream, out: WavesOut, run: Run, serve: Serve[Made], backward: bool
 ) -> tuple[tuple[Made, ...], Return]:
     """Kernels of one stream fill the processors that the last blocks of the other leave idle.
 
     Memory belongs to the stream that made it, and both read what the other made. What the current stream made is
     freed only after `Return.finish`, or an error here, has made it wait for `aside`. What `aside` made is read by the
-    current stream only where results are placed at home; `Return.finish` makes `aside` wait for that.
+    current stream only where results are placed at home; `Return.finish` makes `aside` wait for that. Results that come
+    back early are placed by `aside`, in rows and heads of O and dQ that local batches do not write, and in sums of
+    their own (DeviceSchedule.lands_apart).
     """
     current = torch.cuda.current_stream(setup.device)
     own = torch.cuda.Event(enable_timing=True)
@@ -121,26 +127,38 @@ def _run_beside(
     with setup.span("local", backward):
         run(first)
     own.record(current)
-    made, backs = [], []
+    made: list[Made] = []
+    backs: deque[Returned] = deque()
     waits: list[tuple[torch.cuda.Event | None, torch.cuda.Event]] = []
-    served: torch.cuda.Event | None = None
+    idle_from: torch.cuda.Event | None = None
+
+    def now() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(aside)
+        return event
+
     try:
         with torch.cuda.stream(aside):
-            for wave, (out, local) in enumerate(zip(outs, others, strict=True)):
+            for wave, local in enumerate(others):
                 with setup.span("wait", backward, aside=True):
                     received = out.wait()
-                arrived = torch.cuda.Event(enable_timing=True)
-                arrived.record(aside)
-                waits.append((served, arrived))
+                waits.append((idle_from, now()))
                 one, back = serve(wave, received)
+                del received
                 made.append(one)
                 backs.append(back)
+                if out.started < out.count:
+                    if wave:
+                        idle_from = now()
+                        with setup.span("wait", backward, aside=True):
+                            backs.popleft().wait()
+                        waits.append((idle_from, now()))
+                    out.start_next()
                 with setup.span("local", backward, aside=True):
                     run(local)
-                served = torch.cuda.Event(enable_timing=True)
-                served.record(aside)
+                idle_from = now()
     except BaseException:
         current.wait_stream(aside)
         raise
-    assert served is not None  # there is at least one wave
-    return tuple(made), Return(backs, Ends(own, waits, served))
+    assert idle_from is not None  # there is at least one wave
+    return tuple(made), Return(backs, Ends(own, waits, idle_from))

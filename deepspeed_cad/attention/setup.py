@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +16,7 @@ from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Gain, Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.schedule.room import OUT
 from deepspeed_cad.trace.record import NOT_TRACED, Tracer
 
 
@@ -57,6 +60,32 @@ class CallOrders(Protocol):
         """O, or dQ, dK, dV come back next."""
 
 
+@dataclass(eq=False)
+class WavesOut:
+    """The exchanges out of one pass: those under way, the first before the others, and how later ones start."""
+
+    count: int
+    """Waves of the pass; 0 where there is nobody to exchange with."""
+    start: Callable[[int], Dispatched]
+    """Starts one of them."""
+    under_way: deque[Dispatched] = field(default_factory=deque)
+    started: int = 0
+
+    def begin(self) -> None:
+        """Start as many as have memory at once."""
+        while self.started < min(self.count, OUT):
+            self.start_next()
+
+    def start_next(self) -> None:
+        """Start the next one: what had its place is over."""
+        self.under_way.append(self.start(self.started))
+        self.started += 1
+
+    def wait(self) -> list[torch.Tensor]:
+        """What the next wave to be served brings."""
+        return self.under_way.popleft().wait()
+
+
 @dataclass(frozen=True, eq=False)
 class CallSetup:
     """Core attention of one layer, one micro-batch and one nano-batch: all that is known before it runs."""
@@ -88,15 +117,17 @@ class CallSetup:
         """Where the call runs."""
         return self.schedule.padding.device
 
-    def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> tuple[Dispatched, ...]:
-        """Start the exchanges out of all waves; none where there is nobody to exchange with.
+    def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> WavesOut:
+        """Start the exchanges out of the first waves; later ones start as these end, from `fields` as they are then.
 
         `what` names them on the timeline.
         """
-        if self.transport is None:
-            return ()
-        with self.span("dispatch", backward):
-            return tuple(self._dispatch(what, wave, fields, backward) for wave in range(len(self.schedule.waves)))
+        count = 0 if self.transport is None else len(self.schedule.waves)
+        out = WavesOut(count, lambda wave: self._dispatch(what, wave, fields, backward))
+        if count:
+            with self.span("dispatch", backward):
+                out.begin()
+        return out
 
     def _dispatch(self, what: str, wave: int, fields: list[Outgoing], backward: bool) -> Dispatched:
         transport, tracer = self.transport, self.counts.tracer

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.attention.backward import Gradients
+from deepspeed_cad.attention.backward import Gradients, finish_back, new_landing, sinks_gradient, with_packed_heads
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.forward import as_received
+from deepspeed_cad.attention.forward import Kept, as_received, version_of
+from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.overlap import run_alone, run_tasks
-from deepspeed_cad.attention.program import LayerKind
 from deepspeed_cad.attention.serve import (
     by_group,
     fold_sinks,
@@ -60,7 +60,7 @@ def run_forward(
         ]
         return None, setup.give_back("O, LSE back", wave, back)
 
-    if not out:
+    if not out.count:
         run_alone(setup, run)
     else:
         _, back = run_tasks(setup, out, run, serve)
@@ -91,9 +91,7 @@ def run_backward(
         lse_TH: the forward's LSE, likewise.
     """
     own = Gradients(*new_gradients(setup.schedule, q_THD, k_TKD, v_TKV))
-    landing = (own.dk_UKD, own.dv_UKV)
-    if own.dk_UKD.dtype != k_TKD.dtype:
-        landing = (torch.empty_like(k_TKD), torch.empty_like(v_TKV))
+    landing = new_landing(setup, own, k_TKD, v_TKV)
     groups = k_TKD.shape[1]
     # Of a row a slice takes one head group: laid out group by group, those few bytes of LSE lie side by side.
     lse_TKG = lse_TH.unflatten(1, (groups, -1)).transpose(0, 1).contiguous().transpose(0, 1)
@@ -122,19 +120,15 @@ def run_backward(
         ]
         return None, setup.give_back("dQ, dK, dV back", wave, back, backward=True)
 
-    if not out:
+    found = own
+    if not out.count:
         run_alone(setup, run, backward=True)
     else:
         _, back = run_tasks(setup, out, run, serve, backward=True)
-        # What other ranks found is added to the sums of local batches, rounded where those are wider.
-        for there, here in zip(landing, own[1:], strict=True):
-            if there is not here:
-                there.copy_(here)
-        back.finish(setup, backward=True)
+        found = finish_back(setup, back, own, landing)
     setup.mark("attention ends", backward=True)
     setup.counts.backwards += 1
-    dk, dv = landing if out else (own.dk_UKD, own.dv_UKV)
-    return Gradients(own.dq_THD, dk.to(k_TKD.dtype), dv.to(v_TKV.dtype))
+    return Gradients(found.dq_THD, found.dk_UKD.to(k_TKD.dtype), found.dv_UKV.to(v_TKV.dtype))
 
 
 def serve_tick(setup: CallSetup, kind: LayerKind, backward: bool) -> None:
@@ -163,8 +157,8 @@ class TickCall:
     forward: CallSetup
     backward: Callable[[], CallSetup]
     """Begins this layer's backward tick; called when its gradient is there."""
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None
-    """O and LSE, from the forward until the backward ran."""
+    kept: Kept | None = None
+    """O, LSE and sinks, from the forward until the backward ran; this rank keeps nothing of what it served."""
     released: bool = False
 
     def __call__(
@@ -185,15 +179,15 @@ class TickCall:
             )
         if self.kept is not None:
             self.forward.counts.replays += 1
-            return self.kept[0]
+            return self.kept.o_THV
         o, lse = run_forward(self.forward, q_THD, k_TKD, v_TKV)
         if sinks_H is not None:
             o, lse = fold_sinks(o, lse, sinks_H)
-        self.kept = o, lse
+        self.kept = Kept(o, lse, (), None if sinks_H is None else sinks_H.clone(), version_of(o))
         return o
 
-    def release(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """O and LSE, which this call holds no longer. Raises CADError where it holds none."""
+    def release(self) -> Kept:
+        """What this call holds no longer. Raises CADError where it holds nothing."""
         if self.kept is None:
             raise CADError(f"{self.forward.label}: a second backward through the same forward is not supported")
         kept, self.kept, self.released = self.kept, None, True
@@ -207,27 +201,16 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         o = call.attend(q.detach(), k.detach(), v.detach(), None if sinks is None else sinks.detach())
-        ctx.save_for_backward(q, k, v, sinks)
-        ctx.version = o._version
+        ctx.save_for_backward(q, k, v)
         return o.detach()
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: TickCall = ctx.call
-        q, k, v, sinks = ctx.saved_tensors
-        o, lse = call.release()
-        if o._version != ctx.version:
-            raise CADError(
-                f"{call.forward.label}: its output was changed in place, and its backward needs it as it was. Change a "
-                "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
-            )
-        do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
-        setup = call.backward()
-        dq, dk, dv = run_backward(setup, do, q.detach(), k.detach(), v.detach(), o, lse)
-        dsinks = None
-        if sinks is not None and ctx.needs_input_grad[4]:
-            weight_TH = torch.exp(sinks.to(lse.dtype) - lse)
-            if len(call.forward.schedule.padding):
-                weight_TH[call.forward.schedule.padding] = 0
-            dsinks = -(weight_TH * (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum(0).to(sinks.dtype)
+        q, k, v = ctx.saved_tensors
+        kept = call.release()
+        kept.check_unchanged(call.forward.label)
+        do = with_packed_heads(do)
+        dq, dk, dv = run_backward(call.backward(), do, q.detach(), k.detach(), v.detach(), kept.o_THV, kept.lse_TH)
+        dsinks = sinks_gradient(call.forward, kept, do) if ctx.needs_input_grad[4] else None
         return None, dq, dk, dv, dsinks

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from deepspeed_cad.schedule import Schedule
 
-# From the top: the last 15 bits of the micro-batch's turn, 3 of the wave, 11 of the layer, nano-batch, backward,
+# From the top: the last 14 bits of the micro-batch's turn, 5 of the wave, 10 of the layer, nano-batch, backward,
 # return; then 30 bits of a hash over all of this, the schedule, and every exchange before. The first 32 can be read,
 # the others tell apart what they cannot say; through the hash, exchanges that once differed differ for ever, so that
 # comparing some of them is as good as comparing all.
-_TURN_BITS, _WAVE_BITS, _LAYER_BITS, _CHECK_BITS = 15, 3, 11, 30
+_TURN_BITS, _WAVE_BITS, _LAYER_BITS, _CHECK_BITS = 14, 5, 10, 30
 _LAYER_AT, _WAVE_AT, _TURN_AT = 3, 3 + _LAYER_BITS, 3 + _LAYER_BITS + _WAVE_BITS
 _WORD = (1 << 64) - 1
 

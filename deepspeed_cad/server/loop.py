@@ -34,6 +34,7 @@ from deepspeed_cad.attention.forward import (
     serve_arrived,
     start_forward,
 )
+from deepspeed_cad.attention.layer import LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.attention.serve import lse_dtype, new_gradients, new_outputs
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
@@ -173,10 +174,7 @@ class Loop:
         key = _key(head["key"])
         shape, dtype = key.shape, getattr(torch, head["dtype"])
         rule = MaskRule(head["scale"], key.window, head["softcap"])
-        need = KernelNeed(
-            self.device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
-            key.window is not None, rule.softcap is not None, head["deterministic"],
-        )  # fmt: skip
+        need = kernel_need(LayerKind(shape, rule, dtype), self.device, head["deterministic"])
         if need not in self._kernels:
             self._kernels[need] = self._choose(need)
         modes = Modes(False, False, head["keep"], sinks_travel=True, returns=head["returns"])
@@ -197,7 +195,7 @@ class Loop:
     def _run_forward(self, call: Call) -> None:
         setup = call.setup
         started = start_forward(setup, *call.home, call.sinks_H)
-        arrived = started.out[0].wait()
+        arrived = started.out.wait()
         with self.busy.timed(self.device):
             served = serve_arrived(setup, 0, started, arrived)
         q, _, v = call.home
@@ -216,7 +214,7 @@ class Loop:
         q, k, v = call.home
         o, lse = new_outputs(setup.schedule, q, v)
         started = start_backward(setup, Kept(o, lse, (served,), None, 0), torch.empty_like(o), q, k, v)
-        arrived = started.out[0].wait()
+        arrived = started.out.wait()
         with self.busy.timed(self.device):
             made = serve_arrived_backward(setup, 0, started, served, arrived)
         own = Gradients(*new_gradients(setup.schedule, q, k, v))

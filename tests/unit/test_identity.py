@@ -38,9 +38,9 @@ def test_a_number_can_be_read_and_fits_into_two_words() -> None:
     assert describe(number(Moment(0, 0), 1, True)) == (
         "the return in the forward of micro-batch 0, layer 0, nano-batch 1"
     )
-    largest = number(Moment((1 << 40) - 1, (1 << 20) - 1, True, 7), 1, True)
+    largest = number(Moment((1 << 40) - 1, (1 << 20) - 1, True, 31), 1, True)
     assert 0 < largest < 1 << 62
-    assert describe(largest) == "the return in the backward of micro-batch 32767, layer 2047, nano-batch 1, wave 7"
+    assert describe(largest) == "the return in the backward of micro-batch 16383, layer 1023, nano-batch 1, wave 31"
 
 
 OTHERS = {

@@ -11,6 +11,7 @@ import torch
 from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
 
+from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick, whole_rank_tasks
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
 from deepspeed_cad.attention.setup import CallCounts, Modes
@@ -126,7 +127,7 @@ def inputs(batch: int, width: int) -> list[torch.Tensor]:
 
 def attend(mask: MaskDescriptor, given: list[torch.Tensor], module: torch.nn.Module | None = None) -> torch.Tensor:
     q, k, v = given
-    return mask.attend(module or torch.nn.Module(), q, k, v, MaskRule(0.5), None, LABEL)
+    return mask.attend(LayerInput(module or torch.nn.Module(), q, k, v, MaskRule(0.5), None, LABEL))
 
 
 @pytest.mark.parametrize(

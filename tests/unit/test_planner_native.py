@@ -66,7 +66,7 @@ def test_equal_on_real_sizes(seed: int) -> None:
     lengths = np.minimum(random.lognormal(np.log(tokens / 8), 1.5, 40 * ranks).astype(int) + 1, 4 * tokens)
     lengths = lengths[np.cumsum(lengths) <= ranks * tokens].tolist()
     if seed % 3:
-        layout = Layout.from_stream(lengths, ranks, tokens)
+        layout = Layout.from_stream(lengths, ranks, tokens, zigzag=seed % 3 == 2)
     else:
         layout = Layout.from_rank_lengths([lengths[rank::ranks] for rank in range(ranks)])
     problem = PlanInput(

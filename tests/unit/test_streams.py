@@ -32,7 +32,7 @@ from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import QUERY, build_slices, schedule_rank
-from deepspeed_cad.schedule.waves import schedule_waves
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 CPU = torch.device("cpu")
 
@@ -156,7 +156,7 @@ def make_call(aside: Stream, transport: NothingMoves, waves: int = 1) -> tuple[A
     """Of rank 0: two batches of its own document of 8, one of which runs beside, then document 2 served."""
     tick = Layout.from_rank_lengths([[8, 3], [5]]).tick()
     tasks = np.array([[0, 0, 8, 0, 1, 0], [0, 0, 8, 1, 2, 0], [1, 0, 3, 0, 2, 1], [2, 0, 5, 0, 2, 0]])
-    schedule = upload_schedule(schedule_waves(tick, tasks, 0, 2, None, waves), CPU, two_streams=True)
+    schedule = upload_schedule(schedule_waves(tick, tasks, 0, 2, None, Cut(waves)), CPU, two_streams=True)
     setup = CallSetup(
         schedule, Working(), transport, MaskRule(0.5), Modes(), CallCounts(), aside=aside  # type: ignore[arg-type]
     )  # fmt: skip
