@@ -77,15 +77,13 @@ HELP = 0.1
 """Share of one head group's work. A rank helps the homes of a document if it has room for so much. Spanning trial: 0.5
 moves 4 % more bytes, 1.0 moves 14 % more with 8 KV heads and 2 % with 32."""
 KEPT = (1, 0)
-"""How many first ranks of such a document begin with their own rows: each is tried beside a start at home. Spanning
+"""How many first segments of such a document begin at home: each is tried beside a start at home. Spanning
 trial: 1 alone burdens the fullest rank by 6 % more with 32 KV heads, 0 alone by 1 % more with 8; with 2 as well it is
 3 % less with 8, which is not worth a plan more."""
 LIGHTER = 0.95
 """Share. A start is taken instead of one before it if it burdens the fullest rank by less than this share of it. A
 choice, so that much is not moved for little. Spanning trial, 8 KV heads: 1.0 burdens it by 2 % less and moves 10 % more
 bytes, 0.9 is the same."""
-AREAS_OUT = 2.0
-"""Areas of a rank for what comes to be run; they take turns (exchange/nvlink.py)."""
 
 # Transfers
 
