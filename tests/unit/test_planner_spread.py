@@ -24,7 +24,7 @@ from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SE
 from deepspeed_cad.planner.question import with_links
 from deepspeed_cad.planner.reference import solve
 from deepspeed_cad.planner.spread import Band, bands, stretches
-from deepspeed_cad.planner.starts import burden, landing
+from deepspeed_cad.planner.starts import best_start, burden, landing
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, build_slices
 
 MILLION = 1 << 20
@@ -184,6 +184,25 @@ def test_memory_may_hold_one_start_only() -> None:
     assert plan.received_bytes.max() <= 1.05 * dealt_out and plan.imbalance <= 1.02
     with pytest.raises(CADError, match="memory"):
         make_plan(dataclasses.replace(problem, memory=np.full(4, 0.1 * dealt_out)))
+
+
+def test_a_start_that_does_not_fit_is_not_taken() -> None:
+    problem = ask([MILLION], 4, MILLION // 4, memory=np.full(4, 3.0 * 2**30))
+    assert (
+        start(problem, -1).flows.received.max()
+        < 3.0 * 2**30
+        < make_plan(dataclasses.replace(problem, memory=None)).received_bytes.max()
+    )
+    assert make_plan(problem).received_bytes.max() < 3.0 * 2**30
+
+
+def test_a_start_that_ends_clearly_later_is_not_taken() -> None:
+    """Over slow links, although it burdens the fullest rank less."""
+    links = {"hosts": np.arange(16) // 8, "cost": with_links(H200, 362.0, 5.0), "waves": (1, 2, 4, 8)}
+    problem = ask([MILLION], 16, MILLION // 16, **links)
+    at_home, dealt_out = start(problem, -1), start(problem, 0)
+    assert burden(problem, dealt_out.flows) < 0.9 * burden(problem, at_home.flows)
+    assert best_start(problem, at_home, solve, np.zeros(16), np.ones(16)) is at_home
 
 
 def test_slow_and_late_ranks_and_those_that_only_serve_get_their_share() -> None:
