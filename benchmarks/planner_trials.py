@@ -52,7 +52,6 @@ SPANNING_TRIALS: dict[str, list[Any]] = {
     "HELP": [0.3, 0.5, 1.0],
     "KEPT": [(0,), (1,), (0, 1), (1, 0, 2)],
     "LIGHTER": [0.9, 1.0],
-    "AREAS_OUT": [1.0, 4.0],
 }
 STREAMS = ((8, 131072, 60000, 8), (16, 65536, 300000, 16), (32, 65536, 60000, 8), (32, 65536, 200000, 16))
 """Ranks, tokens of each, median of documents, ranks that the longest has the tokens of."""

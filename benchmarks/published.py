@@ -291,7 +291,7 @@ ours in the order of the columns. Simulated, not measured; nothing that needs se
   host. And, in the third table, no gathers of activations in every layer: tensor parallelism costs 1.34 s of a step,
   and weights sharded over all GPUs make it superfluous at these sizes.
 - **What is lost** to the bound (third table): hardly anything inside hosts. Between hosts, one wave over documents as
-  they come exposes 0.85 to 3.6 s of a step: the first GPUs of a long document send its keys to dozens of others, which
+  they come exposes 0.85 to 3.3 s of a step: the first GPUs of a long document send its keys to dozens of others, which
   wait for the last byte before they begin. Waves take a third to two thirds of
   that away; zigzag takes away most of the rest, because all GPUs of a
   document send alike and have equally much to do before any of it moves. Where few documents are very long and the rest

@@ -4,17 +4,20 @@
     python benchmarks/spanning.py --workload benchmarks/workloads/… …    # adds steps of workloads
 
 Bytes are those of one layer in bf16, in GiB. Forward: Q, K and V to servers, O back. Backward: dO, Q, K and V out; dQ,
-dK and dV back. What lands is what a rank needs room for in one area: dO, Q, K and V of all that it serves, its own rows
-among them; and dQ, dK and dV that come back (backward needs more of both). The `nvlink` transport has two of the first
-and one of the second. Costs are those of the shipped profile of FlashAttention-4, the tolerance is 0.05.
+dK and dV back. What lands is what a rank needs room for at once if it does not go in waves: dO, Q, K and V of all that
+it serves, its own rows among them; and dQ, dK and dV that come back (backward needs more of both). Costs are those of
+the shipped profile of FlashAttention-4, the tolerance is 0.05.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +40,13 @@ SHAPES = {
     "32 / 32": HeadShape(32, 32, 128, 128, 2),
     "32 / 2": HeadShape(32, 2, 128, 128, 2),
 }
-LAYOUTS: dict[str, tuple[list[int], int, int]] = {
+LAYOUTS: dict[str, tuple[Any, ...]] = {
     "524,288 over 2": ([MILLION // 2], 2, MILLION // 4),
     "786,432 over 3": ([3 * MILLION // 4], 3, MILLION // 4),
     "1,048,576 over 4": ([MILLION], 4, MILLION // 4),
     "1,048,576 over 8": ([MILLION], 8, MILLION // 8),
+    "1,048,576 over 4, zigzag": ([MILLION], 4, MILLION // 4, True),
+    "1,048,576 over 8, zigzag": ([MILLION], 8, MILLION // 8, True),
     "2,097,152 over 16": ([2 * MILLION], 16, MILLION // 8),
     "8,388,608 over 64": ([8 * MILLION], 64, MILLION // 8),
     "700,000 and 40 × 8,000 over 4": ([700_000] + [8000] * 40, 4, MILLION // 4),
@@ -73,14 +78,14 @@ def rows(name: str, layout: Layout, shape: HeadShape) -> list[str]:
     plan: Plan = make_plan(problem)
     starts = {
         label: solve(problem, Aim(problem.tolerance, kept=kept))
-        for label, kept in (("home", -1), ("dealt out", 0), ("but the first rank's", 1))
+        for label, kept in (("home", -1), ("dealt out", 0), ("but the first rows", 1))
     }
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
         starts["dealt out"] = also_on_two(problem)
     taken = next(label for label, found in starts.items() if np.array_equal(found.tasks, plan.tasks))
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
         taken, starts = "home", {"home": starts["home"]}  # no document lies on two ranks
-    shown = {label: found for label, found in starts.items() if label != "but the first rank's" or label == taken}
+    shown = {label: found for label, found in starts.items() if label != "but the first rows" or label == taken}
     return [row(name, f"**{label}**" if label == taken else label, problem, found) for label, found in shown.items()]
 
 
@@ -98,7 +103,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", type=Path, nargs="*", default=[], help="of train_step.py")
     options = parser.parse_args()
-    lines = ["# Documents on many ranks: what plans move and hold", "", *(__doc__ or "").splitlines()[5:]]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    lines = ["# Documents on many ranks: what plans move and hold", ""]
+    lines += [f"Commit {commit.stdout.strip()}, date {datetime.now(timezone.utc).date().isoformat()}.", ""]
+    lines += (__doc__ or "").splitlines()[5:]
     layouts = {name: Layout.from_stream(*stream) for name, stream in LAYOUTS.items()}
     for path in options.workload:
         found = json.loads(path.read_text())

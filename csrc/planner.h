@@ -168,7 +168,7 @@ struct Levels {
 void settle_units(const std::vector<double>& load, const Pace& pace, const std::vector<Ranks>& units, double upper,
                   Levels* levels);
 
-// Deals out documents on many ranks by head groups, but for the rows of their first `kept` ranks.
+// Deals out documents on many ranks by head groups, but for their first `kept` segments.
 void spread(Columns* columns, double tolerance, int64_t kept);
 
 // Moves between the ranks of a pool.

@@ -12,9 +12,9 @@ namespace {
 struct Band {
     int32_t document;
     int64_t begin, end;
-    Ranks homes;
-    std::vector<double> work;  // what each home runs of these rows
-    double group;              // work of one head group if one rank runs it
+    int32_t first_segment, last_segment;  // those that hold its rows
+    Ranks homes;                          // all that hold rows of the document, in the order of its rows
+    double group;                         // work of one head group if one rank runs it
 };
 
 struct Shares {
@@ -22,33 +22,32 @@ struct Shares {
     std::vector<double> work;
 };
 
-bool each_once(Ranks ranks) {
-    std::sort(ranks.begin(), ranks.end());
-    return std::adjacent_find(ranks.begin(), ranks.end()) == ranks.end();
-}
-
 std::vector<Band> find_bands(const Columns& columns, int64_t kept) {
     std::vector<Band> found;
-    const double groups = static_cast<double>(columns.p.groups);
     if (columns.p.groups == 1) return found;
+    std::vector<char> seen(columns.p.ranks, 0);
     for (size_t at = 0; at < columns.documents.size(); ++at) {
         const Document& document = columns.documents[at];
-        const auto count = static_cast<size_t>(document.segments);
-        if (count < kReadFrom || kept > static_cast<int64_t>(count) - 2) continue;
-        const Segment* segments = &columns.segments[document.first_segment];
-        Ranks homes;
+        const int32_t first = document.first_segment, last = first + document.segments - 1;
+        if (last - first < std::max(static_cast<int64_t>(kReadFrom) - 1, kept + 1)) continue;
+        const Segment* segments = columns.segments.data();
         bool whole = true;
-        for (size_t index = 0; index < count; ++index) {
-            whole &= index == 0 || segments[index].begin == segments[index - 1].end;
-            homes.push_back(segments[index].home);
+        for (int32_t index = first + 1; index <= last; ++index) whole &= segments[index].begin == segments[index - 1].end;
+        if (!whole) continue;
+        const int64_t reach = columns.first_key(segments[last].begin);
+        // Each home once, and of how many keys are read.
+        Ranks homes, read;
+        for (int32_t index = first; index <= last; ++index) {
+            const int32_t home = segments[index].home;
+            if (!(seen[home] & 1)) homes.push_back(home);
+            if (!(seen[home] & 2) && segments[index].end > reach) read.push_back(home);
+            seen[home] |= segments[index].end > reach ? 3 : 1;
         }
-        if (!whole || !each_once(homes)) continue;
-        if (segments[count - kReadFrom].end <= columns.first_key(segments[count - 1].begin)) continue;
-        const int64_t begin = segments[kept].begin, end = segments[count - 1].end;
-        std::vector<double> work(kept, 0.0);
-        for (size_t index = kept; index < count; ++index)
-            work.push_back(columns.cost_of(segments[index].begin, segments[index].end) * groups);
-        found.push_back({static_cast<int32_t>(at), begin, end, homes, work, columns.cost_of(begin, end)});
+        for (const int32_t home : homes) seen[home] = 0;
+        if (read.size() < kReadFrom) continue;
+        const int64_t begin = segments[first + kept].begin, end = segments[last].end;
+        found.push_back({static_cast<int32_t>(at), begin, end, first + static_cast<int32_t>(kept), last, homes,
+                         columns.cost_of(begin, end)});
     }
     return found;
 }
@@ -149,7 +148,10 @@ void spread(Columns* columns, double tolerance, int64_t kept) {
     const double finish = finish_time(total, all);
     for (const Band& band : bands) {
         std::vector<double> others = columns->load;
-        for (size_t at = 0; at < band.homes.size(); ++at) others[band.homes[at]] -= band.work[at];
+        for (int32_t index = band.first_segment; index <= band.last_segment; ++index) {
+            const Segment& segment = columns->segments[index];
+            others[segment.home] -= columns->cost_of(segment.begin, segment.end) * static_cast<double>(p.groups);
+        }
         const Shares shares = find_shares(*columns, band, others, finish, finish * (1.0 + tolerance * kBand));
         const auto runs = find_stretches(*columns, band, shares, 0.5 * kBand * tolerance * finish);
         for (int64_t group = 0; group < p.groups; ++group) columns->place(band.document, group, runs[group]);

@@ -29,7 +29,7 @@ The heuristic, in words. Names in capitals are numbers in `constants.py`, which 
    where they meet (TRIES).
 7. *Documents on many ranks.* Where a document's last rows read keys of READ_FROM ranks or more, plans are also made
    from another start: its rows are dealt out by head groups, so that every rank reads keys of few of them instead of
-   the last ranks all keys of all (`spread.py`). All rows are, or all but those of its first rank, which needs no others
+   the last ranks all keys of all (`spread.py`). All rows are, or all but its first segment, which reads no other keys
    (KEPT). Of the plans that end alike the lightest is taken: by what lands in memory and what reaches a rank
    (`starts.py`). Layers with one head group begin at home. With a sliding window, rows that find at home all that they
    read are tasks of their own (`own_rows.py`).

@@ -36,7 +36,7 @@ class Aim:
     level: float = 0.0
     """Finish time down to which units give; those that take end below it. Not with `Units.NONE`."""
     kept: int = -1
-    """Ranks, the first of every document on many, that begin with their own rows while all other rows begin dealt out
+    """Segments, the first of every document on many ranks, that begin at home while all its other rows begin dealt out
     by head groups (spread.py); -1: all rows begin at home."""
 
 

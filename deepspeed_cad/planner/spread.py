@@ -1,7 +1,7 @@
 """Spread: documents that lie on three ranks or more are dealt out by head groups before anything is balanced.
 
-In: columns as they are at home, what ranks are, and how many of a document's first ranks keep their rows. Out: changed
-columns. csrc/planner_spread.cpp does the same.
+In: columns as they are at home, what ranks are, and how many of a document's first segments stay. Out: changed columns.
+csrc/planner_spread.cpp does the same.
 
 At home the last rank of a long document reads all keys before its rows, for every head group. Where a rank runs few
 head groups over all rows instead, it reads keys of few head groups, every rank as many. So all head groups of the rows
@@ -26,15 +26,16 @@ class Band:
     document: int
     begin: int
     end: int
+    segments: list[int]
+    """Those that hold its rows."""
     homes: list[int]
-    work: list[float]
-    """What each home runs of these rows."""
+    """All that hold rows of the document, in the order of its rows."""
     group: float
     """Work of one head group if one rank runs it."""
 
 
 def spread(state: Columns, limits: Limits, tolerance: float, kept: int) -> None:
-    """Deal out all rows but those of the first `kept` homes of every document that `bands` finds, largest first."""
+    """Deal out all but the first `kept` segments of every document that `bands` finds, the largest document first."""
     found = bands(state, kept)
     found.sort(key=lambda band: (-band.group, band.document))
     total = 0.0
@@ -43,8 +44,9 @@ def spread(state: Columns, limits: Limits, tolerance: float, kept: int) -> None:
     finish = finish_time(total, limits.base, limits.speed)
     for band in found:
         others = list(state.load)
-        for home, work in zip(band.homes, band.work, strict=True):
-            others[home] -= work
+        for index in band.segments:
+            _, begin, end, home = state.segments[index]
+            others[home] -= state.cost_of(begin, end) * state.groups
         ranks, share = shares(state, limits, band, others, finish, finish * (1.0 + tolerance * BAND))
         slack = 0.5 * BAND * tolerance * finish
         for group, runs in enumerate(stretches(state, band, ranks, share, slack)):
@@ -52,27 +54,26 @@ def spread(state: Columns, limits: Limits, tolerance: float, kept: int) -> None:
 
 
 def bands(state: Columns, kept: int) -> list[Band]:
-    """What is dealt out: of whole documents, one segment for each home, the last of which reads keys of READ_FROM."""
+    """What is dealt out: of documents without gaps, of which the last segment reads keys of READ_FROM ranks."""
     found: list[Band] = []
     if state.groups == 1:
         return found
     for document, first in state.first_segment.items():
         last = first
-        homes = [state.segments[first][3]]
         whole = True
         while last + 1 < len(state.segments) and state.segments[last + 1][0] == document:
             last += 1
             whole = whole and state.segments[last][1] == state.segments[last - 1][2]
-            homes.append(state.segments[last][3])
-        if not whole or len(homes) < READ_FROM or len(set(homes)) < len(homes) or kept > len(homes) - 2:
+        if not whole or last - first < max(READ_FROM - 1, kept + 1):
             continue
-        if state.segments[last - READ_FROM + 1][2] <= state.first_key(state.segments[last][1]):
+        reach = state.first_key(state.segments[last][1])
+        own = state.segments[first : last + 1]
+        if len({home for _, _, end, home in own if end > reach}) < READ_FROM:
             continue
+        homes = list(dict.fromkeys(home for _, _, _, home in own))
         begin, end = state.segments[first + kept][1], state.segments[last][2]
-        work = [0.0] * kept
-        for index in range(first + kept, last + 1):
-            work.append(state.cost_of(state.segments[index][1], state.segments[index][2]) * state.groups)
-        found.append(Band(document, begin, end, homes, work, state.cost_of(begin, end)))
+        segments = list(range(first + kept, last + 1))
+        found.append(Band(document, begin, end, segments, homes, state.cost_of(begin, end)))
     return found
 
 

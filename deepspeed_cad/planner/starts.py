@@ -14,7 +14,7 @@ import numpy as np
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.aim import Aim, Solution, Solve
 from deepspeed_cad.planner.columns import link_weights
-from deepspeed_cad.planner.constants import AREAS_OUT, BAND, KEPT, LIGHTER, READ_FROM
+from deepspeed_cad.planner.constants import BAND, KEPT, LIGHTER, READ_FROM
 from deepspeed_cad.planner.finish import finish_best
 from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 from deepspeed_cad.planner.levels import finish_times_of
@@ -43,7 +43,9 @@ def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats
 def end_of(problem: PlanInput, plan: Solution, base: Floats, speed: Floats) -> float:
     """When the slowest rank is done, transfers included; plans within the band of the tolerance count as as even."""
     load = float((base + plan.work / np.where(speed > 0, speed, 1.0)).max())
-    mean = float(finish_times_of(plan.work, base, speed, np.zeros(len(base), np.int64))[0])
+    mean = float(plan.work.sum() / speed.sum())
+    if problem.base_load is not None:
+        mean = float(finish_times_of(plan.work, base, speed, np.zeros(len(base), np.int64))[0])
     waits = float(finish_best(problem, plan.work, plan.flows, base, speed)[0].max()) - load
     return max(load, mean * (1.0 + BAND * problem.tolerance)) + waits
 
@@ -61,21 +63,23 @@ def fits(problem: PlanInput, plan: Solution) -> bool:
 
 
 def burden(problem: PlanInput, flows: Flows) -> float:
-    """Bytes of one layer: the memory in which exchanges land, and what reaches the rank that most reaches.
+    """Bytes of one layer: memory that its exchanges hold, and what reaches the rank that most reaches.
 
-    Memory is what the transport by peer copies takes: AREAS_OUT areas for what comes to be run and one for what comes
-    back, as large on every rank as the fullest needs. What reaches a rank counts forward and backward, and by its link.
+    Memory is where things land, as large on every rank as the fullest needs, and what a server makes for others before
+    it goes back. What reaches a rank counts forward and backward, and by its link.
     """
     out, back = landing(problem, flows)
+    rows, keys = flows.served
+    made = rows * problem.shape.query_bytes + keys * problem.shape.key_value_bytes
     weights = np.array(link_weights(problem))
     reached = flows.bytes[[O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT]].sum(0)
     if not problem.keep:
         reached = reached + flows.bytes[QKV_RECEIVED]
-    return float(AREAS_OUT * out.max() + back.max() + (weights @ reached).max())
+    return float((out + made).max() + back.max() + (weights @ reached).max())
 
 
 def landing(problem: PlanInput, flows: Flows) -> tuple[Ints, Ints]:
-    """Bytes of the area for what comes to be run at each rank, and of that for what comes back ([ranks] each).
+    """Bytes that land at each rank at once: what comes to be run, and what comes back ([ranks] each).
 
     Backward needs more of both: dO, Q, K and V of all rows that are served, own ones included; dQ, dK and dV.
     """

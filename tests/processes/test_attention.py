@@ -32,6 +32,7 @@ ON_MANY = {
     "four": Layout.from_stream([400], 4, 100),
     "three of four": Layout.from_stream([270, 33, 97], 4, 100),
     "two documents": Layout.from_stream([170, 230], 4, 100),
+    "zigzag": Layout.from_stream([350], 4, 96, zigzag=True),
 }
 """By where a document lies."""
 LAYOUTS = cases.layouts() | ON_MANY
@@ -119,6 +120,7 @@ def test_waves(workers: WorkerPool, name: str, waves: int, keep: bool, cut: bool
         ("four", 19, True, False, 2, -1),
         ("three of four", None, False, True, 2, 0),
         ("two documents", None, False, True, 1, 1),
+        ("zigzag", None, True, True, 1, 0),
     ],
 )
 def test_plans_of_documents_on_many_ranks(
@@ -127,7 +129,7 @@ def test_plans_of_documents_on_many_ranks(
     """Dealt out by head groups, or begun at home with own rows split off where a window allows it."""
     layout = ON_MANY[name]
     tasks = planned_tasks(layout.tick(), window, kept)
-    if kept == 0 and name in ("three", "four"):
+    if kept == 0 and name in ("three", "four", "zigzag"):
         assert (tasks[tasks[:, 5] == 0, 4] <= GROUPS - 1).all(), "not dealt out"
     args = (name, 1, window, keep, sinks, False, torch.float64, waves, kept)
     assert max(workers.run(_run, layout.ranks, *args)) < 1e-10
