@@ -45,9 +45,11 @@ from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.profiles.choice import GENERIC_GPU
 from deepspeed_cad.profiles.timed import in_seconds
+from deepspeed_cad.server.crew import Crew
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.server.join import Reserved, join_servers
 from deepspeed_cad.server.launch import find_role
+from deepspeed_cad.server.regroup import Opened
 from deepspeed_cad.server.split import Split
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
@@ -120,8 +122,14 @@ class Session:
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
             self.hosts, lambda: self.aside, self.traffic,
-            None if self.reserved is None else self.reserved.planning(self.rank, self.linear.seconds),
+            None if self.reserved is None else self.reserved.planning(
+                self.rank, self.linear.seconds, self.hosts, self.transport
+            ),
         )  # fmt: skip
+        if self.reserved is not None and self.reserved.changes is not None:
+            changes = self.reserved.changes
+            self.gatherer.newcomers, self.plans.admit = lambda: changes.newcomers, changes.admit
+            changes.begin(self.transport, self._change_servers)
 
     # Opening and closing
 
@@ -166,6 +174,20 @@ class Session:
         )
         self.hosts = np.array(hosts, np.int64)
 
+    def _change_servers(self, crew: Crew, opened: Opened | None) -> None:
+        """Other servers than before: micro-batches are planned for these. Runs while the training thread is halted."""
+        assert self.reserved is not None
+        self.transport = self.hosts = self._exchange_group = None
+        if opened is not None:
+            self.transport, self._exchange_group = opened.transport, opened.group
+            self.hosts = np.array(opened.hosts, np.int64)
+            if self.traffic is not None and self.links.source == "measured":
+                self.transport.transfers = Transfers(
+                    self.rank, opened.hosts, self.links.inside, self.links.between
+                )  # fmt: skip
+                self.traffic.watch(self.transport.transfers)
+        self.plans.reserved = self.reserved.planning(self.rank, self.linear.seconds, self.hosts, self.transport)
+
     def _watch_traffic(self) -> None:
         """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
 
@@ -207,13 +229,14 @@ class Session:
         """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
         if self.liveness is None or self.transport is None:
             return
-        liveness, transport = self.liveness, self.transport
+        liveness = self.liveness
 
         def tell() -> None:
             if (inside := self.gatherer.inside) is not None:
                 liveness.block(inside[0], str(inside[1]))
 
-        liveness.started = lambda: transport.exchanges
+        # Servers may change, and the transport with them.
+        liveness.started = lambda: 0 if self.transport is None else self.transport.exchanges
         liveness.idle_after = lambda: self.gatherer.begun if self.worker.is_idle else None
         self.worker.while_blocked = tell
         # A line from the beginning: what the job's store holds does not grow with what happens in a run.
@@ -222,6 +245,8 @@ class Session:
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
         self.say_last()
+        if self.reserved is not None and self.reserved.changes is not None:
+            self.reserved.changes.close()
         if self.liveness is not None:
             self.liveness.close()
         self.worker.close()
@@ -246,7 +271,9 @@ class Session:
     @property
     def group_ranks(self) -> int:
         """Ranks that run attention: trainers and reserved servers."""
-        return self.ranks if self.reserved is None else self.reserved.role.ranks
+        if self.reserved is None:
+            return self.ranks
+        return self.reserved.role.ranks if self.reserved.changes is None else self.reserved.changes.crew.ranks
 
     # Models and their loaders
 
@@ -318,7 +345,10 @@ class Session:
         now.waited_s = self.counts.waits.seconds()
         if self.reserved is not None:
             now.served_s, now.servers_s = self.reserved.link.busy()
-        now.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
+        transport = self.transport
+        now.bytes_sent = 0 if transport is None else transport.bytes_sent
+        if self.reserved is not None and self.reserved.changes is not None:
+            now.bytes_sent += self.reserved.changes.bytes_sent
         return now
 
     def take_statistics(self, reader: str) -> Statistics:
