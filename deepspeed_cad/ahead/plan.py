@@ -243,7 +243,7 @@ class Plans:
         base = self._base_load(late, beside, tick, key)
         reserved = reserved or self.reserved
         speed = None if reserved is None else reserved.speed
-        hosts = self.hosts if reserved is None or reserved.hosts is None else reserved.hosts
+        hosts = self.hosts if reserved is None or reserved.passes is None else reserved.hosts
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
             PlanInput(

@@ -39,6 +39,8 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: str, kil
             dist.barrier()
             if rank == 0:
                 os.kill(int(Path(kill).read_text()), signal.SIGKILL)
+                time.sleep(0.5)
+            dist.barrier()
         own = training.documents(LENGTHS[trainers][(rank + step) % trainers], seed=100 * step + rank)
         loss = training.loss_sum(model, training.pack(own))
         loss.backward()
