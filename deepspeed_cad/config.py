@@ -261,6 +261,12 @@ def _refuse_combinations(config: CADConfig) -> None:
                 f'With "on_server_failure": "continue" the "{config.transport}" transport cannot go on without a rank.'
             )
             raise _bad("transport", config.transport, '"auto" or "c10d"', reason)
+        if config.recompute_attention:
+            reason = (
+                'With "on_server_failure": "continue" attention may run again with other servers, and activation '
+                "checkpointing demands that what it recomputes has the same shapes."
+            )
+            raise _bad("recompute_attention", True, "false", reason)
     if config.documents == "exchange" and not config.look_ahead:
         raise _bad("look_ahead", 0, "1", 'With "documents": "exchange" a step is arranged before its first forward.')
 

@@ -233,13 +233,10 @@ def test_modes(workers: WorkerPool, tmp_path: Path, block: dict[str, Any], what:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("what", ["return", "backward dispatch", "backward return"])
-def test_checkpointing(workers: WorkerPool, tmp_path: Path, checkpoint: str, recompute: bool, what: str) -> None:
-    found = _run(
-        workers, 2, 1, {2: _moment(what, 1)}, tmp_path, _nothing, checkpoint, recompute_attention=recompute
-    )  # fmt: skip
+def test_checkpointing(workers: WorkerPool, tmp_path: Path, checkpoint: str, what: str) -> None:
+    found = _run(workers, 2, 1, {2: _moment(what, 1)}, tmp_path, _nothing, checkpoint)
     assert found[0]["repeated"] > 0
 
 
