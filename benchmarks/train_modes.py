@@ -119,8 +119,8 @@ class CADMode(Mode):
 
     def buffer_bytes(self) -> int:
         """See Mode: landing areas in symmetric memory."""
-        nano_batches = getattr(self.session.transport, "_nano_batches", {}).values()
-        areas = [area for one in nano_batches for area in (*one.dispatch, one.give_back)]
+        lanes = getattr(self.session.transport, "_lanes", {}).values()
+        areas = [area for one in lanes for area in (*one.dispatch, one.give_back)]
         return sum(area.capacity for area in areas)
 
     def close(self) -> None:

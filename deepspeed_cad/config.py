@@ -66,7 +66,8 @@ class CADConfig:
     """Some GPUs run slower than others for reasons that no plan knows, such as a lower clock. CAD measures which ranks
     the others wait for and gives them less attention. This is the largest change, as a share of the mean: at 0.03 a
     slow rank gets at least 97 % of the mean, a fast one at most 103 %. 0 turns it off. Plans then depend on measured
-    times, so it is off under `torch.use_deterministic_algorithms`; and it needs costs in seconds (see "cost")."""
+    times, so it is off under `torch.use_deterministic_algorithms`; and it needs costs in seconds (see "cost"). It is
+    off too beside reserved servers and in pipelines, whose waits tell of more than slow ranks."""
 
     granularity: int = 128
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
@@ -107,6 +108,11 @@ class CADConfig:
     other hosts while all ranks do. Give figures where plans must not depend on measured times, or where links are busy
     while a job starts. Under `torch.use_deterministic_algorithms` nothing is measured: plans take the figures given
     here, or else those of the profile."""
+
+    waves: str | int = "auto"
+    """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
+    while another is computed. "auto": 1 on one host or by "c10d"; on several hosts the number from 1 to 8 with which
+    the plan says that a step ends first. A number fixes it, for measurements. With reserved servers it is always 1."""
 
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
@@ -152,6 +158,8 @@ class CADConfig:
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise _bad(key, value, " or ".join(map(json.dumps, allowed)))
         _check_number(self, "tolerance", float, "a number between 0 and 1, both excluded", lambda x: 0 < x < 1)
+        if self.waves != "auto":
+            _check_number(self, "waves", int, '"auto" or a whole number from 1 to 8', lambda x: 1 <= x <= 8)
         _check_number(self, "granularity", int, "a whole number of query rows, 1 or more", lambda x: x >= 1)
         _check_number(self, "timeout_s", float, "a number of seconds above 0", lambda x: x > 0)
         relief = "a number from 0 up to 1, 1 excluded"

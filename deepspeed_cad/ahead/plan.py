@@ -32,6 +32,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.constants import WAVES
 from deepspeed_cad.planner.cut import LayerKind, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
@@ -214,10 +215,11 @@ class Plans:
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
         """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""
-        if len(local.begin) and local.begin[0] > 0:
+        inside = local.begin[local.begin > 0]
+        if len(inside):
             raise CADDataError(
-                f"evaluation runs attention on each rank alone, but the first document of rank {self.gatherer.rank} "
-                f"starts at position {int(local.begin[0])}: evaluate on whole documents"
+                f"evaluation runs attention on each rank alone, but a document of rank {self.gatherer.rank} "
+                f"starts at position {int(inside[0])}: evaluate on whole documents"
             )
         layout = assemble([local])
         return MicroBatch(
@@ -249,13 +251,25 @@ class Plans:
             PlanInput(
                 tick, key.shape, cost.cost_for(key.shape), key.window, self.config.tolerance,
                 self.config.granularity, base_load=base, speed=speed, hosts=hosts,
-                keep=self.config.backward == "keep",
+                waves=self._waves(), keep=self.config.backward == "keep",
             )
         )  # fmt: skip
         if base is None:
             return plan
         # Statistics speak of attention, not of when ranks finish.
         return replace(plan, load=plan.load - base, load_before=plan.load_before - base)
+
+    def _waves(self) -> tuple[int, ...]:
+        """In how many waves plans may move; the same on every rank."""
+        transport = self.transport()
+        if transport is None or self.reserved is not None:
+            return (1,)  # the orders of reserved servers do not name waves
+        if not isinstance(self.config.waves, str):
+            return (self.config.waves,)
+        several_hosts = self.hosts is not None and len(np.unique(self.hosts)) > 1
+        if not several_hosts or self.config.overlap == "none":
+            return (1,)
+        return tuple(count for count in WAVES if count <= transport.most_waves)
 
     def _linear(self, model: int) -> Floats | None:
         """Seconds per token of every trainer's linear layers, where plans know of them and costs are seconds too."""

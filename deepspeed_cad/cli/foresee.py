@@ -18,7 +18,7 @@ from deepspeed_cad.errors import CADConfigError, CADDataError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.question import hosts_of_nodes
-from deepspeed_cad.simulator import Cluster, Machine, Setting, seat_shape
+from deepspeed_cad.simulator import Cluster, Foreseen, Machine, Setting, seat_shape
 from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, what_would_fit
 from deepspeed_cad.simulator.setting import check_split
 
@@ -89,7 +89,7 @@ def make_steps(
     lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int
 ) -> list[list[Layout]]:
     """Steps of some micro-batches each, every row packed; the last, partial step is left out."""
-    packed = iter(layouts(lengths, setting.seats, context, packing))
+    packed = iter(layouts(lengths, setting.seats, context, packing, setting.seats_per_host))
     steps: list[list[Layout]] = []
     while len(steps) < most:
         step = list(islice(packed, micro_batches))
@@ -97,6 +97,13 @@ def make_steps(
             break
         steps.append(step)
     return steps
+
+
+def without_cad(comparison: Comparison) -> Foreseen | None:
+    """What gains are counted from: plain data parallelism, where it cuts no documents, or the best that exists."""
+    others = [one for name in ("ulysses", "gathered") if (one := comparison.of(name)) is not None]
+    best = max([one for one in others if one.fits] or others, key=lambda one: one.tokens_per_second, default=None)
+    return comparison.of("plain") or best
 
 
 class Progress:

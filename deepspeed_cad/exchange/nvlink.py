@@ -10,9 +10,14 @@ p of a rank says the number of p's last finished pushes, and p starts pushing on
 stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
 "flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
 served tasks run beside local ones: the training stream waits for that before it places what came back.
-  Dispatch: two areas per nano-batch take turns. What landed is valid until the next dispatch on it, so the area of the
-  dispatch before last is free at a peer whose flag has reached the last dispatch.
-  Return: one area per nano-batch. A return must be waited for before the next exchange on its nano-batch (checked),
+A lane is a nano-batch or, where what a tick moves goes in waves, one of the places that its waves take in turn
+(schedule/room.py). Exchanges of different lanes may be under way at once, and each lane has areas of its own.
+  Dispatch: one area per lane. What landed is read before its return starts, on the same stream; so the area is free at
+  a peer whose flag has reached that return. All peers' have, where the return was waited for.
+  Only where dispatches follow each other without a return (links are timed so), a second area takes turns with the
+  first: what landed is valid until the next dispatch, so the area of the one before last is free at a peer whose flag
+  has reached the last one.
+  Return: one area per lane. A return must be waited for before the next exchange on its lane (checked),
   so the area is free at a peer whose flag has reached that next exchange, the dispatch before this return.
 """
 
@@ -50,6 +55,7 @@ from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
+from deepspeed_cad.schedule.room import lane_of
 
 FLAG_BYTES, NAME_BYTES = 4, 8
 PAGE = 4096
@@ -87,22 +93,31 @@ class _Tables:
 
 
 @dataclass(eq=False)
-class _NanoBatch:
-    """One nano-batch: its areas and what is under way."""
+class _Lane:
+    """A place for waves of one nano-batch: its areas and what is under way."""
 
     dispatch: tuple[LandingArea, LandingArea]
+    """The second one only where dispatches follow each other without a return."""
     give_back: LandingArea
-    dispatches: int = 0
+    filled: int = 1
+    """Which area the last dispatch landed in."""
     last_dispatch: int = 0
     """Exchange number."""
     last: int = 0
     unfinished: _Returned | None = None
+
+    def next_area(self) -> LandingArea:
+        """Where the next dispatch lands: free at peers whose flag has reached the exchange `last`."""
+        self.filled = 1 - self.filled if self.last == self.last_dispatch else 0
+        return self.dispatch[self.filled]
 
 
 class NvlinkTransport:
     """Exchange by peer copies; all ranks of the group on one node with access to each other's memory."""
 
     name = "nvlink"
+    most_waves = 1
+    """Copies inside a host take less time than starting more of them."""
 
     def __init__(
         self,
@@ -148,16 +163,16 @@ class NvlinkTransport:
         with torch.cuda.device(device):
             self._comparison = Comparison(names, self.rank)
         self._neighbours: Sequence[int] = [int(rank) for rank in peers.members if rank != self.rank]
-        self._nano_batches: dict[int, _NanoBatch] = {}
+        self._lanes: dict[tuple[int, int], _Lane] = {}
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
         self._watchdog = Watchdog(alarm, self._give_up, device, self._comparison)
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
     ) -> _Dispatched:
-        """See Transport.dispatch. What arrives is valid until the next dispatch of the same nano-batch."""
-        tables, state = self._begin(schedule, nano_batch)
-        area = state.dispatch[state.dispatches % 2]
+        """See Transport.dispatch. What arrives is valid until its return, or the next dispatch on the same lane."""
+        tables, state = self._begin(schedule, nano_batch, moment.wave)
+        area = state.next_area()
         shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
         prepared = self._prepare(tables, area, tables.served_rows, shapes)
         for row, f in zip(prepared.addresses, fields):
@@ -165,16 +180,15 @@ class NvlinkTransport:
             size = f.home.element_size()
             row[1:4] = f.home.data_ptr(), f.home.stride(0) * size, f.home.stride(1) * size
         identity = self._next(moment, nano_batch, False, schedule)
-        done = self._push(identity, tables.dispatch, prepared, area, guard=state.last_dispatch)
-        state.dispatches += 1
+        done = self._push(identity, tables.dispatch, prepared, area, guard=state.last)
         state.last = state.last_dispatch = self.exchanges
         return _Dispatched(self, self._under_way(identity, done, [f.home for f in fields]), prepared.landed)
 
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
     ) -> _Returned:
-        """See Transport.give_back. It must be waited for before the next exchange of the same nano-batch."""
-        tables, state = self._begin(schedule, nano_batch)
+        """See Transport.give_back. It must be waited for before the next exchange on the same lane."""
+        tables, state = self._begin(schedule, nano_batch, moment.wave)
         if state.last != state.last_dispatch:
             raise CADError(f"rank {self.rank}: two returns on nano-batch {nano_batch} without a dispatch between them")
         area = state.give_back
@@ -196,10 +210,10 @@ class NvlinkTransport:
         try:
             self._watchdog.close()
         finally:
-            for one in self._nano_batches.values():
+            for one in self._lanes.values():
                 for area in (*one.dispatch, one.give_back):
                     area.release()
-            self._nano_batches.clear()
+            self._lanes.clear()
             self._tables.clear()
 
     def wait(self, under_way: _UnderWay) -> None:
@@ -218,15 +232,17 @@ class NvlinkTransport:
         identity = under_way.identity
         self._watchdog.track(before, after, identity, partial(self._comparison.arrived, identity, self._neighbours))
 
-    def _begin(self, schedule: Schedule, nano_batch: int) -> tuple[_Tables, _NanoBatch]:
+    def _begin(self, schedule: Schedule, nano_batch: int, wave: int) -> tuple[_Tables, _Lane]:
         self._alarm.check()
-        state = self._nano_batches.get(nano_batch)
+        number = lane_of(wave)
+        state = self._lanes.get((nano_batch, number))
         if state is None:
+            lane = f"{nano_batch}, lane {number}" if number else f"{nano_batch}"
             even, odd, back = (
-                LandingArea(f"{what} {nano_batch}", self.peers, self.device, self._meeting)
+                LandingArea(f"{what} {lane}", self.peers, self.device, self._meeting)
                 for what in ("out", "out (odd)", "back")
             )
-            state = self._nano_batches[nano_batch] = _NanoBatch((even, odd), back)
+            state = self._lanes[nano_batch, number] = _Lane((even, odd), back)
         if state.unfinished is not None and not state.unfinished.waited:
             raise CADError(
                 f"rank {self.rank}: an exchange on nano-batch {nano_batch} starts before the return of exchange "
@@ -300,7 +316,7 @@ class NvlinkTransport:
         # A stream that shares a hardware queue with the stuck one would wait behind it: one of several gets through.
         for stream in self._rescue:
             with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                for one in self._nano_batches.values():
+                for one in self._lanes.values():
                     for area in (*one.dispatch, one.give_back):
                         if area.capacity:
                             area.tensor.fill_(255)

@@ -68,6 +68,8 @@ class Transport(Protocol):
     exchanges: int
     """Exchanges started so far: tests count them."""
     bytes_sent: int
+    most_waves: int
+    """In how many waves a tick may usefully go. More work all the same, where they are asked for."""
     transfers: Transfers | None
     """Where it notes how long transfers took, if somebody wants to know and it can tell."""
 

@@ -67,11 +67,29 @@ NEAR = 4
 """Servers that hold keys of the document and are searched beside the emptiest: so many of its first homes, of its last
 homes, and of those that already run rows of it. Trial: 1 and 8 give the same."""
 
+# Documents on many ranks
+
+READ_FROM = 3
+"""Ranks. A document is dealt out by head groups if some of its rows read keys of so many."""
+HELP = 0.5
+"""Share of one head group's work. A rank helps the homes of a document if it has room for so much."""
+KEPT = (1, 0)
+"""How many first ranks of such a document begin with their own rows: each is tried beside a start at home."""
+LIGHTER = 0.95
+"""Share. A start is taken instead of one before it if it burdens the fullest rank by less than this share of it."""
+AREAS_OUT = 2.0
+"""Areas of a rank for what comes to be run; they take turns (exchange/nvlink.py)."""
+
 # Transfers
 
 TRAVELS = 2.0
 """Bytes that a layer moves forward and backward, over those of its forward, which is what plans count and what a byte's
 cost is for: backward mirrors forward. What travels again where servers keep nothing is counted apart."""
+WAVES = (1, 2, 4, 8)
+"""Numbers of waves among which plans choose where there are several hosts. A choice: more gain little by the model."""
+WAVE_SECONDS = 150e-6
+"""What one wave more costs a rank in a pass, for its exchanges and for kernels that fill the GPU less. A guess: two
+exchanges of tiny slices take 56 µs, and the last blocks of a kernel about as long as one of its tiles."""
 FORWARD_SHARE = 0.26
 """Share of the forward in the cost of attention. Measured: whole documents of 32K at 665 and 598 TFLOP/s, forward and
 backward, on an H200 with FlashAttention-4; backward has 2.5 times the work."""

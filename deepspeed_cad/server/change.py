@@ -99,14 +99,14 @@ class Changes:
         self._host = host
         self._meeting = Rendezvous(role, config.timeout_s)
         self._transport: Transport | None = None
-        self._install: Callable[[Crew, Opened | None], None] = lambda crew, opened: None
+        self._install: Callable[[Opened | None], None] = lambda opened: None
         self._wanted = self._admitted = 0
         self._called = -1
         self._looked = 0.0
         self._wake = threading.Event()
         self._closed = False
 
-    def begin(self, transport: Transport | None, install: Callable[[Crew, Opened | None], None]) -> None:
+    def begin(self, transport: Transport | None, install: Callable[[Opened | None], None]) -> None:
         """From now on servers may change. `install` takes what exchanges go through; None: nothing, one is left."""
         self._transport, self._install = transport, install
         self.liveness.watched, self.liveness.losses = range(self.role.trainers), self
@@ -254,7 +254,7 @@ class Changes:
             if self.crew.ranks > 1:
                 opened = regroup(self.role, self.crew, self.config, self.device, self.liveness)
                 self._transport = opened.transport
-            self._install(self.crew, opened)
+            self._install(opened)
             self.passes.change(self.crew.generation)
             self.passes.run_again(again)
         except ServerLostError as lost:

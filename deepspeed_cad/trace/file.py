@@ -35,6 +35,7 @@ def to_events(rank: int, spans: list[Span]) -> list[dict[str, Any]]:
     """Trace events of one rank: its spans, and names for what the training stream did between them."""
     aside = [ASIDE] if any(span.lane == ASIDE for span in spans) else []
     lanes = [STEP, COMPUTE, *aside, *(f"exchange {name}" for name in NANO_BATCHES)]
+    lanes += sorted({span.lane for span in spans} - {*lanes})
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}},
         {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}},

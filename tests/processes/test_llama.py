@@ -31,15 +31,7 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None,
     session = deepspeed_cad.current_session()
     for step in range(steps):
         own = training.documents(LENGTHS[world][(rank + step) % world], seed=100 * step + rank)
-        loss = training.loss_sum(model, training.pack(own))
-        loss.backward()
-        expected, gradients = training.alone(reference, own)
-        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
-        for name, parameter in model.named_parameters():
-            # Gradients of a rank are those of its own documents: serving others adds nothing to them.
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            assert (grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
-        model.zero_grad()
+        training.step_as_alone(model, reference, own)
     statistics = session.statistics
     return {
         "before": statistics.imbalance_before,
@@ -60,6 +52,14 @@ def test_same_as_each_document_alone(workers: WorkerPool, world: int, overlap: s
     assert results[0]["before"] > 1.3
     assert results[0]["after"] < 1.05
     assert sum(r["sent"] for r in results) > 0
+
+
+@pytest.mark.parametrize("overlap", ["none", "local_first", "pingpong"])
+def test_the_same_in_waves(workers: WorkerPool, overlap: str) -> None:
+    block = {"overlap": overlap, "waves": 3}
+    plain, waves = (workers.run(_train, 3, one, "non-reentrant", 2) for one in ({"overlap": overlap}, block))
+    assert [r["exchanges"] for r in waves] == [3 * r["exchanges"] for r in plain]
+    assert [r["sent"] for r in waves] == [r["sent"] for r in plain], "no byte travels twice"
 
 
 @pytest.mark.parametrize("recompute", [False, True])

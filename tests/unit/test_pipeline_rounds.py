@@ -10,13 +10,14 @@ import torch
 
 from deepspeed_cad.ahead.pipeline import Place, phase_layout, tick_cost
 from deepspeed_cad.ahead.pipeline_order import order_micro_batches
-from deepspeed_cad.ahead.rounds import Rounds
-from deepspeed_cad.attention.program import LayerKind, ProgramTick, merge_stages
+from deepspeed_cad.attention.layer import LayerKind
+from deepspeed_cad.attention.program import ProgramTick, merge_stages
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.rounds import Rounds
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 FULL = LayerKind(SHAPE, MaskRule(1.0), torch.bfloat16)
