@@ -225,7 +225,7 @@ class Changes:
             if now - looked > LOOK_S:
                 looked = now
                 if found := self.liveness.why_hopeless():
-                    raise CADPeerError(f"rank {self.role.rank} lost a server, and cannot go on without it: {found}")
+                    raise CADPeerError(f"rank {self.role.rank}: servers are lost, and so are trainers: {found}")
             if now - began > self.config.timeout_s:
                 raise CADPeerError(
                     f"rank {self.role.rank} waited {self.config.timeout_s:g} s for trainers {missing} to say which "

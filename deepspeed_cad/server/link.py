@@ -122,7 +122,7 @@ class ServerLink:
                 return
             self._closing = True
             if self._goes_on:
-                self._tell_who_comes(reason)
+                self._tell_the_board(reason)
             frame = encode({"do": "leave", "reason": reason})
             for connection in self._connections.values():
                 try:
@@ -131,8 +131,13 @@ class ServerLink:
                 except OSError as error:
                     logger.debug("a server has ended before this trainer: %s", error)
 
-    def _tell_who_comes(self, reason: str) -> None:
-        """Servers that came later and wait to be asked in have no socket to this trainer yet."""
+    def _tell_the_board(self, reason: str) -> None:
+        """Trainers that lose their servers because of this one ask there who is left; and servers that came later and
+        wait to be asked in have no socket to this trainer yet."""
+        if reason:
+            self.liveness.report(reason)
+        else:
+            self.liveness.close()
         try:
             self.liveness.store.set(LEFT, reason)
         except (RuntimeError, OSError) as error:
