@@ -70,8 +70,7 @@ def make_part(tokens: int, rank: int, trainers: int, vocab: int, device: torch.d
 
 def landing_bytes(session: Session) -> int:
     """Device memory of landing areas, which lie outside of torch's allocator."""
-    nano_batches = getattr(session.transport, "_nano_batches", {}).values()
-    return sum(area.capacity for one in nano_batches for area in (*one.dispatch, one.give_back))
+    return 0 if session.transport is None else session.transport.landing_bytes
 
 
 def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

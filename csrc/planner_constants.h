@@ -23,6 +23,6 @@ constexpr size_t kShortest = 8;
 constexpr int64_t kShortSteps = 8;
 constexpr size_t kNear = 4;
 constexpr size_t kReadFrom = 3;
-constexpr double kHelp = 0.5;
+constexpr double kHelp = 0.1;
 
 } // namespace cad

@@ -270,7 +270,7 @@ def assemble(local: list[LocalSegments]) -> Layout:
         fault = "two ranks hold" if begin[at] < end[before] else "no rank holds"
         low, high = sorted((int(begin[at]), int(end[before])))
         raise CADDataError(
-            f"rank {rank[at]}: at row {offset[at]} positions jump to {begin[at]} inside a document, but {fault} its "
+            f"rank {rank[at]}: at row {offset[at]} position_ids jump to {begin[at]} inside a document, but {fault} its "
             f"rows from {low} to {high}. Positions go on by one or start again at 0; only a document that lies on "
             "several ranks may be in pieces, which together hold each of its rows once (deepspeed_cad.shard_stream "
             "cuts that way)"

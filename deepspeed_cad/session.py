@@ -22,6 +22,7 @@ from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.linear import Linear
 from deepspeed_cad.ahead.loader import LookAheadLoader
+from deepspeed_cad.ahead.memory import Memory
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
@@ -94,6 +95,7 @@ class Session:
         self.aside: torch.cuda.Stream | None = None
         if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
             self.aside = torch.cuda.Stream(device, priority=-1)
+        self.memory = self._watch_memory()
         self._kernels: dict[KernelNeed, Kernel] = {}
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
@@ -103,6 +105,7 @@ class Session:
             None if self.reserved is None else self.reserved.planning(
                 self.rank, self.linear.seconds, self.hosts, self.transport
             ),
+            self.memory,
         )  # fmt: skip
         if self.reserved is not None and self.reserved.changes is not None:
             changes = self.reserved.changes
@@ -162,6 +165,16 @@ class Session:
         )  # fmt: skip
         self.gatherer.traffic = self.traffic
         logger.info("%s", self.links)
+
+    def _watch_memory(self) -> Memory | None:
+        """The limit of what exchanges take; None where nothing is exchanged, or servers have to be told of waves."""
+        if self.transport is None or self.reserved is not None:
+            return None
+        given = None if isinstance(self.config.memory, str) else self.config.memory
+        self.gatherer.memory = Memory(
+            given, self.device, lambda: self.counts.backwards > 0, torch.are_deterministic_algorithms_enabled
+        )
+        return self.gatherer.memory
 
     def _take_linear(self, model: int) -> tuple[list[float], list[float]]:
         times = self.counts.linear.get(model)
@@ -272,6 +285,8 @@ class Session:
         if self.reserved is not None:
             now.served_s, now.servers_s = self.reserved.link.busy()
         transport = self.transport
+        if self.memory is not None and transport is not None:
+            now.landing_bytes = transport.landing_bytes or int(self.memory.most_needed)
         now.bytes_sent = 0 if transport is None else transport.bytes_sent
         if self.reserved is not None and self.reserved.changes is not None:
             now.bytes_sent += self.reserved.changes.bytes_sent

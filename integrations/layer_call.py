@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 from deepspeed_cad.integrations.models import refuse_arguments
+from deepspeed_cad.integrations.structure import name_layer
 
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
-
-
-def name_layer(module: torch.nn.Module) -> str:
-    """How errors and the timeline call a layer's attention."""
-    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
 
 
 def read_call(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from deepspeed_cad.integrations.layer_call import name_layer, read_call
+from deepspeed_cad.integrations.layer_call import read_call
+from deepspeed_cad.integrations.structure import name_layer
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from deepspeed_cad.attention.layer import LayerInput

@@ -22,7 +22,7 @@ from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.schedule import HOME, SERVER, Schedule
-from deepspeed_cad.schedule.room import UNDER_WAY, lane_of
+from deepspeed_cad.schedule.room import OUT
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ class NetworkTransport:
     """Of every exchange."""
 
     def dispatch(self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment) -> _Dispatched:
-        lane = nano_batch, lane_of(moment.wave)
+        lane = nano_batch, moment.wave % OUT
         for area in self.landed.pop(lane, []):
             area.fill_(float("nan"))
         self.moments.append(moment)
@@ -101,9 +101,13 @@ class NetworkTransport:
     def give_back(self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment) -> _Returned:
         self.moments.append(moment)
         back = _Returned(self, schedule, fields, self._start("give_back", schedule, fields, nano_batch))
-        for area in self.landed.pop((nano_batch, lane_of(moment.wave))):
+        for area in self.landed.pop((nano_batch, moment.wave % OUT)):
             area.fill_(float("nan"))
         return back
+
+    landing_bytes: int = 0
+
+    def make_room(self, schedules: Any, room: Any, nano_batch: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -262,7 +266,7 @@ class Ranks:
     alone: bool = False
     """A group of one rank: no transport."""
     waves: int = 1
-    blocks: int = 1
+    blocks: int = 0
 
     def __post_init__(self) -> None:
         ranks = range(self.layout.ranks)
@@ -326,13 +330,13 @@ class Ranks:
     def backward(self, outputs: list[torch.Tensor], retain_graph: bool = False) -> None:
         """With the dO of the layout."""
         gradients = [rows_of(self.layout, rank, self.dtype)["do"] for rank in range(self.layout.ranks)]
-        if self.waves <= UNDER_WAY:
+        if self.waves <= OUT:
             torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
         else:
             self._on_all([lambda o=o, do=do: o.backward(do) for o, do in zip(outputs, gradients)])
 
     def _on_all(self, steps: list[Callable[[], Any]]) -> list[Any]:
-        if self.waves <= UNDER_WAY:
+        if self.waves <= OUT:
             return [step() for step in steps]
         with ThreadPoolExecutor(len(steps)) as pool:
             return [one.result() for one in [pool.submit(step) for step in steps]]

@@ -150,6 +150,7 @@ class StepPlans:
         given = gather()
         # What was learned of links travelled with the documents: now it is the same on all ranks.
         self._links = None if self.plans.traffic is None else self.plans.traffic.now
+        self.plans.say_news()
         if given is None:
             return False
         kinds = list(dict.fromkeys(key_of(tick.kind) for tick in self.program))

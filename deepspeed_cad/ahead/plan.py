@@ -18,10 +18,12 @@ import torch
 
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
+from deepspeed_cad.ahead.memory import Memory
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.traffic import Now, Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.linear import LinearTimes
+from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey, whole_rank_tasks
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.setup import CallCounts
@@ -112,6 +114,7 @@ class Plans:
         aside: Callable[[], torch.cuda.Stream | None],
         traffic: Traffic | None = None,
         reserved: Reserved | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """What every micro-batch of the session has in common.
 
@@ -128,10 +131,12 @@ class Plans:
             aside: gives the stream on which served tasks run beside local ones, if they do, likewise.
             traffic: what links carry; None where there is one rank.
             reserved: servers beside the ranks that train; None where there are none.
+            memory: what exchanges may take; None where nobody looks after that.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
         self.hosts, self.aside, self.traffic, self.reserved = hosts, aside, traffic, reserved
+        self.memory = memory
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
@@ -171,7 +176,7 @@ class Plans:
         for key in keys:
             self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
         now = None if self.traffic is None else self.traffic.now
-        self._say_news()
+        self.say_news()
         turn, self.turn = self.turn, self.turn + 1
         late = self.pace.late
         beside = None
@@ -182,6 +187,7 @@ class Plans:
             partial(self.plan_tick, late=late, now=now, beside=beside, reserved=reserved), partial(self._agree, turn),
             self.transport(), self.counts, aside=self.aside(), turn=turn, era=now and now.era,
             late=partial(self._base_load, late, beside), orders=_open_at_servers(reserved, turn, layout, at),
+            memory=self._exchange_memory(len(ticks)),
             linear=None if reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
         )  # fmt: skip
         if reserved is not None and reserved.passes is not None:
@@ -271,6 +277,16 @@ class Plans:
             return (1,)
         return tuple(count for count in WAVES if count <= transport.most_waves)
 
+    def _exchange_memory(self, ticks: int) -> ExchangeMemory | None:
+        """What the exchanges of a micro-batch may need at once; nano-batches have memory of their own."""
+        memory, config = self.memory, self.config
+        if memory is None:
+            return None
+        return ExchangeMemory(
+            memory.now.size / ticks, memory.now.source, config.backward == "keep", config.granularity, ticks,
+            lambda size: memory.needs(size * ticks), lambda limit: memory.lacks(limit * ticks),
+        )  # fmt: skip
+
     def _linear(self, model: int) -> Floats | None:
         """Seconds per token of every trainer's linear layers, where plans know of them and costs are seconds too."""
         if self.reserved is None or self.config.overlap_used != "interleave" or self.cost.unit != "seconds":
@@ -292,8 +308,8 @@ class Plans:
             self._said.add(text)
             logger.info(text)
 
-    def _say_news(self) -> None:
-        """On rank 0 what all ranks learned of links."""
+    def say_news(self) -> None:
+        """On rank 0 what all ranks learned of links since this was called last."""
         if self.traffic is None:
             return
         for text, notable in self.traffic.news:

@@ -15,7 +15,7 @@ import torch
 from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.kernels.interface import Sequences
 from deepspeed_cad.schedule import GROUP, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule, padding_rows
-from deepspeed_cad.schedule.room import UNDER_WAY
+from deepspeed_cad.schedule.room import BACK
 
 Batches = tuple[tuple[Batch, Sequences], ...]
 """Batches with their cumulative lengths on the device."""
@@ -53,7 +53,7 @@ class DeviceSchedule:
     @property
     def lands_apart(self) -> bool:
         """Whether dK and dV that come back are summed apart from those of local batches."""
-        return len(self.waves) > UNDER_WAY or self.keys_return_often
+        return len(self.waves) > BACK or self.keys_return_often
 
     @property
     def query_tokens(self) -> int:

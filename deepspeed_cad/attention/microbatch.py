@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,49 +19,20 @@ from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.layer import LayerInput, kernel_need
 from deepspeed_cad.attention.linear import LinearTimes, Stretches
+from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
+from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
 from deepspeed_cad.attention.repeatable import RepeatableCall
-from deepspeed_cad.attention.setup import CallCounts, CallOrders, CallSetup, Modes
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Gain
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, Tick
-from deepspeed_cad.planner.plan import HeadShape, Plan
+from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.waves import Cut, schedule_waves
-
-
-class MicroBatchOrders(Protocol):
-    """Tells reserved servers of one micro-batch, on the rank that leads them."""
-
-    def plan(self, key: PlanKey, nano_batch: int, plan: Plan) -> None:
-        """What was planned for a kind of layer."""
-
-    def call(
-        self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
-    ) -> CallOrders:
-        """Orders of one call; `place` is the layer and its nano-batch."""
-
-
-class PlanKey(NamedTuple):
-    """What plans of one micro-batch differ in: one plan serves every layer with the same key."""
-
-    window: int | None
-    shape: HeadShape
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedTick:
-    """A plan with this rank's schedules."""
-
-    plan: Plan
-    schedules: tuple[Schedule, ...]
-    """By waves."""
-    seconds: float
-    """Time for plan and schedules."""
 
 
 @dataclass(eq=False)
@@ -99,6 +70,8 @@ class MicroBatch:
     """Servers that had come later when it was gathered, the same on every trainer."""
     passes: Passes | None = None
     """Where reserved servers may change."""
+    memory: ExchangeMemory | None = None
+    """What its exchanges may need at once; None where nobody looks after that."""
     linear: LinearTimes | None = None
     """Where linear layers are timed that run while servers attend; None where nobody plans with that."""
     padding: Any = None
@@ -124,8 +97,8 @@ class MicroBatch:
         if found is None:
             if (key, nano_batch) not in self.planned:
                 self.plan_all([key])
-            planned = self.planned[key, nano_batch].schedules
-            found = upload_schedule(planned, self.device, two_streams=self.aside is not None)
+            schedules = self._with_room(key, nano_batch)
+            found = upload_schedule(schedules, self.device, two_streams=self.aside is not None)
             self._schedules[key, nano_batch] = found
         return found
 
@@ -136,14 +109,31 @@ class MicroBatch:
             for nano_batch, tick in enumerate(self.ticks):
                 begin = time.perf_counter()
                 plan = self.make_plan(tick, key)
-                schedules = schedule_waves(tick, plan.tasks, self.rank, key.shape.groups, key.window, Cut(plan.waves))
+                schedules = self._in_waves(key, nano_batch, plan)
                 self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin)
-                digest = (digest * 1000003 + plan.fingerprint() + plan.waves) & ((1 << 62) - 1)
+                digest = (digest * 1000003 + plan.fingerprint() + len(schedules)) & ((1 << 62) - 1)
         self.agree(digest, "plan")
         if self.orders is not None:
             for key in keys:
                 for nano_batch in range(len(self.ticks)):
                     self.orders.plan(key, nano_batch, self.planned[key, nano_batch].plan)
+
+    def _in_waves(self, key: PlanKey, nano_batch: int, plan: Plan) -> tuple[Schedule, ...]:
+        """This rank's schedules of a plan."""
+        memory = NO_LIMIT if self.memory is None else self.memory
+        return memory.schedules(self.ticks[nano_batch], plan, self.rank, key.window, key.shape)
+
+    def _with_room(self, key: PlanKey, nano_batch: int) -> tuple[Schedule, ...]:
+        """This rank's schedules of a tick, for which all ranks have memory now."""
+        planned = self.planned[key, nano_batch]
+        if self.memory is None or self.transport is None:
+            return planned.schedules
+        schedules = self.memory.make_room(
+            self.transport, planned.schedules, key.shape, nano_batch,
+            lambda: self._in_waves(key, nano_batch, planned.plan),
+        )  # fmt: skip
+        self.planned[key, nano_batch] = replace(planned, schedules=schedules)
+        return schedules
 
     def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
         """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""

@@ -3,8 +3,8 @@
 The same for both passes. In: the dispatches under way, and two functions: `run` runs local batches, `serve` takes a
 wave and what arrived of it, runs its served batches and starts their return. Out: what `serve` gives for each wave, and
 the returns under way. All ranks start the same exchanges in the same order: the dispatches of the first waves, then
-return after return; behind a return starts the next dispatch, once the return before it is back and placed. So no more
-waves than `UNDER_WAY` have memory at once.
+return after return; behind a return starts the next dispatch, once the return before it is back and placed. So only
+the waves that schedule/room.py names have memory at once.
 """
 
 from __future__ import annotations
@@ -99,18 +99,14 @@ def _run_in_turn(
         one, back = serve(wave, ahead.popleft() if ahead else wait())
         made.append(one)
         backs.append(back)
-        if _makes_way(out, wave):
-            with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
-                backs.popleft().wait()
+        if out.started < out.count:
+            if wave:
+                with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
+                    backs.popleft().wait()
             out.start_next()
         with setup.span("local", backward):
             run(local)
     return tuple(made), Return(backs, None)
-
-
-def _makes_way(out: WavesOut, wave: int) -> bool:
-    """Whether behind the return of a wave the one before it is waited for, so that the next dispatch has its place."""
-    return wave > 0 and out.started < out.count
 
 
 def _run_beside(
@@ -151,11 +147,12 @@ def _run_beside(
                 del received
                 made.append(one)
                 backs.append(back)
-                if _makes_way(out, wave):
-                    idle_from = now()
-                    with setup.span("wait", backward, aside=True):
-                        backs.popleft().wait()
-                    waits.append((idle_from, now()))
+                if out.started < out.count:
+                    if wave:
+                        idle_from = now()
+                        with setup.span("wait", backward, aside=True):
+                            backs.popleft().wait()
+                        waits.append((idle_from, now()))
                     out.start_next()
                 with setup.span("local", backward, aside=True):
                     run(local)

@@ -16,7 +16,7 @@ from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Gain, Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
-from deepspeed_cad.schedule.room import UNDER_WAY
+from deepspeed_cad.schedule.room import OUT
 from deepspeed_cad.trace.record import NOT_TRACED, Tracer
 
 
@@ -73,7 +73,7 @@ class WavesOut:
 
     def begin(self) -> None:
         """Start as many as have memory at once."""
-        while self.started < min(self.count, UNDER_WAY):
+        while self.started < min(self.count, OUT):
             self.start_next()
 
     def start_next(self) -> None:

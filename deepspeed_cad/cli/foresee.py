@@ -152,6 +152,16 @@ def table(comparison: Comparison) -> list[str]:
     return [*lines, "", recommend(comparison), f"Three questions and a chart for each: {PAGE}"]
 
 
+def make_folder(given: str) -> Path:
+    """The folder of --pictures; raises CADConfigError where it cannot be made."""
+    folder = Path(given)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CADConfigError(f"--pictures: {folder} cannot be made: {error.strerror}") from error
+    return folder
+
+
 def draw(
     comparison: Comparison,
     setting: Setting,
@@ -164,11 +174,7 @@ def draw(
     from deepspeed_cad.simulator.picture import draw_curve, draw_step
     from deepspeed_cad.simulator.sweep import around, sweep
 
-    folder = Path(args.pictures)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CADConfigError(f"--pictures: {folder} cannot be made: {error.strerror}") from error
+    folder = make_folder(args.pictures)
 
     def at(ranks: int, context: int, servers: int | None, modes: Sequence[str]) -> Comparison:
         # Of hosts that differ, the smallest stands for all.

@@ -121,7 +121,11 @@ def _question(path: Path, field: str | None) -> dict[str, Any] | None:
     try:
         with path.open(encoding="utf-8") as file:
             first = next((line for line in file if line.strip()), "")
-            if first.lstrip().startswith("[") or (_is_object(first) and any(line.strip() for line in file)):
+            if (
+                not first
+                or first.lstrip().startswith("[")
+                or (_is_object(first) and any(line.strip() for line in file))
+            ):
                 return None
             file.seek(0)
             fields = json.load(file)
@@ -171,6 +175,7 @@ def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.cli.foresee import (
         Progress,
         draw,
+        make_folder,
         make_steps,
         read_setting,
         table,
@@ -183,6 +188,8 @@ def _plan_data(args: argparse.Namespace) -> int:
     for name in ("ranks", "context", "limit", "steps", "micro_batches"):
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
+    if args.pictures:
+        make_folder(args.pictures)  # what cannot be written is said before the work, not behind it
     model = read_model_shape(args.model)
     setting = read_setting(args, model)
     modes, servers = wanted_modes(args)

@@ -13,6 +13,7 @@ area before has been used by then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.messages import Messenger, TwoWays
 from deepspeed_cad.exchange.native_calls import Table
@@ -33,6 +35,7 @@ from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import FarPart, far_part, list_messages
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
+from deepspeed_cad.schedule.room import Room
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +106,13 @@ class MixedTransport(NvlinkTransport):
             table.append(list_messages(False, far[f.kind].part.landed, landed.data_ptr(), width))
         self._exchange(self.messages.back, back.under_way, table, [])
         return back
+
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+        """See NvlinkTransport.make_room. Other hosts do not grow with this one, so where one lacks memory all stop."""
+        try:
+            super().make_room(schedules, room, nano_batch)
+        except NoRoomError as error:
+            raise CADError(str(error)) from error
 
     def close(self) -> None:
         """Release the landing areas and leave the communicator."""

@@ -7,6 +7,7 @@ communicator and a stream of its own: in waves it crosses what is still on its w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,7 @@ from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import Room
 
 
 class NcclTransport:
@@ -34,6 +36,7 @@ class NcclTransport:
 
     name = "nccl"
     most_waves = 8
+    landing_bytes = 0
 
     def __init__(
         self,
@@ -82,6 +85,9 @@ class NcclTransport:
         counts = [(kinds[f.kind].received, kinds[f.kind].sent) for f in fields]
         identity = self._next(moment, nano_batch, True, schedule)
         return _Returned(self, fields, kinds, self._start(self.messages.back, identity, packed, counts))
+
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+        """Nothing is kept between exchanges: each takes its buffers from torch's allocator, and gives them back."""
 
     def close(self) -> None:
         """Leave the communicator."""

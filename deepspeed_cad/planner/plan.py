@@ -15,8 +15,6 @@ from deepspeed_cad.layout import Ints, Tick
 
 Floats = npt.NDArray[np.float64]
 
-TASK_COLUMNS = ("document", "q_begin", "q_end", "group_begin", "group_end", "server")
-
 
 @dataclass(frozen=True)
 class HeadShape:

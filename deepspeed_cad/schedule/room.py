@@ -1,8 +1,8 @@
 """Room: what of a tick's exchanges needs memory at once on any rank, and how much there may be.
 
-In: rows that land, by waves and ranks, and bytes of a row. Out: bytes. `UNDER_WAY` waves have memory at once, each for
-what goes out and for what comes back; where transports keep it between exchanges, it is as large as the largest wave
-that ever had that place.
+In: rows that land, by waves and ranks, and bytes of a row. Out: bytes. Waves take places in turn, `OUT` on their way
+out and `BACK` on their way back; where transports keep memory between exchanges, each place is as large as the largest
+wave that ever had it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ import numpy as np
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints
 
-UNDER_WAY = 3
-"""Waves of one tick that have memory at once: one is served while the next travels and the one before goes back. The
-next one begins when that is back, so what waves need of memory falls with their number beyond this. Fewer would make
-servers wait for the way back of each; more would only hold memory."""
+OUT, BACK = 2, 3
+"""Waves of one tick that have memory at once, on their way out and on their way back. While one is served the next one
+comes; results of the one before are on their way, and those of the one before that are placed. So what waves need of
+memory falls with their number. Fewer would make servers wait for transfers; more would only hold memory."""
 HEADROOM = 1.25
 """Times what is needed: memory that is kept between exchanges is made so large, so that it does not grow with every
 longer document."""
-
-
-def lane_of(wave: int) -> int:
-    """Which of the `UNDER_WAY` places a wave has: it begins when the wave before it there is over."""
-    return wave % UNDER_WAY
 
 
 class Room(NamedTuple):
@@ -40,12 +35,20 @@ class Room(NamedTuple):
     """The same of what comes back."""
     source: str = 'the key "memory"'
     """Where the limit comes from, for an error."""
+    parts: int = 1
+    """Nano-batches, which have as much each: users think of the sum."""
 
 
-def lane_rows(waves: Sequence[Ints], room_bytes: tuple[int, int]) -> list[Ints]:
-    """[ranks] bytes that land at most in each place; `waves`: rows of every rank ([ranks, 2]), by waves."""
-    each = [rows @ np.array(room_bytes, np.int64) for rows in waves]
-    return [np.max(each[lane::UNDER_WAY], axis=0) for lane in range(min(UNDER_WAY, len(each)))]
+def lane_bytes(waves: Sequence[Ints], row: tuple[int, int], lanes: int) -> list[Ints]:
+    """[ranks] bytes that land at most in each of the places that waves take in turn.
+
+    Args:
+        waves: rows of every rank ([ranks, 2]), by waves.
+        row: bytes of a query and of a key row.
+        lanes: how many places there are.
+    """
+    each = [rows @ np.array(row, np.int64) for rows in waves]
+    return [np.max(each[lane::lanes], axis=0) for lane in range(min(lanes, len(each)))]
 
 
 def room_needed(room: Room, waves: Sequence[tuple[Ints, Ints]]) -> tuple[float, int]:
@@ -53,7 +56,8 @@ def room_needed(room: Room, waves: Sequence[tuple[Ints, Ints]]) -> tuple[float, 
 
     Every rank makes its memory as large as the fullest one needs it.
     """
-    lanes = lane_rows([served for served, _ in waves], room.out) + lane_rows([landed for _, landed in waves], room.back)
+    lanes = lane_bytes([served for served, _ in waves], room.out, OUT)
+    lanes += lane_bytes([landed for _, landed in waves], room.back, BACK)
     needed = HEADROOM * float(sum(int(lane.max(initial=0)) for lane in lanes))
     fullest = max(lanes, key=lambda lane: int(lane.max(initial=0)))
     return needed, int(fullest.argmax()) if len(fullest) else 0
@@ -61,10 +65,11 @@ def room_needed(room: Room, waves: Sequence[tuple[Ints, Ints]]) -> tuple[float, 
 
 def too_much(room: Room, needed: float, rank: int) -> CADError:
     """The error where the smallest parts of a tick do not fit."""
-    over = needed - room.limit
+    needed, limit = needed * room.parts, room.limit * room.parts
+    over = needed - limit
     return CADError(
         f"the attention that ranks exchange does not fit: cut into the smallest waves, what lands at rank {rank} needs "
-        f"{_size(needed)} at once, {_size(over)} more than the {_size(room.limit)} that {room.source} allows. Set "
+        f"{_size(needed)} at once, {_size(over)} more than the {_size(limit)} that {room.source} allows. Set "
         f'"memory" to at least {needed / 2**30:.3g} (GiB), use shorter documents or more ranks, or free GPU memory by '
         "more checkpointing"
     )

@@ -27,17 +27,21 @@ MOST = 32
 """Waves of one tick: as many as the identities of exchanges tell apart (exchange/identity.py)."""
 ROW_OVER_KEY = 4
 """Bytes of a query row, with its dO, over those of a key row: with 4 query heads per KV head."""
-_STEPS = (4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-"""Numbers of waves that are tried for a room, in this order. Up to 3 need as much as one, being all under way."""
-_BLOCKS = (2, 4, 8, 16, 32)
+_CUTS = (
+    (0, (4, 5, 6, 8, 10, 12, 16)), (2, (6, 8, 12, 16, 24)), (3, (12, 16, 24, MOST)), (4, (12, 16, 24, MOST)),
+    (8, (16, 24, MOST)), (16, (24, MOST)), (32, (MOST,)),
+)  # fmt: skip
+"""Blocks, and numbers of waves with each, that are tried for a room, in this order: whole head groups first, because
+rows cut into blocks take keys along several times. Up to 3 waves need hardly less than one."""
 
 
 class Cut(NamedTuple):
     """Into what a tick is cut."""
 
     waves: int = 1
-    blocks: int = 1
-    """Blocks of rows of the longest task and head group; shorter ones have fewer."""
+    blocks: int = 0
+    """0: waves have about equal work. Else about equally many bytes, for memory, and head groups have so many blocks of
+    rows: those of the longest task; shorter ones have fewer."""
     granularity: int = 128
     """Rows: blocks are multiples of it from the begin of their task."""
 
@@ -74,11 +78,10 @@ def slice_waves(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[S
 
 
 def _cuts(cut: Cut) -> Iterator[Cut]:
-    """From the fewest waves on; blocks of rows after all numbers of waves without them."""
+    """`cut`, and what needs less memory and has no fewer waves."""
     yield cut
-    yield from (cut._replace(waves=waves) for waves in _STEPS if waves > cut.waves)
-    for blocks in _BLOCKS:
-        yield from (cut._replace(waves=waves, blocks=blocks) for waves in (8, 16, MOST) if waves >= cut.waves)
+    for blocks, counts in _CUTS:
+        yield from (cut._replace(waves=waves, blocks=blocks) for waves in counts if waves > cut.waves)
 
 
 def split_tasks(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[Ints]:
@@ -92,7 +95,7 @@ def split_tasks(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[I
     each = np.repeat(moved, count, axis=0)
     each[:, 3] += np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
     each[:, 4] = each[:, 3] + 1
-    if cut.blocks > 1:
+    if cut.blocks:
         each = _cut_rows(each, cut)
     wave = _waves_of(each, window, cut)
     return [
@@ -132,9 +135,9 @@ def _waves_of(each: Ints, window: int | None, cut: Cut) -> Ints:
     if not len(each):
         return np.zeros(0, np.int64)
     weight = count_pairs(each[:, 1], each[:, 2], window)
-    if cut.blocks > 1:
+    if cut.blocks:
         weight = ROW_OVER_KEY * (each[:, 2] - each[:, 1]) + each[:, 2] - window_start(each[:, 1], window)
-    unit = each[:, [0, 3, 5, 1]] if cut.blocks > 1 else each[:, [0, 3]]
+    unit = each[:, [0, 3, 5, 1]] if cut.blocks else each[:, [0, 3]]
     at_server, which = np.unique(np.concatenate([unit, each[:, 5:]], axis=1), axis=0, return_inverse=True)
     which = which.reshape(-1)
     work = np.zeros(len(at_server), np.int64)

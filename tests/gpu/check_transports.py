@@ -26,7 +26,7 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER, Schedule, build_slices, schedule_rank
 
 GROUPS = 4
-LANES = ((0, 0), (1, 0), (0, 1), (0, 2))
+LANES = ((0, 0), (1, 0), (0, 1), (1, 1))
 """Nano-batches and waves of exchanges that are under way at once."""
 
 Agree = Callable[[int], "list[int]"]
@@ -179,7 +179,7 @@ class Round:
 
 
 def check_transport(transport: Transport, place: Place) -> Found:
-    """Rounds on two nano-batches and two more waves, all overlapping, sizes up and down; sources are freed and their
+    """Rounds on two nano-batches and two waves of each, all overlapping, sizes up and down; sources are freed and their
     memory reused at once."""
     rank, ranks, device = place.rank, place.ranks, place.device
     wrong: list[torch.Tensor] = []

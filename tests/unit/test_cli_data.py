@@ -167,7 +167,10 @@ def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Callable[...,
     ("name", "content", "said"),
     [
         ("broken.jsonl", '{"text": "a"}\n{"text"\n', "broken.jsonl cannot be read: "),
-        ("empty.jsonl", "", "empty.jsonl is empty"),
+        ("empty.jsonl", "", "empty.jsonl is empty: it holds neither documents nor lengths"),
+        ("empty.json", "\n", "empty.json is empty"),
+        ("none.json", "[]", "none.json is empty"),
+        ("some.json", '[4, "x"]', "some.json, entry 1: 'x'; expected the tokens of a document"),
         ("a.parquet", "not Parquet", "a.parquet cannot be read: "),
         (
             "holes.jsonl",

@@ -184,7 +184,7 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # no
     class Shared:
         """Stands in for SymmetricBuffer: the first member that makes it makes it for all."""
 
-        def __init__(self, size: int, peers: PeerGroup, device: torch.device, *_: object) -> None:
+        def __init__(self, size: int, peers: PeerGroup) -> None:
             whose = tuple(peers.members)
             count = network.made[whose, peers.place]
             network.made[whose, peers.place] += 1
@@ -210,8 +210,8 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # no
     monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
     # No thread: events here are over before messages are delivered. What is compared, is when a transport closes.
     monkeypatch.setattr(watchdog, "start_daemon", lambda *_: SimpleNamespace(join=lambda timeout: None))
-    monkeypatch.setattr(landing, "SymmetricBuffer", Shared)
-    monkeypatch.setattr(nvlink, "SymmetricBuffer", Shared)
+    for room in (landing, nvlink):
+        monkeypatch.setattr(room, "make_buffers", lambda sizes, peers, *_: [Shared(size, peers) for size in sizes])
     monkeypatch.setattr(nvlink, "cuda_calls", lambda: calls)
     monkeypatch.setattr(nvlink, "whole_group", lambda group: group_of(group, [0] * group.size))
     monkeypatch.setattr(mixed, "host_group", group_of)
@@ -273,7 +273,7 @@ def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> 
     for one, transport in zip(both, transports):
         one.start(transport)
     network.deliver()
-    first, second = (transports[rank]._lanes[0, 0].dispatch[0].capacity for rank in (0, 2))
+    first, second = (transports[rank]._lanes.out(0, 0).areas[0].capacity for rank in (0, 2))
     assert first > 10 * second
     for one, transport in zip(both, transports):
         one.serve(transport)
@@ -314,7 +314,7 @@ def test_giving_up_ends_copies_and_messages(network: Network) -> None:
     transports[1]._alarm.time_out("exchange 1")
     transports[1]._give_up()
     assert transports[1].messages.out.calls.left and transports[1].messages.back.calls.left
-    assert (transports[1]._lanes[0, 0].dispatch[0].tensor == 255).all()
+    assert (transports[1]._lanes.out(0, 0).areas[0].tensor == 255).all()
     with pytest.raises(CADPeerError, match="rank 1 waited for exchange 1: no sign of it within 0.1 s"):
         Round(plans, 1, 0, 0, CPU).start(transports[1])
 
@@ -330,7 +330,7 @@ def test_what_cannot_start_leaves_the_communicator(network: Network, monkeypatch
         raise RuntimeError("no symmetric memory")
 
     monkeypatch.setattr(messages, "join_ranks", join)
-    monkeypatch.setattr(nvlink, "SymmetricBuffer", broken)
+    monkeypatch.setattr(nvlink, "make_buffers", broken)
     with pytest.raises(RuntimeError, match="no symmetric memory"):
         MixedTransport(group(0, 2), CPU, [0, 0])
     assert len(made) == 2 and all(one.left for one in made)

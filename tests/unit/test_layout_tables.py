@@ -125,7 +125,10 @@ def test_pieces_are_joined_into_documents() -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([[0, 1, 4, 5]], r"rank 0: at row 2 positions jump to 4 inside a document, but no rank holds .* from 2 to 4"),
+        (
+            [[0, 1, 4, 5]],
+            r"rank 0: at row 2 position_ids jump to 4 inside a document, but no rank holds .* from 2 to 4",
+        ),
         ([[0, 1, 4, 5], [2, 3, 4, 5]], r"rank 0: at row 2 .*jump to 4 .* two ranks hold its rows from 4 to 6"),
         ([[0, 1, 6, 7], [2, 3], [0, 1]], r"no rank holds its rows from 4 to 6"),
         ([[0, 1, 6, 7], [3, 4, 5]], r"rank 1: its first document starts at position 3, but .* rank 0, ended at 2"),

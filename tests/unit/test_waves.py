@@ -99,7 +99,7 @@ def test_work_and_not_head_groups_is_shared() -> None:
     ],
 )
 @pytest.mark.parametrize("name", list(cases.layouts()))
-@pytest.mark.parametrize("waves", [2, 3, 4, 8])
+@pytest.mark.parametrize("waves", [2, 4, 8])
 def test_attention_in_waves_is_exact(
     name: str, waves: int, window: int | None, keep: bool, sinks: bool, cut: bool, recompute: bool
 ) -> None:
@@ -118,7 +118,7 @@ def test_attention_in_waves_is_exact(
 def test_blocks_of_rows_are_the_plan_in_smaller_parts(name: str, window: int | None, blocks: int) -> None:
     tick = cases.layouts()[name].tick()
     tasks = cases.random_tasks(tick, GROUPS, np.random.default_rng(blocks))
-    whole, parts = (split_tasks(tick, tasks, window, Cut(8, count, 2)) for count in (1, blocks))
+    whole, parts = (split_tasks(tick, tasks, window, Cut(8, count, 2)) for count in (0, blocks))
     assert len(parts) == 8
     each = [cells(part) for part in parts]
     assert set.union(*each) == cells(tasks) and sum(map(len, each)) == len(cells(tasks))
@@ -129,7 +129,7 @@ def test_one_head_group_of_one_document_is_cut_by_rows() -> None:
     tasks = np.array([(0, 100, 1000, 0, 1, 1), (0, 0, 100, 0, 1, 0), (1, 0, 8, 0, 1, 1)])
     rows = [
         [part.served_rows[1].tolist() for part in slice_waves(tick, tasks, None, cut)]
-        for cut in (Cut(4, 1), Cut(4, 4), Cut(4, 4, 200))
+        for cut in (Cut(4), Cut(4, 4), Cut(4, 4, 200))
     ]
     assert sorted(rows[0]) == [[0, 0], [0, 0], [0, 0], [900, 1000]]
     assert rows[1] == [[256, 356], [256, 612], [256, 868], [132, 1000]], "in multiples of 128 from 100 on"
@@ -153,7 +153,7 @@ def test_attention_in_blocks_of_rows_is_exact(
 def test_gradients_that_come_back_often_are_rounded_once() -> None:
     """In bf16 the sum over many waves errs no more than that of one: it is in fp32 until it is complete."""
     errors = []
-    for waves, blocks in ((1, 1), (8, 8)):
+    for waves, blocks in ((1, 0), (8, 8)):
         ranks = Ranks(
             cases.layouts()["documents over borders"], MaskRule(DIM**-0.5), seed=5, waves=waves, blocks=blocks,
             dtype=torch.bfloat16,
@@ -187,8 +187,8 @@ def test_waves_change_no_bit(keep: bool) -> None:
 
 
 def test_all_ranks_start_the_same_exchanges_in_the_same_order() -> None:
-    """Three are under way at once; the next goes out when the one that had its place is back."""
-    for waves, order in ((3, [0, 1, 2, 0, 1, 2]), (5, [0, 1, 2, 0, 1, 3, 2, 4, 3, 4])):
+    """Two go out at once, the next when the first is on its way back."""
+    for waves, order in ((2, [0, 1, 0, 1]), (3, [0, 1, 0, 2, 1, 2]), (5, [0, 1, 0, 2, 1, 3, 2, 4, 3, 4])):
         ranks = Ranks(cases.layouts()["a rank with no tokens"], MaskRule(DIM**-0.5), waves=waves)
         ranks.run()
         expected = [Moment(0, 0, backward, wave) for backward in (False, True) for wave in order]
