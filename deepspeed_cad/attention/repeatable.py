@@ -128,7 +128,8 @@ class RepeatableCall(AttentionCall):
             self._passes.wait_for_change(generation)
             if one.result is not None:
                 # It ran again because all ranks have entered it.
-                self._passes.met(one)
+                with self._passes.inside():
+                    self._passes.met(one)
                 return
             if one.index:
                 raise CADError(f"{self.setup.label}: its exchange was lost with a server, and did not run again")

@@ -199,6 +199,7 @@ def test_a_server_dies_at_a_moment(
         assert found[0]["repeated"] > 0
 
 
+@pytest.mark.slow
 def test_between_steps(workers: WorkerPool, tmp_path: Path) -> None:
     found = _run(workers, 2, 1, {2: ()}, tmp_path, _kill)
     assert found[0]["repeated"] == 0 and found[0]["changes"] == 1
