@@ -14,6 +14,7 @@ import torch.distributed as dist
 import training
 from pool import WorkerPool
 from served import free_port, play
+from test_servers import _family
 
 import deepspeed_cad
 from deepspeed_cad.errors import ServerLostError
@@ -293,6 +294,18 @@ def _many(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[
 def test_several_micro_batches_in_flight(workers: WorkerPool, tmp_path: Path, what: str, turn: int) -> None:
     """Those whose forward ran with the server attend again before their backward."""
     found = _run(workers, 2, 2, {2: _moment(what, turn)}, tmp_path, train=_many)
+    assert found[0]["repeated"] > 0
+
+
+def _windows_and_sinks(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
+    assert _family(rank, trainers, block, "gpt_oss", {"sliding_window": 12}, "float64") < 1e-10
+    return _found()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["return", "backward dispatch served"])
+def test_windows_and_sinks(workers: WorkerPool, tmp_path: Path, what: str) -> None:
+    found = _run(workers, 2, 2, {2: _moment(what, 1)}, tmp_path, train=_windows_and_sinks)
     assert found[0]["repeated"] > 0
 
 
