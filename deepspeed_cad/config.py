@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple] = {
     "documents": ("keep", "exchange"),
     "look_ahead": (0, 1),
     "check": ("sampled", "off"),
+    "on_server_failure": ("stop", "continue"),
 }
 LINK_KEYS = ("inside", "between")
 _KERNEL_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
@@ -51,6 +52,13 @@ class CADConfig:
     trainers_serve: bool = True
     """With reserved servers: whether trainers serve too, so that all ranks are equally busy with attention. `false`
     leaves all of it to the servers."""
+
+    on_server_failure: str = "stop"
+    """What happens when a reserved server dies or fails. "stop": the training ends with an error that names it.
+    "continue": trainers drop it, repeat what was under way and go on with the servers that are left, or alone; servers
+    may also come later, by `deepspeed-cad serve`. Only where attention is exchanged through the CPU ("c10d"). Trainers
+    then hold what two or three calls of attention read a little longer, and a cut of a micro-batch stays where it was
+    best for the servers of the start."""
 
     tolerance: float = 0.05
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
@@ -271,6 +279,24 @@ def _check_servers(servers: Any) -> None:
 
 def _refuse_combinations(config: CADConfig) -> None:
     """Values that do not go together."""
+    if config.on_server_failure == "continue":
+        if config.servers == "all":
+            reason = 'With "servers": "all" every rank trains, and none can be done without.'
+            raise _bad("on_server_failure", "continue", '"stop"', reason)
+        if config.transport not in ("auto", "c10d"):
+            reason = (
+                f'With "on_server_failure": "continue" the "{config.transport}" transport cannot go on without a rank.'
+            )
+            raise _bad("transport", config.transport, '"auto" or "c10d"', reason)
+        if config.recompute_attention:
+            reason = (
+                'With "on_server_failure": "continue" attention may run again with other servers, and activation '
+                "checkpointing demands that what it recomputes has the same shapes."
+            )
+            raise _bad("recompute_attention", True, "false", reason)
+        if config.keep == "host":
+            reason = 'With "on_server_failure": "continue" attention may run again, and needs what it kept at hand.'
+            raise _bad("keep", "host", '"device"', reason)
     if config.documents == "exchange" and not config.look_ahead:
         raise _bad("look_ahead", 0, "1", 'With "documents": "exchange" a step is arranged before its first forward.')
     if config.keep == "host" and config.recompute_attention:

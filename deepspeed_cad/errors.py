@@ -22,3 +22,7 @@ class CADDataError(CADError):
 
 class CADPeerError(CADError):
     """Another rank died, did not answer in time, or holds another config, version or plan."""
+
+
+class ServerLostError(CADPeerError):
+    """A reserved server is lost in an exchange and the others go on without it. No training script meets this error."""

@@ -10,6 +10,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.groups import open_groups
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.server.idle import EVERY
+from deepspeed_cad.server.regroup import Opened
 from deepspeed_cad.shared_cost import share_cost
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
@@ -103,9 +105,15 @@ class Session:
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
             self.hosts, lambda: self.aside, self.traffic,
-            None if self.reserved is None else self.reserved.planning(self.rank, self.linear.seconds),
+            None if self.reserved is None else self.reserved.planning(
+                self.rank, self.linear.seconds, self.hosts, self.transport
+            ),
             self.memory,
         )  # fmt: skip
+        if self.reserved is not None and self.reserved.changes is not None:
+            changes = self.reserved.changes
+            self.gatherer.newcomers, self.plans.admit = lambda: changes.newcomers, changes.admit
+            changes.begin(self.transport, self._change_servers)
 
     # Opening and closing
 
@@ -122,6 +130,20 @@ class Session:
             self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s, given
         )
         self.hosts = np.array(hosts, np.int64)
+
+    def _change_servers(self, opened: Opened | None) -> None:
+        """Other servers than before: micro-batches are planned for these. Runs while the training thread is halted."""
+        assert self.reserved is not None
+        self.groups = replace(self.groups, exchange=None if opened is None else opened.group)
+        self.transport = self.hosts = None
+        if opened is not None:
+            self.transport, self.hosts = opened.transport, np.array(opened.hosts, np.int64)
+            if self.traffic is not None and self.links.source == "measured":
+                self.transport.transfers = Transfers(
+                    self.rank, opened.hosts, self.links.inside, self.links.between
+                )  # fmt: skip
+                self.traffic.watch(self.transport.transfers)
+        self.plans.reserved = self.reserved.planning(self.rank, self.linear.seconds, self.hosts, self.transport)
 
     def _watch_traffic(self) -> None:
         """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
@@ -165,13 +187,14 @@ class Session:
         """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
         if self.liveness is None or self.transport is None:
             return
-        liveness, transport = self.liveness, self.transport
+        liveness = self.liveness
 
         def tell() -> None:
             if (inside := self.gatherer.inside) is not None:
                 liveness.block(inside[0], str(inside[1]))
 
-        liveness.started = lambda: transport.exchanges
+        # Servers may change, and the transport with them.
+        liveness.started = lambda: 0 if self.transport is None else self.transport.exchanges
         liveness.idle_after = lambda: self.gatherer.begun if self.worker.is_idle else None
         self.worker.while_blocked = tell
         # A line from the beginning: what the job's store holds does not grow with what happens in a run.
@@ -180,6 +203,8 @@ class Session:
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
         self.say_last()
+        if self.reserved is not None and self.reserved.changes is not None:
+            self.reserved.changes.close()
         if self.liveness is not None:
             self.liveness.close()
         self.worker.close()
@@ -200,7 +225,9 @@ class Session:
     @property
     def group_ranks(self) -> int:
         """Ranks that run attention: trainers and reserved servers."""
-        return self.ranks if self.reserved is None else self.reserved.role.ranks
+        if self.reserved is None:
+            return self.ranks
+        return self.reserved.role.ranks if self.reserved.changes is None else self.reserved.changes.crew.ranks
 
     # Models and their loaders
 
@@ -260,9 +287,12 @@ class Session:
         now.waited_s = self.counts.waits.seconds()
         if self.reserved is not None:
             now.served_s, now.servers_s = self.reserved.link.busy()
-        if self.memory is not None and self.transport is not None:
-            now.landing_bytes = self.transport.landing_bytes or int(self.memory.most_needed)
-        now.bytes_sent = 0 if self.transport is None else self.transport.bytes_sent
+        transport = self.transport
+        if self.memory is not None and transport is not None:
+            now.landing_bytes = transport.landing_bytes or int(self.memory.most_needed)
+        now.bytes_sent = 0 if transport is None else transport.bytes_sent
+        if self.reserved is not None and self.reserved.changes is not None:
+            now.bytes_sent += self.reserved.changes.bytes_sent
         return now
 
     def take_statistics(self, reader: str) -> Statistics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from deepspeed_cad.planner.plan import Floats
 
 _NOT_SUMS = {"late_s", "late_rank", "landing_bytes"}
+_LOADS = {"load", "load_before"}
+"""Of each rank; the others are one number."""
 
 
 @dataclass(eq=False)
@@ -66,8 +68,8 @@ class Statistics:
                 self.waves += sum(len(one.schedules) for one in planned)
                 self.slowest_before += float(np.max(sum(one.plan.load_before for one in planned), initial=0.0))
                 self.slowest += sum(float(np.max(one.plan.load, initial=0.0)) for one in planned)
-                self.load_before = self.load_before + sum(one.plan.load_before for one in planned)
-                self.load = self.load + sum(one.plan.load for one in planned)
+                self.load_before = _sum(self.load_before, *(one.plan.load_before for one in planned))
+                self.load = _sum(self.load, *(one.plan.load for one in planned))
                 self.mean += sum(float(one.plan.load.mean()) for one in planned)
         self._pending.clear()
 
@@ -82,7 +84,9 @@ class Statistics:
         """What was added after `earlier`."""
         names = {one.name for one in fields(self) if not one.name.startswith("_")} - _NOT_SUMS
         now = {name: getattr(self, name) for name in _NOT_SUMS}
-        return Statistics(**{name: getattr(self, name) - getattr(earlier, name) for name in names}, **now)
+        sums: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in names - _LOADS}
+        sums |= {name: _sum(getattr(self, name), -getattr(earlier, name)) for name in _LOADS}
+        return Statistics(**sums, **now)
 
     @property
     def imbalance_before(self) -> float:
@@ -123,3 +127,11 @@ class Statistics:
             f"{f', {self.landing_bytes / 2**20:.0f} MiB kept for what arrives' if self.landing_bytes >> 20 else ''}"
             f"{f', servers idle {self.servers_idle:.0%}' if self.servers_s else ''}"
         )
+
+
+def _sum(*loads: Floats) -> Floats:
+    """Also of different numbers of ranks: servers may come and go, behind the trainers."""
+    total = np.zeros(max(one.size for one in loads))
+    for one in loads:
+        total[: one.size] += one
+    return total

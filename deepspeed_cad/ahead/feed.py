@@ -181,6 +181,7 @@ class Feed:
             raise
         if self.gatherer.liveness is not None:
             self.gatherer.liveness.take(micro_batch.turn)
+        self.plans.admit(micro_batch.came)
         return micro_batch
 
     def learn(self, key: PlanKey) -> None:

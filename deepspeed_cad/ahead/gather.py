@@ -9,7 +9,7 @@ rank is, and never in plans of different micro-batches. Version, configuration a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -99,7 +99,8 @@ class State(IntEnum):
 _VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WAITED, _TICKS, _TRAFFIC = range(13)
 _MEMORY = _TRAFFIC + COLUMNS
 _LINEAR = _MEMORY + memory.COLUMNS
-_WIDTH = _LINEAR + linear_layers.COLUMNS
+_CAME = _LINEAR + linear_layers.COLUMNS
+_WIDTH = _CAME + 1
 
 APART = (
     "Every rank must train as many micro-batches, in the same order. Look for a break, an exception that the script "
@@ -141,6 +142,10 @@ class Gatherer:
         """The same of memory for exchanges; None where it has no limit."""
         self.linear: linear_layers.Linear | None = None
         """The same for linear layers; set where servers are reserved."""
+        self.newcomers: Callable[[], int] = lambda: 0
+        """Says how many reserved servers have come later, as far as this rank knows."""
+        self.came = 0
+        """The most that any rank knew of, the same on all ranks."""
         self.settings = ""
         """What ranks compare before they train: configuration and costs. Set once both are known."""
         self.broken: CADError | None = None
@@ -205,7 +210,8 @@ class Gatherer:
         if room is not None:
             header[_MEMORY:_LINEAR] = room.report()
         if linear is not None:
-            header[_LINEAR:] = linear.report(subject.model)
+            header[_LINEAR:_CAME] = linear.report(subject.model)
+        header[_CAME] = self.newcomers()
         self.begun += 1
         self.inside = self.begun, subject
         try:
@@ -237,7 +243,8 @@ class Gatherer:
         if room is not None:
             room.hear(headers[:, _MEMORY:_LINEAR])
         if linear is not None:
-            linear.hear(int(header[_WHICH]), headers[:, _LINEAR:])
+            linear.hear(int(header[_WHICH]), headers[:, _LINEAR:_CAME])
+        self.came = max(self.came, int(headers[:, _CAME].max()))
         widest = int(headers[:, _COUNT].max())
         padded = np.zeros(widest, np.int64)
         padded[: len(mine)] = mine

@@ -25,6 +25,7 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.linear import LinearTimes
 from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
@@ -55,6 +56,32 @@ class Reserved:
     known, every rank gets as much attention."""
     speed: Floats | None = None
     """Relative speed of each rank; 0 where it runs no attention."""
+    generation: int = 0
+    """How often servers changed."""
+    at_start: int = 0
+    """Servers that the job began with. Cuts into nano-batches are made for these: trainers learn of a change at
+    different moments, and a cut must be the same on all of them."""
+    passes: Passes | None = None
+    """Where servers may change."""
+    hosts: np.ndarray | None = None
+    """Number of each rank's host; None: see Plans."""
+    transport: Transport | None = None
+    """Over trainers and servers; None where one trainer is left alone, or see Plans."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """What a micro-batch is planned from, whatever servers there are."""
+
+    turn: int
+    layout: Layout
+    """Of the trainers."""
+    cut: Ints | None
+    """[trainers] rows of the first nano-batch."""
+    linear: Floats | None
+    """[trainers] seconds per token of linear layers."""
+    late: Floats
+    now: Now | None
 
 
 class Beside(NamedTuple):
@@ -114,6 +141,8 @@ class Plans:
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
         """Why this rank trains no further micro-batch."""
+        self.admit: Callable[[int], None] = lambda came: None
+        """Waits until so many reserved servers take part that came later."""
         self._said: set[str] = set()
 
     @property
@@ -126,42 +155,69 @@ class Plans:
 
         `model`: which of those that have CAD trains it.
         """
-        idle = self.ranks - len(announcements)
-        layout = assemble([one.local for one in announcements] + [LocalSegments.none(0)] * idle)
-        ticks: tuple[Tick, ...] = (layout.tick(),)
-        cut = beside = None
+        # One look: servers may change meanwhile, and then the micro-batch is planned again before it is used.
+        reserved, trainers = self.reserved, len(announcements)
+        idle = 0 if reserved is None else reserved.servers
+        own = assemble([one.local for one in announcements])
+        layout, linear, cut = _widen(own, idle), None, None
         if self.config.overlap_used in ("interleave", "pingpong"):
+            spare = 0 if reserved is None else reserved.at_start
+            unit = np.array([one.unit for one in announcements] + [1] * spare)
             linear = self._linear(model)
-            cut = self._choose_cut(layout, np.array([one.unit for one in announcements] + [1] * idle), keys, linear)
-            if cut is not None:
-                ticks = layout.cut(cut)
-                beside = None if linear is None else Beside(np.append(linear, np.zeros(idle)), layout.tokens)
-            elif self.ranks > 1:
+            cut = self._choose_cut(_widen(own, spare), unit, keys, linear)
+            if cut is None and self.ranks > 1:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         # Nothing else may change what is learned of paces and links: plans are made on this thread and at the forward,
         # on every rank in another order.
         if self.pace.paused:
             self.say_once("slower ranks are not relieved: torch's deterministic algorithms are on, on some rank")
+        at = None if cut is None else np.append(cut[:trainers], np.zeros(idle, np.int64))
+        ticks = (layout.tick(),) if at is None else layout.cut(at)
         for key in keys:
             self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
         now = None if self.traffic is None else self.traffic.now
         self.say_news()
         turn, self.turn = self.turn, self.turn + 1
-        orders = None
-        if self.reserved is not None and self.reserved.open is not None:
-            orders = self.reserved.open(turn, layout, cut)
         late = self.pace.late
+        beside = None
+        if linear is not None and at is not None:
+            beside = Beside(np.append(linear, np.zeros(idle)), layout.tokens)
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device,
-            partial(self.plan_tick, late=late, now=now, beside=beside), partial(self._agree, turn), self.transport(),
-            self.counts, aside=self.aside(), turn=turn, era=now and now.era,
-            late=partial(self._base_load, late, beside), orders=orders,
+            partial(self.plan_tick, late=late, now=now, beside=beside, reserved=reserved), partial(self._agree, turn),
+            self.transport(), self.counts, aside=self.aside(), turn=turn, era=now and now.era,
+            late=partial(self._base_load, late, beside), orders=_open_at_servers(reserved, turn, layout, at),
             memory=self._exchange_memory(len(ticks)),
-            linear=None if self.reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
+            linear=None if reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
         )  # fmt: skip
+        if reserved is not None and reserved.passes is not None:
+            micro_batch.generation, micro_batch.passes = reserved.generation, reserved.passes
+            micro_batch.transport = reserved.transport
+            micro_batch.came = self.gatherer.came
+            gathered = Gathered(turn, own, None if cut is None else cut[:trainers], linear, late, now)
+            micro_batch.renew = partial(self._renew, gathered)
+            # Trainers plan again at different moments: the identity of each exchange compares their schedules.
+            micro_batch.agree = lambda value, what: None
         if keys:
             micro_batch.plan_all(keys)
         return micro_batch
+
+    def _renew(self, gathered: Gathered, micro_batch: MicroBatch) -> None:
+        """Plan a micro-batch for the servers that there are now, if they are others than it was planned for."""
+        reserved = self.reserved
+        assert reserved is not None
+        if micro_batch.generation == reserved.generation:
+            return
+        idle = np.zeros(reserved.servers, np.int64)
+        layout, beside = _widen(gathered.layout, reserved.servers), None
+        at = None if gathered.cut is None else np.append(gathered.cut, idle)
+        if gathered.linear is not None and at is not None:
+            beside = Beside(np.append(gathered.linear, idle), layout.tokens)
+        micro_batch.plan_again(
+            reserved.generation, layout, (layout.tick(),) if at is None else layout.cut(at),
+            partial(self.plan_tick, late=gathered.late, now=gathered.now, beside=beside, reserved=reserved),
+            reserved.transport, _open_at_servers(reserved, gathered.turn, layout, at),
+        )  # fmt: skip
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
         """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""
@@ -178,20 +234,29 @@ class Plans:
         )  # fmt: skip
 
     def plan_tick(
-        self, tick: Tick, key: PlanKey, late: np.ndarray, now: Now | None = None, beside: Beside | None = None
+        self,
+        tick: Tick,
+        key: PlanKey,
+        late: np.ndarray,
+        now: Now | None = None,
+        beside: Beside | None = None,
+        reserved: Reserved | None = None,
     ) -> Plan:
         """The plan of one tick for layers of one kind.
 
         `late`, `now`, `beside`: pace, links and linear layers as they were known when the micro-batch was gathered;
-        None: links as the costs say, and linear layers that run beside no attention.
+        None: links as the costs say, and linear layers that run beside no attention. `reserved`: the servers that the
+        tick is of; None: those that there are.
         """
         base = self._base_load(late, beside, tick, key)
-        speed = None if self.reserved is None else self.reserved.speed
+        reserved = reserved or self.reserved
+        speed = None if reserved is None else reserved.speed
+        hosts = self.hosts if reserved is None or reserved.passes is None else reserved.hosts
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
             PlanInput(
                 tick, key.shape, cost.cost_for(key.shape), key.window, self.config.tolerance,
-                self.config.granularity, base_load=base, speed=speed, hosts=self.hosts,
+                self.config.granularity, base_load=base, speed=speed, hosts=hosts,
                 waves=self._waves(), keep=self.config.backward == "keep",
             )
         )  # fmt: skip
@@ -234,7 +299,8 @@ class Plans:
         kinds = [LayerKind(self.cost.cost_for(key.shape), key.window, key.shape.groups) for key in keys]
         # The slowest trainer is the one that servers and the others wait for.
         slowest = None if linear is None else float(linear.max())
-        return choose_interleaved_cut(layout, unit, kinds, self.reserved.servers, slowest, self.reserved.helpers)
+        servers = self.reserved.at_start or self.reserved.servers
+        return choose_interleaved_cut(layout, unit, kinds, servers, slowest, self.reserved.helpers)
 
     def say_once(self, text: str) -> None:
         """Log what a user may wonder about, the first time that it happens."""
@@ -262,6 +328,15 @@ class Plans:
 
     def _agree(self, turn: int, value: int, what: str) -> None:
         self.worker.run(lambda: self.gatherer.agree(value, Subject(What.PLAN, index=turn)))
+
+
+def _widen(layout: Layout, servers: int) -> Layout:
+    """With ranks behind the trainers that have no tokens."""
+    return Layout(layout.ranks + servers, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))
+
+
+def _open_at_servers(reserved: Reserved | None, turn: int, layout: Layout, cut: Ints | None) -> MicroBatchOrders | None:
+    return None if reserved is None or reserved.open is None else reserved.open(turn, layout, cut)
 
 
 def _plan_alone(layout: Layout, key: PlanKey) -> Plan:

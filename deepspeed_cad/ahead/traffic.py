@@ -101,6 +101,10 @@ class Traffic:
             if change is not None:
                 self.news.append(change)
 
+    def watch(self, transfers: Transfers) -> None:
+        """Learn from what another transport notes."""
+        self._transfers = transfers
+
     @property
     def now(self) -> Now:
         """What the next micro-batch is planned with."""

@@ -20,6 +20,7 @@ import torch
 from deepspeed_cad.attention.backward import (
     BackwardServed,
     BackwardStarted,
+    Gradients,
     collect_backward,
     serve_backward,
     sinks_gradient,
@@ -49,18 +50,14 @@ class Released:
     """A backward has run, and what the forward kept is freed."""
 
 
-State = (
-    Unused
-    | ForwardStarted
-    | ForwardServed
-    | Kept
-    | Parked
-    | HeldByAutograd
-    | BackwardStarted
-    | BackwardServed
-    | Released
+class InPass:
+    """A pass runs that may have to run again; what its steps leave is there (repeatable.py)."""
+
+
+State = (Unused | ForwardStarted | ForwardServed | Kept | Parked | HeldByAutograd) | (
+    BackwardStarted | BackwardServed | Released | InPass
 )
-Found = TypeVar("Found", ForwardStarted, ForwardServed, Kept, HeldByAutograd, BackwardStarted, BackwardServed)
+Found = TypeVar("Found", ForwardStarted, ForwardServed, Kept, HeldByAutograd, BackwardStarted, BackwardServed, InPass)
 
 
 class AttentionCall:
@@ -104,6 +101,36 @@ class AttentionCall:
         """O [T, H, V]."""
         self._saved_plainly = is_saved_plainly()
         return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, sinks_H)
+
+    # The steps of both passes, as the nodes below call them.
+    def start_forward(
+        self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None
+    ) -> None:
+        """Start sending Q, K, V."""
+        self.state = start_forward(self.setup, q_THD, k_UKD, v_UKV, sinks_H)
+
+    def serve_forward(self) -> None:
+        """Run tasks, start sending O back."""
+        self.state = serve_forward(self.setup, self.expect(ForwardStarted))
+
+    def collect_forward(self) -> Kept:
+        """Wait for O."""
+        return collect_forward(self.setup, self.expect(ForwardServed))
+
+    def start_backward(
+        self, kept: Kept, do_THV: torch.Tensor, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor
+    ) -> None:
+        """Start sending dO."""
+        self.state = start_backward(self.setup, kept, do_THV, q_THD, k_UKD, v_UKV)
+
+    def serve_backward(self) -> None:
+        """Run tasks, start sending dQ, dK, dV back."""
+        self.state = serve_backward(self.setup, self.expect(BackwardStarted))
+
+    def collect_backward(self) -> tuple[Gradients, Kept]:
+        """Wait for dQ, dK, dV; also what the forward left."""
+        done = self.expect(BackwardServed)
+        return collect_backward(self.setup, done), done.started.kept
 
     @property
     def replaying(self) -> bool:
@@ -164,15 +191,14 @@ class _Dispatch(torch.autograd.Function):
             if call.parking is not None:
                 call.parking.settle()
             call.setup.end_linear(False)
-            call.state = start_forward(call.setup, q.detach(), k.detach(), v.detach(), sinks)
+            call.start_forward(q.detach(), k.detach(), v.detach(), sinks)
         return q.new_zeros(1)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: AttentionCall = ctx.call
-        done = call.expect(BackwardServed)
-        dq, dk, dv = collect_backward(call.setup, done)
-        call.release(done.started.kept)
+        (dq, dk, dv), kept = call.collect_backward()
+        call.release(kept)
         call.setup.begin_linear(True)
         return None, dq, dk, dv, None
 
@@ -182,13 +208,13 @@ class _Serve(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall, token: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         if not call.replaying:
-            call.state = serve_forward(call.setup, call.expect(ForwardStarted))
+            call.serve_forward()
         return token.new_zeros(1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: AttentionCall = ctx.call
-        call.state = serve_backward(call.setup, call.expect(BackwardStarted))
+        call.serve_backward()
         return None, torch.zeros_like(grad)
 
 
@@ -209,7 +235,7 @@ class _Collect(torch.autograd.Function):
             call.setup.counts.replays += 1
             kept = call.take()
         else:
-            kept = collect_forward(call.setup, call.expect(ForwardServed))
+            kept = call.collect_forward()
             call.setup.begin_linear(False)
         if call.setup.modes.recompute:
             call.release(kept)
@@ -234,7 +260,7 @@ class _Collect(torch.autograd.Function):
         do = with_packed_heads(do)
         if ctx.needs_input_grad[1]:
             call.setup.end_linear(True)
-            call.state = start_backward(call.setup, kept, do, q.detach(), k.detach(), v.detach())
+            call.start_backward(kept, do, q.detach(), k.detach(), v.detach())
         else:
             # Nothing but the sinks is trained up to here: their gradient needs no other rank.
             call.release(kept)

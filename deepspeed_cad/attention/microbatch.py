@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,46 +20,19 @@ from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_sched
 from deepspeed_cad.attention.layer import LayerInput, kernel_need
 from deepspeed_cad.attention.linear import LinearTimes, Stretches
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
+from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
-from deepspeed_cad.attention.setup import CallCounts, CallOrders, CallSetup, Modes
+from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
+from deepspeed_cad.attention.repeatable import RepeatableCall
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Gain
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, Tick
-from deepspeed_cad.planner.plan import HeadShape, Plan
+from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.schedule import Schedule
-
-
-class MicroBatchOrders(Protocol):
-    """Tells reserved servers of one micro-batch, on the rank that leads them."""
-
-    def plan(self, key: PlanKey, nano_batch: int, plan: Plan) -> None:
-        """What was planned for a kind of layer."""
-
-    def call(
-        self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
-    ) -> CallOrders:
-        """Orders of one call; `place` is the layer and its nano-batch."""
-
-
-class PlanKey(NamedTuple):
-    """What plans of one micro-batch differ in: one plan serves every layer with the same key."""
-
-    window: int | None
-    shape: HeadShape
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedTick:
-    """A plan with this rank's schedules."""
-
-    plan: Plan
-    schedules: tuple[Schedule, ...]
-    """By waves."""
-    seconds: float
-    """Time for plan and schedules."""
 
 
 @dataclass(eq=False)
@@ -88,6 +62,14 @@ class MicroBatch:
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None
     """Where this rank leads reserved servers."""
+    generation: int = 0
+    """How often reserved servers had changed when it was planned."""
+    renew: Callable[[MicroBatch], None] = lambda micro_batch: None
+    """Plans it again where reserved servers have changed since."""
+    came: int = 0
+    """Servers that had come later when it was gathered, the same on every trainer."""
+    passes: Passes | None = None
+    """Where reserved servers may change."""
     memory: ExchangeMemory | None = None
     """What its exchanges may need at once; None where nobody looks after that."""
     linear: LinearTimes | None = None
@@ -167,6 +149,20 @@ class MicroBatch:
         without = float((plan.load_before + late).max())
         return Gain((without - float(plan.load[self.rank] + late[self.rank])) / TICKS_PER_LOAD, self.era)
 
+    def plan_again(
+        self,
+        generation: int,
+        layout: Layout,
+        ticks: tuple[Tick, ...],
+        make_plan: Callable[[Tick, PlanKey], Plan],
+        transport: Transport | None,
+        orders: MicroBatchOrders | None,
+    ) -> None:
+        """Other servers: forget what was planned; a kind of layer is planned again when it is next called."""
+        self.generation, self.layout, self.ticks = generation, layout, ticks
+        self.make_plan, self.transport, self.orders = make_plan, transport, orders
+        self.planned, self._schedules, self._late = {}, {}, {}
+
     @property
     def keys(self) -> list[PlanKey]:
         """The kinds of layers that were planned for."""
@@ -195,6 +191,42 @@ class MicroBatch:
         k_first, v_first = self._first_keys.pop(layer)
         base = int(self.ticks[1].key_base[self.rank])
         return None if base == k_first.shape[0] else (k_first[base:], v_first[base:])
+
+    def set_up(
+        self,
+        place: tuple[int, int],
+        key: PlanKey,
+        need: KernelNeed,
+        kernel: Kernel,
+        rule: MaskRule,
+        modes: Modes,
+        label: str,
+        has_sinks: bool,
+        timed: bool,
+    ) -> CallSetup:
+        """What a call is made of, as planned for the servers that there are now.
+
+        Args:
+            place: number of the layer, and its nano-batch.
+            key: kind of the layer.
+            need: what it needs of its kernel.
+            kernel: its kernel.
+            rule: scale, window and soft-cap.
+            modes: how it overlaps, keeps and recomputes.
+            label: names it.
+            has_sinks: whether it has attention sinks.
+            timed: whether linear layers of the nano-batch are timed.
+        """
+        self.renew(self)
+        number, nano_batch = place
+        schedule = self.schedule(key, nano_batch)
+        orders = None
+        if self.orders is not None:
+            orders = self.orders.call(place, key, need, rule, modes, has_sinks)
+        return CallSetup(
+            schedule, kernel, self.transport, rule, modes, self.counts, nano_batch, label, self.aside, self.turn,
+            number, orders, self.gain(key, nano_batch), self.stretches(nano_batch) if timed else None,
+        )  # fmt: skip
 
     def stretches(self, nano_batch: int) -> Stretches | None:
         """Where the linear layers of a nano-batch are timed that alternates with the other over the decoder."""
@@ -301,18 +333,23 @@ class MaskDescriptor:
 
         def build() -> AttentionCall:
             key, need, rule = PlanKey(self.window, kind.shape), kernel_need(kind, q.device), layer.rule
-            number = micro_batch._layers.setdefault(module, len(micro_batch._layers))
-            schedule = micro_batch.schedule(key, nano_batch)
-            orders = None
-            if micro_batch.orders is not None:
-                orders = micro_batch.orders.call((number, nano_batch), key, need, rule, self.modes, sinks is not None)
-            setup = CallSetup(
-                schedule, self.kernel(need), micro_batch.transport, rule, self.modes, micro_batch.counts,
-                nano_batch, label, micro_batch.aside, micro_batch.turn, number, orders,
-                micro_batch.gain(key, nano_batch),
-                micro_batch.stretches(nano_batch) if self.interleaved and self.modes.returns else None,
-            )  # fmt: skip
-            return AttentionCall(setup)
+            place = micro_batch._layers.setdefault(module, len(micro_batch._layers)), nano_batch
+            timed = self.interleaved and self.modes.returns
+            make_setup = partial(
+                micro_batch.set_up,
+                place,
+                key,
+                need,
+                self.kernel(need),
+                rule,
+                self.modes,
+                label,
+                sinks is not None,
+                timed,
+            )
+            if micro_batch.passes is not None:
+                return RepeatableCall(make_setup, micro_batch.passes)
+            return AttentionCall(make_setup())
 
         if self.interleaved and self.gradients and not torch.is_grad_enabled() and not micro_batch.begun:
             raise NotInterleaved(

@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.carriers import Carrier, Collectives, ComparedFirst, UnderWay
-from deepspeed_cad.exchange.group import Group, rank_of
+from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
 from deepspeed_cad.exchange.identity import Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import Table
@@ -83,6 +83,12 @@ class C10dTransport:
     def close(self) -> None:
         """The process group belongs to the session."""
         self._carrier.close()
+
+    def abandon(self) -> None:
+        """Let go of a group one of whose ranks is lost. On the CPU only; nothing is exchanged here any more."""
+        assert isinstance(self._carrier, ComparedFirst) and isinstance(self.group, OwnGroup)
+        self.group.abandon()
+        del self.group, self._carrier
 
     def finish(self, arrival: _Arrival) -> list[torch.Tensor]:
         """Wait for a transfer: one [rows, width] tensor per field. A dead peer is a CADPeerError that names it."""

@@ -63,7 +63,7 @@ class ComparedFirst:
         self.alarm.check()
         numbers = torch.zeros(len(to_peers), dtype=torch.int64)
         mine, incoming = torch.tensor([identity.number]), torch.empty(sum(from_peers), dtype=torch.uint8)
-        with Liveness.watch(self.alarm.liveness, str(identity)):
+        with Liveness.watch(self.alarm.liveness, str(identity), with_servers=True):
             self._wait(dist.all_gather(list(numbers.split(1)), mine, group=self.group, async_op=True), identity)
             found = compare(dict(enumerate(numbers.tolist())))
             if found:
@@ -77,7 +77,7 @@ class ComparedFirst:
     def finish(self, under_way: UnderWay) -> torch.Tensor:
         """See Carrier."""
         self.alarm.check()
-        with Liveness.watch(self.alarm.liveness, str(under_way.identity)):
+        with Liveness.watch(self.alarm.liveness, str(under_way.identity), with_servers=True):
             self._wait(under_way.data, under_way.identity)
         return under_way.incoming
 
@@ -86,7 +86,7 @@ class ComparedFirst:
 
     def _wait(self, work: dist.Work, identity: Identity) -> None:
         if self.alarm.liveness is not None:
-            self.alarm.liveness.patiently(work, str(identity), identity.index)
+            self.alarm.liveness.patiently(work, str(identity), identity.index, with_servers=True)
         work.wait()
 
 

@@ -8,19 +8,23 @@ In: a store that all ranks reach. Out: an `OwnGroup`. Transports ask the functio
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
-
-if TYPE_CHECKING:
-    from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger(__name__)
+
+OPENING = "the opening of the servers' group"
+LETTING_GO_S = 1.0
+"""For whoever still holds a group that is given up to let go of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +43,30 @@ class OwnGroup:
         into = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         work = dist.all_gather(into, torch.tensor([value]), group=self.processes, async_op=True)
         if liveness is not None:
-            liveness.patiently(work, "the opening of the servers' group")
-        work.wait()
+            liveness.patiently(work, OPENING, with_servers=True)
+        with Liveness.watch(liveness, OPENING, with_servers=True):
+            work.wait()
         return [int(one) for one in into]
 
     def close(self) -> None:
         """Take the name back from torch."""
         torch_groups: Any = dist.distributed_c10d
         torch_groups._unregister_process_group(self.name)
+
+    def abandon(self) -> None:
+        """Close a group one of whose ranks is lost; nobody uses it any more.
+
+        What other ranks have under way in it may end only when this rank's sockets close, and they close when the last
+        reference goes. That waits for what is under way here, so a thread of its own does it.
+        """
+        self.close()
+        held = [self]
+
+        def bury() -> None:
+            time.sleep(LETTING_GO_S)
+            held.clear()
+
+        start_daemon("gives a group up", bury, None)
 
 
 Group: TypeAlias = dist.ProcessGroup | OwnGroup

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Protocol
 
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.patient_store import PatientStore, SilentStoreError
 from deepspeed_cad.exchange.standstill import Blocked
 
@@ -24,6 +25,16 @@ REMEMBERED = 256
 """Micro-batches that a rank remembers to have trained, or dropped: far more than are ever in flight."""
 PATIENCE_S = 5.0
 """How long survivors wait for each other's word before they call the silent ranks dead."""
+
+
+class Losses(Protocol):
+    """Knows of servers that are lost, where the other ranks go on without them."""
+
+    def why(self) -> str:
+        """Why no exchange of the present group can end, or ""."""
+
+    def wait(self) -> str:
+        """The same for an exchange that failed: waits until it is known whether a server is to blame."""
 
 
 class Liveness:
@@ -37,6 +48,10 @@ class Liveness:
         self._taken: deque[int] = deque(maxlen=REMEMBERED)
         self.idle_after: Callable[[], int | None] = lambda: None
         """Says how many collectives this rank's look-ahead thread has begun; None while it still has jobs."""
+        self.watched: Sequence[int] = range(ranks)
+        """Ranks without which the others cannot go on."""
+        self.losses: Losses | None = None
+        """Where the others go on without a server that is lost."""
         self.started: Callable[[], int] = lambda: 0
         """Says how many exchanges this rank has started."""
 
@@ -73,13 +88,16 @@ class Liveness:
         """This rank's training thread waits for a collective of its look-ahead thread: the n-th, about `subject`."""
         self._write("blocked", Blocked(self.started(), collectives, subject).to_text())
 
-    def patiently(self, work: dist.Work, waited_for: str, exchange: int = 0) -> None:
+    def patiently(self, work: dist.Work, waited_for: str, exchange: int = 0, with_servers: bool = False) -> None:
         """Wait for communication of the CPU; raises CADPeerError as soon as it is certain that it will not end.
 
-        `exchange`: the number of the exchange that it belongs to; 0: to none.
+        `exchange`: the number of the exchange that it belongs to; 0: to none. `with_servers`: reserved servers take
+        part; where they may be lost, ServerLostError says that one is.
         """
         pause, looked, before = 20e-6, time.monotonic(), ""
         while not work.is_completed():
+            if with_servers and self.losses is not None and (lost := self.losses.why()):
+                raise ServerLostError(lost)
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
             if time.monotonic() - looked > LOOK_S:
@@ -105,7 +123,7 @@ class Liveness:
             return "the job's store is gone: the process that holds it (rank 0, or the launcher) died"
 
     def _hopeless(self) -> list[str]:
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        others = [rank for rank in self.watched if rank != self.rank]
         stopped = [
             f"rank {rank} stopped: {text}"
             for rank in others
@@ -125,7 +143,7 @@ class Liveness:
         collectives = self.idle_after() if exchange else None
         if collectives is None:
             return []
-        said = {rank: self._read("blocked", rank) for rank in range(self.ranks) if rank != self.rank}
+        said = {rank: self._read("blocked", rank) for rank in self.watched if rank != self.rank}
         blocked = {rank: Blocked.from_text(text) for rank, text in said.items() if text is not None}
         return [one.describe(rank, self.rank) for rank, one in blocked.items() if one.needs(exchange, collectives)]
 
@@ -155,14 +173,17 @@ class Liveness:
         except (RuntimeError, OSError):
             return ""
 
-    def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
+    def explain(self, waited_for: str, error: BaseException, with_servers: bool = False) -> CADPeerError:
         """The error to raise on this rank: names the ranks that died, hang, or stopped and why."""
+        if with_servers and self.losses is not None and (lost := self.losses.wait()):
+            return ServerLostError(lost)
         self.report(f"lost its peers in {waited_for}")
         said: dict[int, str] = {}
+        watched = sorted({*self.watched, self.rank})
         deadline = time.monotonic() + PATIENCE_S
         try:
-            while len(said) < self.ranks and time.monotonic() < deadline:
-                for rank in range(self.ranks):
+            while len(said) < len(watched) and time.monotonic() < deadline:
+                for rank in watched:
                     if rank not in said and (text := self._read("error", rank)) is not None:
                         said[rank] = text
                 time.sleep(0.05)
@@ -176,7 +197,7 @@ class Liveness:
                 f"rank {self.rank} waited for {waited_for}, and the job's store is gone too: the process that holds it "
                 f"(rank 0, or the launcher) died. First error here: {_first_line(error)}"
             )
-        silent = [rank for rank in range(self.ranks) if rank not in said]
+        silent = [rank for rank in watched if rank not in said]
         stopped = [f"rank {rank} stopped: {text}" for rank, text in said.items() if not text.startswith("lost its")]
         if silent:
             who = f"rank {', '.join(map(str, silent))} died or hangs"
@@ -187,8 +208,8 @@ class Liveness:
     class Watch(AbstractContextManager[None]):
         """Turns communication errors raised inside into a CADPeerError."""
 
-        def __init__(self, liveness: Liveness | None, waited_for: str) -> None:
-            self.liveness, self.waited_for = liveness, waited_for
+        def __init__(self, liveness: Liveness | None, waited_for: str, with_servers: bool) -> None:
+            self.liveness, self.waited_for, self.with_servers = liveness, waited_for, with_servers
 
         def __exit__(
             self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -196,12 +217,12 @@ class Liveness:
             if isinstance(error, RuntimeError) and not isinstance(error, CADError):
                 if self.liveness is None:
                     raise CADPeerError(f"{self.waited_for} failed: {_first_line(error)}") from error
-                raise self.liveness.explain(self.waited_for, error) from error
+                raise self.liveness.explain(self.waited_for, error, self.with_servers) from error
 
     @staticmethod
-    def watch(liveness: Liveness | None, waited_for: str) -> Liveness.Watch:
-        """A context in which communication errors are explained."""
-        return Liveness.Watch(liveness, waited_for)
+    def watch(liveness: Liveness | None, waited_for: str, with_servers: bool = False) -> Liveness.Watch:
+        """A context in which communication errors are explained; `with_servers`: see `patiently`."""
+        return Liveness.Watch(liveness, waited_for, with_servers)
 
 
 def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float = 300.0) -> Liveness:

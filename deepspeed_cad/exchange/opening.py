@@ -40,12 +40,25 @@ def open_transport(
         given: speeds of links in GB/s, "inside" and "between"; None: they are measured.
     """
     rank = rank_of(group)
-    hosts = gather_hosts(agree)
-    transport = choose_transport(
-        name, group, device, agree=agree, liveness=liveness, timeout_s=timeout_s, host=hosts[rank]
-    )
+    transport, hosts = open_again(name, group, device, agree, liveness, timeout_s)
     if given is not None:
         return transport, hosts, Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
     if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
         return transport, hosts, Links(None, None, DETERMINISTIC)
     return transport, hosts, measure_links(transport, device, rank, hosts, agree)
+
+
+def open_again(
+    name: str,
+    group: Group,
+    device: torch.device,
+    agree: Callable[[int], list[int]],
+    liveness: Liveness | None,
+    timeout_s: float,
+) -> tuple[Transport, list[int]]:
+    """The transport and hosts of a group, for a job that knows its links. Collective; arguments as above."""
+    hosts = gather_hosts(agree)
+    transport = choose_transport(
+        name, group, device, agree=agree, liveness=liveness, timeout_s=timeout_s, host=hosts[rank_of(group)]
+    )
+    return transport, hosts

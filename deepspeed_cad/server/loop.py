@@ -94,7 +94,7 @@ class Loop:
         self,
         rank: int,
         device: torch.device,
-        transport: Transport,
+        transport: Transport | None,
         choose: Callable[[KernelNeed], Kernel],
         worker: Worker,
         budget: int | None,
@@ -104,7 +104,7 @@ class Loop:
         Args:
             rank: CAD rank.
             device: where it computes.
-            transport: over trainers and servers.
+            transport: over trainers and servers; None: it is not there yet.
             choose: gives the kernel for a need.
             worker: makes schedules ahead.
             budget: most bytes to hold for backward; None: no limit.
@@ -120,6 +120,12 @@ class Loop:
             OPEN: self._open, PLAN: self._plan, DISPATCH: self._dispatch, RETURN: self._give_back,
             RELEASE: self._release,
         }  # fmt: skip
+
+    def begin_again(self, rank: int, transport: Transport) -> None:
+        """Servers have changed: whatever is held or was told is of no use any more."""
+        self.rank, self.transport = rank, transport
+        self._opened.clear()
+        self.held = 0
 
     def follow(self, order: Frame) -> None:
         """Do what the leader says. Raises what exchanges and kernels raise."""

@@ -17,16 +17,28 @@ from deepspeed_cad.errors import CADConfigError, CADPeerError
 from deepspeed_cad.exchange.group import OwnGroup, make_group
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.patient_store import PatientStore
-from deepspeed_cad.server.rendezvous import LOOK_S, PREFIX, Hello, Rendezvous, open_store
+from deepspeed_cad.server.rendezvous import LOOK_S, PREFIX, Abandoned, Hello, Rendezvous, open_store
 from deepspeed_cad.server.split import Split
 
 JOB = "job"
+LEFT = "left"
+"""On the board: the training has ended."""
 
 
 def open_board(meeting: Rendezvous, split: Split) -> Liveness:
     """The error board of trainers and servers."""
     board = dist.PrefixStore("board", meeting.root)
     return Liveness(PatientStore(board, meeting.timeout_s / 2), split.rank, split.ranks)
+
+
+def look_for_end(liveness: Liveness) -> None:
+    """Raises Abandoned where the training has ended that a server waits for which came later."""
+    try:
+        ended = liveness.store.check([LEFT])
+    except (RuntimeError, OSError):
+        ended = True
+    if ended or liveness.why_hopeless():
+        raise Abandoned("the training ended before it came to a step that this server could take part in")
 
 
 def open_group(split: Split, liveness: Liveness, device: torch.device, timeout_s: float) -> OwnGroup:
@@ -67,10 +79,12 @@ def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None, vers
             "same version everywhere"
         )
     theirs = CADConfig.from_dict(job["config"])
-    if not isinstance(theirs.servers, dict) or "joined" not in theirs.servers:
+    joins = isinstance(theirs.servers, dict) and "joined" in theirs.servers
+    changes = theirs.on_server_failure == "continue"
+    if not joins and not changes:
         raise CADConfigError(
             f'the job at {rendezvous} has "servers": {json.dumps(theirs.servers)}: it launches its servers itself. For '
-            'servers of another launch it must say {"joined": n}'
+            'servers of another launch it must say {"joined": n}, or "on_server_failure": "continue"'
         )
     if config is not None and config != theirs:
         ours, other = config.to_dict(), theirs.to_dict()
@@ -79,11 +93,12 @@ def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None, vers
             f'the job at {rendezvous} has another "cad" block than this server ({keys}): leave out --cad and '
             "--cad_config to take the job's"
         )
-    number = dist.PrefixStore(str(job["attempt"]), store).add("joined", 1)
-    if number > job["servers"]:
+    number = dist.PrefixStore(str(job["attempt"]), store).add("joined", 1) + (0 if joins else job["servers"])
+    if number > job["servers"] and not changes:
         raise CADConfigError(
             f"the job at {rendezvous} has its {job['servers']} servers already, and this one would be number {number}: "
-            "two launches use the same rendezvous, or too many servers were started"
+            "two launches use the same rendezvous, or too many servers were started. Servers may come while a job "
+            'runs where it says "on_server_failure": "continue"'
         )
     rank = job["trainers"] + number - 1
     return Split(job["trainers"], job["servers"], rank, rendezvous, job["attempt"]), theirs

@@ -21,20 +21,23 @@ from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.plan import Plan
 
 OPEN, PLAN, DISPATCH, RETURN, RELEASE = "open", "plan", "dispatch", "return", "release"
+REGROUP, DROPPED = "regroup", "dropped"
+"""Servers have changed: open another group with these ranks; or, to a server, that it is none of them."""
 
 
 class Tells(Protocol):
     """What carries orders."""
 
-    def tell(self, head: dict[str, Any], arrays: tuple[Ints, ...] = ()) -> None:
-        """To every server, in this order; raises CADPeerError where one has died."""
+    def tell(self, head: dict[str, Any], arrays: tuple[Ints, ...] = (), generation: int = 0) -> None:
+        """To every server of a generation, in this order; raises CADPeerError where one has died, if that ends all."""
 
 
 class Leader:
     """Trainer 0 as servers see it."""
 
-    def __init__(self, link: Tells) -> None:
-        self._link = link
+    def __init__(self, link: Tells, generation: int = 0) -> None:
+        """`generation`: how often servers had changed; it leads until they do again."""
+        self._link, self._generation = link, generation
         # Filled where garbage is collected, which may be inside of any call: nothing is sent from there.
         self._over: deque[int] = deque()
 
@@ -51,8 +54,8 @@ class Leader:
         """One frame, behind what is over by now."""
         over = [self._over.popleft() for _ in range(len(self._over))]
         if over:
-            self._link.tell({"do": RELEASE, "turns": over})
-        self._link.tell(head, arrays)
+            self._link.tell({"do": RELEASE, "turns": over}, generation=self._generation)
+        self._link.tell(head, arrays, self._generation)
 
 
 class MicroBatchTold:

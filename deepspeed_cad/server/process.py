@@ -14,18 +14,24 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
+from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.notice import counted, notice
+from deepspeed_cad.server.crew import Crew, why_not_change
 from deepspeed_cad.server.loop import Loop
-from deepspeed_cad.server.meeting import open_board, open_group
+from deepspeed_cad.server.meeting import look_for_end, open_board, open_group
+from deepspeed_cad.server.orders import REGROUP
+from deepspeed_cad.server.regroup import regroup
 from deepspeed_cad.server.rendezvous import Abandoned, Rendezvous, hello
 from deepspeed_cad.server.split import Split
 from deepspeed_cad.server.trainers import End, Listener, TrainerLinks
@@ -43,6 +49,8 @@ STUCK_S = 6.0
 """After the trainers ended, for a GPU or an exchange that does not let go."""
 TELL_S = 0.1
 """Between two words to the leader on how long this server attended."""
+LATE_S = 7 * 24 * 3600.0
+"""For a training to come to its next step, where this server came later: as good as for ever. It looks for its end."""
 FAREWELL_S = 3.0
 """For trainers to end after this server failed: a launcher may end them as soon as it sees this process go."""
 
@@ -67,6 +75,8 @@ class _Server:
     def __init__(self, split: Split, config: CADConfig, device: torch.device) -> None:
         self.split, self.config, self.device = split, config, device
         self.trainers: TrainerLinks | None = None
+        self.transport: Transport | None = None
+        """None until its group is there."""
 
     def open(self) -> None:
         """Meet the trainers; raises a CADError, the same on all ranks where they do not belong together."""
@@ -75,33 +85,46 @@ class _Server:
         listener = Listener(split.rendezvous)
         meeting = Rendezvous(split, config.timeout_s)
         meeting.claim()
-        where = {"addresses": listener.addresses, "port": listener.port, "token": listener.token}
-        meeting.meet(hello(split, config, __version__, **where))
+        mine = hello(
+            split, config, __version__, addresses=listener.addresses, port=listener.port, token=listener.token
+        )  # fmt: skip
+        if reason := why_not_change(config, device):
+            meeting.refuse(f"{mine.what}: {reason}")
+        if split.came_later:
+            meeting.knock(mine)
+        else:
+            meeting.meet(mine)
         self.liveness = open_board(meeting, split)
+        look = partial(look_for_end, self.liveness) if split.came_later else lambda: None
+        limit = LATE_S if split.came_later else config.timeout_s
         self.trainers = self._links = TrainerLinks(
-            split.rank, listener.accept(split.trainers, split.rank, config.timeout_s), self.liveness
+            split.rank, listener.accept(split.trainers, split.rank, limit, look), self.liveness
         )
         self._closed = threading.Event()
         threading.Thread(target=self._end_with_trainers, daemon=True).start()
-        self.group = open_group(split, self.liveness, device, config.timeout_s)
         self.worker = Worker(device, config.timeout_s)
-        self.transport = self._open_transport()
+        if not split.came_later:
+            self.group = open_group(split, self.liveness, device, config.timeout_s)
+            self.transport = self._open_transport()
         self.loop = Loop(split.rank, device, self.transport, self._kernel, self.worker, self._budget())
+        if config.on_server_failure == "continue":
+            self.liveness.watched, self.liveness.losses = range(split.trainers), self._links
 
     def run(self) -> int:
         split, loop = self.split, self.loop
-        budget = "" if loop.budget is None else f", {loop.budget / 2**30:.1f} GiB to hold for backwards"
-        beside = f" beside {counted(split.servers - 1, 'other server')}" if split.servers > 1 else ""
-        notice(
-            f"server {split.rank} is up: it serves {counted(split.trainers, 'trainer')}{beside}, on {self.device}, "
-            f"transport {self.transport.name}{budget}"
-        )
+        if not split.came_later:
+            self._say_up(split.servers - 1)
         began, told, reason = 0.0, 0.0, ""
         try:
             while not isinstance(item := self._links.items.get(), End):
                 # Until the first micro-batch comes, trainers load models and data.
                 began = began or time.perf_counter()
-                loop.follow(item)
+                # An exchange that was lost with another server ends here, and what was told before servers changed.
+                with suppress(ServerLostError):
+                    if item.head["do"] == REGROUP:
+                        self._regroup(item.head)
+                    elif self._links.called <= self._links.generation:
+                        loop.follow(item)
                 if (now := time.perf_counter()) - told > TELL_S:
                     told = now
                     self._links.tell_busy(loop.busy.seconds(), now - began)
@@ -115,6 +138,30 @@ class _Server:
         )
         self._close()
         return _say(split, reason) if reason else 0
+
+    def _say_up(self, others: int) -> None:
+        split, loop = self.split, self.loop
+        budget = "" if loop.budget is None else f", {loop.budget / 2**30:.1f} GiB to hold for backwards"
+        assert self.transport is not None
+        beside = f" beside {counted(others, 'other server')}" if others > 0 else ""
+        notice(
+            f"server {split.rank} is up: it serves {counted(split.trainers, 'trainer')}{beside}, on {self.device}, "
+            f"transport {self.transport.name}{budget}"
+        )
+
+    def _regroup(self, head: dict[str, Any]) -> None:
+        """Servers have changed: begin again in a group with those that are there now."""
+        crew = Crew.from_head(self.split.trainers, head)
+        first = self.transport is None
+        if isinstance(self.transport, C10dTransport):
+            self.transport.abandon()
+        self.transport = None
+        self._links.generation = crew.generation
+        opened = regroup(self.split, crew, self.config, self.device, self.liveness)
+        self.group, self.transport = opened.group, opened.transport
+        self.loop.begin_again(crew.place(self.split.rank), self.transport)
+        if first and self.split.came_later:
+            self._say_up(len(crew.servers) - 1)
 
     def _explain(self, error: Exception) -> str:
         """Why this server ends: what ended the trainers, if they did; else its own failure, which they are told."""
@@ -167,9 +214,10 @@ class _Server:
 
     def _close(self) -> None:
         self.worker.close()
-        with suppress(CADError):  # of the exchange that failed: it is said already
-            self.transport.close()
-        self.group.close()
+        if self.transport is not None:
+            with suppress(CADError):  # of the exchange that failed: it is said already
+                self.transport.close()
+            self.group.close()
         self._closed.set()
 
 

@@ -29,6 +29,8 @@ LOOK_S = 0.05
 PATIENCE_S = 10.0
 """Seconds of waiting after which absent ranks are named."""
 REFUSED = "refused"
+CAME = "came"
+"""Counts servers that came when the job ran; each one's number is under a key of its own."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,18 @@ class Rendezvous:
         if problem := compare(said):
             raise CADConfigError(problem)
         return said
+
+    def knock(self, mine: Hello) -> None:
+        """A server that came later: say so, and wait to be asked in."""
+        self.root.set(f"hello/{mine.rank}", json.dumps(asdict(mine)))
+        self.root.set(f"{CAME}/{self.root.add(CAME, 1)}", str(mine.rank))
+
+    def who_came(self, nth: int) -> Hello | None:
+        """The n-th server that came later, counted from 1; None where no more have come."""
+        if not self.has(f"{CAME}/{nth}"):
+            return None
+        number = int(self.root.get(f"{CAME}/{nth}"))
+        return _read(self.root.get(f"hello/{number}"))
 
     def refuse(self, reason: str) -> None:
         """End the meeting on every rank that is still at it. Raises CADConfigError."""

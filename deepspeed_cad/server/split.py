@@ -42,6 +42,11 @@ class Split:
         """Whether this process only serves."""
         return self.rank >= self.trainers
 
+    @property
+    def came_later(self) -> bool:
+        """Whether it is a server that came when the job ran."""
+        return self.rank >= self.ranks
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `Split(**fields)` is the inverse."""
         return asdict(self)

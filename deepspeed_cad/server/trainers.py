@@ -12,10 +12,12 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.server.orders import DROPPED, REGROUP
 from deepspeed_cad.server.wire import BUSY, Frame, encode, keep_alive, receive
 from deepspeed_cad.threads import start_daemon
 
@@ -43,12 +45,18 @@ class Listener:
         self.token = secrets.token_hex(16)
         self.addresses = _own_addresses(rendezvous.rpartition(":")[0])
 
-    def accept(self, trainers: int, rank: int, timeout_s: float) -> dict[int, socket.socket]:
-        """A connection from every trainer. Raises CADPeerError where one does not come."""
+    def accept(
+        self, trainers: int, rank: int, timeout_s: float, look: Callable[[], None] = lambda: None
+    ) -> dict[int, socket.socket]:
+        """A connection from every trainer. Raises CADPeerError where one does not come.
+
+        `look` is called now and then; it may raise.
+        """
         found: dict[int, socket.socket] = {}
         end = time.monotonic() + timeout_s
         while len(found) < trainers:
-            self.socket.settimeout(max(end - time.monotonic(), 0.01))
+            look()
+            self.socket.settimeout(min(max(end - time.monotonic(), 0.01), LOOK_S))
             try:
                 connection, _ = self.socket.accept()
                 connection.settimeout(5.0)
@@ -72,10 +80,14 @@ class Listener:
 
 
 class TrainerLinks:
-    """The trainers of one server."""
+    """The trainers of one server; to its exchanges, also what says that servers have changed (Losses)."""
 
     def __init__(self, rank: int, connections: dict[int, socket.socket], liveness: Liveness) -> None:
         self.rank, self.liveness = rank, liveness
+        self.generation = 0
+        """Of this server's group."""
+        self.called = 0
+        """Of the newest group that the leader has called for."""
         self.items: queue.SimpleQueue[Frame | End] = queue.SimpleQueue()
         """The leader's orders, then the end."""
         self.reason = ""
@@ -98,6 +110,18 @@ class TrainerLinks:
                     connection.sendall(frame)
                 except OSError as error:
                     logger.debug("a trainer has gone: %s", error)
+
+    def why(self) -> str:
+        """See exchange.liveness.Losses."""
+        if self.called > self.generation:
+            return "servers have changed"
+        return "the trainers have ended" if self.ended.is_set() else ""
+
+    def wait(self) -> str:
+        """See exchange.liveness.Losses: whoever is to blame, trainers agree on it, or end."""
+        while not (why := self.why()):
+            time.sleep(0.02)
+        return why
 
     def tell_busy(self, busy_s: float, total_s: float) -> None:
         """Tell the leader how long this server attended so far, and how long it is up."""
@@ -134,7 +158,12 @@ class TrainerLinks:
             if trainer not in self._left:
                 self._end(self._explain(trainer))
             return False
+        if frame.head["do"] == DROPPED:
+            self._end(f"the trainers go on without it{': ' * bool(frame.head['reason'])}{frame.head['reason']}", False)
+            return False
         if frame.head["do"] != "leave":
+            if frame.head["do"] == REGROUP:
+                self.called = frame.head["generation"]
             self.items.put(frame)
             return True
         self._left.add(trainer)
@@ -179,13 +208,14 @@ class TrainerLinks:
         except (RuntimeError, OSError):
             return ""
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, for_all: bool = True) -> None:
+        """`for_all`: the reason ends the trainers too."""
         if self.ended.is_set():
             return
-        if reason and (left := sorted(self._left - self._failed)):
+        if reason and for_all and (left := sorted(self._left - self._failed)):
             reason += f" (trainers {', '.join(map(str, left))} had ended well before: look for a loop that is shorter)"
         self.reason = reason
-        if reason:
+        if reason and for_all:
             # For ranks that wait for everyone's word before they call a silent one dead.
             self.liveness.report(f"lost its trainers: {reason}")
             self.fail(reason)

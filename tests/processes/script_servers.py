@@ -1,6 +1,6 @@
 """A training loop that ends in some way at step 3 on some rank; tests/processes/test_servers_life.py launches it.
 
-script_servers.py {well,raise,kill,interrupt,early,wait,apart} RANK
+script_servers.py {well,raise,kill,terminate,interrupt,early,wait,until,apart,idle,pause} RANK
 """
 
 import os
@@ -15,6 +15,8 @@ import torch.distributed as dist
 import training
 
 how, who = sys.argv[1], int(sys.argv[2])
+if how == "idle":
+    sys.exit(0)
 if how == "apart":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 else:
@@ -22,13 +24,21 @@ else:
 rank = dist.get_rank()
 model = training.tiny_llama(torch.float32).train()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(200 if how == "wait" else 6):
+for step in range(200 if how in ("wait", "until") else 6):
+    if how == "until":
+        # All of them end at the same step.
+        ends = torch.tensor([os.path.exists("stop")])
+        dist.broadcast(ends, 0)
+        if ends:
+            break
     loss = training.loss_sum(model, training.pack(training.documents([[260], [40, 30, 9]][rank % 2], seed=step)))
     if step == 3 and rank == who:
         if how == "raise":
             raise ValueError("no more data")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
         if how == "interrupt":
             # A shell that starts something in the background lets it ignore this signal.
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,7 +49,10 @@ for step in range(200 if how == "wait" else 6):
     optimizer.step()
     optimizer.zero_grad()
     print(f"step {step}", flush=True)
-    if how == "wait":
+    if how in ("wait", "until"):
         time.sleep(0.2)
-if how == "well":
+if how == "pause":
+    print("pause", flush=True)
+    time.sleep(15)
+if how in ("well", "until", "pause"):
     dist.barrier()

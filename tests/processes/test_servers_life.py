@@ -3,81 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from served import free_port
+from jobs import BLOCK, ROOT, SCRIPT, Job, job
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(Path(__file__).with_name("script_servers.py"))
-BLOCK = {"granularity": 16, "servers": {"reserved": 1}, "timeout_s": 60}
-LIMIT_S = 10.0
-
-
-class Job:
-    """Processes as a launcher starts them, and nobody who ends them when one fails."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port, self.processes = folder, free_port(), dict[str, subprocess.Popen[str]]()
-
-    def start(self, name: str, words: list[str], **variables: object) -> subprocess.Popen[str]:
-        """One process; its output goes to a file."""
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        env |= {key: str(value) for key, value in variables.items()}
-        with open(self.folder / name, "w") as out:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, *words], cwd=self.folder, env=env, stdout=out, stderr=out, text=True
-            )
-        return self.processes[name]
-
-    def launch(
-        self, rank: int, world: int, *script: str, block: dict = BLOCK, first: str = ""
-    ) -> subprocess.Popen[str]:
-        """A rank under the launcher of CAD; `first`: what its Python runs before."""
-        how = ["-c", f"{first}\nimport sys\nfrom deepspeed_cad.run import main\nsys.exit(main())"]
-        words = [*(how if first else ["-m", "deepspeed_cad.run"]), "--cad", json.dumps(block), SCRIPT, *script]
-        self.start(
-            f"rank{rank}", words, RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world,
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
-        )  # fmt: skip
-
-    def said(self, name: str) -> str:
-        """What a process wrote."""
-        return (self.folder / name).read_text()
-
-    def wait_for(self, name: str, words: str) -> None:
-        """Until a process writes something."""
-        end = time.monotonic() + 60
-        while words not in self.said(name):
-            assert time.monotonic() < end and self.processes[name].poll() is None, self.said(name)
-            time.sleep(0.05)
-
-    def ends(self, first: str) -> dict[str, int]:
-        """Exit codes; all end within LIMIT_S of the first."""
-        self.processes[first].wait(90)
-        end = time.monotonic() + LIMIT_S
-        codes = {}
-        for name, process in self.processes.items():
-            try:
-                codes[name] = process.wait(max(end - time.monotonic(), 0.01))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"{name} still runs {LIMIT_S} s after {first} ended:\n{self.said(name)}") from None
-        return codes
-
-
-@pytest.fixture
-def job(tmp_path):
-    made = Job(tmp_path)
-    yield made
-    for process in made.processes.values():
-        process.kill()
-        process.wait()
+__all__ = ["job"]
 
 
 @pytest.mark.slow
@@ -87,6 +21,7 @@ def job(tmp_path):
         ("raise", 1, "ValueError: no more data"),
         ("raise", 0, "ValueError: no more data"),
         ("kill", 1, "trainer 1"),
+        ("terminate", 1, "trainer 1"),
         ("interrupt", 0, "KeyboardInterrupt"),
         ("early", 1, "trainers 1 had ended well"),
     ],
@@ -101,6 +36,15 @@ def test_trainers_that_fail_end_the_servers_with_the_reason(job: Job, how: str, 
 
 
 @pytest.mark.slow
+def test_trainers_that_never_train_end_the_servers_well(job: Job) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)
+    for rank in range(3):
+        job.launch(rank, 3, "idle", "9")
+    assert set(job.ends("rank0").values()) == {0} and store.port == job.port
+    assert "ended without having trained with CAD" in job.said("rank2")
+
+
+@pytest.mark.slow
 def test_all_end_well(job: Job) -> None:
     for rank in range(3):
         job.launch(rank, 3, "well", "9")
@@ -110,11 +54,12 @@ def test_all_end_well(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_server_ends_the_training_with_its_name(job: Job) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_dead_server_ends_the_training_with_its_name(job: Job, how: signal.Signals) -> None:
     for rank in range(3):
         job.launch(rank, 3, "wait", "9")
     job.wait_for("rank0", "step 1")
-    job.processes["rank2"].send_signal(signal.SIGKILL)
+    job.processes["rank2"].send_signal(how)
     codes = job.ends("rank2")
     assert codes["rank0"] not in (0, None) and codes["rank1"] not in (0, None)
     for name in ("rank0", "rank1"):

@@ -20,6 +20,7 @@ def test_defaults() -> None:
         "enabled": True,
         "servers": "all",
         "trainers_serve": True,
+        "on_server_failure": "stop",
         "tolerance": 0.05,
         "straggler_relief": 0.03,
         "granularity": 128,
@@ -264,3 +265,18 @@ def test_what_auto_overlaps_with(overlap: str, servers: object, used: str) -> No
 def test_parked_and_recomputed_attention_exclude_each_other() -> None:
     with pytest.raises(CADConfigError, match='key "keep" is "host".*"recompute_attention": true attention keeps noth'):
         CADConfig.from_dict({"keep": "host", "recompute_attention": True})
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "says"),
+    [
+        ({}, "on_server_failure", "every rank trains"),
+        ({"servers": {"reserved": 1}, "transport": "nvlink"}, "transport", "cannot go on without a rank"),
+        ({"servers": {"reserved": 1}, "recompute_attention": True}, "recompute_attention", "other servers"),
+        ({"servers": {"reserved": 1}, "keep": "host"}, "keep", "may run again"),
+    ],
+)
+def test_what_going_on_without_a_server_refuses(block: dict, key: str, says: str) -> None:
+    with pytest.raises(CADConfigError, match=says) as caught:
+        CADConfig.from_dict({"on_server_failure": "continue", **block})
+    assert f'"{key}"' in str(caught.value)

@@ -116,8 +116,8 @@ def test_the_first_reason_for_stopping_is_told(board: bool, ranks: int) -> None:
 @pytest.mark.parametrize("board", [True, False])
 def test_gloo_is_waited_for_with_an_eye_on_the_board(board: bool) -> None:
     done: list[Any] = []
-    liveness = SimpleNamespace(patiently=lambda *given: done.append(given[1:])) if board else None
+    liveness = SimpleNamespace(patiently=lambda *given, **named: done.append((*given[1:], named))) if board else None
     carrier = ComparedFirst(None, SimpleNamespace(liveness=liveness))  # type: ignore[arg-type]
     identity = Identity(7, 0)
     carrier._wait(SimpleNamespace(wait=lambda: done.append("waited")), identity)  # type: ignore[arg-type]
-    assert done == [*([(str(identity), 7)] if board else []), "waited"]
+    assert done == [*([(str(identity), 7, {"with_servers": True})] if board else []), "waited"]

@@ -43,7 +43,7 @@ class Link:
     def __init__(self) -> None:
         self.heads: list[dict[str, Any]] = []
 
-    def tell(self, head: dict[str, Any], arrays: tuple[Any, ...] = ()) -> None:
+    def tell(self, head: dict[str, Any], arrays: tuple[Any, ...] = (), generation: int = 0) -> None:
         self.heads.append(head)
 
 

@@ -1,0 +1,161 @@
+"""The passes of this rank that some rank may still have to run again, and where the training thread stands in them.
+
+A pass is one direction of one attention call: the forward, or the backward. All trainers enter the same passes in the
+same order. When a server is lost a thread of its own, not the training thread, meets the other trainers: they may be
+anywhere, also in a collective of the script's own, waiting for a trainer that waits for the lost server. It halts the
+training thread at its next step of a pass, and runs again every pass that all trainers entered and some did not finish.
+Then the training thread goes on, with the results at hand.
+
+What a pass reads is held until all trainers are known to have finished it. They are known to when this rank meets them
+in the first exchange of a later pass: whatever was finished here before this rank entered that, is finished there too.
+
+In: steps of passes, from repeatable.py; halts and decisions, from server/change.py. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from deepspeed_cad.errors import CADError, CADPeerError
+
+
+class Pass(Protocol):
+    """One direction of one call."""
+
+    index: int
+    """Counts the passes of a rank from 1, in the order in which they are entered; 0 before, and after it was undone."""
+
+    @property
+    def has_result(self) -> bool:
+        """Whether all of it ran."""
+
+    def run_again(self) -> None:
+        """All of it, with the present servers."""
+
+    def forget_progress(self) -> None:
+        """Hold nothing of an exchange that was lost."""
+
+    def end(self) -> None:
+        """Its result was taken: hold nothing but what it reads."""
+
+
+class Passes:
+    """Of one rank."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        """How often the servers changed."""
+        self.entered = 0
+        self._unfinished: dict[int, Pass] = {}
+        """Entered here and not left."""
+        self._finished: dict[int, Pass] = {}
+        """Left here, maybe not elsewhere."""
+        self._open: dict[int, frozenset[int]] = {}
+        """Passes that were unfinished when another one was entered, by that one."""
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._halted = False
+        self._failure: CADError | None = None
+
+    # The training thread
+
+    @contextmanager
+    def inside(self) -> Iterator[int]:
+        """A step of a pass; gives the generation. Waits while halted; raises the CADError of a change that failed."""
+        with self._changed:
+            self._wait_while_halted()
+            self._inside += 1
+            generation = self.generation
+        try:
+            yield generation
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def enter(self, one: Pass) -> None:
+        """Its first step begins."""
+        self.entered += 1
+        one.index = self.entered
+        self._open[one.index] = frozenset(self._unfinished)
+        self._unfinished[one.index] = one
+
+    def met(self, one: Pass) -> None:
+        """All ranks have come to its first exchange."""
+        unfinished = self._open.pop(one.index)
+        for index in [index for index in self._finished if index < one.index and index not in unfinished]:
+            del self._finished[index]
+
+    def leave(self, one: Pass) -> None:
+        """Its last step is over."""
+        self._finished[one.index] = self._unfinished.pop(one.index)
+        one.end()
+
+    def wait_for_change(self, generation: int) -> None:
+        """Until servers have changed since a generation. Raises the CADError of a change that failed."""
+        with self._changed:
+            while self.generation == generation and self._failure is None:
+                self._changed.wait()
+            self._wait_while_halted()
+
+    def _wait_while_halted(self) -> None:
+        while self._halted and self._failure is None:
+            self._changed.wait()
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    # The thread that changes servers
+
+    def halt(self) -> None:
+        """Let the training thread begin no further step; returns when it is in none."""
+        with self._changed:
+            self._halted = True
+            while self._inside:
+                self._changed.wait()
+
+    def go_on(self, failure: CADError | None = None) -> None:
+        """Let the training thread run again, or end with an error."""
+        with self._changed:
+            self._halted, self._failure = False, failure
+            self._changed.notify_all()
+
+    @property
+    def without_result(self) -> list[int]:
+        """Passes that were entered and did not run to their end."""
+        return [index for index, one in self._unfinished.items() if not one.has_result]
+
+    def undo(self, entered: int) -> None:
+        """Take back what is entered here beyond the passes that all ranks have entered: it begins again."""
+        for index in [index for index in self._unfinished if index > entered]:
+            one = self._unfinished.pop(index)
+            self._open.pop(index, None)
+            one.forget_progress()
+            one.index = 0
+        self.entered = entered
+
+    def change(self, generation: int) -> None:
+        """Other servers from now on."""
+        with self._changed:
+            self.generation = generation
+            self._changed.notify_all()
+
+    def run_again(self, indices: Sequence[int]) -> None:
+        """Run passes again, one after the other, with the present servers."""
+        for one in self._unfinished.values():
+            if not one.has_result:
+                one.forget_progress()
+        for index in indices:
+            again = self._unfinished.get(index) or self._finished.get(index)
+            if again is None:
+                raise CADPeerError(
+                    f"attention pass {index} has to run again, and this rank holds nothing of it any more "
+                    f"(it entered {self.entered} and holds {sorted({*self._unfinished, *self._finished})})"
+                )
+            again.run_again()
+
+    def close(self) -> None:
+        """Hold nothing any more."""
+        self._finished.clear()

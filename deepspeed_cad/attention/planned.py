@@ -1,0 +1,41 @@
+"""What is planned of a micro-batch: for which kinds of layers, for this rank, and how reserved servers are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from deepspeed_cad.attention.setup import CallOrders, Modes
+from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
+from deepspeed_cad.planner.plan import HeadShape, Plan
+from deepspeed_cad.schedule import Schedule
+
+
+class MicroBatchOrders(Protocol):
+    """Tells reserved servers of one micro-batch, on the rank that leads them."""
+
+    def plan(self, key: PlanKey, nano_batch: int, plan: Plan) -> None:
+        """What was planned for a kind of layer."""
+
+    def call(
+        self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
+    ) -> CallOrders:
+        """Orders of one call; `place` is the layer and its nano-batch."""
+
+
+class PlanKey(NamedTuple):
+    """What plans of one micro-batch differ in: one plan serves every layer with the same key."""
+
+    window: int | None
+    shape: HeadShape
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedTick:
+    """A plan with this rank's schedules."""
+
+    plan: Plan
+    schedules: tuple[Schedule, ...]
+    """By waves."""
+    seconds: float
+    """Time for plan and schedules."""

@@ -1,0 +1,278 @@
+"""A trainer's side of servers that die, or come later: how all trainers agree on who is there, and go on.
+
+A thread of its own does it, whatever the training thread is doing (attention/passes.py says why). It begins when
+
+- a server is lost: its socket here has closed, or it has said that it failed, or another trainer has found that; or
+- the training thread comes to a micro-batch from which on servers take part that came later. All trainers have heard of
+  these with the lengths of that micro-batch, so all of them begin at the same point.
+
+Then, in each trainer:
+
+1. The training thread is halted. If it is in an exchange, that ends by ServerLostError.
+2. Trainers tell each other, through the job's store, whom they lost, which passes of attention they entered, and which
+   of those did not run to their end. Nobody is called dead because time passed; who is lost to one is dropped by all.
+3. Trainers and the servers that are left, or have come, open another group. Trainer 0 tells servers to, and tells those
+   that are dropped that they are. Where one more server is lost from here on, this begins again at 2.
+4. Passes that all trainers entered and some did not finish run again, with new plans. What only some trainers entered
+   has exchanged nothing: it begins anew when the training thread goes on.
+
+In: what sockets and the store say. Out: a new crew and transport for plans. Nothing is lost and nothing counts twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
+from deepspeed_cad.exchange.c10d import C10dTransport
+from deepspeed_cad.exchange.liveness import LOOK_S, Liveness
+from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.notice import notice
+from deepspeed_cad.server.crew import Crew
+from deepspeed_cad.server.link import ServerLink, connect_to
+from deepspeed_cad.server.orders import REGROUP
+from deepspeed_cad.server.regroup import Opened, regroup
+from deepspeed_cad.server.rendezvous import Rendezvous
+from deepspeed_cad.server.split import Split
+from deepspeed_cad.threads import start_daemon
+
+logger = logging.getLogger("deepspeed_cad")
+
+BLAME_S = 12.0
+"""For the socket of a server to close after an exchange failed: a host that vanished is noticed within about 10 s."""
+PAUSE_S = 0.01
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a trainer says in a change."""
+
+    gone: dict[int, str]
+    """Servers that it lost, and why."""
+    came: int
+    """Servers that came later and should take part."""
+    entered: int
+    """Passes of attention that it entered."""
+    without_result: tuple[int, ...]
+    """Those of them that did not run to their end."""
+    exchanges: int
+    """That it started."""
+
+    def to_text(self) -> str:
+        """For the store."""
+        return json.dumps(self.__dict__)
+
+    @staticmethod
+    def from_text(text: str) -> Word:
+        """The inverse of `to_text`."""
+        said: dict[str, Any] = json.loads(text)
+        gone = {int(server): reason for server, reason in said.pop("gone").items()}
+        return Word(gone, without_result=tuple(said.pop("without_result")), **said)
+
+
+class Changes:
+    """Of one trainer; to its exchanges, what says that a server is lost (Losses)."""
+
+    def __init__(
+        self, role: Split, config: CADConfig, device: torch.device, host: str, link: ServerLink, liveness: Liveness
+    ) -> None:
+        """Beside the servers that the job began with. `host`: the name of this one."""
+        self.role, self.config, self.device, self.link, self.liveness = role, config, device, link, liveness
+        self.crew = Crew(0, role.trainers, tuple(range(role.trainers, role.ranks)))
+        self.passes = Passes()
+        self.newcomers = 0
+        """Servers that came later, as far as trainer 0 knows."""
+        self.repeated = 0
+        """Passes that ran again."""
+        self.bytes_sent = 0
+        """Through groups that were given up."""
+        self._host = host
+        self._meeting = Rendezvous(role, config.timeout_s)
+        self._transport: Transport | None = None
+        self._install: Callable[[Opened | None], None] = lambda opened: None
+        self._wanted = self._admitted = 0
+        self._called = -1
+        self._looked = 0.0
+        self._wake = threading.Event()
+        self._closed = False
+
+    def begin(self, transport: Transport | None, install: Callable[[Opened | None], None]) -> None:
+        """From now on servers may change. `install` takes what exchanges go through; None: nothing, one is left."""
+        self._transport, self._install = transport, install
+        self.liveness.watched, self.liveness.losses = range(self.role.trainers), self
+        self.link.heard = self._wake.set
+        start_daemon("changes servers", self._run, self.device)
+
+    def close(self) -> None:
+        """Nothing changes any more."""
+        self._closed = True
+        self._wake.set()
+        self.passes.close()
+
+    # What exchanges ask
+
+    def why(self) -> str:
+        """See exchange.liveness.Losses."""
+        crew, gone = self.crew, self.link.gone
+        if lost := [number for number in crew.servers if number in gone]:
+            return "; ".join(f"server {number} ended: {gone[number]}" for number in lost)
+        now = time.monotonic()
+        if now - self._looked > LOOK_S:
+            self._looked = now
+            if self._has(f"called/{crew.generation}"):
+                self._called = crew.generation
+                self._wake.set()
+        return "another trainer has lost a server" if self._called == crew.generation else ""
+
+    def wait(self) -> str:
+        """See exchange.liveness.Losses."""
+        end, looked = time.monotonic() + BLAME_S * bool(self.crew.servers), time.monotonic()
+        while not (why := self.why()) and time.monotonic() < end:
+            time.sleep(PAUSE_S)
+            if time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                if self.liveness.why_hopeless():
+                    return ""
+        return why
+
+    def admit(self, came: int) -> None:
+        """The training thread comes to a micro-batch in which so many servers take part that came later."""
+        while came > self._admitted:
+            generation = self.crew.generation
+            self._wanted = came
+            self._wake.set()
+            self.passes.wait_for_change(generation)
+
+    # The thread that changes servers
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait(LOOK_S)
+            self._wake.clear()
+            if self._closed:
+                return
+            if self.role.rank == 0 and self._has(f"came/{self.newcomers + 1}"):
+                self.newcomers += 1
+            if self.why() or self._wanted > self._admitted:
+                self._change()
+
+    def _change(self) -> None:
+        self.passes.halt()
+        idle_after, self.liveness.idle_after = self.liveness.idle_after, lambda: None
+        before = self.crew
+        try:
+            again = self._agree()
+            while not self._go_on_with(again):
+                again = self._agree()
+        except BaseException as error:
+            failure = error if isinstance(error, CADError) else CADPeerError(f"{type(error).__name__}: {error}")
+            logger.debug("where it happened", exc_info=True)
+            self.liveness.report(str(failure))
+            self.passes.go_on(failure)
+            self._closed = True
+            return
+        finally:
+            self.liveness.idle_after = idle_after
+        self.repeated += len(again)
+        self.passes.go_on()
+        self._say(before, len(again))
+
+    def _agree(self) -> list[int]:
+        """Who is there from now on; gives the passes that have to run again."""
+        words = self._tell_and_hear()
+        gone = {number for word in words for number in word.gone}
+        servers = [number for number in self.crew.servers if number not in gone]
+        came = max(word.came for word in words)
+        while self._admitted < came:
+            servers.append(self._let_in(self._admitted + 1))
+            self._admitted += 1
+        entered = min(word.entered for word in words)
+        self.passes.undo(entered)
+        crew = Crew(
+            self.crew.generation + 1, self.crew.trainers, tuple(servers), max(word.exchanges for word in words)
+        )  # fmt: skip
+        self.link.change(
+            crew.servers, crew.generation, {"do": REGROUP, **crew.to_head()} if self.role.rank == 0 else None
+        )  # fmt: skip
+        self.crew = crew
+        return sorted({index for word in words for index in word.without_result if index <= entered})
+
+    def _tell_and_hear(self) -> list[Word]:
+        generation = self.crew.generation
+        gone = {number: reason for number, reason in self.link.gone.items() if number in self.crew.servers}
+        mine = Word(
+            gone, max(self._wanted, self._admitted), self.passes.entered, tuple(self.passes.without_result),
+            0 if self._transport is None else self._transport.exchanges,
+        )  # fmt: skip
+        self._meeting.root.set(f"word/{generation}/{self.role.rank}", mine.to_text())
+        if gone:
+            self._meeting.root.set(f"called/{generation}", "1")
+        keys = [f"word/{generation}/{rank}" for rank in range(self.role.trainers)]
+        began = looked = time.monotonic()
+        while missing := [rank for rank, key in enumerate(keys) if not self._meeting.has(key)]:
+            time.sleep(PAUSE_S)
+            now = time.monotonic()
+            if now - looked > LOOK_S:
+                looked = now
+                if found := self.liveness.why_hopeless():
+                    raise CADPeerError(f"rank {self.role.rank}: servers are lost, and so are trainers: {found}")
+            if now - began > self.config.timeout_s:
+                raise CADPeerError(
+                    f"rank {self.role.rank} waited {self.config.timeout_s:g} s for trainers {missing} to say which "
+                    "servers they have: they hang, or their hosts are lost"
+                )
+        return [Word.from_text(self._meeting.root.get(key).decode()) for key in keys]
+
+    def _let_in(self, nth: int) -> int:
+        """Connect to a server that came later; gives its number. One that is not there any more is lost at once."""
+        server = self._meeting.who_came(nth)
+        assert server is not None  # trainer 0 has seen it
+        try:
+            self.link.add(server.rank, connect_to(self.role.rank, server, self._host))
+        except CADPeerError as error:
+            self.link.gone[server.rank] = str(error)
+        return server.rank
+
+    def _go_on_with(self, again: list[int]) -> bool:
+        """Open the group of the new crew and run passes again; whether that went well."""
+        if isinstance(self._transport, C10dTransport):
+            self.bytes_sent += self._transport.bytes_sent
+            self._transport.abandon()
+            self._transport = None
+        try:
+            opened = None
+            if self.crew.ranks > 1:
+                opened = regroup(self.role, self.crew, self.config, self.device, self.liveness)
+                self._transport = opened.transport
+            self._install(opened)
+            self.passes.change(self.crew.generation)
+            self.passes.run_again(again)
+        except ServerLostError as lost:
+            logger.info("one more: %s", lost)
+            return False
+        return True
+
+    def _say(self, before: Crew, repeated: int) -> None:
+        if self.role.rank:
+            return
+        lost = [f"server {one} ended: {self.link.gone.get(one, 'a trainer lost it')}" for one in before.servers
+                if one not in self.crew.servers]  # fmt: skip
+        came = [f"server {one} came" for one in self.crew.servers if one not in before.servers]
+        again = f"; {repeated} passes of attention ran again" if repeated else ""
+        notice(f"{'; '.join([*lost, *came])}. Training goes on with {self.crew.in_words()}{again}")
+
+    def _has(self, key: str) -> bool:
+        try:
+            return self._meeting.has(key)
+        except CADPeerError:
+            return False  # whoever waits for anything finds that the store is gone

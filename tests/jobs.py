@@ -1,0 +1,80 @@
+"""Processes of trainers and reserved servers as a launcher starts them, for tests of how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = str(ROOT / "tests" / "processes" / "script_servers.py")
+BLOCK = {"granularity": 16, "servers": {"reserved": 1}, "timeout_s": 60}
+LIMIT_S = 10.0
+
+
+class Job:
+    """Processes as a launcher starts them, and nobody who ends them when one fails."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port, self.processes = folder, free_port(), dict[str, subprocess.Popen[str]]()
+
+    def start(self, name: str, words: list[str], **variables: object) -> subprocess.Popen[str]:
+        """One process; its output goes to a file."""
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        env |= {key: str(value) for key, value in variables.items()}
+        with open(self.folder / name, "w") as out:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, *words], cwd=self.folder, env=env, stdout=out, stderr=out, text=True
+            )
+        return self.processes[name]
+
+    def launch(
+        self, rank: int, world: int, *script: str, block: dict = BLOCK, first: str = ""
+    ) -> subprocess.Popen[str]:
+        """A rank under the launcher of CAD; `first`: what its Python runs before."""
+        how = ["-c", f"{first}\nimport sys\nfrom deepspeed_cad.run import main\nsys.exit(main())"]
+        words = [*(how if first else ["-m", "deepspeed_cad.run"]), "--cad", json.dumps(block), SCRIPT, *script]
+        self.start(
+            f"rank{rank}", words, RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world,
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
+        )  # fmt: skip
+
+    def said(self, name: str) -> str:
+        """What a process wrote."""
+        return (self.folder / name).read_text()
+
+    def wait_for(self, name: str, words: str) -> None:
+        """Until a process writes something."""
+        end = time.monotonic() + 60
+        while words not in self.said(name):
+            assert time.monotonic() < end and self.processes[name].poll() is None, self.said(name)
+            time.sleep(0.05)
+
+    def ends(self, first: str) -> dict[str, int]:
+        """Exit codes; all end within LIMIT_S of the first."""
+        self.processes[first].wait(90)
+        end = time.monotonic() + LIMIT_S
+        codes = {}
+        for name, process in self.processes.items():
+            try:
+                codes[name] = process.wait(max(end - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{name} still runs {LIMIT_S} s after {first} ended:\n{self.said(name)}") from None
+        return codes
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """A job without processes; those that it starts end with the test."""
+    made = Job(tmp_path)
+    yield made
+    for process in made.processes.values():
+        process.kill()
+        process.wait()

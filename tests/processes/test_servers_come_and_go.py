@@ -1,0 +1,90 @@
+"""Servers that die, and servers that come, as processes of their own beside a training script that goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from jobs import BLOCK, Job, job
+
+__all__ = ["job"]
+
+GOES_ON = {**BLOCK, "servers": {"joined": 1}, "on_server_failure": "continue"}
+
+
+def _serve(job: Job, name: str) -> None:
+    job.start(name, ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{job.port}"])
+
+
+@pytest.mark.slow
+def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
+    _serve(job, "first")
+    for rank in range(2):
+        job.launch(rank, 2, "until", "9", block=GOES_ON)
+    job.wait_for("rank0", "step 2")
+    job.processes["first"].send_signal(signal.SIGKILL)
+    job.wait_for("rank0", "server 2 ended: its process died. Training goes on with the trainers alone")
+    _serve(job, "second")
+    job.wait_for("rank0", "server 3 came. Training goes on with server 3")
+    job.wait_for("second", "server 3 is up")
+    (job.folder / "stop").touch()
+    codes = job.ends("rank0")
+    assert codes.pop("first") == -signal.SIGKILL and set(codes.values()) == {0}
+    assert "server 3 is done" in job.said("second") and "Error" not in job.said("rank0") + job.said("rank1")
+
+
+@pytest.mark.slow
+def test_a_server_that_fails_is_dropped_with_its_reason(job: Job) -> None:
+    block = {**GOES_ON, "servers": {"reserved": 1}}
+    fails = "from deepspeed_cad.server import process; process._Server._budget = lambda self: 4096"
+    for rank in range(3):
+        job.launch(rank, 3, "well", "9", block=block, first=fails if rank == 2 else "")
+    assert job.ends("rank0") == {"rank0": 0, "rank1": 0, "rank2": 1}
+    assert "server 2 ended: server 2 holds 0 MiB" in job.said("rank0")
+    assert "Training goes on with the trainers alone" in job.said("rank0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "reason"), [("raise", "ValueError: no more data"), ("kill", "trainer 1")])
+def test_a_trainer_that_fails_ends_all_the_same(job: Job, how: str, reason: str) -> None:
+    for rank in range(4):
+        job.launch(rank, 4, how, "1", block={**GOES_ON, "servers": {"reserved": 2}})
+    codes = job.ends("rank1")
+    assert 0 not in codes.values() and codes["rank2"] == codes["rank3"] == 1
+    assert reason in job.said("rank2") and "rank 1 stopped" in job.said("rank0"), job.said("rank0")
+
+
+@pytest.mark.slow
+def test_a_trainer_and_a_server_die_together(job: Job) -> None:
+    for rank in range(4):
+        job.launch(rank, 4, "wait", "9", block={**GOES_ON, "servers": {"reserved": 2}, "timeout_s": 20})
+    job.wait_for("rank0", "step 1")
+    for name in ("rank1", "rank2"):
+        job.processes[name].send_signal(signal.SIGKILL)
+    codes = job.ends("rank0")
+    assert codes["rank0"] != 0 and codes["rank3"] == 1
+    assert "rank 1 stopped: its process died" in job.said("rank0"), job.said("rank0")
+
+
+@pytest.mark.slow
+def test_a_server_that_comes_too_late_ends_well(job: Job) -> None:
+    """Trainers are between two steps for long, and end without another one."""
+    block = {**GOES_ON, "servers": {"reserved": 1}}
+    for rank in range(3):
+        job.launch(rank, 3, "pause", "9", block=block)
+    job.wait_for("rank0", "pause")
+    _serve(job, "late")
+    assert job.processes["late"].wait(60) == 0
+    assert "the training ended before it came to a step" in job.said("late")
+    assert set(job.ends("rank0").values()) == {0}
+
+
+@pytest.mark.slow
+def test_servers_that_come_need_a_job_that_lets_them(job: Job) -> None:
+    for rank in range(3):
+        job.launch(rank, 3, "wait", "9")
+    job.wait_for("rank0", "step 0")
+    _serve(job, "late")
+    assert job.processes["late"].wait(60) == 2
+    assert json.dumps({"joined": 1})[:9] in job.said("late") and '"on_server_failure": "continue"' in job.said("late")

@@ -1,0 +1,174 @@
+"""What a rank holds of its attention passes, and what servers are there: without processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADPeerError, ServerLostError
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.server.change import Word
+from deepspeed_cad.server.crew import Crew, why_not_change
+from deepspeed_cad.statistics import Statistics
+
+
+class Pass:
+    """Counts what happens to it."""
+
+    def __init__(self) -> None:
+        self.index, self.runs, self.has_result, self.forgot, self.ended = 0, 0, False, 0, 0
+
+    def run_again(self) -> None:
+        self.runs, self.has_result = self.runs + 1, True
+
+    def forget_progress(self) -> None:
+        self.forgot += 1
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def _enter(passes: Passes, met: bool = True) -> Pass:
+    one = Pass()
+    with passes.inside():
+        passes.enter(one)
+        if met:
+            passes.met(one)
+    return one
+
+
+def _leave(passes: Passes, one: Pass) -> None:
+    with passes.inside():
+        one.has_result = True
+        passes.leave(one)
+
+
+def test_a_pass_is_held_until_all_ranks_have_left_it() -> None:
+    passes = Passes()
+    first = _enter(passes)
+    second = _enter(passes)
+    _leave(passes, first)
+    third = _enter(passes, met=False)
+    passes.run_again([1])
+    assert first.runs == 1 and passes.without_result == [2, 3]
+    passes.met(third)  # who is in the third one has left the first one, not the second
+    with pytest.raises(CADPeerError, match="pass 1 has to run again"):
+        passes.run_again([1])
+    passes.run_again([2])
+    assert second.runs == 1 and passes.without_result == [3]
+
+
+def test_what_one_rank_entered_alone_begins_anew() -> None:
+    passes = Passes()
+    first, second = _enter(passes), _enter(passes, met=False)
+    passes.undo(1)
+    assert second.index == 0 and second.forgot == 1 and first.index == 1
+    assert passes.entered == 1 and passes.without_result == [1]
+    assert _enter(passes).index == 2
+
+
+def test_the_training_thread_waits_while_halted() -> None:
+    passes, seen = Passes(), []
+    passes.halt()
+
+    def train() -> None:
+        with passes.inside() as generation:
+            seen.append(generation)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    time.sleep(0.05)
+    assert not seen
+    passes.change(3)
+    time.sleep(0.05)
+    assert not seen
+    passes.go_on()
+    thread.join(5)
+    assert seen == [3]
+
+
+def test_halting_waits_for_the_step_that_runs() -> None:
+    passes, halted = Passes(), threading.Event()
+
+    def halt() -> None:
+        passes.halt()
+        halted.set()
+
+    with passes.inside():
+        thread = threading.Thread(target=halt)
+        thread.start()
+        assert not halted.wait(0.05)
+    assert halted.wait(5)
+
+
+def test_a_change_that_failed_ends_the_training_thread() -> None:
+    passes = Passes()
+    passes.halt()
+    passes.go_on(CADPeerError("trainer 1 died"))
+    with pytest.raises(CADPeerError, match="trainer 1 died"), passes.inside():
+        pass
+    with pytest.raises(CADPeerError, match="trainer 1 died"):
+        passes.wait_for_change(0)
+
+
+@pytest.mark.parametrize("servers", [(), (5,), (2, 7)])
+def test_crews_travel(servers: tuple[int, ...]) -> None:
+    crew = Crew(4, 2, servers, 17)
+    assert Crew.from_head(2, crew.to_head()) == crew
+    assert crew.ranks == 2 + len(servers) and [crew.place(one) for one in crew.numbers] == list(range(crew.ranks))
+    assert ("alone" in crew.in_words()) == (not servers)
+
+
+def test_words_travel() -> None:
+    word = Word({3: "its process died"}, 1, 12, (11, 12), 40)
+    assert Word.from_text(word.to_text()) == word
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "refused"), [("stop", "cuda", 0), ("continue", "cpu", 0), ("continue", "cuda", 1)]
+)
+def test_where_servers_may_change(policy: str, device: str, refused: int) -> None:
+    config = CADConfig(servers={"reserved": 1}, on_server_failure=policy)
+    assert bool(why_not_change(config, torch.device(device))) == bool(refused)
+
+
+class _Lost:
+    def why(self) -> str:
+        return "server 2 ended"
+
+    def wait(self) -> str:
+        return "server 2 ended"
+
+
+def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
+    board = Liveness(dist.HashStore(), 0, 3)
+    board.losses = _Lost()
+    with pytest.raises(ServerLostError, match="server 2"), Liveness.watch(board, "an exchange", with_servers=True):
+        raise RuntimeError("connection closed by peer")
+    assert board.reason(0) is None  # this rank has not stopped
+    board.watched = range(1)
+    with pytest.raises(CADPeerError) as caught, Liveness.watch(board, "lengths"):
+        raise RuntimeError("connection closed by peer")
+    assert not isinstance(caught.value, ServerLostError)
+
+
+def test_a_server_that_is_not_watched_ends_nobody_s_hope() -> None:
+    store = dist.HashStore()
+    board = Liveness(store, 0, 3)
+    Liveness(store, 2, 3).report("no memory")
+    assert "rank 2 stopped" in board.why_hopeless()
+    board.watched = range(2)
+    assert board.why_hopeless() == ""
+
+
+def test_loads_of_more_and_of_fewer_ranks_add_up() -> None:
+    earlier = Statistics(load=np.array([1.0, 2.0, 3.0]), load_before=np.array([3.0, 3.0, 0.0]))
+    now = Statistics(load=np.array([2.0, 5.0]), load_before=np.array([4.0, 4.0]))
+    assert now.since(earlier).load.tolist() == [1.0, 3.0, -3.0]
