@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -57,11 +56,8 @@ def check(place: Place, name: str, other_sizes: bool) -> Found:
 def one_round(place: Place, transport: Any, plans: list[Any], moment: Moment) -> list[Any]:
     """There and back at one moment; gives the counts of wrong values."""
     one = Round(plans, place.rank, 1, 0, place.device)
-    named = SimpleNamespace(
-        dispatch=lambda *given: transport.dispatch(*given, moment),
-        give_back=lambda *given: transport.give_back(*given, moment),
-    )
-    one.start(named)  # type: ignore[arg-type]
-    one.serve(named)  # type: ignore[arg-type]
+    one.moment = moment
+    one.start(transport)
+    one.serve(transport)
     one.collect()
     return one.wrong

@@ -47,6 +47,7 @@ def test_it_is_said_once_and_not_of_the_first_micro_batches(session: Session, mo
     session.reserved = SimpleNamespace(  # type: ignore[assignment]
         link=SimpleNamespace(busy=lambda: tuple(times), leave=lambda reason: None),
         role=SimpleNamespace(servers=2, trainers=2, ranks=4),
+        changes=None,
     )
     micro_batch = SimpleNamespace(planned={})
 
