@@ -23,6 +23,8 @@ LOOK_S = 0.5
 """Seconds between two looks at the board while a rank waits."""
 REMEMBERED = 256
 """Micro-batches that a rank remembers to have trained, or dropped: far more than are ever in flight."""
+LOST = "lost its peers"
+"""How a rank says that it stopped because others did, before it knows which."""
 PATIENCE_S = 5.0
 """How long survivors wait for each other's word before they call the silent ranks dead."""
 
@@ -105,6 +107,9 @@ class Liveness:
                 hopeless = "the session was closed" if self._closed else self.why_hopeless(exchange)
                 # Seen twice: what a rank sent before it stopped may still be on its way.
                 before, hopeless = hopeless, hopeless and before
+                if hopeless and self._only_lost():
+                    # Those that stopped were left alone themselves: find out by whom, as they do.
+                    raise self.explain(waited_for, RuntimeError(hopeless), with_servers)
                 if hopeless:
                     self.report(f"waited for {waited_for} in vain: {hopeless}")
                     raise CADPeerError(f"rank {self.rank} waited for {waited_for}: {hopeless}")
@@ -137,6 +142,12 @@ class Liveness:
                     f"rank {self.rank} trains. Look for a break, or early stopping, on some rank only"
                 )
         return stopped
+
+    def _only_lost(self) -> bool:
+        """Whether all ranks that stopped did so because they lost others."""
+        others = [rank for rank in self.watched if rank != self.rank]
+        said = [text for rank in others if (text := self._read("error", rank) or self._read("closed", rank))]
+        return bool(said) and all(text.startswith(LOST) for text in said)
 
     def _standstill(self, exchange: int) -> list[str]:
         """Of each rank that waits for lengths or a plan, and for this one: what it waits for."""
@@ -177,7 +188,7 @@ class Liveness:
         """The error to raise on this rank: names the ranks that died, hang, or stopped and why."""
         if with_servers and self.losses is not None and (lost := self.losses.wait()):
             return ServerLostError(lost)
-        self.report(f"lost its peers in {waited_for}")
+        self.report(f"{LOST} in {waited_for}")
         said: dict[int, str] = {}
         watched = sorted({*self.watched, self.rank})
         deadline = time.monotonic() + PATIENCE_S
@@ -198,7 +209,7 @@ class Liveness:
                 f"(rank 0, or the launcher) died. First error here: {_first_line(error)}"
             )
         silent = [rank for rank in watched if rank not in said]
-        stopped = [f"rank {rank} stopped: {text}" for rank, text in said.items() if not text.startswith("lost its")]
+        stopped = [f"rank {rank} stopped: {text}" for rank, text in said.items() if not text.startswith(LOST)]
         if silent:
             who = f"rank {', '.join(map(str, silent))} died or hangs"
         else:
