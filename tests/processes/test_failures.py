@@ -116,7 +116,7 @@ def _announced_another(rank: int, world: int) -> None:
         (_other_version, "CADPeerError", ["another version of deepspeed_cad", "install the same version"]),
         (_other_plan, "CADPeerError", ["another plan"]),
         (_nan_positions, "CADDataError", ["position_ids[0, 3] is nan"]),
-        (_jumping_positions, "CADDataError", ["position_ids[0, 5] is 7 after 4"]),
+        (_jumping_positions, "CADDataError", ["rank 1: at row 5 position_ids jump to 7", "rows from 5 to 7"]),
         (_contradicting_neighbours, "CADDataError", ["rank 1", "starts at position 7", "ended at 20"]),
         (_announced_another, "CADDataError", ["is not the one that the loader announced", "look_ahead"]),
     ],
