@@ -27,7 +27,7 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert {row["state"] for row in found["table"]} == {"passed"}
     assert f"{len(found['table'])} passed, 0 failed, 0 skipped in " in done.stdout.splitlines()[-1]
     assert {row["what"].split()[0] for row in found["table"]} == {
-        "kernel", "transport", "model", "two", "exactness", "reserved",
+        "kernel", "rows", "transport", "model", "two", "exactness", "reserved",
     }  # fmt: skip
 
 
