@@ -23,7 +23,7 @@ from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.linear import Linear
 from deepspeed_cad.ahead.loader import LookAheadLoader
-from deepspeed_cad.ahead.pace import Pace
+from deepspeed_cad.ahead.pace import Pace, allowance
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.traffic import Traffic
@@ -41,9 +41,10 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.meet import meet
 from deepspeed_cad.notice import notice
-from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.planner.plan import Floats, HeadShape
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.profiles.choice import GENERIC_GPU
+from deepspeed_cad.profiles.speed import find_speeds, in_words
 from deepspeed_cad.profiles.timed import in_seconds
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.server.join import Reserved, join_servers
@@ -82,6 +83,8 @@ class Session:
         """Servers that hold no model, where there are any; `ranks` counts trainers."""
         self.hosts: np.ndarray | None = None
         """Number of each rank's host ([ranks of the CAD group]), the same on all; None where there is one rank."""
+        self.speeds: Floats | None = None
+        """[ranks of the CAD group] in attention, beside what the costs say; None: all are equal."""
         self.links = Links(None, None, "not used")
         """Speeds that this session began with."""
         self.traffic: Traffic | None = None
@@ -98,13 +101,14 @@ class Session:
         self._watch_for_standstill()
         self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
         self.cost = self._choose_cost()
+        self.speeds = self._find_speeds()
         self._watch_traffic()
         self.linear = Linear(self.ranks, self._take_linear, torch.are_deterministic_algorithms_enabled)
         if self.reserved is not None:
             self.gatherer.linear = self.linear
             logger.info("slower ranks are not relieved: that is not built for reserved servers")
         elif self.cost.unit == "seconds":
-            self.pace.most = config.straggler_relief
+            self.pace.most = allowance(config.straggler_relief, self.speeds)
         elif config.straggler_relief not in (0.0, CADConfig.straggler_relief) and self.rank == 0:
             logger.warning(
                 '"straggler_relief" is %s and does nothing: lateness is measured in seconds, and costs are %s. Set '
@@ -119,7 +123,7 @@ class Session:
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self.hosts, lambda: self.aside, self.traffic,
+            self.hosts, lambda: self.aside, self.traffic, self.speeds,
             None if self.reserved is None else self.reserved.planning(self.rank, self.linear.seconds),
         )  # fmt: skip
 
@@ -155,16 +159,26 @@ class Session:
     def _open_transport(self, group: Group) -> None:
         from deepspeed_cad.exchange.opening import open_transport
 
-        def agree(value: int) -> list[int]:
-            if self.reserved is not None:
-                return self.reserved.group.numbers(value, self.liveness)
-            return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
-
         given = self.config.links if isinstance(self.config.links, Mapping) else None
         self.transport, hosts, self.links = open_transport(
-            self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s, given
+            self.config.transport, group, self.device, self._numbers, self.liveness, self.config.timeout_s, given
         )
         self.hosts = np.array(hosts, np.int64)
+
+    def _numbers(self, value: int) -> list[int]:
+        """One number of every rank of the CAD group. Collective."""
+        if self.reserved is not None:
+            return self.reserved.group.numbers(value, self.liveness)
+        if self.ranks == 1:
+            return [value]
+        return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
+
+    def _find_speeds(self) -> Floats | None:
+        """Speeds of ranks as the key "speeds" wants them, beside the costs that all took. Collective."""
+        return find_speeds(
+            self.config.speeds, self.group_ranks, self.device, self.config.kernel, self._numbers,
+            torch.are_deterministic_algorithms_enabled(), self.cost,
+        )  # fmt: skip
 
     def _watch_traffic(self) -> None:
         """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
@@ -367,7 +381,7 @@ class Session:
         return (
             f"rank {self.rank} of {self.ranks} attention servers{servers}, transport {transport}, "
             f"overlap {self.config.overlap}, tolerance {self.config.tolerance}, cost {self.cost.name}, "
-            f"{self._links_in_words()}"
+            f"{self._links_in_words()}{in_words(self.speeds, self.config.speeds)}"
             f"{f'straggler relief {self.pace.most}' if self.pace.most else 'no straggler relief'}"
         )
 

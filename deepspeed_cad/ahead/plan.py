@@ -8,7 +8,7 @@ same, and they compare fingerprints.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -83,6 +83,7 @@ class Plans:
         hosts: np.ndarray | None,
         aside: Callable[[], torch.cuda.Stream | None],
         traffic: Traffic | None = None,
+        speeds: Floats | None = None,
         reserved: Reserved | None = None,
     ) -> None:
         """What every micro-batch of the session has in common.
@@ -99,11 +100,13 @@ class Plans:
             hosts: number of each rank's host ([ranks]); None where there is one rank.
             aside: gives the stream on which served tasks run beside local ones, if they do, likewise.
             traffic: what links carry; None where there is one rank.
+            speeds: of every rank in attention, beside what the costs say; None: all are equal.
             reserved: servers beside the ranks that train; None where there are none.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
         self.hosts, self.aside, self.traffic, self.reserved = hosts, aside, traffic, reserved
+        self._speeds = speeds
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
@@ -115,10 +118,18 @@ class Plans:
         """Ranks that run attention."""
         return self.gatherer.ranks + (0 if self.reserved is None else self.reserved.servers)
 
-    def open(self, announcements: list[Announcement], keys: list[PlanKey], model: int = 0) -> MicroBatch:
+    @property
+    def speeds(self) -> Floats | None:
+        """[ranks that run attention], 0 where a trainer runs none; None: all are equal."""
+        serves = None if self.reserved is None else self.reserved.speed
+        if serves is None or self._speeds is None:
+            return serves if self._speeds is None else self._speeds
+        return serves * self._speeds
+
+    def open(self, announcements: list[Announcement], keys: Mapping[PlanKey, int], model: int = 0) -> MicroBatch:
         """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread.
 
-        `model`: which of those that have CAD trains it.
+        `keys`: how many layers there are of each kind; `model`: which of those that have CAD trains it.
         """
         idle = self.ranks - len(announcements)
         layout = assemble([one.local for one in announcements] + [LocalSegments.none(0)] * idle)
@@ -153,7 +164,7 @@ class Plans:
             linear=None if self.reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
         )  # fmt: skip
         if keys:
-            micro_batch.plan_all(keys)
+            micro_batch.plan_all(list(keys))
         return micro_batch
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
@@ -178,12 +189,11 @@ class Plans:
         None: links as the costs say, and linear layers that run beside no attention.
         """
         base = self._base_load(late, beside, tick, key)
-        speed = None if self.reserved is None else self.reserved.speed
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
             PlanInput(
                 tick, key.shape, cost.cost_for(key.shape), key.window, self.config.tolerance,
-                self.config.granularity, base_load=base, speed=speed, hosts=self.hosts,
+                self.config.granularity, base_load=base, speed=self.speeds, hosts=self.hosts,
                 keep=self.config.backward == "keep",
             )
         )  # fmt: skip
@@ -198,13 +208,22 @@ class Plans:
             return None
         return self.reserved.linear(model)
 
-    def _choose_cut(self, layout: Layout, unit: Ints, keys: list[PlanKey], linear: Floats | None) -> Ints | None:
+    def _choose_cut(
+        self, layout: Layout, unit: Ints, keys: Mapping[PlanKey, int], linear: Floats | None
+    ) -> Ints | None:
         if self.reserved is None or self.config.overlap_used != "interleave":
             return choose_cut(layout, unit)
-        kinds = [LayerKind(self.cost.cost_for(key.shape), key.window, key.shape.groups) for key in keys]
+        kinds = [
+            LayerKind(self.cost.cost_for(key.shape), key.window, key.shape.groups, layers)
+            for key, layers in keys.items()
+        ]
         # The slowest trainer is the one that servers and the others wait for.
         slowest = None if linear is None else float(linear.max())
-        return choose_interleaved_cut(layout, unit, kinds, self.reserved.servers, slowest, self.reserved.helpers)
+        servers, helpers = float(self.reserved.servers), float(self.reserved.helpers)
+        if (speeds := self.speeds) is not None:
+            trainers = self.ranks - self.reserved.servers
+            servers, helpers = float(speeds[trainers:].sum()), float(speeds[:trainers].sum())
+        return choose_interleaved_cut(layout, unit, kinds, servers, slowest, helpers)
 
     def say_once(self, text: str) -> None:
         """Log what a user may wonder about, the first time that it happens."""
@@ -228,7 +247,8 @@ class Plans:
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
         each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)
-        return float(each.sum()) * key.shape.groups / self.ranks
+        speeds = self.ranks if self.speeds is None else float(self.speeds.sum())
+        return float(each.sum()) * key.shape.groups / speeds
 
     def _agree(self, turn: int, value: int, what: str) -> None:
         self.worker.run(lambda: self.gatherer.agree(value, Subject(What.PLAN, index=turn)))

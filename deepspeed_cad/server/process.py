@@ -24,6 +24,7 @@ from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.notice import notice
+from deepspeed_cad.profiles.speed import find_speeds
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.server.meeting import open_board, open_group
 from deepspeed_cad.server.rendezvous import Abandoned, Rendezvous, hello
@@ -86,6 +87,8 @@ class _Server:
         self.group = open_group(split, self.liveness, device, config.timeout_s)
         self.worker = Worker(device, config.timeout_s)
         self.transport = self._open_transport()
+        # Trainers plan with what all ranks say of their speed.
+        find_speeds(config.speeds, split.ranks, device, config.kernel, self._numbers, False)
         self.loop = Loop(split.rank, device, self.transport, self._kernel, self.worker, self._budget())
 
     def run(self) -> int:
@@ -137,13 +140,14 @@ class _Server:
     def _open_transport(self) -> Transport:
         from deepspeed_cad.exchange.opening import open_transport
 
-        def agree(value: int) -> list[int]:
-            return self.group.numbers(value, self.liveness)
-
         given = self.config.links if isinstance(self.config.links, Mapping) else None
         return open_transport(
-            self.config.transport, self.group, self.device, agree, self.liveness, self.config.timeout_s, given
+            self.config.transport, self.group, self.device, self._numbers, self.liveness, self.config.timeout_s, given
         )[0]
+
+    def _numbers(self, value: int) -> list[int]:
+        """One number of every rank. Collective."""
+        return self.group.numbers(value, self.liveness)
 
     def _kernel(self, need: KernelNeed) -> Kernel:
         from deepspeed_cad.kernels.registry import choose

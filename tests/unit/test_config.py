@@ -30,6 +30,7 @@ def test_defaults() -> None:
         "backward": "auto",
         "cost": "auto",
         "links": "measure",
+        "speeds": None,
         "documents": "keep",
         "look_ahead": 1,
         "pipeline_in_flight": 0,
@@ -245,3 +246,14 @@ def test_what_auto_overlaps_with(overlap: str, servers: object, used: str) -> No
     config = CADConfig(overlap=overlap)
     object.__setattr__(config, "servers", servers)
     assert config.overlap_used == used
+
+
+@pytest.mark.parametrize("speeds", ["auto", "fast", 0, [], [1.0, 0.0], [1, "x"], [True], [1, float("nan")], {"a": 1}])
+def test_speeds_that_are_none(speeds: object) -> None:
+    with pytest.raises(CADConfigError, match='key "speeds"'):
+        CADConfig.from_dict({"speeds": speeds})
+
+
+def test_speeds() -> None:
+    assert CADConfig.from_dict({"speeds": [1, 2]}).speeds == [1.0, 2.0]
+    assert CADConfig.from_dict({"speeds": "measure"}).speeds == "measure" and CADConfig().speeds is None
