@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import training
@@ -19,6 +20,8 @@ from deepspeed_cad.profiles.speed import TOKENS
 
 BLOCK = {"granularity": 16, "tolerance": 0.05, "links": training.LINKS, "kernel": "torch_math"}
 PAUSE_S = 0.03
+GROUPS = 4
+"""Of the tiny model: its KV heads."""
 LENGTHS = [[300], [40, 130, 9, 1, 120]]
 
 
@@ -76,8 +79,11 @@ def _reserved(rank: int, world: int, port: int, block: dict[str, Any], times: li
 
 
 def _shares_are_by_speed(found: dict[str, Any]) -> None:
-    """Loads are in units of time of each rank: equal where shares are by speed."""
-    assert max(found["seconds"]) < 1.15 * min(found["seconds"])
+    """Loads are in time of each rank: equal, and together all pairs of both micro-batches."""
+    seconds, speeds = np.array(found["seconds"]), np.array(found["speeds"])
+    assert seconds.max() < 1.15 * seconds.min()
+    pairs = 2 * GROUPS * sum(n * (n + 1) / 2 for own in LENGTHS for n in own)
+    assert (seconds * speeds).sum() == pytest.approx(pairs)
 
 
 def test_a_slow_rank_gets_less(workers: WorkerPool) -> None:
