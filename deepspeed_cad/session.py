@@ -99,7 +99,9 @@ class Session:
         if self._exchange_group is not None:
             self._open_transport(self._exchange_group)
         self._watch_for_standstill()
-        self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
+        self.tracer = self.counts.tracer = open_tracer(
+            config.trace, config.trace_steps, device, self.rank, self.group_ranks
+        )
         self.cost = self._choose_cost()
         self.speeds = self._find_speeds()
         self._watch_traffic()
@@ -308,6 +310,8 @@ class Session:
             self._look_for_idle(self.reserved)
         self._statistics.add(micro_batch)
         if self.tracer is not None:
+            if self.reserved is not None:
+                self.reserved.trace_next(self.tracer)
             self.tracer.next_micro_batch()
 
     def _look_for_idle(self, reserved: Reserved) -> None:

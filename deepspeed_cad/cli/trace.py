@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.trace.file import COMPUTE, SERVING
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,13 +53,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def summary(timeline: dict[str, Any]) -> str:
-    """Milliseconds per rank that the training stream spent on each thing, as a table."""
+    """Milliseconds that each rank's training stream, or both streams of a server, spent on each thing, as a table."""
     spent: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     compute = {
         (event["pid"], event["tid"])
         for event in timeline["traceEvents"]
-        if event["name"] == "thread_name" and event["args"]["name"] == "training stream"
+        if event["name"] == "thread_name" and event["args"]["name"] in (COMPUTE, *SERVING)
     }
+    named = {e["pid"]: e["args"]["name"] for e in timeline["traceEvents"] if e["name"] == "process_name"}
     for event in timeline["traceEvents"]:
         if event["ph"] == "X" and (event["pid"], event["tid"]) in compute:
             # Nano-batches A and B are one line.
@@ -67,7 +69,7 @@ def summary(timeline: dict[str, Any]) -> str:
             spent[name + direction][event["pid"]] += event["dur"] / 1e3
     ranks = sorted({pid for pid, _ in compute})
     width = max([len(name) for name in spent] + [12])
-    lines = ["ms per rank".ljust(width) + "".join(f"{f'rank {rank}':>12}" for rank in ranks)]
+    lines = ["ms per rank".ljust(width) + "".join(f"{named[rank]:>12}" for rank in ranks)]
     for name, by_rank in sorted(spent.items(), key=lambda item: -max(item[1].values())):
         lines.append(name.ljust(width) + "".join(f"{by_rank[rank]:12.3f}" for rank in ranks))
     return "\n".join(lines)

@@ -15,9 +15,10 @@ from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.planner.plan import Floats
 from deepspeed_cad.server.link import ServerLink, connect
 from deepspeed_cad.server.meeting import offer_places, open_board, open_group
-from deepspeed_cad.server.orders import Leader
+from deepspeed_cad.server.orders import TRACE, Leader
 from deepspeed_cad.server.rendezvous import Rendezvous, hello
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.trace.record import WARM_UP, Tracer
 from deepspeed_cad.version import __version__
 
 
@@ -38,6 +39,11 @@ class Reserved:
         leads = Leader(self.link).open if rank == 0 else None
         helpers = self.role.trainers if self.config.trainers_serve else 0
         return Planning(self.role.servers, leads, helpers, linear, speed)
+
+    def trace_next(self, tracer: Tracer) -> None:
+        """A micro-batch is about to be trained: servers record it where trainers do. Only the leader says so."""
+        if tracer.rank == 0 and tracer.micro_batches <= WARM_UP + tracer.steps:
+            self.link.tell({"do": TRACE, "path": str(tracer.path), "steps": tracer.steps, "ranks": tracer.ranks})
 
 
 def join_servers(role: Split, config: CADConfig, device: torch.device) -> Reserved:

@@ -21,6 +21,7 @@ from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.plan import Plan
 
 OPEN, PLAN, DISPATCH, RETURN, RELEASE = "open", "plan", "dispatch", "return", "release"
+TRACE = "trace"
 
 
 class Tells(Protocol):

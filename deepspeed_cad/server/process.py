@@ -108,6 +108,8 @@ class _Server:
                     told = now
                     self._links.tell_busy(loop.busy.seconds(), now - began)
             reason = item.reason
+            if not reason:
+                loop.end_trace()
         except Exception as error:
             reason = self._explain(error)
         seconds = time.perf_counter() - began if began else 0.0
