@@ -33,7 +33,7 @@ LAYERS, LEARNING, TIMED = 2, 10, 5
 def run(place: Place, lines: Lines, case: str) -> None:
     """One case: the last rank is slowed."""
     label = "a product beside the last rank"
-    with slowed(place.device.index if place.rank == place.ranks - 1 else None):
+    with slowed(place.rank if place.rank == place.ranks - 1 else None):
         lines.check("speeds", label, lambda: check(place))
     close_session()
 
@@ -54,12 +54,7 @@ def check(place: Place) -> Found:
     meet = meet_all(place.device)
     alone = place.gather(measure_alone(model, step, longest, meet, place.kernel))
     best = allowed([one["linear_s"] for one in alone], [one["attention_s"] * LAYERS for one in alone])
-    block = {
-        "speeds": "measure",
-        "kernel": place.kernel,
-        "look_ahead": 0,
-        **({} if place.on_gpu else {"granularity": 16}),
-    }
+    block = {"speeds": "measure", "kernel": place.kernel, "granularity": 128 if place.on_gpu else 16}
     deepspeed_cad.apply(model, block)
     session = deepspeed_cad.current_session()
     assert session is not None and session.speeds is not None
