@@ -126,7 +126,7 @@ class Session:
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
             self.hosts, lambda: self.aside, self.traffic, self.speeds,
-            None if self.reserved is None else self.reserved.planning(self.rank, self.linear.seconds),
+            None if self.reserved is None else self.reserved.planning(self.rank, self.linear.seconds, self.speeds),
         )  # fmt: skip
 
     # Opening and closing

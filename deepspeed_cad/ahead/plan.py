@@ -51,7 +51,7 @@ class Reserved:
     """Seconds that each trainer's linear layers take per token, forward and backward, by model ([trainers]); None: not
     known, every rank gets as much attention."""
     speed: Floats | None = None
-    """Relative speed of each rank; 0 where it runs no attention."""
+    """Of each rank in attention, beside what the costs say; 0 where it runs none. None: all are equal."""
 
 
 class Beside(NamedTuple):
@@ -121,10 +121,7 @@ class Plans:
     @property
     def speeds(self) -> Floats | None:
         """[ranks that run attention], 0 where a trainer runs none; None: all are equal."""
-        serves = None if self.reserved is None else self.reserved.speed
-        if serves is None or self._speeds is None:
-            return serves if self._speeds is None else self._speeds
-        return serves * self._speeds
+        return self._speeds if self.reserved is None else self.reserved.speed
 
     def open(self, announcements: list[Announcement], keys: Mapping[PlanKey, int], model: int = 0) -> MicroBatch:
         """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread.

@@ -32,10 +32,16 @@ class Reserved:
     link: ServerLink
     group: OwnGroup
 
-    def planning(self, rank: int, linear: Callable[[int], Floats | None]) -> Planning:
-        """What plans have to know; the leader's also tell the servers. `linear`: seconds per token, by model."""
-        # A trainer of speed 0 hands over even its own rows, whatever that moves.
-        speed = None if self.config.trainers_serve else np.repeat([0.0, 1.0], [self.role.trainers, self.role.servers])
+    def planning(self, rank: int, linear: Callable[[int], Floats | None], speeds: Floats | None = None) -> Planning:
+        """What plans have to know; the leader's also tell the servers.
+
+        `linear`: seconds per token, by model. `speeds`: [ranks] in attention; None: all are equal.
+        """
+        speed = speeds
+        if not self.config.trainers_serve:
+            # A trainer of speed 0 hands over even its own rows, whatever that moves.
+            serves = np.repeat([0.0, 1.0], [self.role.trainers, self.role.servers])
+            speed = serves if speeds is None else serves * speeds
         leads = Leader(self.link).open if rank == 0 else None
         helpers = self.role.trainers if self.config.trainers_serve else 0
         return Planning(self.role.servers, leads, helpers, linear, speed)

@@ -254,6 +254,18 @@ def test_what_does_not_fit_ends_all_with_the_same_words(job: Job, who: list[int]
 
 
 @pytest.mark.slow
+def test_speeds_for_another_number_of_ranks(job: Job) -> None:
+    """Trainers and servers count alike, and nobody is left waiting."""
+    for rank in range(3):
+        job.launch(rank, 3, "well", "9", block={**BLOCK, "speeds": [1, 1]})
+    codes = job.ends("rank0")
+    assert 0 not in codes.values(), codes
+    for name in job.processes:
+        assert 'key "speeds" has 2 numbers and 3 ranks run attention' in job.said(name), job.said(name)
+        assert "Traceback" not in job.said(name), job.said(name)
+
+
+@pytest.mark.slow
 def test_a_script_with_a_world_of_its_own_numbers(job: Job) -> None:
     """The store is the launcher's, as under torchrun: a server hears there why the trainers ended."""
     store = torch.distributed.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)

@@ -78,11 +78,11 @@ def _reserved(rank: int, world: int, port: int, block: dict[str, Any], times: li
         return play(rank, world, port, {**BLOCK, "servers": {"reserved": 1}, **block}, _train)
 
 
-def _shares_are_by_speed(found: dict[str, Any]) -> None:
+def _shares_are_by_speed(found: dict[str, Any], lengths: list[list[int]] = LENGTHS) -> None:
     """Loads are in time of each rank: equal, and together all pairs of both micro-batches."""
     seconds, speeds = np.array(found["seconds"]), np.array(found["speeds"])
     assert seconds.max() < 1.15 * seconds.min()
-    pairs = 2 * GROUPS * sum(n * (n + 1) / 2 for own in LENGTHS for n in own)
+    pairs = 2 * GROUPS * sum(n * (n + 1) / 2 for own in lengths for n in own)
     assert (seconds * speeds).sum() == pytest.approx(pairs)
 
 
@@ -102,22 +102,23 @@ def test_servers_and_trainers_of_different_speed(workers: WorkerPool, times: lis
     _shares_are_by_speed(first)
 
 
+@pytest.mark.slow
+def test_servers_of_different_speed_beside_trainers_that_do_not_serve(workers: WorkerPool) -> None:
+    block = {"speeds": [1, 0.25, 0.5], "servers": {"reserved": 2}, "trainers_serve": False}
+    first, *served = workers.run(_reserved, 3, free_port(), block, [1, 1, 1], joined=False)
+    assert [one.code for one in served] == [0, 0]
+    assert first["seconds"][0] == 0
+    _shares_are_by_speed({name: found[1:] for name, found in first.items()}, LENGTHS[:1])
+
+
 def test_given(workers: WorkerPool) -> None:
     for found in workers.run(_in_place, 2, {"speeds": [1, 0.5]}, [1, 1]):
         assert found["speeds"] == [1.0, 0.5]
         _shares_are_by_speed(found)
 
 
-def test_a_list_of_another_length_in_place(workers: WorkerPool) -> None:
+def test_a_list_of_another_length(workers: WorkerPool) -> None:
     with pytest.raises(WorkerError) as caught:
         workers.run(_in_place, 2, {"speeds": [1, 1, 1]}, [1, 1])
     for error in caught.value.errors:
         assert error is not None and 'key "speeds" has 3 numbers and 2 ranks run attention' in error[1]
-
-
-def test_a_list_of_another_length_beside_servers(workers: WorkerPool) -> None:
-    """All get it, trainers and server, and none is left waiting."""
-    with pytest.raises(WorkerError) as caught:
-        workers.run(_reserved, 3, free_port(), {"speeds": [1, 1]}, [1, 1, 1], joined=False)
-    for error in caught.value.errors[:2]:
-        assert error is not None and 'key "speeds" has 2 numbers and 3 ranks run attention' in error[1]

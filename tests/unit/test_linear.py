@@ -107,10 +107,11 @@ def session() -> Iterator[Session]:
     opened.close()
 
 
-def _reserve(session: Session, linear: list[float] | None, helpers: int = 2) -> None:
+def _reserve(session: Session, linear: list[float] | None, helpers: int = 2, speed: float = 1.0) -> None:
+    """One server of this speed."""
     found = None if linear is None else np.array(linear)
-    speed = None if helpers else np.array([0.0, 0.0, 1.0])
-    session.plans.reserved = Reserved(1, None, helpers, lambda model: found, speed)
+    speeds = None if helpers and speed == 1.0 else np.array([helpers / 2, helpers / 2, speed])
+    session.plans.reserved = Reserved(1, None, helpers, lambda model: found, speeds)
 
 
 LENGTHS = [[6000], [5000, 1000]]
@@ -195,7 +196,7 @@ def test_plans_and_cuts_know_speeds(session: Session, speed: float) -> None:
     _reserve(session, [3e-6, 3e-6])
     announced = _announced(session, 6000, 6000)
     equal = session.plans.open(announced, {KEY: 1})
-    session.plans._speeds = np.array([1.0, 1.0, speed])
+    _reserve(session, [3e-6, 3e-6], speed=speed)
     found = session.plans.open(announced, {KEY: 1})
     base = 3e-6 * (found.layout.tokens - found.ticks[0].query_tokens) * np.array([1, 1, 0])
     finish = found.planned[KEY, 0].plan.load + base
@@ -204,11 +205,9 @@ def test_plans_and_cuts_know_speeds(session: Session, speed: float) -> None:
 
 
 def test_the_cut_beside_trainers_that_do_not_serve_knows_the_speed_of_servers(session: Session) -> None:
-    _reserve(session, [3e-6, 3e-6], helpers=0)
     announced = _announced(session, 6000, 6000)
     cuts = []
-    for speed in (None, 0.25):
-        session.plans._speeds = speed and np.array([1.0, 1.0, speed])
+    for speed in (1.0, 0.25):
+        _reserve(session, [3e-6, 3e-6], helpers=0, speed=speed)
         cuts.append(session.plans.open(announced, {KEY: 1}).ticks[0].query_tokens[0])
-    assert session.plans.speeds is not None and session.plans.speeds.tolist() == [0.0, 0.0, 0.25]
     assert cuts[0] != cuts[1]
