@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.server.idle import advise
 from deepspeed_cad.trace.file import COMPUTE, SERVING
+from deepspeed_cad.trace.idle import find_idle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +50,26 @@ def main(args: argparse.Namespace) -> int:
             + (f", only {', '.join(parts)}" if parts else "")
             + f". CAD must be on in it, and it must train more than {WARM_UP} micro-batches"
         )
-    sys.stdout.write(f"{summary(json.loads(output.read_text()))}\n{output}: open it in https://ui.perfetto.dev\n")
+    timeline = json.loads(output.read_text())
+    lines = [summary(timeline), *say_idle(timeline), f"{output}: open it in https://ui.perfetto.dev"]
+    sys.stdout.write("\n".join(lines) + "\n")
     return code
+
+
+def say_idle(timeline: dict[str, Any]) -> list[str]:
+    """How long ranks were idle, and what to change where it is too long; nothing where no server is reserved."""
+    found = find_idle(timeline)
+    if not found.servers or not found.trainers:
+        return []
+    each = [
+        f"{name} {rank} {share:.0%}"
+        for name, shares in (("trainer", found.trainers), ("server", found.servers))
+        for rank, share in shares.items()
+    ]
+    trainers, servers = (sum(one.values()) / len(one) for one in (found.trainers, found.servers))
+    where = "trainers waited for {} of these micro-batches"
+    advice = advise(servers, trainers, len(found.servers), len(found.trainers), where)
+    return [f"idle: {', '.join(each)}", *([advice] if advice else [])]
 
 
 def summary(timeline: dict[str, Any]) -> str:
