@@ -168,6 +168,7 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
 def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.cli.foresee import (
         Progress,
+        deal,
         draw,
         make_steps,
         read_setting,
@@ -194,7 +195,7 @@ def _plan_data(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(THREADS) as threads:
         outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
         outlooks = list(threads.map(outlook, [step[0] for step in steps]))
-    comparison = compare(setting, steps, modes, servers, progress)
+    comparison = compare(setting, steps, modes, servers, progress, deal(lengths, setting, args, len(steps)))
     plain, cad = comparison.of("plain"), comparison.of("cad")
     if plain and cad:
         outlooks = [
