@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+from process_group import open_process_group  # noqa: E402
 from train_attention import local_attention, make_sequences  # noqa: E402
 from train_model import make_model  # noqa: E402
 
@@ -53,6 +52,7 @@ class Case:
     documents: str
     checkpointing: str
     backward: str
+    waves: str | int = "auto"
 
     def block(self) -> dict[str, Any]:
         """The "cad" block."""
@@ -64,6 +64,7 @@ class Case:
             "overlap": self.overlap,
             "recompute_attention": self.checkpointing == "recomputed",
             "backward": self.backward,
+            "waves": self.waves,
             "tolerance": 0.02,
             "granularity": 64,
             "timeout_s": 120.0,
@@ -215,13 +216,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse()
     warnings.simplefilter("ignore", FutureWarning)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timedelta(minutes=10))
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    device = open_process_group()
+    cuda = device.type == "cuda"
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if options.hosts:
         host = [int(one) for one in options.hosts.split(",")][rank]

@@ -24,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner import make_plan, native, reference  # noqa: E402
 from deepspeed_cad.planner.aim import Aim  # noqa: E402
+from deepspeed_cad.planner.constants import WAVES  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape, PlanInput  # noqa: E402
 from deepspeed_cad.planner.question import with_links  # noqa: E402
 from deepspeed_cad.planner.search import Search  # noqa: E402
@@ -42,6 +43,7 @@ class Ends(NamedTuple):
     planned: float
     best: float
     between: int
+    waves: int
 
 
 def time_step(layout: Layout, problem: PlanInput) -> Ends:
@@ -58,7 +60,7 @@ def time_step(layout: Layout, problem: PlanInput) -> Ends:
     plan = make_plan(problem)
     return Ends(
         float(plan.load_before.max()), float(plan.load_before.mean()), search.slowest(even), float(plan.finish.max()),
-        min(ends), plan.between_bytes,
+        min(ends), plan.between_bytes, plan.waves,
     )  # fmt: skip
 
 
@@ -75,6 +77,7 @@ def main() -> None:
         "8 layers with embedding and loss at 35.7K tokens/s without attention",
     )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="servers keep Q, K and V for the backward")
+    parser.add_argument("--waves", type=int, nargs="+", default=WAVES, help="numbers to choose from (default: all)")
     parser.add_argument("--profile", type=Path, default=SHIPPED / "h200_flash_attn_4.json")
     parser.add_argument("--tolerance", type=float, default=0.02)
     options = parser.parse_args()
@@ -83,8 +86,11 @@ def main() -> None:
     shape = HeadShape(32, 8, 128, 128, 2)
     costs = Profile.load(options.profile).cost_for(shape)
     say = sys.stdout.write
-    say("| GB/s between hosts | bound ÷ plain | even ÷ bound | CAD ÷ bound | best level ÷ bound | CAD ÷ plain | MB |\n")
-    say("|---|---|---|---|---|---|---|\n")
+    say(
+        "| GB/s between hosts | bound ÷ plain | even ÷ bound | CAD ÷ bound | best level ÷ bound | CAD ÷ plain | MB "
+        "| waves |\n"
+    )
+    say("|---|---|---|---|---|---|---|---|\n")
     for between in options.between:
         cost, steps = with_links(costs, options.inside, between), []
         for lengths in workload["steps"]:
@@ -93,13 +99,17 @@ def main() -> None:
                 if workload.get("stream")
                 else Layout.from_rank_lengths(lengths)
             )
-            problem = PlanInput(layout.tick(), shape, cost, tolerance=options.tolerance, hosts=hosts, keep=options.keep)
+            problem = PlanInput(
+                layout.tick(), shape, cost, tolerance=options.tolerance, hosts=hosts, waves=tuple(options.waves),
+                keep=options.keep,
+            )  # fmt: skip
             steps.append(time_step(layout, problem))
-        plain, mean, even, planned, best, _ = np.array(steps).sum(0) + len(steps) * options.linear_ms / 1e3
+        plain, mean, even, planned, best, *_ = np.array(steps).sum(0) + len(steps) * options.linear_ms / 1e3
+        waves = "/".join(map(str, sorted({step.waves for step in steps})))
         moved = sum(step.between for step in steps) / len(steps) / 1e6
         say(
             f"| {between:g} | {plain / mean:.3f} | {mean / even:.3f} | {mean / planned:.3f} | {mean / best:.3f} "
-            f"| {plain / planned:.3f} | {moved:.0f} |\n"
+            f"| {plain / planned:.3f} | {moved:.0f} | {waves} |\n"
         )
 
 

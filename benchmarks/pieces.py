@@ -101,7 +101,7 @@ def main() -> None:
             for rank in range(layout.ranks):
                 sys.stdout.write(f"step {step}, rank {rank}, {what}\n")
                 own = upload_schedule(schedule_rank(tick, slices, rank, SHAPE.groups), device, two_streams=True)
-                each.append(trial.run(own.early + own.late, "local") + trial.run(own.served, "served"))
+                each.append(trial.run(own.all_local, "local") + trial.run(own.waves[0].served, "served"))
             means.append(np.mean(each, axis=0))
         forward, backward = means[1] / means[0]
         sys.stdout.write(

@@ -21,13 +21,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +40,7 @@ import deepspeed.ops  # noqa: E402
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 import deepspeed  # noqa: E402
+from process_group import open_process_group  # noqa: E402
 from train_attention import Stopwatch, TimedKernel, VarlenAttention, make_sequences  # noqa: E402
 from train_model import add_sizes  # noqa: E402
 from train_workload import Workload  # noqa: E402
@@ -154,13 +153,8 @@ def make_steps(options: argparse.Namespace, replica: int, replicas: int) -> list
 def main() -> None:
     options = parse()
     warnings.simplefilter("ignore", FutureWarning)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timedelta(minutes=10))
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    device = open_process_group()
+    cuda = device.type == "cuda"
     deepspeed.init_distributed("nccl" if cuda else "gloo", auto_mpi_discovery=False)
     deepspeed_cad.install()
     dtype = getattr(torch, options.dtype or ("bfloat16" if cuda else "float32"))
@@ -208,7 +202,8 @@ def main() -> None:
                 modes.switch(name)
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()
-                watch.on = name == "1f1b" and repeat == options.warmup - 1
+                # Not in a warm-up pass, where kernels are compiled between the events.
+                watch.on = name == "1f1b" and repeat == options.warmup
                 dist.barrier()
                 begun = time.perf_counter()
                 loss = float(engine.train_batch(feeds[name]))

@@ -2,9 +2,13 @@
 
     python benchmarks/planner_trials.py --reference FILE                    # all of TRIALS; FILE as for planner.py
     python benchmarks/planner_trials.py --reference FILE --only SLACK NEAR
+    python benchmarks/planner_trials.py --spanning                          # SPANNING_TRIALS, documents on many ranks
 
 Plans are made by the Python planner, which is the compiled one to the row, at tolerance 0.02: once by pairs, once with
 a KV row at 250 pairs. Bytes are shares of the published ones. planner/constants.py quotes this table.
+
+With `--spanning`, streams of documents of which some lie on up to 16 ranks are planned at tolerance 0.05. Shares are
+those of the plan that starts at home: its burden (planner/starts.py), and what it moves in a forward.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import HeadShape, PlanInput, constants, levels, offers, reference, round
+from deepspeed_cad.planner import HeadShape, PlanInput, constants, levels, offers, reference, round, spread, starts
+from deepspeed_cad.planner.aim import Aim
 from deepspeed_cad.planner.answer import answer
 
 TRIALS: dict[str, list[Any]] = {
@@ -42,6 +47,15 @@ TRIALS: dict[str, list[Any]] = {
     "SHORT_STEPS": [0, 2, 32],
     "NEAR": [1, 2, 8],
 }
+SPANNING_TRIALS: dict[str, list[Any]] = {
+    "READ_FROM": [2, 4, 6],
+    "HELP": [0.3, 0.5, 1.0],
+    "KEPT": [(0,), (1,), (0, 1), (1, 0, 2)],
+    "LIGHTER": [0.9, 1.0],
+    "AREAS_OUT": [1.0, 4.0],
+}
+STREAMS = ((8, 131072, 60000, 8), (16, 65536, 300000, 16), (32, 65536, 60000, 8), (32, 65536, 200000, 16))
+"""Ranks, tokens of each, median of documents, ranks that the longest has the tokens of."""
 BY_KEYS = CostModel("a KV row at 250 pairs", key=250.0)
 TOLERANCE = 0.02
 
@@ -78,12 +92,69 @@ def plan_all(cases: list[dict[str, Any]]) -> str:
     )
 
 
+def draw_streams() -> list[Layout]:
+    """Two streams of each kind."""
+    random, layouts = np.random.default_rng(0), []
+    for ranks, tokens, median, longest in STREAMS * 2:
+        lengths = np.minimum(random.lognormal(np.log(median), 1.3, 4 * ranks * tokens // median).astype(int) + 16,
+                             tokens * longest)  # fmt: skip
+        layouts.append(Layout.from_stream(lengths[np.cumsum(lengths) <= ranks * tokens].tolist(), ranks, tokens))
+    return layouts
+
+
+def plan_spanning(layouts: list[Layout]) -> str:
+    """One row of the table with `--spanning`."""
+    figures = []
+    started = time.perf_counter()
+    for groups in (8, 32):
+        shape = HeadShape(32, groups, 128, 128, 2)
+        for layout in layouts:
+            problem = PlanInput(layout.tick(), shape, BY_KEYS)
+            at_home = reference.solve(problem, Aim(problem.tolerance))
+            base, speed = np.zeros(layout.ranks), np.ones(layout.ranks)
+            found = starts.best_start(problem, at_home, reference.solve, base, speed)
+            figures.append(
+                (
+                    starts.burden(problem, found.flows) / starts.burden(problem, at_home.flows),
+                    found.flows.sent.sum() / at_home.flows.sent.sum(),
+                    found.flows.received.max() / at_home.flows.received.max(),
+                )
+            )
+    seconds = time.perf_counter() - started
+    few, many = np.array(figures).reshape(2, -1, 3).mean(1)
+    shares = " | ".join(f"{share:.3f}" for share in (*few, *many))
+    return f"| {shares} | {seconds:.1f} |"
+
+
+def try_spanning(only: list[str] | None) -> None:
+    """The table of documents over many ranks."""
+    layouts = draw_streams()
+    print(
+        "| number | value | 8 KV heads: burden | bytes | hottest rank | 32: burden | bytes | hottest rank | seconds |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    print("| as they are | |", plan_spanning(layouts)[2:], flush=True)
+    for name in only or SPANNING_TRIALS:
+        holders = [module for module in (spread, starts) if hasattr(module, name)]
+        for value in SPANNING_TRIALS[name]:
+            for module in holders:
+                setattr(module, name, value)
+            print(f"| {name} | {value} {plan_spanning(layouts)}", flush=True)
+        for module in holders:
+            setattr(module, name, getattr(constants, name))
+
+
 def main() -> None:
     """Print the table, the numbers as they are first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reference", required=True, help="file with cases and published figures")
-    parser.add_argument("--only", nargs="*", choices=TRIALS, help="names of numbers")
+    parser.add_argument("--reference", help="file with cases and published figures")
+    parser.add_argument("--spanning", action="store_true", help="documents over many ranks, of a generator")
+    parser.add_argument("--only", nargs="*", choices=[*TRIALS, *SPANNING_TRIALS], help="names of numbers")
     args = parser.parse_args()
+    if args.spanning:
+        return try_spanning(args.only)
+    if not args.reference:
+        parser.error("give --reference or --spanning")
     cases = json.loads(Path(args.reference).read_text())["cases"]
     print("| number | value | bytes | bytes, by keys | hottest rank | max/mean | min/mean | tasks | seconds |")
     print("|---|---|---|---|---|---|---|---|---|")

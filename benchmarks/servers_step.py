@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+from process_group import open_process_group  # noqa: E402
 from slowed import measure_alone, meet_all, slowed  # noqa: E402
 from train_model import ChunkedLoss, add_sizes, make_model  # noqa: E402
 
@@ -74,8 +73,7 @@ def make_part(tokens: int, rank: int, trainers: int, vocab: int, device: torch.d
 
 def landing_bytes(session: Session) -> int:
     """Device memory of landing areas, which lie outside of torch's allocator."""
-    nano_batches = getattr(session.transport, "_nano_batches", {}).values()
-    return sum(area.capacity for one in nano_batches for area in (*one.dispatch, *one.give_back))
+    return 0 if session.transport is None else session.transport.landing_bytes
 
 
 def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -200,13 +198,7 @@ def main() -> None:
         runs = [json.loads(path.read_text()) for path in sorted(options.table.glob("*.json"))]
         sys.stdout.write(table(runs))
         return
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timedelta(minutes=5))
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    device = open_process_group(minutes=5)
     with slowed(options.slowed if dist.get_rank() == 0 else None):
         dist.barrier()
         found = train(options, device)

@@ -119,9 +119,7 @@ class CADMode(Mode):
 
     def buffer_bytes(self) -> int:
         """See Mode: landing areas in symmetric memory."""
-        nano_batches = getattr(self.session.transport, "_nano_batches", {}).values()
-        areas = [area for one in nano_batches for area in (*one.dispatch, one.give_back)]
-        return sum(area.capacity for area in areas)
+        return 0 if self.session.transport is None else self.session.transport.landing_bytes
 
     def close(self) -> None:
         """See Mode."""

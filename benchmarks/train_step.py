@@ -19,7 +19,7 @@ import re
 import sys
 import time
 import warnings
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+from process_group import open_process_group  # noqa: E402
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
 from train_hybrid import attending_layers, make_hybrid  # noqa: E402
 from train_model import ChunkedLoss, ShardedAdamW, add_sizes, make_model, matrix_parameters  # noqa: E402
@@ -188,13 +189,8 @@ def main() -> None:
     warnings.simplefilter("ignore", FutureWarning)
     if options.hosts:
         pretend_hosts([int(one) for one in options.hosts.split(",")], options.link)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timedelta(minutes=10))
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    device = open_process_group()
+    cuda = device.type == "cuda"
     rank, ranks = dist.get_rank(), dist.get_world_size()
     logging.getLogger("deepspeed_cad").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     workload = Workload.load(options.workload).fit(ranks, options.tokens_per_rank, options.scale, options.steps)

@@ -20,6 +20,7 @@ struct Aim {
     double tolerance;
     int64_t units;
     double level;
+    int64_t kept;
 };
 
 struct Answer {
@@ -142,6 +143,7 @@ Answer solve(const Problem& p, const Aim& aim) {
     std::iota(everyone.begin(), everyone.end(), 0);
     std::vector<Ranks> units(aim.units == kRanks ? p.ranks : p.hosts);
     for (const int32_t rank : everyone) units[aim.units == kRanks ? rank : p.host[rank]].push_back(rank);
+    if (aim.kept >= 0) spread(columns.get(), aim.tolerance, aim.kept);
     if (aim.units == kNone) {
         balance(columns.get(), aim.tolerance, everyone);
     } else {
@@ -167,7 +169,7 @@ Answer solve(const Problem& p, const Aim& aim) {
 #define CAD_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Makes a plan. `sizes`: ranks, groups, window (0: none), granularity, bytes per row and head group of Q, O and K with V,
-// number of query and of key segments, units of the aim. `numbers`: cost per pair, row, key and task, weight of a byte
+// number of query and of key segments, units of the aim, and its `kept`. `numbers`: cost per pair, row, key and task, weight of a byte
 // inside and between hosts, tolerance and level of the aim. `per_rank`: base loads, speeds and memory, [3][ranks].
 // `host`: of each rank, numbered in the order in which hosts first appear. `query` and `key`: document, begin, end and
 // rank of every segment, [4][segments]. Returns 0, a plan to be freed and its numbers of tasks and of pairs in `counts`,
@@ -180,7 +182,7 @@ CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, co
     p.query_count = sizes[7], p.key_count = sizes[8];
     p.pair = numbers[0], p.row = numbers[1], p.key = numbers[2], p.task = numbers[3];
     p.inside = numbers[4], p.between = numbers[5];
-    const cad::Aim aim{numbers[6], sizes[9], numbers[7]};
+    const cad::Aim aim{numbers[6], sizes[9], numbers[7], sizes[10]};
     p.base = per_rank, p.speed = per_rank + p.ranks, p.memory = per_rank + 2 * p.ranks;
     p.host = host, p.hosts = p.ranks ? *std::max_element(host, host + p.ranks) + 1 : 0;
     p.query_document = query, p.query_begin = query + p.query_count;
@@ -196,9 +198,11 @@ CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, co
     return cad::fail(1, "no memory is left to make a plan");
 }
 
-// Copies a plan out and frees it: tasks [n][6], loads [3][ranks] (after, before, waiting), bytes [4][2][ranks] (Q, K and V
-// sent and received, O sent and received; inside and between hosts) and pairs [m][3] (home, server, with rows).
-CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int64_t* bytes, int64_t* pairs) {
+// Copies a plan out and frees it: tasks [n][6], loads [4][ranks] (after, before, waiting, parts), bytes [4][2][ranks] (Q, K
+// and V sent and received, O sent and received; inside and between hosts), pairs [m][3] (home, server, with rows) and
+// served rows [2][ranks] (query and KV rows times head groups).
+CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int64_t* bytes, int64_t* pairs,
+                                 int64_t* served) {
     const std::unique_ptr<cad::Answer> answer(static_cast<cad::Answer*>(plan));
     static_assert(sizeof(cad::Task) == 6 * sizeof(int64_t), "a task is six numbers");
     static_assert(sizeof(cad::Flows::Pair) == 3 * sizeof(int64_t), "a pair is three numbers");
@@ -206,8 +210,10 @@ CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int6
     std::copy(first, first + 6 * answer->tasks.size(), tasks);
     loads = std::copy(answer->load.begin(), answer->load.end(), loads);
     loads = std::copy(answer->before.begin(), answer->before.end(), loads);
-    std::copy(answer->flows.waiting.begin(), answer->flows.waiting.end(), loads);
+    loads = std::copy(answer->flows.waiting.begin(), answer->flows.waiting.end(), loads);
+    std::copy(answer->flows.parts.begin(), answer->flows.parts.end(), loads);
     std::copy(answer->flows.bytes.begin(), answer->flows.bytes.end(), bytes);
     const auto* pair = reinterpret_cast<const int64_t*>(answer->flows.pairs.data());
     std::copy(pair, pair + 3 * answer->flows.pairs.size(), pairs);
+    std::copy(answer->flows.served.begin(), answer->flows.served.end(), served);
 }

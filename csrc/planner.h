@@ -62,6 +62,12 @@ struct Document {
     int32_t touched;  // index into Columns::touched, or -1 while every head group is at home
 };
 
+// Rows [begin, end) and their server.
+struct Run {
+    int64_t begin, end;
+    int32_t server;
+};
+
 struct Missing {
     int64_t rows;
     double weighted;
@@ -80,7 +86,9 @@ struct Flows {
     };
     std::vector<int64_t> bytes;   // [4][2][ranks]: QKV sent and received, O sent and received; inside and between hosts
     std::vector<double> waiting;  // work of tasks that read anything from another rank
+    std::vector<double> parts;    // head groups of documents with such tasks
     std::vector<Pair> pairs;      // ordered
+    std::vector<int64_t> served;  // [2][ranks]: query and KV rows times head groups side by side at each server
 };
 
 // Who runs which rows of each (document, head group), while a plan is being made: planner/columns.py.
@@ -106,7 +114,11 @@ public:
     // Runs of head groups whose columns are equal.
     void classes(int32_t document, std::vector<std::pair<int32_t, int32_t>>* runs) const;
     Missing missing(int32_t document, int32_t server, const Spans& spans) const;
+    // Whether a rank has these keys at home in one piece.
+    bool holds(int32_t document, int32_t rank, int64_t begin, int64_t end) const;
     void move(int32_t document, int64_t group, int64_t begin, int64_t end, int32_t server);
+    // Gives rows of a head group that is at home to the servers of `runs`, which are ordered and do not overlap.
+    void place(int32_t document, int64_t group, const std::vector<Run>& runs);
     int32_t segment_of(int32_t document, int64_t row) const;
     std::vector<Task> tasks() const;
     Flows flows() const;
@@ -123,6 +135,8 @@ public:
 
 private:
     std::vector<Column>& touch(int32_t document);
+    void note_served(int32_t server, int32_t document);
+    int64_t keys_read(const Spans& spans) const;
     double run_cost(const Spans& spans) const;
     int64_t overlap(const Spans& needed, const KeySegment& key) const;
 
@@ -153,6 +167,9 @@ struct Levels {
 
 void settle_units(const std::vector<double>& load, const Pace& pace, const std::vector<Ranks>& units, double upper,
                   Levels* levels);
+
+// Deals out documents on many ranks by head groups, but for the rows of their first `kept` ranks.
+void spread(Columns* columns, double tolerance, int64_t kept);
 
 // Moves between the ranks of a pool.
 void run_round(Columns* columns, const Levels& levels, const Ranks& pool);

@@ -38,6 +38,20 @@ std::vector<int32_t> sorted_rows(int64_t count, const int64_t* document, const i
     return order;
 }
 
+// Cells that continue each other with the same server and home become one.
+void join(Column* column) {
+    for (size_t next = 1; next < column->size();) {
+        Cell& left = (*column)[next - 1];
+        const Cell& right = (*column)[next];
+        if (left.end == right.begin && left.server == right.server && left.home == right.home) {
+            left.end = right.end;
+            column->erase(column->begin() + next);
+        } else {
+            ++next;
+        }
+    }
+}
+
 }  // namespace
 
 Columns::Columns(const Problem& problem)
@@ -238,6 +252,13 @@ double Columns::run_cost(const Spans& spans) const {
     return total;
 }
 
+bool Columns::holds(int32_t document, int32_t rank, int64_t begin, int64_t end) const {
+    const KeySegment* own = keys.data() + documents[document].first_key;
+    const KeySegment* after = std::upper_bound(own, own + documents[document].keys, begin,
+                                               [](int64_t value, const KeySegment& key) { return value < key.begin; });
+    return after != own && end <= after[-1].end && after[-1].home == rank;
+}
+
 void Columns::move(int32_t document, int64_t group, int64_t begin, int64_t end, int32_t server) {
     Column& column = touch(document)[group];
     size_t at = 0;
@@ -254,16 +275,7 @@ void Columns::move(int32_t document, int64_t group, int64_t begin, int64_t end, 
     if (end < cell.end) parts.push_back({end, cell.end, old, home});
     column.erase(column.begin() + at);
     column.insert(column.begin() + at, parts.begin(), parts.end());
-    for (size_t next = 1; next < column.size();) {
-        Cell& left = column[next - 1];
-        const Cell& right = column[next];
-        if (left.end == right.begin && left.server == right.server && left.home == right.home) {
-            left.end = right.end;
-            column.erase(column.begin() + next);
-        } else {
-            ++next;
-        }
-    }
+    join(&column);
     spans_of(column.data(), count(), old, &after_old);
     spans_of(column.data(), count(), server, &after_new);
     load[old] += run_cost(after_old) - run_cost(before_old);
@@ -279,11 +291,58 @@ void Columns::move(int32_t document, int64_t group, int64_t begin, int64_t end, 
         received[home] -= (end - begin) * p.output_bytes;
     }
     if (server != home) {
-        auto& mine = served[server];
-        if (std::find(mine.begin(), mine.end(), document) == mine.end()) mine.push_back(document);
+        note_served(server, document);
         received[server] += (end - begin) * p.query_bytes;
         received[home] += (end - begin) * p.output_bytes;
     }
+}
+
+void Columns::place(int32_t document, int64_t group, const std::vector<Run>& runs) {
+    Column& column = touch(document)[group];
+    Column placed;
+    size_t at = 0;
+    for (const Cell& cell : column) {
+        for (int64_t row = cell.begin; row < cell.end;) {
+            while (at < runs.size() && runs[at].end <= row) ++at;
+            if (at == runs.size() || runs[at].begin >= cell.end) {
+                placed.push_back({row, cell.end, cell.server, cell.home});
+                break;
+            }
+            if (row < runs[at].begin) {
+                placed.push_back({row, runs[at].begin, cell.server, cell.home});
+                row = runs[at].begin;
+            }
+            const int64_t upto = std::min(cell.end, runs[at].end);
+            placed.push_back({row, upto, runs[at].server, cell.home});
+            row = upto;
+        }
+    }
+    join(&placed);
+    Ranks ranks;
+    for (const Column* one : {&column, &placed})
+        for (const Cell& cell : *one) ranks.push_back(cell.server);
+    std::sort(ranks.begin(), ranks.end());
+    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+    Spans before, after;
+    for (const int32_t rank : ranks) {
+        spans_of(column.data(), static_cast<int32_t>(column.size()), rank, &before);
+        spans_of(placed.data(), static_cast<int32_t>(placed.size()), rank, &after);
+        load[rank] += run_cost(after) - run_cost(before);
+        received[rank] += (missing(document, rank, after).rows - missing(document, rank, before).rows) * p.key_value_bytes;
+    }
+    for (const Cell& cell : placed) {
+        if (cell.server == cell.home) continue;
+        note_served(cell.server, document);
+        left[segment_of(document, cell.begin)] -= cell.end - cell.begin;
+        received[cell.server] += (cell.end - cell.begin) * p.query_bytes;
+        received[cell.home] += (cell.end - cell.begin) * p.output_bytes;
+    }
+    column = std::move(placed);
+}
+
+void Columns::note_served(int32_t server, int32_t document) {
+    auto& mine = served[server];
+    if (std::find(mine.begin(), mine.end(), document) == mine.end()) mine.push_back(document);
 }
 
 int32_t Columns::segment_of(int32_t document, int64_t row) const {

@@ -22,5 +22,7 @@ constexpr size_t kLongest = 32;
 constexpr size_t kShortest = 8;
 constexpr int64_t kShortSteps = 8;
 constexpr size_t kNear = 4;
+constexpr size_t kReadFrom = 3;
+constexpr double kHelp = 0.1;
 
 } // namespace cad

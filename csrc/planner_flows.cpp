@@ -10,11 +10,23 @@ bool Flows::Pair::operator<(const Pair& other) const {
     return std::tie(home, server, with_rows) < std::tie(other.home, other.server, other.with_rows);
 }
 
+// Keys that rows of a document read.
+int64_t Columns::keys_read(const Spans& spans) const {
+    int64_t rows = 0, reach = 0;
+    for (const Span& span : spans) {
+        rows += span.second - std::max(first_key(span.first), reach);
+        reach = span.second;
+    }
+    return rows;
+}
+
 Flows Columns::flows() const {
     enum { kQkvSent, kQkvReceived, kOSent, kOReceived };
     Flows found;
     found.bytes.assign(4 * 2 * p.ranks, 0);
     found.waiting.assign(p.ranks, 0.0);
+    found.parts.assign(p.ranks, 0.0);
+    found.served.assign(2 * p.ranks, 0);
     const auto send = [&](int32_t home, int32_t server, int64_t rows, int64_t key_rows) {
         if (home == server || rows + key_rows == 0) return;
         const int64_t where = p.host[home] == p.host[server] ? 0 : 1;
@@ -30,7 +42,7 @@ Flows Columns::flows() const {
     };
     std::vector<std::pair<int32_t, int32_t>> runs;
     std::vector<std::pair<int32_t, Cell>> reads;
-    Spans needed;
+    Spans needed, apart;
     for (size_t at = 0; at < documents.size(); ++at) {
         const Document& document = documents[at];
         const KeySegment* own_keys = keys.data() + document.first_key;
@@ -49,8 +61,16 @@ Flows Columns::flows() const {
                 const int32_t server = reads[read].first;
                 double own = 0.0, others = 0.0;
                 needed.clear();
+                apart.clear();
                 for (; read < reads.size() && reads[read].first == server; ++read) {
                     const Cell& cell = reads[read].second;
+                    const bool goes_on = read + 1 < reads.size() && reads[read + 1].first == server &&
+                                         reads[read + 1].second.begin == cell.end;
+                    if (!apart.empty() && apart.back().second == cell.begin)
+                        apart.back().second = cell.end;
+                    else if (goes_on || cell.home != server ||
+                             !holds(static_cast<int32_t>(at), server, first_key(cell.begin), cell.end))
+                        apart.emplace_back(cell.begin, cell.end);
                     const int64_t start = first_key(cell.begin);
                     if (!needed.empty() && start <= needed.back().second)
                         needed.back().second = cell.end;
@@ -63,6 +83,8 @@ Flows Columns::flows() const {
                         send(cell.home, server, (cell.end - cell.begin) * groups, 0);
                     }
                 }
+                for (const Span& span : apart) found.served[server] += (span.second - span.first) * groups;
+                found.served[p.ranks + server] += keys_read(apart) * groups;
                 bool reached = false;
                 for (int32_t key = 0; key < document.keys; ++key) {
                     if (own_keys[key].begin >= needed.back().second) break;
@@ -71,7 +93,9 @@ Flows Columns::flows() const {
                     send(own_keys[key].home, server, 0, rows * groups);
                     reached = true;
                 }
-                found.waiting[server] += (reached ? others + own : others) * static_cast<double>(groups);
+                const double waits = reached ? others + own : others;
+                found.waiting[server] += waits * static_cast<double>(groups);
+                if (waits > 0.0) found.parts[server] += static_cast<double>(groups);
             }
         }
     }

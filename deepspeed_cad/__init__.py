@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from deepspeed_cad.config import CADConfig
     from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError, CADUnsupportedError
     from deepspeed_cad.integrations.pipeline_model import to_hf, to_pipeline
-    from deepspeed_cad.layout import shard_stream
     from deepspeed_cad.session import current_session
+    from deepspeed_cad.stream import shard_stream
 
 __all__ = [
     "CADConfig",
@@ -59,7 +59,7 @@ _HOME = {
     "apply": "api",
     "current_session": "session",
     "install": "autoload",
-    "shard_stream": "layout",
+    "shard_stream": "stream",
     "to_hf": "integrations.pipeline_model",
     "to_pipeline": "integrations.pipeline_model",
 }

@@ -58,7 +58,8 @@ class CADConfig:
     """Some GPUs run slower than others for reasons that no plan knows, such as a lower clock. CAD measures which ranks
     the others wait for and gives them less attention. This is the largest change, as a share of the mean: at 0.03 a
     slow rank gets at least 97 % of the mean, a fast one at most 103 %. 0 turns it off. Plans then depend on measured
-    times, so it is off under `torch.use_deterministic_algorithms`; and it needs costs in seconds (see "cost")."""
+    times, so it is off under `torch.use_deterministic_algorithms`; and it needs costs in seconds (see "cost"). It is
+    off too beside reserved servers and in pipelines, whose waits tell of more than slow ranks."""
 
     granularity: int = 128
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
@@ -108,6 +109,18 @@ class CADConfig:
     found while training (`straggler_relief`). Under `torch.use_deterministic_algorithms` nothing is measured: give a
     list there."""
 
+    waves: str | int = "auto"
+    """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
+    while another is computed. "auto": 1 on one host or by "c10d"; on several hosts the number from 1 to 8 with which
+    the plan says that a step ends first. A number fixes it, for measurements. With reserved servers it is always 1."""
+
+    memory: str | float = "auto"
+    """GiB on each GPU for what arrives of other ranks' attention. Where a tick of all ranks would bring more, it goes
+    in more waves: head groups one after the other and, where one is too much, blocks of its rows. Long documents then
+    need little more memory; short waves cost time. "auto": a thirty-second of the GPU's memory, and no more than
+    training leaves free after the first step, on the rank that has least; on CPUs no limit. Not with reserved servers
+    or pipelines."""
+
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
     token ids before the first forward, where that is cheaper ("exchange"). Only where the loss is normalised over the
@@ -152,6 +165,11 @@ class CADConfig:
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise _bad(key, value, " or ".join(map(json.dumps, allowed)))
         _check_number(self, "tolerance", float, "a number between 0 and 1, both excluded", lambda x: 0 < x < 1)
+        if self.waves != "auto":
+            _check_number(self, "waves", int, '"auto" or a whole number from 1 to 8', lambda x: 1 <= x <= 8)
+        if self.memory != "auto":
+            _check_number(self, "memory", float, '"auto" or a number of GiB above 0', lambda x: x > 0)
+            object.__setattr__(self, "memory", float(self.memory))
         _check_number(self, "granularity", int, "a whole number of query rows, 1 or more", lambda x: x >= 1)
         _check_number(self, "timeout_s", float, "a number of seconds above 0", lambda x: x > 0)
         relief = "a number from 0 up to 1, 1 excluded"

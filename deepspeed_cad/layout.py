@@ -188,8 +188,8 @@ class Layout:
         return assemble(local)
 
     @staticmethod
-    def from_stream(lengths: list[int], ranks: int, tokens_per_rank: int) -> Layout:
-        """One stream of documents cut into equal rank parts; documents may span ranks.
+    def from_stream(lengths: list[int], ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Layout:
+        """One stream of documents cut into equal rank parts; documents may span ranks (`cut_stream`).
 
         Raises CADDataError where the documents do not fit into `ranks` × `tokens_per_rank`.
         """
@@ -199,62 +199,101 @@ class Layout:
                 f"{total} tokens do not fit into {ranks} ranks of {tokens_per_rank}: "
                 f"raise tokens_per_rank to at least {-(-total // max(ranks, 1))}"
             )
-        ends = np.cumsum(lengths, dtype=np.int64) if len(lengths) else np.zeros(0, np.int64)
-        local = []
+        pieces = cut_stream(_ints(lengths), ranks, tokens_per_rank, zigzag)
+        rank_of, local = pieces[:, 1], []
         for rank in range(ranks):
-            low, high = rank * tokens_per_rank, (rank + 1) * tokens_per_rank
-            begins = ends - _ints(lengths) if len(lengths) else ends
-            here = (ends > low) & (begins < high) & (ends > begins)
-            start, stop = np.maximum(begins[here], low), np.minimum(ends[here], high)
-            local.append(LocalSegments(start - begins[here], stop - begins[here], start - low, tokens_per_rank))
+            own = pieces[slice(*np.searchsorted(rank_of, [rank, rank + 1]))]
+            size = own[:, 3] - own[:, 2]
+            local.append(LocalSegments(own[:, 2], own[:, 3], np.cumsum(size) - size, tokens_per_rank))
         return assemble(local)
+
+
+def cut_stream(lengths: Ints, ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Ints:
+    """[n, 4]: document, rank, begin, end of every piece, in the order of ranks and of their rows.
+
+    Rank r gets `tokens_per_rank` tokens of the stream from r × `tokens_per_rank` on. With `zigzag` a document that lies
+    on several ranks is dealt out among them: each has as many of its rows as before, half of them from the front of the
+    document and half, mirrored, from its end. A row has more to do the later it comes, so all ranks then have equally
+    much to do for each of their rows, and each sends about as many keys as the others.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    begins = ends - lengths
+    first, last = begins // tokens_per_rank, (ends - 1) // tokens_per_rank
+    count = np.where(lengths > 0, last - first + 1, 0)
+    document = np.repeat(np.arange(len(lengths)), count)
+    rank = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + first[document]
+    low = np.maximum(rank * tokens_per_rank, begins[document]) - begins[document]
+    high = np.minimum((rank + 1) * tokens_per_rank, ends[document]) - begins[document]
+    plain = np.stack([document, rank, low, high], axis=1)
+    if not zigzag:
+        return plain
+    # Rows before a rank's in the stream, halved, are those before its first piece and behind its second.
+    front = (low + 1) // 2
+    middle = (high + 1) // 2
+    size = lengths[document]
+    early = np.stack([document, rank, front, middle], axis=1)
+    late = np.stack([document, rank, size - high // 2, size - low // 2], axis=1)
+    both = np.concatenate([early, late])
+    both = both[np.lexsort((both[:, 2], both[:, 0], both[:, 1]))]
+    both = both[both[:, 2] < both[:, 3]]
+    joins = (both[1:, :2] == both[:-1, :2]).all(1) & (both[1:, 2] == both[:-1, 3])
+    starts = np.append(True, ~joins)[: len(both)]
+    stops = np.append(~joins, True)[: len(both)]
+    return np.concatenate([both[starts, :3], both[stops, 3:]], axis=1)
 
 
 def assemble(local: list[LocalSegments]) -> Layout:
     """Join what the ranks say into one layout.
 
-    The first segment of a rank may begin at position p > 0: it continues the document whose last segment, on the
-    nearest rank before that has any, ended at p. Raises CADDataError, naming ranks and positions, where it does not.
+    A segment that begins at position p > 0 goes on with the document before it: that of the segment before it on its
+    rank or, where it is its rank's first, the last document of the nearest rank before that has any. Pieces of a
+    document may lie in any order on its ranks if it begins where its first row is, and together they must hold each of
+    its rows once. Raises CADDataError, naming ranks and positions, where they do not.
     """
-    documents, ranks_of = [], []
-    next_document, open_end, open_rank = 0, -1, -1
-    for rank, own in enumerate(local):
-        count = len(own.begin)
-        ids = np.arange(next_document, next_document + count)
-        if count and own.begin[0] > 0:
-            if open_end != own.begin[0]:
-                before = (
-                    f"the document before it, on rank {open_rank}, ended at {open_end}"
-                    if open_rank >= 0
-                    else "no rank before it has a document"
-                )
-                raise CADDataError(
-                    f"rank {rank}: its first document starts at position {int(own.begin[0])}, but {before}. "
-                    "A rank may start inside a document only where the rank before stopped "
-                    "(deepspeed_cad.shard_stream cuts that way); otherwise positions must start at 0"
-                )
-            ids -= 1
-        documents.append(ids)
-        ranks_of.append(np.full(count, rank))
-        if count:
-            next_document, open_end, open_rank = int(ids[-1]) + 1, int(own.end[-1]), rank
+    count = [len(own.begin) for own in local]
     empty = [np.zeros(0, np.int64)]
-    segments = Segments(
-        np.concatenate(documents or empty),
-        np.concatenate([own.begin for own in local] or empty),
-        np.concatenate([own.end for own in local] or empty),
-        np.concatenate(ranks_of or empty),
-        np.concatenate([own.offset for own in local] or empty),
+    begin, end, offset = (
+        np.concatenate([getattr(own, name) for own in local] or empty) for name in ("begin", "end", "offset")
     )
+    rank = np.repeat(np.arange(len(local)), count)
+    segments = Segments(np.cumsum(begin == 0) - 1, begin, end, rank, offset)
+    if len(begin) and begin[0] > 0:
+        raise CADDataError(_starts_inside(int(rank[0]), int(begin[0]), "no rank before it has a document"))
+    order = np.lexsort((begin, segments.document))
+    goes_on = np.diff(segments.document[order]) == 0
+    wrong = np.flatnonzero(goes_on & (begin[order][1:] != end[order][:-1]))
+    if len(wrong):
+        before, at = order[wrong[0]], order[wrong[0] + 1]
+        if rank[before] != rank[at] and offset[at] == offset[rank == rank[at]].min():
+            found = f"the document before it, on rank {rank[before]}, ended at {end[before]}"
+            raise CADDataError(_starts_inside(int(rank[at]), int(begin[at]), found))
+        fault = "two ranks hold" if begin[at] < end[before] else "no rank holds"
+        low, high = sorted((int(begin[at]), int(end[before])))
+        raise CADDataError(
+            f"rank {rank[at]}: at row {offset[at]} position_ids jump to {begin[at]} inside a document, but {fault} its "
+            f"rows from {low} to {high}. Positions go on by one or start again at 0; only a document that lies on "
+            "several ranks may be in pieces, which together hold each of its rows once (deepspeed_cad.shard_stream "
+            "cuts that way)"
+        )
     return Layout(len(local), segments, _ints([own.tokens for own in local]))
+
+
+def _starts_inside(rank: int, position: int, found: str) -> str:
+    return (
+        f"rank {rank}: its first document starts at position {position}, but {found}. "
+        "A rank may start inside a document only where the rank before stopped "
+        "(deepspeed_cad.shard_stream cuts that way); otherwise positions must start at 0"
+    )
 
 
 def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegments:
     """Segments of a [batch, tokens] array of position ids, flattened row by row.
 
-    A document is a run of consecutive positions inside one batch row. `mask` ([batch, tokens], 0 where padded) takes
-    padding out; a run behind padding is a document of its own whatever position it starts at. Raises CADDataError
-    for positions that are not whole numbers, are negative, or jump inside a row to something other than 0.
+    A segment is a run of consecutive positions inside one batch row, and a document begins where the position is 0. A
+    jump to a later position is a piece of the same document; whether other ranks hold the rows between is found by
+    `assemble`. `mask` ([batch, tokens], 0 where padded) takes padding out; a run behind padding is a document of its
+    own whatever position it starts at. Raises CADDataError for positions that are not whole numbers, are negative, or
+    jump back inside a row to something other than 0.
     """
     positions = np.asarray(position_ids)
     if positions.ndim == 1:
@@ -286,12 +325,14 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
     jump = np.ones((batch, width), bool)
     jump[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     starts = valid & (after_gap | jump)
-    wrong = starts & ~after_gap & (positions != 0)
+    pieces = starts & ~after_gap & (positions != 0)
+    wrong = pieces.copy()
+    wrong[:, 1:] &= positions[:, 1:] <= positions[:, :-1]
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise CADDataError(
             f"position_ids[{row}, {column}] is {positions[row, column]} after {positions[row, column - 1]}; inside a "
-            "row positions either go on by one or start again at 0"
+            "row positions either go on by one or start again at 0, and jump ahead only in a document on several ranks"
         )
     stops = np.zeros((batch, width), bool)
     stops[:, :-1] = valid[:, :-1] & (starts[:, 1:] | ~valid[:, 1:])
@@ -299,7 +340,8 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
     offset = np.flatnonzero(starts)
     length = np.flatnonzero(stops) + 1 - offset
     # Only the first row of a rank can go on with a document of the rank before.
-    begin = np.where(offset == 0, positions.reshape(-1)[offset], 0)
+    inside = (offset == 0) | pieces.reshape(-1)[offset]
+    begin = np.where(inside, positions.reshape(-1)[offset], 0)
     return LocalSegments(begin, begin + length, offset, rows)
 
 
@@ -317,46 +359,3 @@ def segments_from_cumulative(cu_seqlens: Any, tokens: int) -> LocalSegments:
     length = np.diff(ends)
     kept = length > 0
     return LocalSegments(_ints(np.zeros(int(kept.sum()))), length[kept], ends[:-1][kept], tokens)
-
-
-def shard_stream(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """This rank's part of one packed stream that all ranks hold: documents may span ranks.
-
-    `batch`: tensors or arrays of shape [1, tokens]; `input_ids`, `position_ids` (a document starts where it is 0) and
-    optionally `labels` and other per-token fields. Rank r gets tokens [r·n, (r+1)·n), n = ⌈tokens / ranks⌉; the last
-    ranks may get fewer, or none. `labels` become targets of the next token *before* the cut and are returned as both
-    `labels` and `shift_labels`, which transformers' loss takes as they are: no target is lost at a cut.
-    Raises CADDataError where shapes differ, positions are missing, or 0 <= rank < ranks does not hold.
-    """
-    if not 0 <= rank < ranks:
-        raise CADDataError(f"rank {rank} of {ranks}: ranks are 0 to {ranks - 1}")
-    if "position_ids" not in batch:
-        raise CADDataError("shard_stream needs position_ids: they say where documents start")
-    shape = tuple(batch["position_ids"].shape)
-    if len(shape) != 2 or shape[0] != 1:
-        raise CADDataError(f"shard_stream cuts one packed row, [1, tokens]; position_ids has shape {shape}")
-    per_rank = -(-shape[1] // ranks)
-    here = slice(min(rank * per_rank, shape[1]), min((rank + 1) * per_rank, shape[1]))
-    shard: dict[str, Any] = {}
-    for name, value in batch.items():
-        if name == "labels":
-            targets = _next_tokens(value, batch["position_ids"])
-            shard["labels"] = shard["shift_labels"] = targets[:, here]
-        elif tuple(getattr(value, "shape", ()))[:2] == shape:
-            shard[name] = value[:, here]
-        elif getattr(value, "ndim", 0) > 1:
-            raise CADDataError(f"{name} has shape {tuple(value.shape)}; per-token fields must start with {shape}")
-        else:
-            shard[name] = value
-    return shard
-
-
-def _next_tokens(labels: Any, position_ids: Any) -> Any:
-    """Labels moved one to the left, −100 at the last token of every document."""
-    if tuple(labels.shape) != tuple(position_ids.shape):
-        raise CADDataError(f"labels has shape {tuple(labels.shape)}, position_ids {tuple(position_ids.shape)}")
-    targets = labels.clone() if hasattr(labels, "clone") else labels.copy()
-    targets[:, :-1] = labels[:, 1:]
-    targets[:, -1:] = -100
-    targets[:, :-1][position_ids[:, 1:] == 0] = -100
-    return targets

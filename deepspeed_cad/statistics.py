@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, PlannedTick
     from deepspeed_cad.planner.plan import Floats
 
-_NOT_SUMS = {"late_s", "late_rank"}
+_NOT_SUMS = {"late_s", "late_rank", "landing_bytes"}
 
 
 @dataclass(eq=False)
@@ -31,8 +31,12 @@ class Statistics:
     plan knows (pace.py); 0 where nothing is known of that."""
     late_rank: int = -1
     """Which rank that is; -1 where none is late."""
+    landing_bytes: int = 0
+    """Not a sum: what landing areas hold; with transports that keep none, the most that arrives at once in a tick."""
     bytes_sent: int = 0
     """Bytes that this rank sent, forward and backward."""
+    waves: int = 0
+    """Of the ticks that were planned, summed; as many as ticks where each is one wave."""
     slowest_before: float = 0.0
     """Attention of the slowest rank if every rank ran its own tokens."""
     slowest: float = 0.0
@@ -59,6 +63,7 @@ class Statistics:
             for key in dict.fromkeys(key for key, _ in plans):
                 planned = [one for (kind, _), one in plans.items() if kind == key]
                 self.planning_s += sum(one.seconds for one in planned)
+                self.waves += sum(len(one.schedules) for one in planned)
                 self.slowest_before += float(np.max(sum(one.plan.load_before for one in planned), initial=0.0))
                 self.slowest += sum(float(np.max(one.plan.load, initial=0.0)) for one in planned)
                 self.load_before = self.load_before + sum(one.plan.load_before for one in planned)
@@ -100,6 +105,7 @@ class Statistics:
             "cad/attention_max_over_mean_before": self.imbalance_before,
             "cad/attention_max_over_mean": self.imbalance,
             "cad/sent_MiB": self.bytes_sent / 2**20,
+            "cad/landing_MiB": self.landing_bytes / 2**20,
             "cad/planning_ms": self.planning_s * 1e3 / max(self.micro_batches, 1),
             "cad/waited_s": self.waited_s,
             "cad/servers_idle": self.servers_idle,

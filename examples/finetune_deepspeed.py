@@ -58,7 +58,8 @@ def main() -> None:
     )
     del sharded
     if args.span:
-        loader = span_batches(pack(documents, args.context * world, rows_needed), rank, world)
+        streams = pack(documents, args.context * world, rows_needed)
+        loader = span_batches(streams, rank, world, args.zigzag)
     losses = train(engine, loader, args)
     if args.save:
         save(engine, args.save)
@@ -88,10 +89,13 @@ def train(engine: Any, loader: Iterable[dict[str, Any]], args: argparse.Namespac
     return losses
 
 
-def span_batches(streams: list[dict[str, torch.Tensor]], rank: int, world: int) -> Iterator[dict[str, Any]]:
+def span_batches(
+    streams: list[dict[str, torch.Tensor]], rank: int, world: int, zigzag: bool
+) -> Iterator[dict[str, Any]]:
     """This rank's part of every stream: documents go on across ranks, and so may be longer than `--context`."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if zigzag else None
     for stream in streams:
-        batch = deepspeed_cad.shard_stream(stream, rank, world)
+        batch = deepspeed_cad.shard_stream(stream, rank, world, zigzag=zigzag, ranks_per_host=per_host)
         # The mean is taken over the targets of all ranks, so that every target weighs the same.
         yield batch | {"num_items_in_batch": int((stream["labels"] != -100).sum()) / world}
 
@@ -205,6 +209,7 @@ def read_arguments() -> argparse.Namespace:
     add("--steps", type=int, default=10, help="optimizer steps (default 10)")
     add("--context", type=int, help="tokens of a packed row (default 4096; 1024 with --tiny)")
     add("--span", action="store_true", help="one stream over all ranks: documents may be longer than --context")
+    add("--zigzag", action="store_true", help="with --span: documents dealt out evenly, for several hosts")
     add("--learning-rate", type=float, help="instead of the JSON's")
     add("--seed", type=int, default=0)
     add("--save", metavar="FOLDER", help="write the trained checkpoint here")
@@ -228,6 +233,8 @@ def read_arguments() -> argparse.Namespace:
     args.context = args.context or (1024 if args.tiny else 4096)
     if args.span and args.no_cad:
         parser.error("--span needs CAD: without it a rank cannot read the part of a document that lies on another")
+    if args.zigzag and not args.span:
+        parser.error("--zigzag deals out documents that span ranks: give --span too")
     if args.data and not (args.model or args.tokenizer):
         parser.error("--data needs a tokenizer: --model or --tokenizer")
     if not args.data and not args.synthetic:

@@ -7,11 +7,11 @@ both parts in turn and joins what they return. See pingpong.py for the order.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed_cad.integrations.mixed_in import inside_wrappers, mix_in
 
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.attention.pingpong import run_alternating
@@ -82,18 +82,4 @@ class DynamoOff:
 
 def alternate(layer: torch.nn.Module) -> None:
     """Give a decoder layer a subclass of its own class that can run as two nano-batches."""
-    # The split lies inside checkpointing and FSDP: the layer is gathered once, and recomputed as a whole.
-    for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
-        layer = getattr(layer, name, layer)
-    if not isinstance(layer, _Alternating):
-        layer.__class__ = subclass_of(type(layer), _Alternating)  # type: ignore[arg-type]
-
-
-@functools.cache
-def subclass_of(cls: type, mixin: type, **more: Any) -> type:
-    """One class for all modules of a class: FSDP's wrapping policies look layers up by it, transformers by its name.
-
-    `more`: what else is in its body.
-    """
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **more}
-    return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda names: names.update(body))
+    mix_in(inside_wrappers(layer), _Alternating)

@@ -23,8 +23,9 @@ import torch
 from deepspeed_cad.integrations.structure import decoder_layers
 from transformers import TrainerCallback
 
+from deepspeed_cad.attention.layer import LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import PlanKey
-from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
+from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 from deepspeed_cad.session import find_binding
 
 if TYPE_CHECKING:
@@ -105,9 +106,8 @@ def _seconds_per_unit(binding: Binding, key: PlanKey) -> float:
     dtype = torch.bfloat16 if model is None else next(model.parameters()).dtype
     if dtype.itemsize != shape.bytes_per_element:  # autocast
         dtype = {2: torch.bfloat16, 4: torch.float32}[shape.bytes_per_element]
-    kernel = session.kernel(
-        KernelNeed(device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group, key.window is not None)
-    )
+    rule = MaskRule(shape.head_dim**-0.5, key.window)
+    kernel = session.kernel(kernel_need(LayerKind(shape, rule, dtype), device))
     rows = _ROWS.get(device.type, 512)
     q, k, v = (
         torch.randn(rows, many, size, device=device, dtype=dtype)
@@ -120,7 +120,6 @@ def _seconds_per_unit(binding: Binding, key: PlanKey) -> float:
     cumulative = np.array([0, rows], np.int32)
     on_device = torch.from_numpy(cumulative).to(device)
     sequences = Sequences(cumulative, cumulative, on_device, on_device, rows, rows)
-    rule = MaskRule(shape.head_dim**-0.5, key.window)
     _time(kernel, q, k, v, sequences, rule)
     seconds = min(_time(kernel, q, k, v, sequences, rule) for _ in range(3))
     units = float(session.cost.cost_for(shape).of(0, rows, key.window)) * shape.groups

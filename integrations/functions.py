@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed_cad.integrations.layer_call import read_call
 from deepspeed_cad.integrations.mask_check import check_mask
-from deepspeed_cad.integrations.models import refuse_arguments
 from deepspeed_cad.integrations.padding import Padding
 from deepspeed_cad.integrations.positions import Unread
 from deepspeed_cad.integrations.structure import default_attention, local_attention, masked_attention
@@ -21,7 +21,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.errors import CADError, CADUnsupportedError
-from deepspeed_cad.kernels.interface import MaskRule
 
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
@@ -102,26 +101,13 @@ def cad_attention(
             module, query, key, value, attention_mask,
             scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux, **kwargs,
         )  # fmt: skip
-    if dropout:
-        raise CADUnsupportedError(
-            f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"
-        )
-    rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask.window, softcap)
-    label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
-    refuse_arguments(label, kwargs)
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention_mask.attend(module, q, k, v, rule, s_aux, label)
-
+    layer = read_call(module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
     check: Check | None = attention_mask.micro_batch.check
-    if check is None:
-        o = run(query, key, value)
-    else:
-        o = check.attend(run, query, key, value, rule, s_aux, label)
+    o = attention_mask.attend(layer) if check is None else check.attend(attention_mask.attend, layer)
     padding: Padding | None = attention_mask.micro_batch.padding
     if padding is not None:
         own = masked_attention(
-            module, padding.eager, scaling=rule.scale, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
+            module, padding.eager, scaling=layer.rule.scale, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
         )
         o = padding.fill(id(module), attention_mask, query, key, value, o, own)
     return o, None

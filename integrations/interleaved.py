@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.alternating import DynamoOff, keep_hook, subclass_of
+from deepspeed_cad.integrations.alternating import DynamoOff, keep_hook
 from deepspeed_cad.integrations.functions import Scope, running
 from deepspeed_cad.integrations.interleavable import records, why_not_twice
 from deepspeed_cad.integrations.joined import CannotJoin, Join
+from deepspeed_cad.integrations.mixed_in import subclass_of
 
 from deepspeed_cad.ahead.documents import batch_shape
 from deepspeed_cad.attention.microbatch import MicroBatch, NotInterleaved

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,23 @@ Ints = npt.NDArray[np.int64]
 def is_due(forwards: int) -> bool:
     """Whether forward number `forwards` is checked: 0, 1, 3, 7, 15 and so on."""
     return forwards & (forwards + 1) == 0
+
+
+@dataclass(eq=False)
+class ForwardCheck:
+    """The check of one forward whose layers make their masks themselves: the first mask of each window is looked at."""
+
+    layout: Layout
+    rank: int
+    forwards: int
+    """Number of this forward on this rank, counted from 0."""
+    _seen: set[int | None] = field(default_factory=set)
+
+    def see(self, window: int | None, given: dict[str, Any]) -> None:
+        """A layer made a mask; as `check_mask`."""
+        if window not in self._seen:
+            self._seen.add(window)
+            check_mask(self.layout, self.rank, window, given, self.forwards)
 
 
 def check_mask(layout: Layout, rank: int, window: int | None, given: dict[str, Any], forwards: int) -> None:
@@ -86,13 +104,16 @@ def _geometry(given: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _rows(layout: Layout, rank: int) -> tuple[Ints, Ints]:
-    """Document and position of every row of a rank; document -1 for padding."""
+    """Segment and position of every row of a rank; segment -1 for padding.
+
+    Not the document: of one that lies in pieces the model's own mask shows no piece to another.
+    """
     rows = int(layout.tokens[rank])
     document, position = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
     seg = layout.segments
-    for name, begin, end, _, offset in seg.select(seg.rank == rank).to_array():
+    for number, (_, begin, end, _, offset) in enumerate(seg.select(seg.rank == rank).to_array()):
         here = slice(offset, offset + end - begin)
-        document[here] = name
+        document[here] = number
         position[here] = np.arange(begin, end)
     return document, position
 

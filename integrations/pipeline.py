@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from deepspeed_cad.integrations.models import refuse_arguments
+from deepspeed_cad.integrations.layer_call import read_call
+from deepspeed_cad.integrations.structure import name_layer
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.kernels.interface import MaskRule
 
 NAME = "cad_pipeline"
 """The attention name; see functions.NAME about what it must not contain."""
@@ -24,17 +25,11 @@ _BINDING = "cad_pipeline"
 class Attends(Protocol):
     """What runs the attention of a stage."""
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q_BHSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSV: torch.Tensor,
-        rule: MaskRule,
-        sinks: torch.Tensor | None,
-        label: str,
-    ) -> torch.Tensor:
+    def attend(self, layer: LayerInput) -> torch.Tensor:
         """O [B, S, H, V]."""
+
+    def see_mask(self, window: int | None, given: dict[str, Any]) -> None:
+        """A layer made this mask; raises where the plan does not agree with it."""
 
 
 def install_attention(stage: torch.nn.Module, binding: Attends) -> int:
@@ -66,15 +61,16 @@ def refuse_dropout(config: Any) -> None:
 class Window:
     """Stands where layers expect a mask: plans know the documents, only the window is the layer's own."""
 
-    __slots__ = ("size",)
+    __slots__ = ("given", "size")
 
-    def __init__(self, size: int | None) -> None:
-        self.size = size
+    def __init__(self, size: int | None, given: dict[str, Any]) -> None:
+        """`given`: what the mask function got. Which micro-batch it is for is not known before a layer attends."""
+        self.size, self.given = size, given
 
 
 def window_mask(*args: Any, **kwargs: Any) -> Window:
     """The mask function."""
-    return Window(kwargs.get("local_size"))
+    return Window(kwargs.get("local_size"), kwargs)
 
 
 @torch.compiler.disable
@@ -92,7 +88,7 @@ def pipeline_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]."""
-    label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    label = name_layer(module)
     binding: Attends | None = getattr(module, _BINDING, None)
     if binding is None:
         raise CADUnsupportedError(f"{label} is not part of a stage on which CAD was turned on")
@@ -102,14 +98,10 @@ def pipeline_attention(
                 f"{label} has a window of {sliding_window} tokens, its mask one of {attention_mask.size}"
             )
         sliding_window = attention_mask.size
+        binding.see_mask(attention_mask.size, attention_mask.given)
     elif attention_mask is not None:
         raise CADUnsupportedError(
             f"{label} got a ready-made mask; in a pipeline documents are read from position ids: pass none"
         )
-    if dropout:
-        raise CADUnsupportedError(
-            f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"
-        )
-    refuse_arguments(label, kwargs)
-    rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else float(scaling), sliding_window, softcap)
-    return binding.attend(module, query, key, value, rule, s_aux, label), None
+    layer = read_call(module, query, key, value, sliding_window, scaling, dropout, softcap, s_aux, kwargs)
+    return binding.attend(layer), None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import types
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +21,9 @@ from typing import Any
 
 import torch
 from deepspeed_cad.integrations.borders import NAME, Borders
+from deepspeed_cad.integrations.mixed_in import inside_wrappers, mix_in
 from deepspeed_cad.integrations.state_check import Way, find_way
+from deepspeed_cad.integrations.structure import name_layer
 from torch import nn
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError
@@ -158,22 +159,10 @@ def watch_state(decoder: nn.Module, layers: nn.ModuleList) -> None:
                 f"the forward of {type(module).__name__} was replaced on the module itself (use_kernels, a hook), so "
                 "CAD cannot keep its state inside documents. Turn that off, or train without CAD"
             )
-        module.__class__ = _subclass(_Recurrent, type(module))  # type: ignore[arg-type]
+        mix_in(module, _Recurrent)
     for layer in layers:
-        # Inside checkpointing and FSDP, which pass arguments on.
-        for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
-            layer = getattr(layer, name, layer)
-        layer.__class__ = _subclass(_Carrier, type(layer))  # type: ignore[arg-type]
-        layer._cad_recurrent = sum(isinstance(module, _Recurrent) for module in layer.modules())  # type: ignore[assignment]
-
-
-@functools.cache
-def _subclass(mixin: type, cls: Any) -> Any:
-    """One class for all layers of a class, by its name: FSDP's wrapping policies look layers up by class."""
-    if issubclass(cls, mixin):
-        return cls
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda names: names.update(body))
+        layer = mix_in(inside_wrappers(layer), _Carrier)
+        layer._cad_recurrent = sum(isinstance(module, _Recurrent) for module in layer.modules())
 
 
 @torch.compiler.disable(recursive=False)
@@ -187,7 +176,7 @@ def _run(
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         # Older versions of transformers hand the mask of attention to all layers, which is a plan here.
         mask = None
-    label = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    label = name_layer(module)
     cached = any(given.get(name) is not None for name in _CACHES)
     given = {name: value for name, value in given.items() if name not in _OF_BORDERS}
     if hidden_BSD.shape[:2] != (borders.batch, borders.width):

@@ -55,6 +55,11 @@ def decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList | None:
     return None
 
 
+def name_layer(module: torch.nn.Module) -> str:
+    """How errors and the timeline call a module of a decoder layer."""
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+
+
 def has_attention(layer: torch.nn.Module) -> bool:
     """Whether a decoder layer calls the attention interface."""
     names = (inspect.unwrap(type(module).forward).__code__.co_names for module in layer.modules())

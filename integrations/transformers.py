@@ -60,6 +60,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.session import Session, open_session
+from deepspeed_cad.unused import unused_outside_pipelines
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -360,6 +361,7 @@ def bind(model: torch.nn.Module, config: CADConfig) -> Binding:
     bound: Binding | None = session.bindings.get(inner)
     if bound is not None:
         return bound
+    session.warn(unused_outside_pipelines(config))
     binding = Binding(inner, session)
     binding.install()
     when_imported("transformers.trainer", _install_trainer_hooks)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from deepspeed_cad.integrations.structure import masked_attention
 
+from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
@@ -95,25 +96,16 @@ class Check:
     _forward_over: bool = False
     _said: bool = False
 
-    def attend(
-        self,
-        run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-        q_BHSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSV: torch.Tensor,
-        rule: MaskRule,
-        sinks: torch.Tensor | None,
-        label: str,
-    ) -> torch.Tensor:
+    def attend(self, run: Callable[[LayerInput], torch.Tensor], layer: LayerInput) -> torch.Tensor:
         """O [B, S, H, V] of `run`, compared; its gradients are compared when they arrive."""
         if self.cut:
-            return run(q_BHSD, k_BKSD, v_BKSV)
-        call = _Call(self, rule, None if sinks is None else sinks.detach().clone(), label)
-        inputs = (q_BHSD, k_BKSD, v_BKSV)
+            return run(layer)
+        sinks, inputs = layer.sinks_H, (layer.q_BHSD, layer.k_BKSD, layer.v_BKSV)
+        call = _Call(self, layer.rule, None if sinks is None else sinks.detach().clone(), layer.label)
         if not self._forward_over and (any(x.requires_grad for x in inputs) or not torch.is_grad_enabled()):
-            self._waiting.add(label)
+            self._waiting.add(layer.label)
         q, k, v = _Inputs.apply(call, *inputs)
-        o: torch.Tensor = _Output.apply(call, run(q, k, v))
+        o: torch.Tensor = _Output.apply(call, run(layer._replace(q_BHSD=q, k_BKSD=k, v_BKSV=v)))
         if not self._forward_over:
             with torch.no_grad():
                 call.compare_output(inputs, o.detach().flatten(0, 1))

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import cases
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout, Tick
-from deepspeed_cad.schedule import HOME, SERVER, Schedule, build_slices, schedule_rank
+from deepspeed_cad.schedule import HOME, SERVER, Schedule
+from deepspeed_cad.schedule.room import OUT
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, DIM, VALUE = 6, 3, 8, 5
@@ -40,17 +47,25 @@ def check_fields(schedule: Schedule, fields: list[Outgoing] | list[Returning]) -
         if isinstance(one, Returning):
             assert one.served.shape[0] == schedule.served_rows[schedule.rank, one.kind]
             assert one.served.is_contiguous(), f"strides {one.served.stride()} cannot be returned"
-            assert one.served.dtype == one.home.dtype
+            assert one.served.dtype == one.home.dtype or (one.add and one.home.dtype == torch.float32)
 
 
 class Network:
-    """Exchanges among ranks that one thread runs step by step: first all of them send, then all of them wait."""
+    """Exchanges among ranks that one thread runs step by step: first all of them send, then all of them wait. With
+    more waves than are under way at once each rank has a thread, because steps of ranks wait for each other."""
 
     def __init__(self, ranks: int, log: list[str] | None = None) -> None:
         self.log = log
         self.transports = [NetworkTransport(self, rank) for rank in range(ranks)]
         self.sent: dict[tuple[int, int], tuple[Schedule, list[Any]]] = {}
         """By exchange and rank."""
+        self.news = threading.Condition()
+
+    def take(self, exchange: int, peer: int) -> tuple[Schedule, list[Any]]:
+        """What a rank sent, once it did."""
+        with self.news:
+            assert self.news.wait_for(lambda: (exchange, peer) in self.sent, 10), f"rank {peer} starts no {exchange}"
+            return self.sent[exchange, peer]
 
     def say(self, what: str) -> None:
         if self.log is not None:
@@ -64,22 +79,35 @@ class NetworkTransport:
     network: Network
     rank: int
     name: str = "network"
+    most_waves: int = 8
     exchanges: int = 0
     bytes_sent: int = 0
     shipped: list[list[int]] = field(default_factory=list)
     """The width of every field, by exchange."""
     nano_batches: list[int] = field(default_factory=list)
     """The nano-batch of every exchange."""
-    landed: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """What arrived, by nano-batch: valid until the next dispatch, as in landing areas that are used again."""
+    landed: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+    """What arrived, by nano-batch and lane: valid until its return, as in landing areas that are used again."""
+    moments: list[Moment] = field(default_factory=list)
+    """Of every exchange."""
 
-    def dispatch(self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, *identity: Any) -> _Dispatched:
-        for area in self.landed.pop(nano_batch, []):
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment) -> _Dispatched:
+        lane = nano_batch, moment.wave % OUT
+        for area in self.landed.pop(lane, []):
             area.fill_(float("nan"))
-        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields, nano_batch), nano_batch)
+        self.moments.append(moment)
+        return _Dispatched(self, schedule, fields, self._start("dispatch", schedule, fields, nano_batch), lane)
 
-    def give_back(self, schedule: Schedule, fields: list[Returning], nano_batch: int, *identity: Any) -> _Returned:
-        return _Returned(self, schedule, fields, self._start("give_back", schedule, fields, nano_batch))
+    def give_back(self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment) -> _Returned:
+        self.moments.append(moment)
+        back = _Returned(self, schedule, fields, self._start("give_back", schedule, fields, nano_batch))
+        for area in self.landed.pop((nano_batch, moment.wave % OUT)):
+            area.fill_(float("nan"))
+        return back
+
+    landing_bytes: int = 0
+
+    def make_room(self, schedules: Any, room: Any, nano_batch: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -90,7 +118,9 @@ class NetworkTransport:
         self.exchanges += 1
         self.shipped.append([f.home.shape[2] for f in fields])
         data = [f.served.clone() if isinstance(f, Returning) else f.home.detach().clone() for f in fields]
-        self.network.sent[self.exchanges, self.rank] = (schedule, data)
+        with self.network.news:
+            self.network.sent[self.exchanges, self.rank] = (schedule, data)
+            self.network.news.notify_all()
         self.bytes_sent += sum(
             int(schedule.rows_by_peer(schedule.sends, SERVER, f.kind).sum()) * f.home.shape[2] * f.home.element_size()
             for f in fields
@@ -105,7 +135,7 @@ class _Dispatched:
     schedule: Schedule
     fields: list[Outgoing]
     exchange: int
-    nano_batch: int
+    lane: tuple[int, int]
 
     def wait(self) -> list[torch.Tensor]:
         self.own.network.say("wait out")
@@ -114,14 +144,14 @@ class _Dispatched:
         for i, f in enumerate(self.fields):
             landed = f.home.new_full((int(mine.served_rows[me, f.kind]), f.home.shape[2]), float("nan"))
             for peer in range(mine.ranks):
-                theirs, data = self.own.network.sent[self.exchange, peer]
+                theirs, data = self.own.network.take(self.exchange, peer)
                 sends = mine.own if peer == me else theirs.sends[theirs.sends[:, SERVER] == me]
                 takes = mine.own if peer == me else mine.receives[mine.receives[:, HOME] == peer]
                 at = torch.from_numpy(theirs.home_index(sends, f.kind))
                 rows = data[i].flatten(0, 1)[at] if peer != me else f.home.reshape(-1, f.home.shape[2])[at]
                 landed[torch.from_numpy(mine.server_index(takes, f.kind))] = rows
             arrived.append(landed)
-        self.own.landed[self.nano_batch] = arrived
+        self.own.landed[self.lane] = arrived
         return list(arrived)
 
 
@@ -141,7 +171,7 @@ class _Returned:
             found = torch.zeros(f.home.shape[0] * groups, f.home.shape[2], dtype=wide)
             seen = torch.zeros(len(found), dtype=torch.bool)
             for peer in range(mine.ranks):
-                theirs, data = self.own.network.sent[self.exchange, peer]
+                theirs, data = self.own.network.take(self.exchange, peer)
                 sends = mine.own if peer == me else mine.sends[mine.sends[:, SERVER] == peer]
                 takes = mine.own if peer == me else theirs.receives[theirs.receives[:, HOME] == me]
                 at = torch.from_numpy(mine.home_index(sends, f.kind))
@@ -204,6 +234,19 @@ def expected_of(
     return Expected(made, None if leaf is None else leaf.grad)
 
 
+def worst_error(
+    rank: int, right: Expected, o: torch.Tensor, leaves: dict[str, torch.Tensor], sinks: torch.Tensor | None
+) -> float:
+    """The largest error of this process's O and gradients, that of sinks as a share. Collective where there are any."""
+    pairs: dict[str, Any] = {"o": o.detach(), **{f"d{n}": leaves[n].grad for n in "qkv"}}
+    errors = [float((x.double() - right.ranks[rank][n]).abs().max()) for n, x in pairs.items() if x.numel()]
+    if sinks is not None and right.sinks is not None:
+        total = sinks.grad.double()
+        dist.all_reduce(total)
+        errors.append(float((total - right.sinks).abs().max() / right.sinks.abs().max()))
+    return max(errors, default=0.0)
+
+
 @dataclass
 class Ranks:
     """One layer's attention on every rank of a layout, with a random plan."""
@@ -222,6 +265,8 @@ class Ranks:
     """By ticks; random where not given."""
     alone: bool = False
     """A group of one rank: no transport."""
+    waves: int = 1
+    blocks: int = 0
 
     def __post_init__(self) -> None:
         ranks = range(self.layout.ranks)
@@ -241,16 +286,23 @@ class Ranks:
         """By ticks and ranks."""
         for nano_batch, tick in enumerate(self.ticks):
             tasks = cases.random_tasks(tick, GROUPS, rng) if self.tasks is None else self.tasks[nano_batch]
-            slices = build_slices(tick, tasks, self.rule.window)
-            schedules = [schedule_rank(tick, slices, rank, GROUPS, self.rule.window) for rank in ranks]
-            self.calls.append([self._call(schedule, nano_batch) for schedule in schedules])
+            self.calls.append(
+                [
+                    self._call(
+                        schedule_waves(tick, tasks, r, GROUPS, self.rule.window, Cut(self.waves, self.blocks, 2)),
+                        r,
+                        nano_batch,
+                    )
+                    for r in ranks
+                ]
+            )
 
-    def _call(self, schedule: Schedule, nano_batch: int) -> AttentionCall:
-        transport = None if self.alone else self.network.transports[schedule.rank]
+    def _call(self, schedules: tuple[Schedule, ...], rank: int, nano_batch: int) -> AttentionCall:
+        transport = None if self.alone else self.network.transports[rank]
         return AttentionCall(
             CallSetup(
-                upload_schedule(schedule, CPU), self.kernel, transport, self.rule,
-                self.modes, self.counts[schedule.rank], nano_batch, f"layer on rank {schedule.rank}",
+                upload_schedule(schedules, CPU), self.kernel, transport, self.rule,
+                self.modes, self.counts[rank], nano_batch, f"layer on rank {rank}",
             )
         )  # fmt: skip
 
@@ -269,7 +321,7 @@ class Ranks:
             given = [self.inputs(n, rank) for rank in range(len(calls))]
             sinks = [leaf.get("sinks") for leaf in self.leaves]
             tokens = [call.dispatch(*one, sink) for call, one, sink in zip(calls, given, sinks)]
-            tokens = [call.serve(token) for call, token in zip(calls, tokens)]
+            tokens = self._on_all([lambda c=call, t=token: c.serve(t) for call, token in zip(calls, tokens)])
             found.append(
                 [call.collect(token, *one, sink) for call, token, one, sink in zip(calls, tokens, given, sinks)]
             )
@@ -278,7 +330,16 @@ class Ranks:
     def backward(self, outputs: list[torch.Tensor], retain_graph: bool = False) -> None:
         """With the dO of the layout."""
         gradients = [rows_of(self.layout, rank, self.dtype)["do"] for rank in range(self.layout.ranks)]
-        torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
+        if self.waves <= OUT:
+            torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
+        else:
+            self._on_all([lambda o=o, do=do: o.backward(do) for o, do in zip(outputs, gradients)])
+
+    def _on_all(self, steps: list[Callable[[], Any]]) -> list[Any]:
+        if self.waves <= OUT:
+            return [step() for step in steps]
+        with ThreadPoolExecutor(len(steps)) as pool:
+            return [one.result() for one in [pool.submit(step) for step in steps]]
 
     def run(self) -> dict[str, float]:
         """Errors of a forward and a backward."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 LINKS = {"inside": 100, "between": 10}
@@ -63,3 +64,37 @@ def alone(model: torch.nn.Module, docs: list[torch.Tensor]) -> tuple[float, dict
     }
     model.zero_grad()
     return total, gradients
+
+
+def step_as_alone(model: torch.nn.Module, reference: torch.nn.Module, docs: list[torch.Tensor]) -> None:
+    """Forward and backward of documents in one packed row: loss and gradients must be those of each document alone."""
+    loss = loss_sum(model, pack(docs))
+    loss.backward()
+    expected, gradients = alone(reference, docs)
+    assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
+    for name, parameter in model.named_parameters():
+        # Gradients of a rank are those of its own documents: serving others adds nothing to them.
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert (grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
+    model.zero_grad()
+
+
+def sums_of_all_ranks(loader: Any, model: torch.nn.Module, together: int) -> dict[str, Any]:
+    """Losses and gradients of a loop without an optimizer, summed over ranks, and the shapes of this rank's rows.
+
+    `together`: micro-batches whose losses are added up.
+    """
+    losses, rows = [], []
+    for batch in loader:
+        loss = loss_sum(model, batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        rows.append(tuple(batch["input_ids"].shape))
+    total = torch.tensor(losses, dtype=torch.float64).view(-1, together).sum(1)
+    dist.all_reduce(total)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        gradients[name] = parameter.grad.numpy()
+    return {"losses": total.tolist(), "gradients": gradients, "rows": rows}

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.ahead import linear as linear_layers
+from deepspeed_cad.ahead import memory
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.traffic import COLUMNS, Traffic
 from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
@@ -96,7 +97,8 @@ class State(IntEnum):
 
 
 _VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WAITED, _TICKS, _TRAFFIC = range(13)
-_LINEAR = _TRAFFIC + COLUMNS
+_MEMORY = _TRAFFIC + COLUMNS
+_LINEAR = _MEMORY + memory.COLUMNS
 _WIDTH = _LINEAR + linear_layers.COLUMNS
 
 APART = (
@@ -135,6 +137,8 @@ class Gatherer:
         self.group, self.rank, self.ranks, self.liveness, self.pace = group, rank, ranks, liveness, pace
         self.traffic: Traffic | None = None
         """Learns from what ranks measured, likewise; set once links are known."""
+        self.memory: memory.Memory | None = None
+        """The same of memory for exchanges; None where it has no limit."""
         self.linear: linear_layers.Linear | None = None
         """The same for linear layers; set where servers are reserved."""
         self.settings = ""
@@ -193,17 +197,19 @@ class Gatherer:
         header[_STATE], header[_VALUE], header[_COUNT] = state, value, len(mine)
         learns = subject.what in (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP)
         pace, traffic = (self.pace, self.traffic) if learns else (None, None)
-        linear = self.linear if learns else None
+        linear, room = (self.linear, self.memory) if learns else (None, None)
         if pace is not None:
             header[_WAITED], header[_TICKS] = pace.report()
         if traffic is not None:
-            header[_TRAFFIC:_LINEAR] = traffic.report()
+            header[_TRAFFIC:_MEMORY] = traffic.report()
+        if room is not None:
+            header[_MEMORY:_LINEAR] = room.report()
         if linear is not None:
             header[_LINEAR:] = linear.report(subject.model)
         self.begun += 1
         self.inside = self.begun, subject
         try:
-            headers, rows = self._meet(header, mine, pace, traffic, linear, f"the other ranks' {subject}")
+            headers, rows = self._meet(header, mine, pace, traffic, linear, room, f"the other ranks' {subject}")
         finally:
             self.inside = None
         return [
@@ -218,6 +224,7 @@ class Gatherer:
         pace: Pace | None,
         traffic: Traffic | None,
         linear: linear_layers.Linear | None,
+        room: memory.Memory | None,
         waited_for: str,
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Headers of all ranks, [ranks, _WIDTH], and their payloads, each padded to the longest."""
@@ -226,7 +233,9 @@ class Gatherer:
         if pace is not None:
             pace.hear(headers[:, _WAITED], headers[:, _TICKS])
         if traffic is not None:
-            traffic.hear(headers[:, _TRAFFIC:_LINEAR])
+            traffic.hear(headers[:, _TRAFFIC:_MEMORY])
+        if room is not None:
+            room.hear(headers[:, _MEMORY:_LINEAR])
         if linear is not None:
             linear.hear(int(header[_WHICH]), headers[:, _LINEAR:])
         widest = int(headers[:, _COUNT].max())

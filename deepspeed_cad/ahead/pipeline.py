@@ -16,10 +16,10 @@ from functools import partial
 from deepspeed_cad.ahead.gather import Subject, What
 from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.plan import Plans
-from deepspeed_cad.ahead.rounds import Rounds
 from deepspeed_cad.ahead.traffic import Now
+from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
-from deepspeed_cad.attention.program import LayerKind, ProgramTick
+from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADError
@@ -27,6 +27,7 @@ from deepspeed_cad.kernels.interface import Kernel
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.rounds import Rounds
 
 BACKWARD_PAIRS = 5 / 7
 """Share of the matrix products of a query-key pair that backward has."""
@@ -149,6 +150,7 @@ class StepPlans:
         given = gather()
         # What was learned of links travelled with the documents: now it is the same on all ranks.
         self._links = None if self.plans.traffic is None else self.plans.traffic.now
+        self.plans.say_news()
         if given is None:
             return False
         kinds = list(dict.fromkeys(key_of(tick.kind) for tick in self.program))

@@ -18,10 +18,12 @@ import torch
 
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
+from deepspeed_cad.ahead.memory import Memory
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.traffic import Now, Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.linear import LinearTimes
+from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
@@ -31,6 +33,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.constants import WAVES
 from deepspeed_cad.planner.cut import LayerKind, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
@@ -85,6 +88,7 @@ class Plans:
         traffic: Traffic | None = None,
         speeds: Floats | None = None,
         reserved: Reserved | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """What every micro-batch of the session has in common.
 
@@ -102,11 +106,12 @@ class Plans:
             traffic: what links carry; None where there is one rank.
             speeds: of every rank in attention, beside what the costs say; None: all are equal.
             reserved: servers beside the ranks that train; None where there are none.
+            memory: what exchanges may take; None where nobody looks after that.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
         self.hosts, self.aside, self.traffic, self.reserved = hosts, aside, traffic, reserved
-        self._speeds = speeds
+        self._speeds, self.memory = speeds, memory
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
@@ -147,7 +152,7 @@ class Plans:
         for key in keys:
             self.pace.expect(max(self._mean_attention(tick, key) for tick in ticks))
         now = None if self.traffic is None else self.traffic.now
-        self._say_news()
+        self.say_news()
         turn, self.turn = self.turn, self.turn + 1
         orders = None
         if self.reserved is not None and self.reserved.open is not None:
@@ -158,6 +163,7 @@ class Plans:
             partial(self.plan_tick, late=late, now=now, beside=beside), partial(self._agree, turn), self.transport(),
             self.counts, aside=self.aside(), turn=turn, era=now and now.era,
             late=partial(self._base_load, late, beside), orders=orders,
+            memory=self._exchange_memory(len(ticks)),
             linear=None if self.reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
         )  # fmt: skip
         if keys:
@@ -166,10 +172,11 @@ class Plans:
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
         """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""
-        if len(local.begin) and local.begin[0] > 0:
+        inside = local.begin[local.begin > 0]
+        if len(inside):
             raise CADDataError(
-                f"evaluation runs attention on each rank alone, but the first document of rank {self.gatherer.rank} "
-                f"starts at position {int(local.begin[0])}: evaluate on whole documents"
+                f"evaluation runs attention on each rank alone, but a document of rank {self.gatherer.rank} "
+                f"starts at position {int(inside[0])}: evaluate on whole documents"
             )
         layout = assemble([local])
         return MicroBatch(
@@ -191,13 +198,35 @@ class Plans:
             PlanInput(
                 tick, key.shape, cost.cost_for(key.shape), key.window, self.config.tolerance,
                 self.config.granularity, base_load=base, speed=self.speeds, hosts=self.hosts,
-                keep=self.config.backward == "keep",
+                waves=self._waves(), keep=self.config.backward == "keep",
             )
         )  # fmt: skip
         if base is None:
             return plan
         # Statistics speak of attention, not of when ranks finish.
         return replace(plan, load=plan.load - base, load_before=plan.load_before - base)
+
+    def _waves(self) -> tuple[int, ...]:
+        """In how many waves plans may move; the same on every rank."""
+        transport = self.transport()
+        if transport is None or self.reserved is not None:
+            return (1,)  # the orders of reserved servers do not name waves
+        if not isinstance(self.config.waves, str):
+            return (self.config.waves,)
+        several_hosts = self.hosts is not None and len(np.unique(self.hosts)) > 1
+        if not several_hosts or self.config.overlap == "none":
+            return (1,)
+        return tuple(count for count in WAVES if count <= transport.most_waves)
+
+    def _exchange_memory(self, ticks: int) -> ExchangeMemory | None:
+        """What the exchanges of a micro-batch may need at once; nano-batches have memory of their own."""
+        memory, config = self.memory, self.config
+        if memory is None:
+            return None
+        return ExchangeMemory(
+            memory.now.size / ticks, memory.now.source, config.backward == "keep", config.granularity, ticks,
+            lambda size: memory.needs(size * ticks), lambda limit: memory.lacks(limit * ticks),
+        )  # fmt: skip
 
     def _linear(self, model: int) -> Floats | None:
         """Seconds per token of every trainer's linear layers, where plans know of them and costs are seconds too."""
@@ -228,8 +257,8 @@ class Plans:
             self._said.add(text)
             logger.info(text)
 
-    def _say_news(self) -> None:
-        """On rank 0 what all ranks learned of links."""
+    def say_news(self) -> None:
+        """On rank 0 what all ranks learned of links since this was called last."""
         if self.traffic is None:
             return
         for text, notable in self.traffic.news:

@@ -17,12 +17,13 @@ from deepspeed_cad.attention.forward import Kept, ServedOutputs, as_received
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
 from deepspeed_cad.attention.serve import (
     by_group,
+    lse_dtype,
     new_gradients,
     run_local_backward,
     run_served_backward,
 )
-from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning
+from deepspeed_cad.attention.setup import CallSetup, WavesOut
+from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
 
 
@@ -43,7 +44,7 @@ class BackwardStarted:
     k_UKD: torch.Tensor
     v_UKV: torch.Tensor
     kept: Kept
-    out: Dispatched | None
+    out: WavesOut
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +70,17 @@ def start_backward(
 ) -> BackwardStarted:
     """Start sending dO, and Q, K, V if they were not kept."""
     what, fields = "dO out", [Outgoing(QUERY, by_group(do_THV, k_UKD))]
-    if kept.served is not None and kept.served.received is None:
+    if kept.served and kept.served[0].received is None:
         what = "dO, Q, K, V out"
         fields += [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
     out = setup.dispatch(what, fields, backward=True)
     return BackwardStarted(do_THV, q_THD, k_UKD, v_UKV, kept, out)
+
+
+def with_packed_heads(do_THV: torch.Tensor) -> torch.Tensor:
+    """dO as slices are taken from it: each row's heads lie side by side. Gradients that autograd makes may be views."""
+    packed = do_THV.stride(-1) == 1 and do_THV.stride(-2) == do_THV.shape[-1]
+    return do_THV if packed else do_THV.contiguous()
 
 
 def sinks_gradient(setup: CallSetup, kept: Kept, do_THV: torch.Tensor) -> torch.Tensor | None:
@@ -91,8 +98,7 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
     """Run the backward of local and served batches, start sending dQ, dK, dV back."""
     do, q, k, v, kept = started.do_THV, started.q_THD, started.k_UKD, started.v_UKV, started.kept
     own = Gradients(*new_gradients(setup.schedule, q, k, v))
-    same = own.dk_UKD.dtype == k.dtype
-    landing = (own.dk_UKD, own.dv_UKV) if same else (torch.empty_like(k), torch.empty_like(v))
+    landing = new_landing(setup, own, k, v)
 
     def run(batches: Batches) -> None:
         run_local_backward(
@@ -100,12 +106,11 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
             add=setup.schedule.local_keys_overlap,
         )  # fmt: skip
 
-    def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
-        assert kept.served is not None  # whoever exchanges has served
-        made = serve_arrived_backward(setup, started, kept.served, arrived)
-        return None, setup.give_back("dQ, dK, dV back", gradients_back(made, own, landing), backward=True)
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+        made = serve_arrived_backward(setup, wave, started, kept.served[wave], arrived)
+        return None, setup.give_back("dQ, dK, dV back", wave, gradients_back(made, own, landing), backward=True)
 
-    if started.out is None:
+    if not started.out.count:
         run_alone(setup, run, backward=True)
         return BackwardServed(started, own, landing, None)
     _, back = run_tasks(setup, started.out, run, serve, backward=True)
@@ -113,15 +118,15 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
 
 
 def serve_arrived_backward(
-    setup: CallSetup, started: BackwardStarted, served: ServedOutputs, arrived: list[torch.Tensor]
+    setup: CallSetup, wave: int, started: BackwardStarted, served: ServedOutputs, arrived: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ, dK and dV of what was served, from the dO that arrived."""
+    """dQ, dK and dV of what was served in a wave, from the dO that arrived."""
     do_RW, *resent = arrived
     received = served.received or as_received(resent, started.q_THD)
     with setup.span("served", backward=True, aside=setup.aside is not None):
         return run_served_backward(
-            setup.schedule, setup.kernel, setup.rule, do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *received,
-            served.o_RGV, served.lse_RG,
+            setup.schedule.waves[wave], setup.kernel, setup.rule,
+            do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *received, served.o_RGV, served.lse_RG,
         )  # fmt: skip
 
 
@@ -141,14 +146,44 @@ def gradients_back(
 
 def collect_backward(setup: CallSetup, done: BackwardServed) -> Gradients:
     """dQ, dK, dV, complete."""
-    dq, dk, dv = done.own
+    gradients = done.own
     if done.back is not None:
-        # Where these differ all local batches ran on this stream. What other ranks found is added to the rounded sums.
-        for landing, own in zip(done.landing, (dk, dv), strict=True):
-            if landing is not own:
-                landing.copy_(own)
-        dk, dv = done.landing
-        done.back.finish(setup, backward=True)
+        gradients = finish_back(setup, done.back, done.own, done.landing)
     setup.mark("attention ends", backward=True)
     setup.counts.backwards += 1
-    return Gradients(dq, dk.to(done.started.k_UKD.dtype), dv.to(done.started.v_UKV.dtype))
+    dk, dv = gradients.dk_UKD.to(done.started.k_UKD.dtype), gradients.dv_UKV.to(done.started.v_UKV.dtype)
+    return Gradients(gradients.dq_THD, dk, dv)
+
+
+def new_landing(
+    setup: CallSetup, own: Gradients, k_UKD: torch.Tensor, v_UKV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where dK and dV that come back are added: to what local batches made, or to zeros of their own.
+
+    Early waves come back while local batches still write the same rows. Sums over waves are not rounded in between.
+    """
+    if setup.schedule.lands_apart:
+        wide = setup.schedule.keys_return_often
+        first, second = (torch.zeros_like(x, dtype=lse_dtype(x.dtype) if wide else x.dtype) for x in (k_UKD, v_UKV))
+        return first, second
+    if own.dk_UKD.dtype == k_UKD.dtype:
+        return own.dk_UKD, own.dv_UKV
+    return torch.empty_like(k_UKD), torch.empty_like(v_UKV)
+
+
+def finish_back(
+    setup: CallSetup, back: Return, own: Gradients, landing: tuple[torch.Tensor, torch.Tensor]
+) -> Gradients:
+    """Wait for what comes back; the sums of it and of what local batches, which are queued on this stream, made."""
+    if setup.schedule.lands_apart:
+        back.finish(setup, backward=True)
+        pairs = zip(own[1:], landing, strict=True)
+        # Into the wider one, in place: rounded once.
+        dk, dv = (a.add_(b) if a.element_size() >= b.element_size() else b.add_(a) for a, b in pairs)
+        return Gradients(own.dq_THD, dk, dv)
+    # Where these differ all local batches ran on this stream. What other ranks found is added to the rounded sums.
+    for there, here in zip(landing, own[1:], strict=True):
+        if there is not here:
+            there.copy_(here)
+    back.finish(setup, backward=True)
+    return Gradients(own.dq_THD, *landing)

@@ -23,6 +23,7 @@ from deepspeed_cad.attention.backward import (
     serve_backward,
     sinks_gradient,
     start_backward,
+    with_packed_heads,
 )
 from deepspeed_cad.attention.forward import (
     ForwardServed,
@@ -110,20 +111,9 @@ class AttentionCall:
     def release(self, kept: Kept) -> None:
         """Hold no more of what a forward kept; where autograd holds it, a backward may run again."""
         if self.setup.modes.recompute:
-            self.state = HeldByAutograd(kept.sinks_H, kept.version)
+            self.state = HeldByAutograd(len(kept.served), kept.sinks_H, kept.version)
         else:
             self.state, self.first_keys = Released(), None
-
-    def check_unchanged(self, kept: Kept) -> None:
-        """Raise where the model changed O in place: backward, and a layer that runs again, need it as it was.
-
-        Autograd compares versions of what `save_for_backward` holds, but not where checkpointing keeps that.
-        """
-        if kept.o_THV._version != kept.version:
-            raise CADError(
-                f"{self.setup.label}: its output was changed in place, and its backward needs it as it was. Change a "
-                "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
-            )
 
 
 class _Dispatch(torch.autograd.Function):
@@ -195,8 +185,8 @@ class _Collect(torch.autograd.Function):
         call: AttentionCall = ctx.call
         q, k, v, *held = ctx.saved_tensors
         kept = call.expect(HeldByAutograd).kept(held) if held else call.expect(Kept)
-        call.check_unchanged(kept)
-        do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
+        kept.check_unchanged(call.setup.label)
+        do = with_packed_heads(do)
         if ctx.needs_input_grad[1]:
             call.setup.end_linear(True)
             call.state = start_backward(call.setup, kept, do, q.detach(), k.detach(), v.detach())

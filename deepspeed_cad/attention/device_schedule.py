@@ -1,87 +1,132 @@
 """A schedule on the device: its batches with their cumulative lengths, and which of them run when.
 
-In: a rank's schedule. Out: a `DeviceSchedule`, made once per kind of layer and tick and read by all its layers.
+In: a rank's schedule, or those of its waves. Out: a `DeviceSchedule`, made once per kind of layer and tick and read
+by all its layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 
+from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.kernels.interface import Sequences
-from deepspeed_cad.schedule import GROUP, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule
+from deepspeed_cad.schedule import GROUP, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule, padding_rows
+from deepspeed_cad.schedule.room import BACK
 
 Batches = tuple[tuple[Batch, Sequences], ...]
 """Batches with their cumulative lengths on the device."""
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceSchedule:
-    """A schedule with what kernels need of it on the device."""
+class Wave:
+    """What one exchange out brings a server, and one back takes home: all of a tick's, or a part of it."""
 
     host: Schedule
     """As it was planned; transports put on the device what they need of it."""
-    early: Batches
-    """Local batches to run while Q, K, V are on their way out: about half of the local work."""
-    late: Batches
-    """Local batches to run after the served ones, on their stream, while results are on their way back."""
     served: Batches
+    keys_overlap: bool
+    """Whether served batches do not cover the key rows once each: their dK and dV add up, or some have none."""
+    group: torch.Tensor
+    """[R] head group of every served query row."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSchedule:
+    """A schedule with what kernels need of it on the device."""
+
+    waves: tuple[Wave, ...]
+    """One after the other on their way; at least one."""
+    local: tuple[Batches, ...]
+    """[waves + 1] local batches: those to run while the first wave is on its way out, and those to run behind each
+    wave's served ones, while results are on their way back."""
     local_keys_overlap: bool
     """Whether two local batches read the same key rows of the same group: their dK/dV add up."""
-    served_keys_overlap: bool
-    served_group: torch.Tensor
-    """[R] head group of every served query row."""
     padding: torch.Tensor
     """Rows of the query buffer without a task."""
+    keys_return_often: bool = False
+    """Whether dK and dV of the same rows and group come back in several waves: waves were cut by rows."""
+
+    @property
+    def lands_apart(self) -> bool:
+        """Whether dK and dV that come back are summed apart from those of local batches."""
+        return len(self.waves) > BACK or self.keys_return_often
+
+    @property
+    def query_tokens(self) -> int:
+        """Query rows of this rank."""
+        return self.waves[0].host.query_tokens
+
+    @property
+    def all_local(self) -> Batches:
+        """In their order."""
+        return sum(self.local, ())
 
 
-def upload_schedule(schedule: Schedule, device: torch.device, two_streams: bool = False) -> DeviceSchedule:
-    """Upload the cumulative lengths of a schedule's batches.
+def upload_schedule(
+    schedules: Schedule | tuple[Schedule, ...], device: torch.device, two_streams: bool = False
+) -> DeviceSchedule:
+    """Upload the cumulative lengths of a schedule's batches; of several waves, their schedules in order.
 
     On two streams no batch has to be cut for overlap, but those that add to the same rows of dK and dV stay on one.
     """
+    parts = (schedules,) if isinstance(schedules, Schedule) else schedules
+    batches = sum((part.local for part in parts), ())
+    overlap = _keys_overlap(batches)
+    first = parts[0]
+    whole = (
+        len(batches) == 1
+        and not any(len(part.sends) for part in parts)
+        and batches[0].q_rows == first.query_tokens
+        and batches[0].k_rows == first.key_tokens
+    )
+    nothing: list[tuple[Batch, ...]] = [()] * len(parts)
+    if whole or (two_streams and (overlap or len(parts) > 1)):
+        # Waves are for slow links: the second stream would hold local batches up behind one that is still travelling.
+        local = [batches, *nothing]
+    elif two_streams:
+        local = [batches[::2], batches[1::2]]
+    else:
+        local = share_out(batches, len(parts) + 1)
+    return DeviceSchedule(
+        tuple(
+            Wave(
+                part,
+                _sequences(part.served, device),
+                _keys_overlap(part.served) or _keys_missing(part),
+                upload(_served_groups(part), device),
+            )
+            for part in parts
+        ),
+        tuple(_sequences(share, device) for share in local),
+        overlap,
+        upload(padding_rows(parts), device),
+        _keys_return_often(parts),
+    )
 
-    def upload(values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-    def sequences(batch: Batch) -> tuple[Batch, Sequences]:
-        cu_q, cu_k = upload(batch.cu_q), upload(batch.cu_k)
-        return batch, Sequences(batch.cu_q, batch.cu_k, cu_q, cu_k, batch.max_q, batch.max_k)
+def _sequences(batches: tuple[Batch, ...], device: torch.device) -> Batches:
+    return tuple(
+        (
+            batch,
+            Sequences(
+                batch.cu_q, batch.cu_k, upload(batch.cu_q, device), upload(batch.cu_k, device), batch.max_q, batch.max_k
+            ),
+        )
+        for batch in batches
+    )
 
+
+def _served_groups(schedule: Schedule) -> np.ndarray:
     group = np.zeros(int(schedule.served_rows[schedule.rank, QUERY]), np.int64)
     for table in (schedule.receives, schedule.own):
         rows = table[table[:, KIND] == QUERY]
         for first, count, value in rows[:, [SERVER_ROW, ROWS, GROUP]]:
             group[first : first + count] = value
-    padding = schedule.padding_rows
-    whole = (
-        len(schedule.local) == 1
-        and not len(schedule.sends)
-        and schedule.local[0].q_rows == schedule.query_tokens
-        and schedule.local[0].k_rows == schedule.key_tokens
-    )
-    overlap = _keys_overlap(schedule.local)
-    early: tuple[Batch, ...]
-    late: tuple[Batch, ...]
-    if whole or (two_streams and overlap):
-        early, late = schedule.local, ()
-    elif two_streams:
-        early, late = schedule.local[::2], schedule.local[1::2]
-    else:
-        early, late = halve(schedule.local)
-    return DeviceSchedule(
-        schedule,
-        tuple(sequences(batch) for batch in early),
-        tuple(sequences(batch) for batch in late),
-        tuple(sequences(batch) for batch in schedule.served),
-        overlap,
-        _keys_overlap(schedule.served) or _keys_missing(schedule),
-        upload(group),
-        upload(padding),
-    )
+    return group
 
 
 def _keys_overlap(batches: tuple[Batch, ...]) -> bool:
@@ -92,27 +137,45 @@ def _keys_overlap(batches: tuple[Batch, ...]) -> bool:
     )
 
 
+def _keys_return_often(parts: tuple[Schedule, ...]) -> bool:
+    """Whether the slices of two waves have common key rows of one group."""
+    tables = [np.concatenate([part.sends, part.own]) for part in parts]
+    return sum(_covered_keys(table) for table in tables) > _covered_keys(np.concatenate(tables))
+
+
+def _covered_keys(slices: np.ndarray) -> int:
+    """Key rows × groups of a home that slices hold, each counted once."""
+    keys = slices[slices[:, KIND] == KEY]
+    if not len(keys):
+        return 0
+    begin = keys[:, GROUP] * (np.int64(1) << 40) + keys[:, HOME_ROW]
+    order = np.argsort(begin)
+    begin, end = begin[order], (begin + keys[:, ROWS])[order]
+    before = np.concatenate([begin[:1], np.maximum.accumulate(end)[:-1]])
+    return int(np.maximum(end - np.maximum(begin, before), 0).sum())
+
+
 def _keys_missing(schedule: Schedule) -> bool:
     held = sum(batch.k_rows for batch in schedule.served)
     return held != int(schedule.served_rows[schedule.rank, 1])
 
 
-def halve(batches: tuple[Batch, ...]) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
-    """Two shares of about equal work. The batch in the middle is cut between head groups, which costs nothing."""
+def share_out(batches: tuple[Batch, ...], shares: int) -> list[tuple[Batch, ...]]:
+    """Shares of about equal work, in order. A batch in two of them is cut between head groups, which costs nothing."""
     work = np.array([(b.group_end - b.group_begin) * _pairs(b) for b in batches])
-    early: list[Batch] = []
-    late: list[Batch] = []
-    done, half = 0.0, float(work.sum()) / 2
+    found: list[list[Batch]] = [[] for _ in range(shares)]
+    done, share = 0.0, float(work.sum()) / shares
     for batch, own in zip(batches, work, strict=True):
         groups = batch.group_end - batch.group_begin
-        first = round(min(max((half - done) / own, 0.0), 1.0) * groups) if own else groups
-        middle = batch.group_begin + first
-        if first:
-            early.append(replace(batch, group_end=middle))
-        if first < groups:
-            late.append(replace(batch, group_begin=middle))
+        edges = [
+            batch.group_begin + (round(min(max((number * share - done) / own, 0.0), 1.0) * groups) if own else groups)
+            for number in range(1, shares)
+        ]
+        for number, (first, last) in enumerate(pairwise([batch.group_begin, *edges, batch.group_end])):
+            if first < last:
+                found[number].append(replace(batch, group_begin=first, group_end=last))
         done += own
-    return tuple(early), tuple(late)
+    return [tuple(part) for part in found]
 
 
 def _pairs(batch: Batch) -> float:

@@ -16,8 +16,9 @@ import torch
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
 from deepspeed_cad.attention.serve import by_group, lse_dtype, new_outputs, run_local, run_served
-from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning
+from deepspeed_cad.attention.setup import CallSetup, WavesOut
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
 
 
@@ -47,8 +48,7 @@ class ForwardStarted:
     v_UKV: torch.Tensor
     sinks_H: torch.Tensor | None
     """A copy: the parameter itself may be sharded again by backward."""
-    out: Dispatched | None
-    """None: a group of one rank."""
+    out: WavesOut
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,8 @@ class ForwardServed:
     """Held: kernels and copies that were queued read it until what comes back has been waited for."""
     o_THV: torch.Tensor
     lse_TH: torch.Tensor
-    served: ServedOutputs | None
+    served: tuple[ServedOutputs, ...]
+    """By waves; none in a group of one rank."""
     back: Return | None
 
 
@@ -69,31 +70,45 @@ class Kept:
 
     o_THV: torch.Tensor
     lse_TH: torch.Tensor
-    served: ServedOutputs | None
+    served: tuple[ServedOutputs, ...]
+    """By waves."""
     sinks_H: torch.Tensor | None
     version: int
     """Of O when it was given to the model: whoever changes O in place raises it."""
 
+    def check_unchanged(self, label: str) -> None:
+        """Raise CADError where the model changed O in place: backward, and a layer that runs again, need it as it was.
+
+        Autograd compares versions of what `save_for_backward` holds, but not where checkpointing keeps that.
+        """
+        if self.o_THV._version != self.version:
+            raise CADError(
+                f"{label}: its output was changed in place, and its backward needs it as it was. Change a "
+                "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
+            )
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that is as large as activations, for autograd to hold."""
-        if self.served is None:
-            return self.o_THV, self.lse_TH
-        o_RGV, lse_RG, received = self.served
-        return self.o_THV, self.lse_TH, o_RGV, lse_RG, *(received or ())
+        served = (x for one in self.served for x in (one.o_RGV, one.lse_RG, *(one.received or ())))
+        return self.o_THV, self.lse_TH, *served
 
 
 @dataclass(frozen=True, eq=False)
 class HeldByAutograd:
     """What is left where autograd holds the tensors of `Kept`, so that checkpointing frees and recomputes them."""
 
+    waves: int
+    """Of which served tasks are kept."""
     sinks_H: torch.Tensor | None
     version: int
 
     def kept(self, tensors: list[torch.Tensor]) -> Kept:
         """With what autograd held."""
         o_THV, lse_TH, *rest = tensors
-        served = ServedOutputs(rest[0], rest[1], Received(*rest[2:]) if len(rest) > 2 else None) if rest else None
-        return Kept(o_THV, lse_TH, served, self.sinks_H, self.version)
+        each = len(rest) // self.waves if self.waves else 0
+        parts = [rest[wave * each : (wave + 1) * each] for wave in range(self.waves)]
+        served = (ServedOutputs(p[0], p[1], Received(*p[2:]) if len(p) > 2 else None) for p in parts)
+        return Kept(o_THV, lse_TH, tuple(served), self.sinks_H, self.version)
 
 
 def start_forward(
@@ -121,28 +136,29 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
     def run(batches: Batches) -> None:
         run_local(batches, setup.kernel, setup.rule, q, k, v, o, lse, sinks)
 
-    def serve(arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
-        served = serve_arrived(setup, started, arrived)
-        return served, setup.give_back("O back", outputs_back(started, served, o, lse))
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
+        served = serve_arrived(setup, wave, started, arrived)
+        return served, setup.give_back("O back", wave, outputs_back(started, served, o, lse))
 
-    if started.out is None:
+    if not started.out.count:
         run_alone(setup, run)
-        return ForwardServed(started, o, lse, None, None)
+        return ForwardServed(started, o, lse, (), None)
     served, back = run_tasks(setup, started.out, run, serve)
     return ForwardServed(started, o, lse, served, back)
 
 
-def serve_arrived(setup: CallSetup, started: ForwardStarted, arrived: list[torch.Tensor]) -> ServedOutputs:
-    """Run what arrived from other ranks, and this rank's own rows of served tasks."""
+def serve_arrived(setup: CallSetup, wave: int, started: ForwardStarted, arrived: list[torch.Tensor]) -> ServedOutputs:
+    """Run what arrived of a wave from other ranks, and this rank's own rows of its tasks."""
+    part = setup.schedule.waves[wave]
     received = as_received(arrived[:3], started.q_THD)
     sinks_RG = None
     if started.sinks_H is not None:
         travelled = setup.modes.sinks_travel
         by_group_KG = started.sinks_H.view(-1, received.q_RGD.shape[1])
-        sinks_RG = arrived[3] if travelled else by_group_KG[setup.schedule.served_group]
+        sinks_RG = arrived[3] if travelled else by_group_KG[part.group]
     with setup.span("served", aside=setup.aside is not None):
-        o_RGV, lse_RG = run_served(setup.schedule, setup.kernel, setup.rule, *received, sinks_RG)
-    # Q, K and V lie where the next dispatch lands.
+        o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *received, sinks_RG)
+    # Q, K and V lie where a later dispatch lands.
     kept = Received(*(x.clone() for x in received)) if setup.modes.keep_received else None
     return ServedOutputs(o_RGV, lse_RG, kept)
 
@@ -165,8 +181,12 @@ def collect_forward(setup: CallSetup, done: ForwardServed) -> Kept:
         done.back.finish(setup)
     setup.mark("attention ends")
     setup.counts.forwards += 1
-    version = 0 if torch.is_inference_mode_enabled() else done.o_THV._version
-    return Kept(done.o_THV, done.lse_TH, done.served, done.started.sinks_H, version)
+    return Kept(done.o_THV, done.lse_TH, done.served, done.started.sinks_H, version_of(done.o_THV))
+
+
+def version_of(o_THV: torch.Tensor) -> int:
+    """How often O was changed in place; 0 where torch does not count."""
+    return 0 if torch.is_inference_mode_enabled() else o_THV._version
 
 
 def as_received(arrived: list[torch.Tensor], q_THD: torch.Tensor) -> Received:

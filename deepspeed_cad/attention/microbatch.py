@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +17,9 @@ import torch
 
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
+from deepspeed_cad.attention.layer import LayerInput, kernel_need
 from deepspeed_cad.attention.linear import LinearTimes, Stretches
+from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.setup import CallCounts, CallOrders, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
@@ -27,8 +29,7 @@ from deepspeed_cad.exchange.waits import Gain
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
-from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
-from deepspeed_cad.schedule import native as schedule_native
+from deepspeed_cad.schedule import Schedule
 
 
 class MicroBatchOrders(Protocol):
@@ -52,12 +53,13 @@ class PlanKey(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlannedTick:
-    """A plan with this rank's schedule."""
+    """A plan with this rank's schedules."""
 
     plan: Plan
-    schedule: Schedule
+    schedules: tuple[Schedule, ...]
+    """By waves."""
     seconds: float
-    """Time for plan and schedule."""
+    """Time for plan and schedules."""
 
 
 @dataclass(eq=False)
@@ -87,6 +89,8 @@ class MicroBatch:
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None
     """Where this rank leads reserved servers."""
+    memory: ExchangeMemory | None = None
+    """What its exchanges may need at once; None where nobody looks after that."""
     linear: LinearTimes | None = None
     """Where linear layers are timed that run while servers attend; None where nobody plans with that."""
     padding: Any = None
@@ -114,8 +118,8 @@ class MicroBatch:
         if found is None:
             if (key, nano_batch) not in self.planned:
                 self.plan_all([key])
-            planned = self.planned[key, nano_batch].schedule
-            found = upload_schedule(planned, self.device, two_streams=self.aside is not None)
+            schedules = self._with_room(key, nano_batch)
+            found = upload_schedule(schedules, self.device, two_streams=self.aside is not None)
             self._schedules[key, nano_batch] = found
         return found
 
@@ -126,16 +130,31 @@ class MicroBatch:
             for nano_batch, tick in enumerate(self.ticks):
                 begin = time.perf_counter()
                 plan = self.make_plan(tick, key)
-                build = schedule_native.build_slices if schedule_native.is_available() else build_slices
-                slices = build(tick, plan.tasks, key.window)
-                schedule = schedule_rank(tick, slices, self.rank, key.shape.groups, key.window)
-                self.planned[key, nano_batch] = PlannedTick(plan, schedule, time.perf_counter() - begin)
-                digest = (digest * 1000003 + plan.fingerprint()) & ((1 << 62) - 1)
+                schedules = self._in_waves(key, nano_batch, plan)
+                self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin)
+                digest = (digest * 1000003 + plan.fingerprint() + len(schedules)) & ((1 << 62) - 1)
         self.agree(digest, "plan")
         if self.orders is not None:
             for key in keys:
                 for nano_batch in range(len(self.ticks)):
                     self.orders.plan(key, nano_batch, self.planned[key, nano_batch].plan)
+
+    def _in_waves(self, key: PlanKey, nano_batch: int, plan: Plan) -> tuple[Schedule, ...]:
+        """This rank's schedules of a plan."""
+        memory = NO_LIMIT if self.memory is None else self.memory
+        return memory.schedules(self.ticks[nano_batch], plan, self.rank, key.window, key.shape)
+
+    def _with_room(self, key: PlanKey, nano_batch: int) -> tuple[Schedule, ...]:
+        """This rank's schedules of a tick, for which all ranks have memory now."""
+        planned = self.planned[key, nano_batch]
+        if self.memory is None or self.transport is None:
+            return planned.schedules
+        schedules = self.memory.make_room(
+            self.transport, planned.schedules, key.shape, nano_batch,
+            lambda: self._in_waves(key, nano_batch, planned.plan),
+        )  # fmt: skip
+        self.planned[key, nano_batch] = replace(planned, schedules=schedules)
+        return schedules
 
     def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
         """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""
@@ -229,7 +248,7 @@ class MaskDescriptor:
         self,
         micro_batch: MicroBatch,
         window: int | None,
-        kernel: Callable[[HeadShape, MaskRule, torch.Tensor], Kernel],
+        kernel: Callable[[KernelNeed], Kernel],
         modes: Modes,
         nano_batch: int | None = None,
         interleaved: bool = False,
@@ -275,62 +294,36 @@ class MaskDescriptor:
         neither hands over."""
         return self.interleaved and not self.micro_batch.in_forward
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q_BHSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSV: torch.Tensor,
-        rule: MaskRule,
-        sinks: torch.Tensor | None,
-        label: str,
-    ) -> torch.Tensor:
-        """O [B, S, H, V] of one layer.
-
-        Args:
-            module: the attention module, by which a recompute finds the call of the forward.
-            q_BHSD: queries.
-            k_BKSD: keys.
-            v_BKSV: values; all three with heads before tokens, as transformers hands them over.
-            rule: scale, window and soft-cap.
-            sinks: [H], or None.
-            label: names the layer in errors and on the timeline.
-        """
-        batch, heads, width, _ = q_BHSD.shape
+    def attend(self, layer: LayerInput) -> torch.Tensor:
+        """O [B, S, H, V] of one layer."""
+        label, sinks = layer.label, layer.sinks_H
         if self.is_cut:
             raise CADError(
                 f'{label} is not inside a decoder layer that was cut into nano-batches; set "overlap": "local_first" '
                 "for this model"
             )
-        if k_BKSD.shape[2] != width:
-            raise CADError(
-                f"{label} got {k_BKSD.shape[2]} keys for {width} queries: a KV cache is in use during training; "
-                "pass use_cache=False"
-            )
-        q, k, v = (as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        q, k, v = given = layer.rows()
+        kind, tokens = layer.kind(given), layer.batch * layer.width
         nano_batch = self.nano_batch or 0
         rows = int(self.micro_batch.ticks[nano_batch].query_tokens[self.micro_batch.rank])
         stand_in = rows == 0
         if stand_in:
             # The other nano-batch has all rows of this rank; the model ran on a stand-in whose output is dropped.
             q, k, v = q[:0], k[:0], v[:0]
-        elif rows != batch * width:
-            raise CADError(f"{label} got {batch * width} tokens where its micro-batch has {rows}")
-        shape = HeadShape(heads, k.shape[1], q.shape[2], v.shape[2], q.element_size())
+        elif rows != tokens:
+            raise CADError(f"{label} got {tokens} tokens where its micro-batch has {rows}")
         micro_batch = self.micro_batch
-        layer = id(module)
+        module = id(layer.module)
 
         def build() -> AttentionCall:
-            key = PlanKey(self.window, shape)
-            number = micro_batch.number_layer(layer, key)
+            key, need, rule = PlanKey(self.window, kind.shape), kernel_need(kind, q.device), layer.rule
+            number = micro_batch.number_layer(module, key)
             schedule = micro_batch.schedule(key, nano_batch)
             orders = None
             if micro_batch.orders is not None:
-                need = kernel_need(shape, rule, q)
                 orders = micro_batch.orders.call((number, nano_batch), key, need, rule, self.modes, sinks is not None)
             setup = CallSetup(
-                schedule, self.kernel(shape, rule, q), micro_batch.transport, rule, self.modes, micro_batch.counts,
+                schedule, self.kernel(need), micro_batch.transport, rule, self.modes, micro_batch.counts,
                 nano_batch, label, micro_batch.aside, micro_batch.turn, number, orders,
                 micro_batch.gain(key, nano_batch),
                 micro_batch.stretches(nano_batch) if self.interleaved and self.modes.returns else None,
@@ -341,8 +334,8 @@ class MaskDescriptor:
             raise NotInterleaved(
                 "reentrant checkpointing runs the backward of a layer in one piece (set use_reentrant to false)"
             )
-        call = micro_batch.call(layer, nano_batch, build, label)
-        first = call.first_keys if self.runs_again else micro_batch.first_keys(layer, nano_batch, k, v)
+        call = micro_batch.call(module, nano_batch, build, label)
+        first = call.first_keys if self.runs_again else micro_batch.first_keys(module, nano_batch, k, v)
         if first is not None:
             if self.interleaved and not self.runs_again and torch.is_grad_enabled():
                 call.first_keys = _own(first[0]), _own(first[1])
@@ -355,29 +348,14 @@ class MaskDescriptor:
             hand_over()
         o_THV = call.collect(token, q, k, v, sinks)
         if stand_in:
-            o_THV = torch.cat([o_THV, o_THV.new_zeros(batch * width, *o_THV.shape[1:])])
-        return o_THV.unflatten(0, (batch, width))
-
-
-def kernel_need(shape: HeadShape, rule: MaskRule, q: torch.Tensor) -> KernelNeed:
-    """What a layer needs of its kernel."""
-    return KernelNeed(
-        q.device, q.dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
-        rule.window is not None, rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+            o_THV = torch.cat([o_THV, o_THV.new_zeros(tokens, *o_THV.shape[1:])])
+        return o_THV.unflatten(0, (layer.batch, layer.width))
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
     """To be kept until backward: as it is, or a copy where it would keep much more memory alive than it has."""
     x = x.detach()
     return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
-
-
-def as_autocast(x: torch.Tensor) -> torch.Tensor:
-    """In the dtype that torch's own attention takes under autocast: rotary embeddings leave Q and K in fp32 there."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def whole_rank_tasks(layout: Layout, groups: int) -> np.ndarray:

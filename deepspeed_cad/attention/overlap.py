@@ -1,11 +1,15 @@
 """In what order a rank runs its own tasks and those that it serves: in turn on one stream, or beside each other on two.
 
-The same for both passes. In: the dispatch under way, and two functions: `run` runs local batches, `serve` takes what
-arrived, runs the served batches and starts their return. Out: what `serve` gives, and the return under way.
+The same for both passes. In: the dispatches under way, and two functions: `run` runs local batches, `serve` takes a
+wave and what arrived of it, runs its served batches and starts their return. Out: what `serve` gives for each wave, and
+the returns under way. All ranks start the same exchanges in the same order: the dispatches of the first waves, then
+return after return; behind a return starts the next dispatch, once the return before it is back and placed. So only
+the waves that schedule/room.py names have memory at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -13,19 +17,21 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.exchange.transport import Dispatched, Returned
+from deepspeed_cad.attention.setup import CallSetup, WavesOut
+from deepspeed_cad.exchange.transport import Returned
 
 Made = TypeVar("Made")
 Run = Callable[[Batches], None]
-Serve = Callable[[list[torch.Tensor]], tuple[Made, Returned]]
+Serve = Callable[[int, list[torch.Tensor]], tuple[Made, Returned]]
 
 
 class Ends(NamedTuple):
     """Moments of a tick on two streams."""
 
     own: torch.cuda.Event
-    arrived: torch.cuda.Event
+    """The current stream's own tasks."""
+    waits: list[tuple[torch.cuda.Event | None, torch.cuda.Event]]
+    """Of the other stream: from when until when it waited for a wave; from the beginning where there is no event."""
     served: torch.cuda.Event
 
 
@@ -33,7 +39,8 @@ class Ends(NamedTuple):
 class Return:
     """Results on their way home."""
 
-    back: Returned
+    backs: deque[Returned]
+    """Those of the last waves, in order."""
     ends: Ends | None
     """Where two streams run."""
 
@@ -41,27 +48,32 @@ class Return:
         """Wait for what comes back, and for the other stream where there is one."""
         if self.ends is None or setup.aside is None:
             with setup.span("wait", backward), setup.counts.waits.timed(setup.device, True, setup.gain):
-                self.back.wait()
+                self._wait()
             return
         current = torch.cuda.current_stream(setup.device)
         returned = torch.cuda.Event(enable_timing=True)
         with setup.span("wait", backward):
             current.wait_event(self.ends.served)
-            self.back.wait()
+            self._wait()
         returned.record(current)
         setup.aside.wait_event(returned)
         setup.counts.waits.beside(*self.ends, returned, setup.gain)
+
+    def _wait(self) -> None:
+        # Each is freed as soon as it is placed.
+        while self.backs:
+            self.backs.popleft().wait()
 
 
 def run_alone(setup: CallSetup, run: Run, backward: bool = False) -> None:
     """Run all batches of a group of one rank."""
     with setup.span("local", backward):
-        run(setup.schedule.early + setup.schedule.late)
+        run(setup.schedule.all_local)
 
 
 def run_tasks(
-    setup: CallSetup, out: Dispatched, run: Run, serve: Serve[Made], backward: bool = False
-) -> tuple[Made, Return]:
+    setup: CallSetup, out: WavesOut, run: Run, serve: Serve[Made], backward: bool = False
+) -> tuple[tuple[Made, ...], Return]:
     """Run local and served batches as the call is set up."""
     if setup.aside is not None:
         return _run_beside(setup, setup.aside, out, run, serve, backward)
@@ -69,48 +81,84 @@ def run_tasks(
 
 
 def _run_in_turn(
-    setup: CallSetup, out: Dispatched, run: Run, serve: Serve[Made], backward: bool
-) -> tuple[Made, Return]:
-    """About half of the local batches hide the dispatch, the other half the return."""
+    setup: CallSetup, out: WavesOut, run: Run, serve: Serve[Made], backward: bool
+) -> tuple[tuple[Made, ...], Return]:
+    """The first share of the local batches hides the dispatch, the others what is under way behind each wave."""
 
     def wait() -> list[torch.Tensor]:
         with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
             return out.wait()
 
-    received = None if setup.modes.local_first else wait()
+    first, *others = setup.schedule.local
+    ahead = deque() if setup.modes.local_first else deque(wait() for _ in range(out.started))
     with setup.span("local", backward):
-        run(setup.schedule.early)
-    made, back = serve(wait() if received is None else received)
-    with setup.span("local", backward):
-        run(setup.schedule.late)
-    return made, Return(back, None)
+        run(first)
+    made: list[Made] = []
+    backs: deque[Returned] = deque()
+    for wave, local in enumerate(others):
+        one, back = serve(wave, ahead.popleft() if ahead else wait())
+        made.append(one)
+        backs.append(back)
+        if out.started < out.count:
+            if wave:
+                with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
+                    backs.popleft().wait()
+            out.start_next()
+        with setup.span("local", backward):
+            run(local)
+    return tuple(made), Return(backs, None)
 
 
 def _run_beside(
-    setup: CallSetup, aside: torch.cuda.Stream, out: Dispatched, run: Run, serve: Serve[Made], backward: bool
-) -> tuple[Made, Return]:
+    setup: CallSetup, aside: torch.cuda.Stream, out: WavesOut, run: Run, serve: Serve[Made], backward: bool
+) -> tuple[tuple[Made, ...], Return]:
     """Kernels of one stream fill the processors that the last blocks of the other leave idle.
 
     Memory belongs to the stream that made it, and both read what the other made. What the current stream made is
     freed only after `Return.finish`, or an error here, has made it wait for `aside`. What `aside` made is read by the
-    current stream only where results are placed at home; `Return.finish` makes `aside` wait for that.
+    current stream only where results are placed at home; `Return.finish` makes `aside` wait for that. Results that come
+    back early are placed by `aside`, in rows and heads of O and dQ that local batches do not write, and in sums of
+    their own (DeviceSchedule.lands_apart).
     """
     current = torch.cuda.current_stream(setup.device)
-    own, arrived, served = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    own = torch.cuda.Event(enable_timing=True)
     aside.wait_event(current.record_event())
+    first, *others = setup.schedule.local
     with setup.span("local", backward):
-        run(setup.schedule.early)
+        run(first)
     own.record(current)
+    made: list[Made] = []
+    backs: deque[Returned] = deque()
+    waits: list[tuple[torch.cuda.Event | None, torch.cuda.Event]] = []
+    idle_from: torch.cuda.Event | None = None
+
+    def now() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(aside)
+        return event
+
     try:
         with torch.cuda.stream(aside):
-            with setup.span("wait", backward, aside=True):
-                received = out.wait()
-            arrived.record(aside)
-            made, back = serve(received)
-            with setup.span("local", backward, aside=True):
-                run(setup.schedule.late)
-            served.record(aside)
+            for wave, local in enumerate(others):
+                with setup.span("wait", backward, aside=True):
+                    received = out.wait()
+                waits.append((idle_from, now()))
+                one, back = serve(wave, received)
+                del received
+                made.append(one)
+                backs.append(back)
+                if out.started < out.count:
+                    if wave:
+                        idle_from = now()
+                        with setup.span("wait", backward, aside=True):
+                            backs.popleft().wait()
+                        waits.append((idle_from, now()))
+                    out.start_next()
+                with setup.span("local", backward, aside=True):
+                    run(local)
+                idle_from = now()
     except BaseException:
         current.wait_stream(aside)
         raise
-    return made, Return(back, Ends(own, arrived, served))
+    assert idle_from is not None  # there is at least one wave
+    return tuple(made), Return(backs, Ends(own, waits, idle_from))

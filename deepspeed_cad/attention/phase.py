@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_cad.attention.microbatch import as_autocast
-from deepspeed_cad.attention.program import ProgramTick, kind_of
+from deepspeed_cad.attention.layer import LayerInput, Rows
+from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.attention.tick import TickCall, serve_tick
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.kernels.interface import MaskRule
 
 
 @dataclass(eq=False)
@@ -82,32 +81,15 @@ class StageMicroBatch:
     _calls: dict[int, TickCall] = field(default_factory=dict)
     """By attention module."""
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q_BHSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSV: torch.Tensor,
-        rule: MaskRule,
-        sinks: torch.Tensor | None,
-        label: str,
-    ) -> torch.Tensor:
-        """O [B, S, H, V] of one layer; arguments as those of MaskDescriptor.attend."""
-        batch, _, width, _ = q_BHSD.shape
-        if k_BKSD.shape[2] != width:
-            raise CADError(
-                f"{label} got {k_BKSD.shape[2]} keys for {width} queries: a KV cache is in use during training"
-            )
-        q, k, v = (as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-        call = self._call(module, q, k, v, rule, label)
-        return call(q, k, v, sinks).unflatten(0, (batch, width))
+    def attend(self, layer: LayerInput) -> torch.Tensor:
+        """O [B, S, H, V] of one layer."""
+        rows = layer.rows()
+        call = self._call(layer, rows)
+        return call(*rows, layer.sinks_H).unflatten(0, (layer.batch, layer.width))
 
-    def _call(
-        self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: MaskRule, label: str
-    ) -> TickCall:
+    def _call(self, layer: LayerInput, given: Rows) -> TickCall:
         """A new call in a forward, and the same one where a layer is recomputed in the backward."""
-        known, phase = self._calls.get(id(module)), self.forward
+        known, phase, label = self._calls.get(id(layer.module)), self.forward, layer.label
         if known is not None:
             if phase is not None:
                 raise CADError(
@@ -116,19 +98,19 @@ class StageMicroBatch:
             return known
         if phase is None:
             raise CADError(f"{label} ran in a backward, but not in the forward before it")
-        layer = len(self._calls)
-        setup = phase.enter(layer, label)
-        kind, expected = kind_of(q, k, v, rule), phase.program[phase.own[layer]].kind
+        number = len(self._calls)
+        setup = phase.enter(number, label)
+        kind, expected = layer.kind(given), phase.program[phase.own[number]].kind
         if kind != expected:
             raise CADError(f"{label} has {kind}, but had {expected} when its layers were first run")
-        rows = setup.schedule.host.query_tokens
-        if q.shape[0] != rows:
-            raise CADError(f"{label} got {q.shape[0]} tokens where its micro-batch has {rows}")
+        rows = setup.schedule.query_tokens
+        if given.q_THD.shape[0] != rows:
+            raise CADError(f"{label} got {given.q_THD.shape[0]} tokens where its micro-batch has {rows}")
 
         def backward() -> CallSetup:
             if self.backward is None:
                 raise CADError(f"{label}: its backward runs outside of that of its micro-batch")
-            return self.backward.enter(layer, label)
+            return self.backward.enter(number, label)
 
-        call = self._calls[id(module)] = TickCall(setup, backward)
+        call = self._calls[id(layer.module)] = TickCall(setup, backward)
         return call

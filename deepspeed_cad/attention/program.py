@@ -10,20 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
-
-from deepspeed_cad.kernels.interface import MaskRule
-from deepspeed_cad.planner.plan import HeadShape
-
-
-class LayerKind(NamedTuple):
-    """What a server must know of a layer to run its tasks."""
-
-    shape: HeadShape
-    rule: MaskRule
-    dtype: torch.dtype
+from deepspeed_cad.attention.layer import LayerKind
 
 
 @dataclass(frozen=True)
@@ -63,9 +51,3 @@ def _merge(ticks: list[ProgramTick], stage: int, own: list[LayerKind]) -> list[P
             merged.append(ProgramTick(own[j], (stage,)))
             j += 1
     return merged
-
-
-def kind_of(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, rule: MaskRule) -> LayerKind:
-    """The kind of a layer, of what it passes to attention."""
-    shape = HeadShape(q_THD.shape[1], k_TKD.shape[1], q_THD.shape[2], v_TKV.shape[2], q_THD.element_size())
-    return LayerKind(shape, rule, q_THD.dtype)

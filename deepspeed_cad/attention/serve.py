@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_cad.attention.device_schedule import Batches, DeviceSchedule
+from deepspeed_cad.attention.device_schedule import Batches, DeviceSchedule, Wave
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import Batch
 
@@ -71,7 +71,7 @@ def run_local(
 
 
 def run_served(
-    schedule: DeviceSchedule,
+    wave: Wave,
     kernel: Kernel,
     rule: MaskRule,
     q_RGD: torch.Tensor,
@@ -82,7 +82,7 @@ def run_served(
     """O [R, G, V] and LSE [R, G] of the served tasks, made here; LSE has any strides.
 
     Args:
-        schedule: says which batches, and the head group of every row.
+        wave: says which batches, and the head group of every row.
         kernel: runs them.
         rule: scale, window and soft-cap.
         q_RGD: what arrived, with the rank's own rows of served tasks.
@@ -90,11 +90,11 @@ def run_served(
         v_S1V: likewise.
         sinks_RG: one logit more per row and head, or None.
     """
-    if not schedule.served:
+    if not wave.served:
         o = q_RGD.new_empty(q_RGD.shape[0], q_RGD.shape[1], v_S1V.shape[2])
         return o, torch.empty(q_RGD.shape[:2], dtype=lse_dtype(q_RGD.dtype), device=q_RGD.device)
     results = []
-    for batch, sequences in schedule.served:
+    for batch, sequences in wave.served:
         rows, keys, _, _ = _ranges(batch, 1)
         results.append(kernel.forward(q_RGD[rows], k_S1D[keys], v_S1V[keys], sequences, rule))
     # Served batches lie one after the other and cover the buffer.
@@ -165,7 +165,7 @@ def run_local_backward(
 
 
 def run_served_backward(
-    schedule: DeviceSchedule,
+    wave: Wave,
     kernel: Kernel,
     rule: MaskRule,
     do_RGV: torch.Tensor,
@@ -178,7 +178,7 @@ def run_served_backward(
     """dQ [R, G, D], dK [S, 1, D], dV [S, 1, V] of the served tasks, made here.
 
     Args:
-        schedule: says which batches.
+        wave: says which batches.
         kernel: runs them.
         rule: scale, window and soft-cap.
         do_RGV: what arrived, with the rank's own rows of served tasks.
@@ -188,16 +188,16 @@ def run_served_backward(
         o_RGV: what `run_served` gave.
         lse_RG: likewise.
     """
-    if not schedule.served:
+    if not wave.served:
         return torch.empty_like(q_RGD), torch.empty_like(k_S1D), torch.empty_like(v_S1V)
-    if len(schedule.served) == 1 and not schedule.served_keys_overlap:
-        _, sequences = schedule.served[0]
+    if len(wave.served) == 1 and not wave.keys_overlap:
+        _, sequences = wave.served[0]
         return kernel.backward(do_RGV, q_RGD, k_S1D, v_S1V, o_RGV, lse_RG, sequences, rule)
     wide = _wide(k_S1D.dtype)
     dq = torch.empty(q_RGD.shape, dtype=q_RGD.dtype, device=q_RGD.device)
     dk = torch.zeros(k_S1D.shape, dtype=wide, device=q_RGD.device)
     dv = torch.zeros(v_S1V.shape, dtype=wide, device=q_RGD.device)
-    for batch, sequences in schedule.served:
+    for batch, sequences in wave.served:
         rows, keys, _, _ = _ranges(batch, 1)
         dq_b, dk_b, dv_b = kernel.backward(
             do_RGV[rows], q_RGD[rows], k_S1D[keys], v_S1V[keys], o_RGV[rows], lse_RG[rows], sequences, rule

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +16,7 @@ from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Gain, Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.schedule.room import OUT
 from deepspeed_cad.trace.record import NOT_TRACED, Tracer
 
 
@@ -57,6 +60,32 @@ class CallOrders(Protocol):
         """O, or dQ, dK, dV come back next."""
 
 
+@dataclass(eq=False)
+class WavesOut:
+    """The exchanges out of one pass: those under way, the first before the others, and how later ones start."""
+
+    count: int
+    """Waves of the pass; 0 where there is nobody to exchange with."""
+    start: Callable[[int], Dispatched]
+    """Starts one of them."""
+    under_way: deque[Dispatched] = field(default_factory=deque)
+    started: int = 0
+
+    def begin(self) -> None:
+        """Start as many as have memory at once."""
+        while self.started < min(self.count, OUT):
+            self.start_next()
+
+    def start_next(self) -> None:
+        """Start the next one: what had its place is over."""
+        self.under_way.append(self.start(self.started))
+        self.started += 1
+
+    def wait(self) -> list[torch.Tensor]:
+        """What the next wave to be served brings."""
+        return self.under_way.popleft().wait()
+
+
 @dataclass(frozen=True, eq=False)
 class CallSetup:
     """Core attention of one layer, one micro-batch and one nano-batch: all that is known before it runs."""
@@ -88,34 +117,45 @@ class CallSetup:
         """Where the call runs."""
         return self.schedule.padding.device
 
-    def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> Dispatched | None:
-        """Start an exchange out; None where there is nobody to exchange with. `what` names it on the timeline."""
+    def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> WavesOut:
+        """Start the exchanges out of the first waves; later ones start as these end, from `fields` as they are then.
+
+        `what` names them on the timeline.
+        """
+        count = 0 if self.transport is None else len(self.schedule.waves)
+        out = WavesOut(count, lambda wave: self._dispatch(what, wave, fields, backward))
+        if count:
+            with self.span("dispatch", backward):
+                out.begin()
+        return out
+
+    def _dispatch(self, what: str, wave: int, fields: list[Outgoing], backward: bool) -> Dispatched:
         transport, tracer = self.transport, self.counts.tracer
-        if transport is None:
-            return None
+        assert transport is not None
         if self.orders is not None:
             self.orders.dispatch(backward)
-        moment = Moment(self.turn, self.layer, backward)
+        moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
 
         def start() -> Dispatched:
-            return transport.dispatch(self.schedule.host, fields, self.nano_batch, moment)
+            return transport.dispatch(host, fields, self.nano_batch, moment)
 
-        with self.span("dispatch", backward):
-            return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
+        return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start, wave)
 
-    def give_back(self, what: str, fields: list[Returning], backward: bool = False) -> Returned:
-        """Start an exchange back, on the stream that runs served tasks."""
+    def give_back(self, what: str, wave: int, fields: list[Returning], backward: bool = False) -> Returned:
+        """Start the exchange back of one wave, on the stream that runs served tasks."""
         transport, tracer = self.transport, self.counts.tracer
         assert transport is not None  # nothing was served without one
         if self.orders is not None:
             self.orders.give_back(backward)
-        moment = Moment(self.turn, self.layer, backward)
+        moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
 
         def start() -> Returned:
-            return transport.give_back(self.schedule.host, fields, self.nano_batch, moment)
+            return transport.give_back(host, fields, self.nano_batch, moment)
 
         with self.span("return", backward, aside=self.aside is not None):
-            return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start)
+            return (
+                start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start, wave)
+            )
 
     def begin_linear(self, backward: bool) -> None:
         """This nano-batch goes on with linear layers."""

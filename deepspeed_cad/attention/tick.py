@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.attention.backward import Gradients
+from deepspeed_cad.attention.backward import Gradients, finish_back, new_landing, sinks_gradient, with_packed_heads
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.forward import as_received
+from deepspeed_cad.attention.forward import Kept, as_received, version_of
+from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.overlap import run_alone, run_tasks
-from deepspeed_cad.attention.program import LayerKind
 from deepspeed_cad.attention.serve import (
     by_group,
     fold_sinks,
@@ -50,16 +50,17 @@ def run_forward(
     def run(batches: Batches) -> None:
         run_local(batches, setup.kernel, setup.rule, q_THD, k_TKD, v_TKV, o, lse)
 
-    def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+        part = setup.schedule.waves[wave]
         with setup.span("served", aside=setup.aside is not None):
-            o_RGV, lse_RG = run_served(setup.schedule, setup.kernel, setup.rule, *as_received(arrived, q_THD))
+            o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *as_received(arrived, q_THD))
         back = [
             Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2)),
             Returning(QUERY, lse_RG.contiguous(), lse.unflatten(1, (groups, -1))),
         ]
-        return None, setup.give_back("O, LSE back", back)
+        return None, setup.give_back("O, LSE back", wave, back)
 
-    if out is None:
+    if not out.count:
         run_alone(setup, run)
     else:
         _, back = run_tasks(setup, out, run, serve)
@@ -90,9 +91,7 @@ def run_backward(
         lse_TH: the forward's LSE, likewise.
     """
     own = Gradients(*new_gradients(setup.schedule, q_THD, k_TKD, v_TKV))
-    landing = (own.dk_UKD, own.dv_UKV)
-    if own.dk_UKD.dtype != k_TKD.dtype:
-        landing = (torch.empty_like(k_TKD), torch.empty_like(v_TKV))
+    landing = new_landing(setup, own, k_TKD, v_TKV)
     groups = k_TKD.shape[1]
     # Of a row a slice takes one head group: laid out group by group, those few bytes of LSE lie side by side.
     lse_TKG = lse_TH.unflatten(1, (groups, -1)).transpose(0, 1).contiguous().transpose(0, 1)
@@ -106,12 +105,12 @@ def run_backward(
             add=setup.schedule.local_keys_overlap,
         )  # fmt: skip
 
-    def serve(arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
         do_RW, q_RW, o_RW, lse_RG, k_SD, v_SV = arrived
         do_RGV, o_RGV = (x.unflatten(1, (-1, v_TKV.shape[2])) for x in (do_RW, o_RW))
         with setup.span("served", backward=True, aside=setup.aside is not None):
             dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-                setup.schedule, setup.kernel, setup.rule, do_RGV, *as_received([q_RW, k_SD, v_SV], q_THD),
+                setup.schedule.waves[wave], setup.kernel, setup.rule, do_RGV, *as_received([q_RW, k_SD, v_SV], q_THD),
                 o_RGV, lse_RG,
             )  # fmt: skip
         back = [
@@ -119,26 +118,22 @@ def run_backward(
             Returning(KEY, dk_S1D.flatten(1), landing[0], add=True),
             Returning(KEY, dv_S1V.flatten(1), landing[1], add=True),
         ]
-        return None, setup.give_back("dQ, dK, dV back", back, backward=True)
+        return None, setup.give_back("dQ, dK, dV back", wave, back, backward=True)
 
-    if out is None:
+    found = own
+    if not out.count:
         run_alone(setup, run, backward=True)
     else:
         _, back = run_tasks(setup, out, run, serve, backward=True)
-        # What other ranks found is added to the sums of local batches, rounded where those are wider.
-        for there, here in zip(landing, own[1:], strict=True):
-            if there is not here:
-                there.copy_(here)
-        back.finish(setup, backward=True)
+        found = finish_back(setup, back, own, landing)
     setup.mark("attention ends", backward=True)
     setup.counts.backwards += 1
-    dk, dv = (own.dk_UKD, own.dv_UKV) if out is None else landing
-    return Gradients(own.dq_THD, dk.to(k_TKD.dtype), dv.to(v_TKV.dtype))
+    return Gradients(found.dq_THD, found.dk_UKD.to(k_TKD.dtype), found.dv_UKV.to(v_TKV.dtype))
 
 
 def serve_tick(setup: CallSetup, kind: LayerKind, backward: bool) -> None:
     """A tick on a rank that has no layer in it, or in whose layer no gradient is wanted."""
-    shape, rows = kind.shape, setup.schedule.host.query_tokens
+    shape, rows = kind.shape, setup.schedule.query_tokens
     # In a backward, rows of a layer whose gradient nobody wants are in the plan all the same: they have none.
     q, o = (
         torch.zeros(rows, shape.query_heads, size, dtype=kind.dtype, device=setup.device)
@@ -162,8 +157,8 @@ class TickCall:
     forward: CallSetup
     backward: Callable[[], CallSetup]
     """Begins this layer's backward tick; called when its gradient is there."""
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None
-    """O and LSE, from the forward until the backward ran."""
+    kept: Kept | None = None
+    """O, LSE and sinks, from the forward until the backward ran; this rank keeps nothing of what it served."""
     released: bool = False
 
     def __call__(
@@ -184,15 +179,15 @@ class TickCall:
             )
         if self.kept is not None:
             self.forward.counts.replays += 1
-            return self.kept[0]
+            return self.kept.o_THV
         o, lse = run_forward(self.forward, q_THD, k_TKD, v_TKV)
         if sinks_H is not None:
             o, lse = fold_sinks(o, lse, sinks_H)
-        self.kept = o, lse
+        self.kept = Kept(o, lse, (), None if sinks_H is None else sinks_H.clone(), version_of(o))
         return o
 
-    def release(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """O and LSE, which this call holds no longer. Raises CADError where it holds none."""
+    def release(self) -> Kept:
+        """What this call holds no longer. Raises CADError where it holds nothing."""
         if self.kept is None:
             raise CADError(f"{self.forward.label}: a second backward through the same forward is not supported")
         kept, self.kept, self.released = self.kept, None, True
@@ -206,27 +201,16 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         o = call.attend(q.detach(), k.detach(), v.detach(), None if sinks is None else sinks.detach())
-        ctx.save_for_backward(q, k, v, sinks)
-        ctx.version = o._version
+        ctx.save_for_backward(q, k, v)
         return o.detach()
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: TickCall = ctx.call
-        q, k, v, sinks = ctx.saved_tensors
-        o, lse = call.release()
-        if o._version != ctx.version:
-            raise CADError(
-                f"{call.forward.label}: its output was changed in place, and its backward needs it as it was. Change a "
-                "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
-            )
-        do = do if do.stride(-1) == 1 and do.stride(-2) == do.shape[-1] else do.contiguous()
-        setup = call.backward()
-        dq, dk, dv = run_backward(setup, do, q.detach(), k.detach(), v.detach(), o, lse)
-        dsinks = None
-        if sinks is not None and ctx.needs_input_grad[4]:
-            weight_TH = torch.exp(sinks.to(lse.dtype) - lse)
-            if len(call.forward.schedule.padding):
-                weight_TH[call.forward.schedule.padding] = 0
-            dsinks = -(weight_TH * (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum(0).to(sinks.dtype)
+        q, k, v = ctx.saved_tensors
+        kept = call.release()
+        kept.check_unchanged(call.forward.label)
+        do = with_packed_heads(do)
+        dq, dk, dv = run_backward(call.backward(), do, q.detach(), k.detach(), v.detach(), kept.o_THV, kept.lse_TH)
+        dsinks = sinks_gradient(call.forward, kept, do) if ctx.needs_input_grad[4] else None
         return None, dq, dk, dv, dsinks

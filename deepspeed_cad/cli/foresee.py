@@ -20,7 +20,7 @@ from deepspeed_cad.errors import CADConfigError, CADDataError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.question import hosts_of_nodes
-from deepspeed_cad.simulator import Cluster, Machine, Setting, seat_shape
+from deepspeed_cad.simulator import Cluster, Foreseen, Machine, Setting, seat_shape
 from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, reserve, what_would_fit
 from deepspeed_cad.simulator.setting import check_split
 
@@ -91,7 +91,7 @@ def make_steps(
     lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int
 ) -> list[list[Layout]]:
     """Steps of some micro-batches each, every row packed; the last, partial step is left out."""
-    packed = iter(layouts(lengths, setting.seats, context, packing))
+    packed = iter(layouts(lengths, setting.seats, context, packing, setting.seats_per_host))
     steps: list[list[Layout]] = []
     while len(steps) < most:
         step = list(islice(packed, micro_batches))
@@ -123,6 +123,13 @@ def deal(
 def _widen(layout: Layout, servers: int) -> Layout:
     """With seats behind the trainers that have no rows."""
     return Layout(layout.ranks + servers, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))
+
+
+def without_cad(comparison: Comparison) -> Foreseen | None:
+    """What gains are counted from: plain data parallelism, where it cuts no documents, or the best that exists."""
+    others = [one for name in ("ulysses", "gathered") if (one := comparison.of(name)) is not None]
+    best = max([one for one in others if one.fits] or others, key=lambda one: one.tokens_per_second, default=None)
+    return comparison.of("plain") or best
 
 
 class Progress:
@@ -172,6 +179,16 @@ def table(comparison: Comparison) -> list[str]:
     return [*lines, "", *answers, f"Three questions and a chart for each: {PAGE}"]
 
 
+def make_folder(given: str) -> Path:
+    """The folder of --pictures; raises CADConfigError where it cannot be made."""
+    folder = Path(given)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CADConfigError(f"--pictures: {folder} cannot be made: {error.strerror}") from error
+    return folder
+
+
 def draw(
     comparison: Comparison,
     setting: Setting,
@@ -184,11 +201,7 @@ def draw(
     from deepspeed_cad.simulator.picture import draw_curve, draw_step
     from deepspeed_cad.simulator.sweep import around, sweep
 
-    folder = Path(args.pictures)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CADConfigError(f"--pictures: {folder} cannot be made: {error.strerror}") from error
+    folder = make_folder(args.pictures)
 
     def at(ranks: int, context: int, servers: int | None, modes: Sequence[str]) -> Comparison:
         # Of hosts that differ, the smallest stands for all.

@@ -15,6 +15,8 @@ from deepspeed_cad.simulator.lengths import NAMED
 
 NUMBERS = re.compile(r"[\s\[\],\d.eE+-]*\d[\s\[\],\d.eE+-]*")
 """What a file of lengths consists of."""
+LIST = re.compile(r"\s*\[\s*[\d.+-]")
+"""How a JSON list of lengths begins."""
 BEGIN = 4096
 """Bytes that are looked at to tell such a file from text."""
 
@@ -43,8 +45,13 @@ def read_numbers(places: Sequence[str], limit: int) -> list[int] | None:
 
 
 def _is_numbers(path: Path) -> bool:
+    """Whether a file holds lengths. Raises CADDataError where it holds nothing."""
     with path.open("rb") as file:
         begin = file.read(BEGIN)
+    if begin.strip() in (b"", b"[]"):
+        raise CADDataError(f"{path} is empty: it holds neither documents nor lengths")
+    if LIST.match(begin.decode("ascii", errors="replace")):
+        return True
     try:
         return NUMBERS.fullmatch(begin.decode("ascii")) is not None
     except UnicodeDecodeError:

@@ -21,16 +21,24 @@ TRL_BATCH = 1000
 PACKINGS = {
     "in_order": "rows are filled with documents in their order (default)",
     "spanning": "the same, and documents go on on the next GPU (deepspeed_cad.shard_stream)",
+    "zigzag": "as spanning, ordered by host and dealt out (shard_stream with zigzag=True and ranks_per_host)",
     "bfd": "TRL's default: best fit, longest first; the end of a document longer than a row is dropped",
     "bfd_split": "TRL's other best fit: a document longer than a row is split",
     "wrapped": "TRL's: a row is cut out of the stream of tokens, and attends to all of itself",
 }
 
 
-def layouts(lengths: Sequence[int], ranks: int, context: int, packing: str) -> Iterator[Layout]:
-    """Micro-batches of all ranks; the last, partial one is left out."""
-    if packing in ("in_order", "spanning"):
-        yield from pack(list(lengths), ranks, context, packing == "spanning")
+SPANNING = ("spanning", "zigzag")
+"""Of them, those in which documents go on on other GPUs."""
+
+
+def layouts(
+    lengths: Sequence[int], ranks: int, context: int, packing: str, ranks_per_host: int | None = None
+) -> Iterator[Layout]:
+    """Micro-batches of all ranks; the last, partial one is left out. `ranks_per_host`: None: all are on one."""
+    if packing in ("in_order", "spanning", "zigzag"):
+        by_host = min(ranks_per_host or ranks, ranks) if packing == "zigzag" else None
+        yield from pack(list(lengths), ranks, context, packing != "in_order", by_host)
         return
     rows = trl_rows(lengths, context, packing)
     # Trainers shuffle rows. Unshuffled, the fullest rows of best fit would meet in one step.
@@ -64,7 +72,7 @@ def say_cut(lengths: Sequence[int], context: int, packing: str) -> str:
     head = f"{len(beyond)} documents are longer than a row of {context} tokens: "
     if packing == "bfd":
         return f"{head}their ends are dropped, {sum(beyond)} tokens ({share:.1f} %)"
-    if packing == "spanning":
+    if packing in SPANNING:
         return f"{head}they go on on the next GPU and stay whole; only the ends of a step cut documents"
     return f"{head}each is split there, and its parts do not attend to each other"
 

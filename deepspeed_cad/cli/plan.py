@@ -24,6 +24,8 @@ from deepspeed_cad.errors import CADConfigError, CADDataError
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.outlook import StepOutlook, foresee
 from deepspeed_cad.planner.question import KEYS, read_question
+from deepspeed_cad.simulator import Foreseen
+from deepspeed_cad.simulator.compare import MODES
 from deepspeed_cad.simulator.lengths import NAMED
 
 _EPILOG = "\n".join(
@@ -119,7 +121,11 @@ def _question(path: Path, field: str | None) -> dict[str, Any] | None:
     try:
         with path.open(encoding="utf-8") as file:
             first = next((line for line in file if line.strip()), "")
-            if first.lstrip().startswith("[") or (_is_object(first) and any(line.strip() for line in file)):
+            if (
+                not first
+                or first.lstrip().startswith("[")
+                or (_is_object(first) and any(line.strip() for line in file))
+            ):
                 return None
             file.seek(0)
             fields = json.load(file)
@@ -170,10 +176,12 @@ def _plan_data(args: argparse.Namespace) -> int:
         Progress,
         deal,
         draw,
+        make_folder,
         make_steps,
         read_setting,
         table,
         wanted_modes,
+        without_cad,
     )
     from deepspeed_cad.cli.model_shape import read_model_shape
     from deepspeed_cad.simulator.compare import THREADS, compare
@@ -181,6 +189,8 @@ def _plan_data(args: argparse.Namespace) -> int:
     for name in ("ranks", "context", "limit", "steps", "micro_batches"):
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
+    if args.pictures:
+        make_folder(args.pictures)  # what cannot be written is said before the work, not behind it
     model = read_model_shape(args.model)
     setting = read_setting(args, model)
     modes, servers = wanted_modes(args)
@@ -196,13 +206,13 @@ def _plan_data(args: argparse.Namespace) -> int:
         outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
         outlooks = list(threads.map(outlook, [step[0] for step in steps]))
     comparison = compare(setting, steps, modes, servers, progress, deal(lengths, setting, args, len(steps)))
-    plain, cad = comparison.of("plain"), comparison.of("cad")
-    if plain and cad:
+    other, cad = without_cad(comparison), comparison.of("cad")
+    if other and cad:
         outlooks = [
             replace(outlook, gain=before / after)
-            for outlook, before, after in zip(outlooks, plain.steps, cad.steps, strict=True)
+            for outlook, before, after in zip(outlooks, other.steps, cad.steps, strict=True)
         ]
-    _say(_table(lengths, outlooks, args))
+    _say(_table(lengths, outlooks, args, _named(other) if cad else "without it"))
     _say("\n".join(table(comparison)))
     summary = {
         "documents": len(lengths),
@@ -235,7 +245,7 @@ def _lengths(args: argparse.Namespace, seats: int) -> list[int]:
     return found or read_lengths(args.input, args.tokenizer, args.field, args.limit)
 
 
-def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace) -> str:
+def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace, other: str) -> str:
     lines = [
         f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}",
         f"{len(outlooks)} steps of {args.ranks} ranks x {args.context} tokens, packed {args.packing}: "
@@ -259,11 +269,18 @@ def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Names
     gains = [outlook.gain for outlook in outlooks]
     lines += [
         "",
-        f"Steps are {np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f}) than in plain",
-        "data parallelism, by the seconds that are foreseen for each step:",
+        f"Steps are {np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f}) than {other},",
+        "by the seconds that are foreseen for each step:",
         "",
     ]
     return "\n".join(lines)
+
+
+def _named(other: Foreseen | None) -> str:
+    """What gains are counted from."""
+    if other is None:
+        return "without it"
+    return "in plain data parallelism" if other.mode == "plain" else f"by {MODES[other.mode]}"
 
 
 def _draw_outlook(outlooks: list[StepOutlook], path: str) -> None:

@@ -19,16 +19,18 @@ import torch
 
 from deepspeed_cad.ahead.pipeline import Documents, Place, PlannedPhase, StepPlans
 from deepspeed_cad.ahead.pipeline_gather import all_are_ready, any_has_attention, gather_documents, gather_layers
-from deepspeed_cad.ahead.rounds import Rounds
+from deepspeed_cad.attention.layer import LayerInput, LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.attention.phase import Phase, StageMicroBatch
-from deepspeed_cad.attention.program import LayerKind, ProgramTick, kind_of, merge_stages
+from deepspeed_cad.attention.program import ProgramTick, merge_stages
 from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.engine.pipeline_data import Loaded, Reader
 from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
-from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
+from deepspeed_cad.integrations.mask_check import ForwardCheck, is_due
 from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.rounds import Rounds
 from deepspeed_cad.session import Session
+from deepspeed_cad.unused import unused_in_pipelines
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -41,20 +43,10 @@ class Alone:
     """By window."""
     seen: list[LayerKind]
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q_BHSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSV: torch.Tensor,
-        rule: MaskRule,
-        sinks: torch.Tensor | None,
-        label: str,
-    ) -> torch.Tensor:
+    def attend(self, layer: LayerInput) -> torch.Tensor:
         """As StageMicroBatch.attend."""
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
-        self.seen.append(kind_of(q, k, v, rule))
-        return self.descriptor(rule.window).attend(module, q_BHSD, k_BKSD, v_BKSV, rule, sinks, label)
+        self.seen.append(layer.kind(layer.rows()))
+        return self.descriptor(layer.rule.window).attend(layer)
 
 
 class PipelineBinding:
@@ -84,6 +76,14 @@ class PipelineBinding:
         self._next: tuple[list[Loaded], StepPlans] | None = None
         """The step after the one that runs: what this rank loads of it, and its plans."""
         self._steps = 0
+        self._check: ForwardCheck | None = None
+        """Of the forward that runs, where it is checked."""
+        self._forwards = 0
+        """Training forwards of this stage so far."""
+        session.warn(unused_in_pipelines(session.config, session.cost))
+        # Waits of a pipeline tell of bubbles too: neither of slow ranks, nor of what exchanges cost (pipeline ticks
+        # promise no gain that waits could be weighed against).
+        session.pace.most = 0.0
 
     def check_attention(self, modules: int) -> None:
         """Raise CADUnsupportedError on all ranks where no stage has an attention module that CAD can switch."""
@@ -93,8 +93,6 @@ class PipelineBinding:
                 "no stage of the pipeline has an attention module of transformers, through which CAD takes over "
                 "attention: build its layers of them (deepspeed_cad.to_pipeline does), or train without CAD"
             )
-        # Waits of a pipeline tell of bubbles too, not only of slow ranks.
-        self.session.pace.most = 0.0
 
     # Steps
 
@@ -147,7 +145,7 @@ class PipelineBinding:
 
     def stop(self, error: BaseException) -> None:
         """A step ended with an exception: this rank's part of its exchanges is missing, so tell those that wait."""
-        self.running, self._plans, self._next = None, None, None
+        self.running, self._plans, self._next, self._check = None, None, None, None
         self._in_flight.clear()
         self._alone.clear()
         if not isinstance(error, CADError):
@@ -180,8 +178,9 @@ class PipelineBinding:
                 self._in_flight[micro_batch] = StageMicroBatch()
             running = self.running = self._in_flight[micro_batch]
             running.forward, running.backward = (None, phase) if backward else (phase, None)
+            self._check = None if backward else self._open_check(planned, own)
             work()
-            running.forward = running.backward = self.running = None
+            running.forward = running.backward = self.running = self._check = None
             if backward:
                 del self._in_flight[micro_batch]
         phase.finish()
@@ -199,32 +198,34 @@ class PipelineBinding:
 
     # What the layers call
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q_BHSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSV: torch.Tensor,
-        rule: MaskRule,
-        sinks: torch.Tensor | None,
-        label: str,
-    ) -> torch.Tensor:
-        """O [B, S, H, V] of one layer; arguments as those of MaskDescriptor.attend."""
+    def see_mask(self, window: int | None, given: dict[str, Any]) -> None:
+        """A layer made a mask of its own; raises CADUnsupportedError where the plan of its micro-batch is another."""
+        if self._check is not None:
+            self._check.see(window, given)
+
+    def attend(self, layer: LayerInput) -> torch.Tensor:
+        """O [B, S, H, V] of one layer."""
         if self.running is None:
-            raise CADError(f"{label} ran outside of train_batch and eval_batch, where its documents are not known")
-        return self.running.attend(module, q_BHSD, k_BKSD, v_BKSV, rule, sinks, label)
+            raise CADError(
+                f"{layer.label} ran outside of train_batch and eval_batch, where its documents are not known"
+            )
+        return self.running.attend(layer)
 
     # Inside
 
+    def _open_check(self, planned: PlannedPhase, own: list[int]) -> ForwardCheck | None:
+        """The check of the model's own masks in a forward that begins; None where none is wanted or due."""
+        number, self._forwards = self._forwards, self._forwards + 1
+        if self.session.config.check != "sampled" or not own or self.program is None or not is_due(number):
+            return None
+        layout = planned.parts[self.program[own[0]].stages].layout
+        return ForwardCheck(layout, self.session.rank, number)
+
     def _setup(self, program: tuple[ProgramTick, ...], planned: PlannedPhase, tick: int, label: str) -> CallSetup:
         session = self.session
-        shape, rule, dtype = program[tick].kind
-        need = KernelNeed(
-            session.device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group, rule.window is not None,
-            rule.softcap is not None, torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
+        kernel = session.kernel(kernel_need(program[tick].kind, session.device))
         modes = Modes(local_first=session.config.overlap != "none")
-        return planned.setup(tick, program[tick], session.kernel(need), modes, label)
+        return planned.setup(tick, program[tick], kernel, modes, label)
 
     @property
     def _loads(self) -> bool:

@@ -49,7 +49,7 @@ def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
     local = read_documents(_given(inputs)).local
     if len(local.begin) and local.begin.any():
         raise CADDataError(
-            f"the first document of a micro-batch starts at position {int(local.begin[0])}: in a pipeline every "
+            f"a document of a micro-batch starts at position {int(local.begin.max())}: in a pipeline every "
             "micro-batch holds whole documents"
         )
     return Loaded(inputs, labels, local)

@@ -18,9 +18,11 @@ from deepspeed.runtime.pipe.schedule import ForwardPass, InferenceSchedule
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.engine.block import find_config
+from deepspeed_cad.engine.monitor import write_statistics
 from deepspeed_cad.engine.pipeline import PipelineBinding
 from deepspeed_cad.engine.pipeline_refusals import refuse_block, refuse_deepspeed, refuse_module
 from deepspeed_cad.engine.pipeline_schedule import BackwardTicks, ForwardTicks, LockstepSchedule
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.integrations.pipeline import install_attention
 from deepspeed_cad.meet import together
 from deepspeed_cad.session import Session, open_session
@@ -76,11 +78,7 @@ def _report_statistics(engine: PipelineEngine, session: Session) -> None:
     @wraps(train_batch)
     def train_and_report(data_iter: Any = None) -> Any:
         loss = train_batch(data_iter)
-        if engine.monitor.enabled and engine.global_rank == 0:
-            figures = session.take_statistics("monitor").as_events()
-            engine.monitor.write_events(
-                [(f"Train/{name}", value, engine.global_samples) for name, value in figures.items()]
-            )
+        write_statistics(engine, session)
         return loss
 
     engine.train_batch = train_and_report
@@ -144,6 +142,12 @@ def _make_eval_batch(binding: PipelineBinding, original: Callable[..., Any]) -> 
         engine.set_dataiterator(data_iter)
         try:
             binding.begin_evaluation(num_micro_batches or engine.micro_batches)
+        except (StopIteration, CADError):
+            # Every rank has it, or was told.
+            raise
+        except BaseException as error:
+            binding.stop(error)
+            raise
         finally:
             engine.set_dataiterator(before)
         try:

@@ -7,6 +7,7 @@ Messages between two ranks hold the slices in table order, which both ends know.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -19,16 +20,21 @@ from deepspeed_cad.exchange.identity import Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import place
-from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds
+from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds, take
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import Room
 
 
 class C10dTransport:
     """Exchange through a torch.distributed process group of its own."""
 
     name = "c10d"
+    landing_bytes = 0
+    most_waves = 1
+    """Both ways share one queue of collectives, so nothing comes back before all is out; and where one starts on a CPU,
+    the host waits for the numbers of all ranks."""
 
     def __init__(
         self,
@@ -56,7 +62,7 @@ class C10dTransport:
     ) -> _Dispatched:
         """See Transport.dispatch; nano-batches need no care here, every exchange has buffers of its own."""
         kinds = self._look_up(schedule)
-        packed = [field.home[kinds[field.kind].home_row, kinds[field.kind].home_group] for field in fields]
+        packed = [take(field.home, kinds[field.kind].home) for field in fields]
         counts = [(kinds[field.kind].sent, kinds[field.kind].received) for field in fields]
         arrival = self._start(moment, nano_batch, False, schedule, packed, counts)
         return _Dispatched(self, schedule, fields, kinds, arrival)
@@ -66,10 +72,13 @@ class C10dTransport:
     ) -> _Returned:
         """See Transport.give_back."""
         kinds = self._look_up(schedule)
-        packed = [field.served[kinds[field.kind].received_row] for field in fields]
+        packed = [field.served.index_select(0, kinds[field.kind].received_row) for field in fields]
         counts = [(kinds[field.kind].received, kinds[field.kind].sent) for field in fields]
         arrival = self._start(moment, nano_batch, True, schedule, packed, counts)
         return _Returned(self, fields, kinds, arrival)
+
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+        """Nothing is kept between exchanges: each takes its buffers from torch's allocator, and gives them back."""
 
     def close(self) -> None:
         """The process group belongs to the session."""

@@ -24,7 +24,7 @@ from deepspeed_cad.exchange.identity import Identity, compare
 
 RING = 256
 """Exchanges whose numbers are kept."""
-AHEAD = 32
+AHEAD = 128
 """No rank can be that many exchanges ahead of another: each waits for the others' last dispatch (nvlink.py)."""
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from deepspeed_cad.schedule import Schedule
 
-# From the top: the last 18 bits of the micro-batch's turn, 11 of the layer, nano-batch, backward, return; then 30 bits
-# of a hash over all of this, the schedule, and every exchange before. The first 32 can be read, the others tell apart
-# what they cannot say; through the hash, exchanges that once differed differ for ever, so that comparing some of them
-# is as good as comparing all.
-_TURN_BITS, _LAYER_BITS, _CHECK_BITS = 18, 11, 30
-_LAYER_AT, _TURN_AT = 3, 3 + _LAYER_BITS
+# From the top: the last 14 bits of the micro-batch's turn, 5 of the wave, 10 of the layer, nano-batch, backward,
+# return; then 30 bits of a hash over all of this, the schedule, and every exchange before. The first 32 can be read,
+# the others tell apart what they cannot say; through the hash, exchanges that once differed differ for ever, so that
+# comparing some of them is as good as comparing all.
+_TURN_BITS, _WAVE_BITS, _LAYER_BITS, _CHECK_BITS = 14, 5, 10, 30
+_LAYER_AT, _WAVE_AT, _TURN_AT = 3, 3 + _LAYER_BITS, 3 + _LAYER_BITS + _WAVE_BITS
 _WORD = (1 << 64) - 1
 
 
@@ -30,6 +30,8 @@ class Moment:
     layer: int = 0
     """Counts the layers of a micro-batch in the order in which their attention was first called."""
     backward: bool = False
+    wave: int = 0
+    """Which part of what a tick moves; exchanges of different ones may overlap."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Register:
     def next(self, index: int, moment: Moment, nano_batch: int, is_return: bool, schedule: Schedule) -> Identity:
         """The identity of the exchange that starts now; called once for each, in their order."""
         turn, layer = moment.turn % (1 << _TURN_BITS), moment.layer % (1 << _LAYER_BITS)
-        words = (
-            turn << _TURN_AT | layer << _LAYER_AT | (nano_batch & 1) << 2 | int(moment.backward) << 1 | int(is_return)
-        )
+        wave = moment.wave % (1 << _WAVE_BITS)
+        words = turn << _TURN_AT | wave << _WAVE_AT | layer << _LAYER_AT
+        words |= (nano_batch & 1) << 2 | int(moment.backward) << 1 | int(is_return)
         # A multiplication and a shift spread every bit of the sum over the upper bits that are kept.
         mixed = ((self._history ^ (words << 32 | schedule.digest)) * 0x9E3779B97F4A7C15 + moment.turn) & _WORD
         self._history = ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9) & _WORD
@@ -68,7 +70,8 @@ def describe(number: int) -> str:
     words = number >> _CHECK_BITS
     turn, layer = words >> _TURN_AT, words >> _LAYER_AT & ((1 << _LAYER_BITS) - 1)
     way = "return" if words & 1 else "dispatch"
-    part = ", nano-batch 1" if words & 4 else ""
+    wave = words >> _WAVE_AT & ((1 << _WAVE_BITS) - 1)
+    part = (", nano-batch 1" if words & 4 else "") + (f", wave {wave}" if wave else "")
     return f"the {way} in the {'backward' if words & 2 else 'forward'} of micro-batch {turn}, layer {layer}{part}"
 
 

@@ -16,59 +16,81 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 from deepspeed_cad.exchange.peers import PeerGroup
+from deepspeed_cad.schedule.room import HEADROOM
 
 logger = logging.getLogger(__name__)
 
-HEADROOM = 1.25
 GRAIN = 8 << 20
 """Bytes: capacities are multiples."""
 
 
-class SymmetricBuffer:
-    """Memory of equal size on every rank, mapped by all. Making one is collective."""
+class NoRoomError(CADError):
+    """Some rank has no memory left for what lands there: the same on all ranks, and all keep what they had."""
 
-    def __init__(self, size: int, peers: PeerGroup, device: torch.device, meeting: Meeting, what: str) -> None:
-        """`what`: for an error, which is the same on all members where one of them has no memory left."""
-        memory: Any = torch if peers.handle is None else symmetric_memory()
-        tensor, problem = _allocate(memory, size, device)
-        # Before the ranks map each other's memory: who waits there for a rank that has none waits for half an hour.
-        meeting.agree(what, problem)
-        assert tensor is not None
-        self.tensor: torch.Tensor = tensor
+
+class SymmetricBuffer:
+    """Memory of equal size on every rank, mapped by all."""
+
+    def __init__(self, tensor: torch.Tensor, peers: PeerGroup, device: torch.device) -> None:
+        """Map it; `tensor` is this rank's. Collective."""
+        self.tensor = tensor
         if peers.handle is None:
-            self.addresses: Table = np.array([self.tensor.data_ptr()], np.int64)
+            self.addresses: Table = np.array([tensor.data_ptr()], np.int64)
             return
         with torch.cuda.device(device):
-            self._handle = memory.rendezvous(self.tensor, peers.handle)
+            memory: Any = symmetric_memory()
+            self._handle = memory.rendezvous(tensor, peers.handle)
         shift = int(getattr(self._handle, "offset", 0) or 0)
         self.addresses = np.array([int(p) + shift for p in self._handle.buffer_ptrs], np.int64)
         """[members]: where each rank's memory begins, in this process."""
         rank = peers.place
-        if int(self.addresses[rank]) != self.tensor.data_ptr():
+        if int(self.addresses[rank]) != tensor.data_ptr():
             raise CADError(
                 f"symmetric memory gave address {int(self.addresses[rank]):#x} for this rank's own buffer at "
-                f"{self.tensor.data_ptr():#x}: torch {torch.__version__} places buffers in a way that is not known here"
+                f"{tensor.data_ptr():#x}: torch {torch.__version__} places buffers in a way that is not known here"
             )
 
 
-def _allocate(memory: Any, size: int, device: torch.device) -> tuple[torch.Tensor | None, str]:
-    """Zeros of `size` bytes, or why there are none."""
+def make_buffers(
+    sizes: list[int], peers: PeerGroup, device: torch.device, meeting: Meeting, what: str
+) -> list[SymmetricBuffer]:
+    """Buffers of the same sizes on every rank. Collective.
+
+    All are allocated before ranks meet. Where one rank lacks one of them, all raise the same NoRoomError, `what` in it,
+    and nothing is left behind.
+    """
+    memory: Any = torch if peers.handle is None else symmetric_memory()
+    tensors, problem = _allocate(memory, sizes, device)
+    # Before the ranks map each other's memory: who waits there for a rank that has none waits for half an hour.
+    words = meeting.hold(what, problem)
+    told = [f"rank {int(rank)}: {word}" for rank, word in zip(meeting.members, words) if word]
+    if told:
+        raise NoRoomError(f"{what} failed on {len(told)} of {len(words)} ranks. {'; '.join(told)}")
+    return [SymmetricBuffer(tensor, peers, device) for tensor in tensors]
+
+
+def _allocate(memory: Any, sizes: list[int], device: torch.device) -> tuple[list[torch.Tensor], str]:
+    """Zeros of these sizes in bytes, or why there are none."""
     problem = ""
     for attempt in range(2):
+        tensors: list[torch.Tensor] = []
         try:
             with torch.cuda.device(device):
-                tensor = memory.empty(size, dtype=torch.uint8, device=device).fill_(0)
+                for size in sizes:
+                    tensors.append(memory.empty(size, dtype=torch.uint8, device=device).fill_(0))
                 torch.cuda.synchronize(device)
-            return tensor, ""
+            return tensors, ""
         except RuntimeError as error:
             problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        tensors.clear()
         if attempt == 0:
             # Memory that torch keeps for later tensors is not free for the driver, of whom this memory is asked.
             torch.cuda.empty_cache()
     free, whole = torch.cuda.mem_get_info(device)
-    return None, (
-        f"{size >> 20} MiB were wanted, {free >> 20} of {whole >> 20} MiB are free on {device} after torch gave back "
-        f"what it had cached ({problem}); use smaller micro-batches, or more checkpointing"
+    return [], (
+        f"{sum(sizes) >> 20} MiB were wanted, {free >> 20} of {whole >> 20} MiB are free on {device} after torch gave "
+        f'back what it had cached ({problem}); set "memory" to fewer GiB, or use smaller micro-batches or more '
+        "checkpointing"
     )
 
 
@@ -83,6 +105,10 @@ class LandingArea:
         self.last_operation = 0
         """Number of the exchange that filled it last."""
         self._buffer: SymmetricBuffer | None = None
+
+    def holds(self, needed: Table) -> bool:
+        """Whether `needed` bytes ([members]) fit as it is."""
+        return self._buffer is not None and int(needed.max(initial=0)) <= self.capacity
 
     @property
     def addresses(self) -> Table:
@@ -99,24 +125,14 @@ class LandingArea:
 
         Gives whether the memory is another than before.
         """
-        most, generation = int(needed.max(initial=0)), self.generation
-        if most > self.capacity or self._buffer is None:
-            capacity = -(-int(max(most, 1) * HEADROOM) // GRAIN) * GRAIN
-            logger.info("landing area %s grows from %d to %d MiB", self.label, self.capacity >> 20, capacity >> 20)
-            # Copies and waits under way on this rank end here; making the new buffer meets all other ranks, so
-            # afterwards nobody can still write into the old one.
-            torch.cuda.synchronize(self.device)
-            what = f"the growth of landing area {self.label}"
-            grown = SymmetricBuffer(capacity, self.peers, self.device, self.meeting, what)
-            self._buffer, self.capacity = grown, capacity
-            self.last_operation = 0
-            self.generation += 1
-        if most > self.capacity:
-            rank = int(self.peers.members[needed.argmax()])
-            raise CADError(
-                f"landing area {self.label} holds {self.capacity} bytes, the plan brings {most} to rank {rank}"
-            )
-        return self.generation != generation
+        return grow_together([(self, needed)])
+
+    def take(self, buffer: SymmetricBuffer, capacity: int) -> None:
+        """Land there from now on."""
+        logger.info("landing area %s grows from %d to %d MiB", self.label, self.capacity >> 20, capacity >> 20)
+        self._buffer, self.capacity = buffer, capacity
+        self.last_operation = 0
+        self.generation += 1
 
     def field(self, begin: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """A field that landed here: [rows, width]."""
@@ -131,3 +147,28 @@ class LandingArea:
         if self._buffer is None:
             raise CADError(f"landing area {self.label} was used before it was made, or after close()")
         return self._buffer
+
+
+def grow_together(areas: list[tuple[LandingArea, Table]]) -> bool:
+    """Have room for so many bytes ([members]) in each of these areas of one group, or raise NoRoomError and keep what
+    was. Every rank passes the same areas and numbers, at the same exchange.
+
+    Gives whether any has other memory than before.
+    """
+    growing = [(area, _capacity(needed)) for area, needed in areas if not area.holds(needed)]
+    if not growing:
+        return False
+    first = growing[0][0]
+    # Copies and waits under way on this rank end here; making new buffers meets all other ranks, so afterwards nobody
+    # can still write into the old ones.
+    torch.cuda.synchronize(first.device)
+    labels = ", ".join(area.label for area, _ in growing)
+    what = f"the growth of landing area{'s' if len(growing) > 1 else ''} {labels}"
+    buffers = make_buffers([size for _, size in growing], first.peers, first.device, first.meeting, what)
+    for (area, size), buffer in zip(growing, buffers, strict=True):
+        area.take(buffer, size)
+    return True
+
+
+def _capacity(needed: Table) -> int:
+    return -(-int(max(needed.max(initial=0), 1) * HEADROOM) // GRAIN) * GRAIN

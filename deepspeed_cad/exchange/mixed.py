@@ -1,8 +1,9 @@
 """The `mixed` transport: peer copies between ranks of one host, NCCL messages between hosts, in one exchange.
 
-It is the `nvlink` transport of this rank's host, and beside it a communicator of all ranks on a stream of its own. What
-travels between hosts is received straight into the landing areas, between the rows that neighbours copy there; so
-what arrived is one buffer, and what came back is placed by one launch, in the same order as by any other transport.
+It is the `nvlink` transport of this rank's host, and beside it, for each way, a communicator of all ranks on a stream
+of its own. What travels between hosts is received straight into the landing areas, between the rows that neighbours
+copy there; so what arrived is one buffer, and what came back is placed by one launch, in the same order as by any other
+transport.
 A rank whose host has no other rank, or whose GPUs do not reach each other, has no neighbours and uses messages alone.
 
 Why messages are never received too early. Every exchange makes the message stream wait for what was queued on the
@@ -12,6 +13,7 @@ area before has been used by then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -22,15 +24,18 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.messages import Messenger
+from deepspeed_cad.exchange.messages import Messenger, TwoWays
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.nvlink import NvlinkTransport, _Dispatched, _Returned, _UnderWay
 from deepspeed_cad.exchange.peers import host_group
 from deepspeed_cad.exchange.placement import upload
+from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import FarPart, far_part, list_messages
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
+from deepspeed_cad.schedule.room import Room
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +43,14 @@ class _Far:
     """A FarPart and, on the device, what packs its rows."""
 
     part: FarPart
-    home_row: torch.Tensor
-    home_group: torch.Tensor
+    home: torch.Tensor
 
 
 class MixedTransport(NvlinkTransport):
     """Exchange by peer copies where there is access to the peer's memory, by NCCL elsewhere."""
 
     name = "mixed"
+    most_waves = 8
 
     def __init__(
         self,
@@ -64,7 +69,7 @@ class MixedTransport(NvlinkTransport):
             raise CADError(f"{len(near)} numbers of neighbourhoods for a group of {size_of(group)} ranks")
         alarm = Alarm(rank_of(group), liveness, timeout_s)
         # First what all ranks take part in: making landing areas can fail on one host alone.
-        self.messages = Messenger(group, device, alarm)
+        self.messages = TwoWays(group, device, alarm, several_hosts=True)
         try:
             super().__init__(group, device, liveness, timeout_s, host_group(group, near), alarm)
         except BaseException:
@@ -79,13 +84,13 @@ class MixedTransport(NvlinkTransport):
         """See NvlinkTransport.dispatch."""
         out = super().dispatch(schedule, fields, nano_batch, moment)
         far = self._look_up(schedule)
-        packed = [f.home[far[f.kind].home_row, far[f.kind].home_group] for f in fields]
+        packed = [take(f.home, far[f.kind].home) for f in fields]
         table = []
         for f, rows, landed in zip(fields, packed, out.landed):
             width = landed.shape[1] * landed.element_size()
             table.append(list_messages(True, far[f.kind].part.packed, rows.data_ptr(), width))
             table.append(list_messages(False, far[f.kind].part.served, landed.data_ptr(), width))
-        self._exchange(out.under_way, table, packed)
+        self._exchange(self.messages.out, out.under_way, table, packed)
         return out
 
     def give_back(
@@ -99,8 +104,15 @@ class MixedTransport(NvlinkTransport):
             width = landed.shape[1] * landed.element_size()
             table.append(list_messages(True, far[f.kind].part.served, f.served.data_ptr(), width))
             table.append(list_messages(False, far[f.kind].part.landed, landed.data_ptr(), width))
-        self._exchange(back.under_way, table, [])
+        self._exchange(self.messages.back, back.under_way, table, [])
         return back
+
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+        """See NvlinkTransport.make_room. Other hosts do not grow with this one, so where one lacks memory all stop."""
+        try:
+            super().make_room(schedules, room, nano_batch)
+        except NoRoomError as error:
+            raise CADError(str(error)) from error
 
     def close(self) -> None:
         """Release the landing areas and leave the communicator."""
@@ -110,14 +122,14 @@ class MixedTransport(NvlinkTransport):
             self.messages.leave()
             self.peers.forget()
 
-    def _exchange(self, under_way: _UnderWay, table: list[Table], packed: list[torch.Tensor]) -> None:
+    def _exchange(self, way: Messenger, under_way: _UnderWay, table: list[Table], packed: list[torch.Tensor]) -> None:
         """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both.
 
         The watchdog looks after messages apart from the wait of whoever uses what arrives: growing a landing area waits
         for the whole device before.
         """
         messages = np.ascontiguousarray(np.concatenate([np.zeros((0, 4), np.int64), *table]))
-        done = self.messages.exchange(
+        done = way.exchange(
             under_way.identity, messages, self._comparison, self._watchdog, self.transfers
         )  # fmt: skip
         if done is not None:
@@ -133,8 +145,7 @@ class MixedTransport(NvlinkTransport):
 
     def _build(self, schedule: Schedule, kind: int) -> _Far:
         part = far_part(schedule, self.peers.members, kind)
-        row, group = np.divmod(part.home_index, schedule.groups)
-        return _Far(part, upload(row, self.device), upload(group, self.device))
+        return _Far(part, upload(part.home_index, self.device))
 
     def _give_up(self) -> None:
         """See NvlinkTransport: first the waits for neighbours end, so that messages behind them can be stopped."""

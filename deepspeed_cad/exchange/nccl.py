@@ -1,11 +1,13 @@
 """The `nccl` transport: grouped sends and receives on a communicator and a stream of its own.
 
 For ranks without access to each other's memory, across nodes too. Slices are packed by one index operation per field,
-travel as one message per peer and field, and are put into place by one more.
+travel as one message per peer and field, and are put into place by one more. Between hosts what comes back has a
+communicator and a stream of its own: in waves it crosses what is still on its way out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -17,21 +19,24 @@ from deepspeed_cad.exchange.comparison import RING, Comparison
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.messages import Messenger
+from deepspeed_cad.exchange.messages import Messenger, TwoWays
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import place
-from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds
+from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds, take
 from deepspeed_cad.exchange.split import list_messages
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import Room
 
 
 class NcclTransport:
     """Exchange through an NCCL communicator of its own."""
 
     name = "nccl"
+    most_waves = 8
+    landing_bytes = 0
 
     def __init__(
         self,
@@ -39,8 +44,9 @@ class NcclTransport:
         device: torch.device,
         liveness: Liveness | None = None,
         timeout_s: float = 300.0,
+        several_hosts: bool = False,
     ) -> None:
-        """Collective: every rank of the group makes one at the same time."""
+        """Collective: every rank of the group makes one at the same time, `several_hosts` alike."""
         self.group, self.device = group, device
         self.rank, self.ranks = rank_of(group), size_of(group)
         self.exchanges = 0
@@ -48,11 +54,12 @@ class NcclTransport:
         self.transfers: Transfers | None = None
         self.register = Register()
         self._alarm = Alarm(self.rank, liveness, timeout_s)
-        self.messages = Messenger(group, device, self._alarm)
+        self.messages = TwoWays(group, device, self._alarm, several_hosts)
         self.stream = self.messages.stream
         ring = torch.zeros(RING, self.ranks, dtype=torch.int64, device=device)
-        # The message stream writes the numbers: not before they are zeros.
-        self.stream.wait_stream(torch.cuda.current_stream(device))
+        # Message streams write the numbers: not before they are zeros.
+        for one in (self.messages.out, self.messages.back):
+            one.stream.wait_stream(torch.cuda.current_stream(device))
         self._comparison = Comparison(ring, self.rank)
         self._watchdog = Watchdog(self._alarm, self.messages.leave, device, self._comparison)
         self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, KindRows]] = WeakKeyDictionary()
@@ -63,10 +70,10 @@ class NcclTransport:
         """See Transport.dispatch; nano-batches need no care here, every exchange has buffers of its own."""
         self._alarm.check()
         kinds = self._look_up(schedule)
-        packed = [f.home[kinds[f.kind].home_row, kinds[f.kind].home_group] for f in fields]
+        packed = [take(f.home, kinds[f.kind].home) for f in fields]
         counts = [(kinds[f.kind].sent, kinds[f.kind].received) for f in fields]
         identity = self._next(moment, nano_batch, False, schedule)
-        return _Dispatched(self, schedule, fields, kinds, self._start(identity, packed, counts))
+        return _Dispatched(self, schedule, fields, kinds, self._start(self.messages.out, identity, packed, counts))
 
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
@@ -74,10 +81,13 @@ class NcclTransport:
         """See Transport.give_back."""
         self._alarm.check()
         kinds = self._look_up(schedule)
-        packed = [f.served[kinds[f.kind].received_row] for f in fields]
+        packed = [f.served.index_select(0, kinds[f.kind].received_row) for f in fields]
         counts = [(kinds[f.kind].received, kinds[f.kind].sent) for f in fields]
         identity = self._next(moment, nano_batch, True, schedule)
-        return _Returned(self, fields, kinds, self._start(identity, packed, counts))
+        return _Returned(self, fields, kinds, self._start(self.messages.back, identity, packed, counts))
+
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+        """Nothing is kept between exchanges: each takes its buffers from torch's allocator, and gives them back."""
 
     def close(self) -> None:
         """Leave the communicator."""
@@ -114,7 +124,9 @@ class NcclTransport:
         self._comparison.newest = self.exchanges
         return self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
 
-    def _start(self, identity: Identity, packed: list[torch.Tensor], counts: list[tuple[Table, Table]]) -> _UnderWay:
+    def _start(
+        self, way: Messenger, identity: Identity, packed: list[torch.Tensor], counts: list[tuple[Table, Table]]
+    ) -> _UnderWay:
         arrived = [rows.new_empty(int(received.sum()), rows.shape[1]) for rows, (_, received) in zip(packed, counts)]
         messages = [np.zeros((0, 4), np.int64)]
         for out, into, (sent, received) in zip(packed, arrived, counts):
@@ -123,7 +135,7 @@ class NcclTransport:
                 runs = np.stack([np.arange(self.ranks), np.cumsum(rows) - rows, rows], axis=1)[rows > 0]
                 messages.append(list_messages(is_send, runs, tensor.data_ptr(), width))
             self.bytes_sent += int(sent.sum()) * width
-        done = self.messages.exchange(
+        done = way.exchange(
             identity, np.ascontiguousarray(np.concatenate(messages)), self._comparison, self._watchdog, self.transfers
         )
         return _UnderWay(identity, done, packed, arrived, torch.cuda.current_stream(self.device))

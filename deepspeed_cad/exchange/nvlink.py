@@ -10,10 +10,14 @@ p of a rank says the number of p's last finished pushes, and p starts pushing on
 stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
 "flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
 served tasks run beside local ones: the training stream waits for that before it places what came back.
-  Dispatch: two areas per nano-batch take turns. What landed is valid until the next dispatch on it, so the area of the
-  dispatch before last is free at a peer whose flag has reached the last dispatch.
-  Return: one area per nano-batch. A return must be waited for before the next exchange on its nano-batch (checked),
-  so the area is free at a peer whose flag has reached that next exchange, the dispatch before this return.
+Waves of one nano-batch take turns in few lanes (lanes.py), each with memory of its own; nano-batches have their own.
+  Dispatch: one area per lane. What landed is read before its return starts, on the same stream; so the area is free at
+  a peer whose flag has reached that return.
+  Only where dispatches follow each other without a return (links are timed so), a second area takes turns with the
+  first: what landed is valid until the next dispatch, so the area of the one before last is free at a peer whose flag
+  has reached the last one.
+  Return: one area per lane. A return must be waited for before the next dispatch starts whose return takes its lane
+  (checked), so the area is free at a peer whose flag has reached that dispatch.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ from deepspeed_cad.exchange.copies import (
 )
 from deepspeed_cad.exchange.group import Group, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
-from deepspeed_cad.exchange.landing import LandingArea, SymmetricBuffer
+from deepspeed_cad.exchange.landing import LandingArea, make_buffers
+from deepspeed_cad.exchange.lanes import Lanes
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
@@ -50,6 +55,7 @@ from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
+from deepspeed_cad.schedule.room import Room
 
 FLAG_BYTES, NAME_BYTES = 4, 8
 PAGE = 4096
@@ -86,23 +92,12 @@ class _Tables:
     prepared: dict[tuple[str, tuple[_Shape, ...]], _Prepared]
 
 
-@dataclass(eq=False)
-class _NanoBatch:
-    """One nano-batch: its areas and what is under way."""
-
-    dispatch: tuple[LandingArea, LandingArea]
-    give_back: LandingArea
-    dispatches: int = 0
-    last_dispatch: int = 0
-    """Exchange number."""
-    last: int = 0
-    unfinished: _Returned | None = None
-
-
 class NvlinkTransport:
     """Exchange by peer copies; all ranks of the group on one node with access to each other's memory."""
 
     name = "nvlink"
+    most_waves = 1
+    """Copies inside a host take less time than starting more of them."""
 
     def __init__(
         self,
@@ -137,7 +132,7 @@ class NvlinkTransport:
         whole = size_of(group)
         ahead = -(-FLAG_BYTES * self.ranks // PAGE) * PAGE
         size = ahead + RING * whole * NAME_BYTES
-        self._flags = SymmetricBuffer(size, peers, device, self._meeting, "making flags for exchanges")
+        self._flags = make_buffers([size], peers, device, self._meeting, "making flags for exchanges")[0]
         self._flag_of_rank: Table = self._flags.addresses + FLAG_BYTES * self.place
         """Where this rank's number is written at each rank."""
         self._own_flags: Table = self._flags.addresses[self.place] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
@@ -148,16 +143,17 @@ class NvlinkTransport:
         with torch.cuda.device(device):
             self._comparison = Comparison(names, self.rank)
         self._neighbours: Sequence[int] = [int(rank) for rank in peers.members if rank != self.rank]
-        self._nano_batches: dict[int, _NanoBatch] = {}
+        self._lanes = Lanes(peers, device, self._meeting)
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
         self._watchdog = Watchdog(alarm, self._give_up, device, self._comparison)
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
     ) -> _Dispatched:
-        """See Transport.dispatch. What arrives is valid until the next dispatch of the same nano-batch."""
-        tables, state = self._begin(schedule, nano_batch)
-        area = state.dispatch[state.dispatches % 2]
+        """See Transport.dispatch. What arrives is valid until its return, or the next dispatch on the same lane."""
+        tables = self._begin(schedule, nano_batch, moment.wave)
+        lane = self._lanes.out(nano_batch, moment.wave)
+        guard, area = lane.guard, lane.next_area()
         shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
         prepared = self._prepare(tables, area, tables.served_rows, shapes)
         for row, f in zip(prepared.addresses, fields):
@@ -165,30 +161,40 @@ class NvlinkTransport:
             size = f.home.element_size()
             row[1:4] = f.home.data_ptr(), f.home.stride(0) * size, f.home.stride(1) * size
         identity = self._next(moment, nano_batch, False, schedule)
-        done = self._push(identity, tables.dispatch, prepared, area, guard=state.last_dispatch)
-        state.dispatches += 1
-        state.last = state.last_dispatch = self.exchanges
+        done = self._push(identity, tables.dispatch, prepared, area, guard)
+        lane.dispatch, lane.give_back = self.exchanges, 0
         return _Dispatched(self, self._under_way(identity, done, [f.home for f in fields]), prepared.landed)
 
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
     ) -> _Returned:
-        """See Transport.give_back. It must be waited for before the next exchange of the same nano-batch."""
-        tables, state = self._begin(schedule, nano_batch)
-        if state.last != state.last_dispatch:
+        """See Transport.give_back. It must be waited for before the next exchange on the same lane."""
+        tables = self._begin(schedule, nano_batch, moment.wave)
+        lane, back = self._lanes.out(nano_batch, moment.wave), self._lanes.back(nano_batch, moment.wave)
+        if lane.give_back:
             raise CADError(f"rank {self.rank}: two returns on nano-batch {nano_batch} without a dispatch between them")
-        area = state.give_back
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
-        prepared = self._prepare(tables, area, tables.landed_rows, shapes)
+        prepared = self._prepare(tables, back.area, tables.landed_rows, shapes)
         for row, f in zip(prepared.addresses, fields):
             _check_served(f.served, int(tables.served_rows[self.place, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         identity = self._next(moment, nano_batch, True, schedule)
-        done = self._push(identity, tables.give_back, prepared, area, guard=state.last_dispatch)
-        state.last = self.exchanges
+        done = self._push(identity, tables.give_back, prepared, back.area, lane.dispatch)
+        lane.give_back = self.exchanges
         under_way = self._under_way(identity, done, [f.served for f in fields])
-        state.unfinished = _Returned(self, under_way, fields, prepared.landed, tables.placements)
-        return state.unfinished
+        back.unfinished = found = _Returned(self, under_way, fields, prepared.landed, tables.placements)
+        return found
+
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+        """See Transport.make_room."""
+        self._alarm.check()
+        if self._lanes.make_room(schedules, room, nano_batch):
+            self._forget_views()
+
+    @property
+    def landing_bytes(self) -> int:
+        """See Transport.landing_bytes."""
+        return sum(area.capacity for area in self._lanes.areas())
 
     def close(self) -> None:
         """Release the landing areas; the next transport on this group makes its own."""
@@ -196,10 +202,7 @@ class NvlinkTransport:
         try:
             self._watchdog.close()
         finally:
-            for one in self._nano_batches.values():
-                for area in (*one.dispatch, one.give_back):
-                    area.release()
-            self._nano_batches.clear()
+            self._lanes.release()
             self._tables.clear()
 
     def wait(self, under_way: _UnderWay) -> None:
@@ -218,21 +221,15 @@ class NvlinkTransport:
         identity = under_way.identity
         self._watchdog.track(before, after, identity, partial(self._comparison.arrived, identity, self._neighbours))
 
-    def _begin(self, schedule: Schedule, nano_batch: int) -> tuple[_Tables, _NanoBatch]:
+    def _begin(self, schedule: Schedule, nano_batch: int, wave: int) -> _Tables:
         self._alarm.check()
-        state = self._nano_batches.get(nano_batch)
-        if state is None:
-            even, odd, back = (
-                LandingArea(f"{what} {nano_batch}", self.peers, self.device, self._meeting)
-                for what in ("out", "out (odd)", "back")
-            )
-            state = self._nano_batches[nano_batch] = _NanoBatch((even, odd), back)
-        if state.unfinished is not None and not state.unfinished.waited:
+        back = self._lanes.back(nano_batch, wave)
+        if back.unfinished is not None and not back.unfinished.waited:
             raise CADError(
                 f"rank {self.rank}: an exchange on nano-batch {nano_batch} starts before the return of exchange "
-                f"{state.unfinished.under_way.identity.index} on it was waited for"
+                f"{back.unfinished.identity.index} on it was waited for"
             )
-        state.unfinished = None
+        back.unfinished = None
         tables = self._tables.get(schedule)
         if tables is None:
             near = near_part(schedule, self.peers.members)
@@ -247,7 +244,11 @@ class NvlinkTransport:
                 ),
                 {},
             )
-        return tables, state
+        return tables
+
+    def _forget_views(self) -> None:
+        for tables in self._tables.values():
+            tables.prepared.clear()  # they hold views of memory that was replaced
 
     def _prepare(self, tables: _Tables, area: LandingArea, rows: Table, shapes: tuple[_Shape, ...]) -> _Prepared:
         """`rows` ([members, 2]) land at every rank; the same numbers everywhere, so all grow the area together."""
@@ -257,8 +258,7 @@ class NvlinkTransport:
         kinds, widths = [kind for kind, _, _ in shapes], [width * dtype.itemsize for _, width, dtype in shapes]
         plan = plan_landing(rows, kinds, widths)
         if area.ensure(plan.total):
-            for other in self._tables.values():
-                other.prepared.clear()  # they hold views of the memory that was replaced
+            self._forget_views()
         sources = [(kind, 0, 0, 0, width) for kind, width in zip(kinds, widths)]
         landed = [
             area.field(int(begin), int(rows[self.place, kind]), width, dtype)
@@ -300,10 +300,9 @@ class NvlinkTransport:
         # A stream that shares a hardware queue with the stuck one would wait behind it: one of several gets through.
         for stream in self._rescue:
             with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                for one in self._nano_batches.values():
-                    for area in (*one.dispatch, one.give_back):
-                        if area.capacity:
-                            area.tensor.fill_(255)
+                for area in self._lanes.areas():
+                    if area.capacity:
+                        area.tensor.fill_(255)
                 self.calls.push(
                     stream.cuda_stream, everyone, nothing, no_slices, no_fields, self._own_flags,
                     self.exchanges + POISON,
@@ -343,6 +342,11 @@ class _Returned:
     landed: list[torch.Tensor]
     placements: tuple[Placement, Placement]
     waited: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        """Of its exchange."""
+        return self.under_way.identity
 
     def wait(self) -> None:
         """See exchange.transport.Returned."""

@@ -48,7 +48,7 @@ def place(placement: Placement, landed: torch.Tensor, served: torch.Tensor, home
     Args:
         landed: [landed rows, width], what came from other ranks, contiguous.
         served: [served rows, width], this rank's own served tensor, of which its own rows are taken, contiguous.
-        home: [rows, groups, width] with a contiguous last dimension.
+        home: [rows, groups, width] with a contiguous last dimension; where rows are added it may be fp32.
         add: add to what is there instead of writing.
     """
     if home.stride(2) != 1 or not landed.is_contiguous() or not served.is_contiguous():
@@ -56,7 +56,8 @@ def place(placement: Placement, landed: torch.Tensor, served: torch.Tensor, home
             f"rows cannot be placed: home has strides {home.stride()} (the last must be 1), landed {landed.stride()} "
             f"and served {served.stride()} (both must be contiguous)"
         )
-    if home.dtype != landed.dtype or home.dtype != served.dtype:
+    fits = home.dtype == landed.dtype or (add and home.dtype == torch.float32)
+    if not fits or served.dtype != landed.dtype:
         raise CADError(f"rows of {landed.dtype} (own rows {served.dtype}) cannot be placed in a tensor of {home.dtype}")
     if not len(placement.target):
         return

@@ -57,7 +57,7 @@ def choose_transport(
         raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
     gather = agree or _gather_over(group)
     host = host_number() if host is None else host
-    hosts = gather(host) if name in ("auto", "nvlink", "mixed") else []
+    hosts = gather(host) if name != "c10d" else []
     refusals: list[str] = []
     for candidate in _candidates(hosts) if name == "auto" else (name,):
         near: list[int] = []
@@ -67,7 +67,7 @@ def choose_transport(
             if candidate == "nvlink" or (name == "auto" and len(set(near)) == len(near)):
                 reason = unreached
         if reason is None:
-            found, reason = _make(candidate, group, device, gather, liveness, timeout_s, near)
+            found, reason = _make(candidate, group, device, gather, liveness, timeout_s, near, len(set(hosts)) > 1)
             if found is not None:
                 _say(found.name, refusals, hosts, near, device.type == "cuda" and rank_of(group) == 0)
                 return found
@@ -114,6 +114,7 @@ def _make(
     liveness: Liveness | None,
     timeout_s: float,
     near: list[int],
+    several_hosts: bool,
 ) -> tuple[Transport | None, str]:
     """The transport, if every rank could make it; else none and the reason.
 
@@ -129,7 +130,7 @@ def _make(
         elif name == "mixed":
             made = MixedTransport(group, device, near, liveness, timeout_s)
         elif name == "nccl":
-            made = NcclTransport(group, device, liveness, timeout_s)
+            made = NcclTransport(group, device, liveness, timeout_s, several_hosts)
         else:
             made = C10dTransport(group, device, liveness, timeout_s)
     except UnreachedError as error:

@@ -22,10 +22,10 @@ class KindRows:
     """Index tensors and row counts of one kind of one schedule."""
 
     kind: int
-    home_row: torch.Tensor
-    home_group: torch.Tensor
-    own_row: torch.Tensor
-    own_group: torch.Tensor
+    home: torch.Tensor
+    """row × groups + group of every row that leaves this rank as a home."""
+    own: torch.Tensor
+    """The same for rows that it serves to itself."""
     own_served: torch.Tensor
     received_row: torch.Tensor
     """Row of the group-major buffer for every row that arrives."""
@@ -38,9 +38,23 @@ class KindRows:
         """[served rows, width]: the rows that arrived, and this rank's own, where tasks expect them."""
         rows = int(schedule.served_rows[schedule.rank, self.kind])
         buffer = field.home.new_empty(rows, field.home.shape[2])
-        buffer[self.received_row] = arrived
-        buffer[self.own_served] = field.home[self.own_row, self.own_group]
+        buffer.index_copy_(0, self.received_row, arrived)
+        if len(self.own):
+            buffer.index_copy_(0, self.own_served, take(field.home, self.own))
         return buffer
+
+
+def take(home: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[rows, width] of a tensor [rows, groups, width], chosen by row × groups + group; contiguous.
+
+    Where groups lie as far from each other as the last one of a row from the next row, one index finds a row as one
+    run of memory, which is what copies fast; views of Q, K and V in one tensor need two.
+    """
+    groups = home.shape[1]
+    if home.stride(2) == 1 and home.stride(0) == groups * home.stride(1):
+        flat = home.as_strided((home.shape[0] * groups, home.shape[2]), (home.stride(1), 1))
+        return flat.index_select(0, index)
+    return home[index // groups, index % groups]
 
 
 def rows_of_kinds(schedule: Schedule, device: torch.device) -> tuple[KindRows, KindRows]:
@@ -53,10 +67,8 @@ def _rows(schedule: Schedule, kind: int, device: torch.device) -> KindRows:
     own = schedule.home_index(schedule.own, kind)
     return KindRows(
         kind=kind,
-        home_row=upload(home // schedule.groups, device),
-        home_group=upload(home % schedule.groups, device),
-        own_row=upload(own // schedule.groups, device),
-        own_group=upload(own % schedule.groups, device),
+        home=upload(home, device),
+        own=upload(own, device),
         own_served=upload(schedule.server_index(schedule.own, kind), device),
         received_row=upload(schedule.server_index(schedule.receives, kind), device),
         sent=schedule.rows_by_peer(schedule.sends, SERVER, kind),

@@ -11,6 +11,7 @@ raises CADPeerError, on all ranks, where those that met do not belong together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,7 @@ import torch
 from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import Room
 
 UNNAMED = Moment()
 """For whoever runs exchanges outside of training."""
@@ -68,6 +70,13 @@ class Transport(Protocol):
     exchanges: int
     """Exchanges started so far: tests count them."""
     bytes_sent: int
+    most_waves: int
+    """In how many waves a tick may usefully go. More work all the same, where they are asked for."""
+
+    @property
+    def landing_bytes(self) -> int:
+        """Memory that it keeps between exchanges for what arrives, outside of torch's allocator."""
+
     transfers: Transfers | None
     """Where it notes how long transfers took, if somebody wants to know and it can tell."""
 
@@ -80,6 +89,12 @@ class Transport(Protocol):
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
     ) -> Returned:
         """Start returning."""
+
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+        """Have memory for the waves of a tick, before the first of them starts. Collective.
+
+        Raises NoRoomError, on all ranks alike, where one has too little: nothing has changed then.
+        """
 
     def close(self) -> None:
         """Release buffers and communicators."""

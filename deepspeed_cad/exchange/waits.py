@@ -63,17 +63,23 @@ class Waits:
     def beside(
         self,
         own_end: torch.cuda.Event,
-        arrived: torch.cuda.Event,
+        waits: list[tuple[torch.cuda.Event | None, torch.cuda.Event]],
         served_end: torch.cuda.Event,
         returned: torch.cuda.Event,
         gain: Gain | None = None,
     ) -> None:
         """Count what was idle in a tick whose own and served tasks ran on two streams: neither of them runs from the
-        end of the own tasks until what is to be served arrives, and from the end of both until results are back."""
+        end of the own tasks until a wave that is to be served arrives, and from the end of both until results are back.
+
+        `waits`: when the stream of served tasks began to wait for each wave (None: with the tick), and when that came.
+        """
 
         def idle() -> float:
-            own = max(0.0, own_end.elapsed_time(arrived))
-            return (own + min(own_end.elapsed_time(returned), served_end.elapsed_time(returned))) / 1e3
+            total = min(own_end.elapsed_time(returned), served_end.elapsed_time(returned))
+            for begin, arrived in waits:
+                own = own_end.elapsed_time(arrived)
+                total += max(0.0, own if begin is None else min(own, begin.elapsed_time(arrived)))
+            return total / 1e3
 
         self._expect(returned, idle, 1, gain)
 

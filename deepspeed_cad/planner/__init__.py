@@ -27,7 +27,13 @@ The heuristic, in words. Names in capitals are numbers in `constants.py`, which 
    ranks are made even as in 2. Also tried with hosts made even first, so that all of their links send, and with ranks
    instead of hosts. A lower level means less work for the slowest and longer transfers; the search follows both to
    where they meet (TRIES).
-7. *Never worse.* If the slowest rank finishes later than if all rows stayed at home, nothing is moved. What was held
+7. *Documents on many ranks.* Where a document's last rows read keys of READ_FROM ranks or more, plans are also made
+   from another start: its rows are dealt out by head groups, so that every rank reads keys of few of them instead of
+   the last ranks all keys of all (`spread.py`). All rows are, or all but those of its first rank, which needs no others
+   (KEPT). Of the plans that end alike the lightest is taken: by what lands in memory and what reaches a rank
+   (`starts.py`). Layers with one head group begin at home. With a sliding window, rows that find at home all that they
+   read are tasks of their own (`own_rows.py`).
+8. *Never worse.* If the slowest rank finishes later than if all rows stayed at home, nothing is moved. What was held
    back, and why, is in the plan's notes.
 
 Evidence: the kernels' measured costs say what a task takes (cost.py, benchmarks/results/kernels-h200.md); few head

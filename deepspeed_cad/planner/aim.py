@@ -35,6 +35,9 @@ class Aim:
     units: Units = Units.NONE
     level: float = 0.0
     """Finish time down to which units give; those that take end below it. Not with `Units.NONE`."""
+    kept: int = -1
+    """Ranks, the first of every document on many, that begin with their own rows while all other rows begin dealt out
+    by head groups (spread.py); -1: all rows begin at home."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,12 @@ from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.aim import Aim, Solve, per_rank
 from deepspeed_cad.planner.checks import check_input
 from deepspeed_cad.planner.constants import ROUNDING
-from deepspeed_cad.planner.finish import finish_times
+from deepspeed_cad.planner.finish import finish_best
 from deepspeed_cad.planner.levels import finish_time
+from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.planner.search import hide_transfers
+from deepspeed_cad.planner.starts import best_start
 
 
 def answer(problem: PlanInput, solve: Solve) -> Plan:
@@ -26,20 +28,22 @@ def answer(problem: PlanInput, solve: Solve) -> Plan:
     started = time.perf_counter()
     check_input(problem)
     base, speed = per_rank(problem.base_load, problem, 0.0), per_rank(problem.speed, problem, 1.0)
-    found = solve(problem, Aim(problem.tolerance))
+    found = best_start(problem, solve(problem, Aim(problem.tolerance)), solve, base, speed)
     notes: tuple[str, ...] = ()
     if problem.cost.byte_inside > 0 or problem.cost.byte_between > 0:
         found, notes = hide_transfers(problem, found, solve, base, speed)
     check_memory(problem, found.flows.received)
     divisor = np.where(speed > 0, speed, 1.0)
+    finish, waves = finish_best(problem, found.work, found.flows, base, speed)
     return Plan(
-        tasks=found.tasks,
+        tasks=split_own_rows(problem.tick, found.tasks, problem.window, problem.granularity),
         load=found.work / divisor + base,
         load_before=found.work_before / divisor + base,
         sent_bytes=found.flows.sent,
         received_bytes=found.flows.received,
-        finish=finish_times(problem, found.work, found.flows, base, speed),
+        finish=finish,
         between_bytes=found.flows.between,
+        waves=waves,
         planning_ms=(time.perf_counter() - started) * 1e3,
         notes=notes or _out_of_tolerance(problem, found.work, base, speed),
     )

@@ -13,6 +13,8 @@ from deepspeed_cad.planner.plan import PlanInput
 
 Cell = tuple[int, int, int, int]
 Interval = tuple[int, int]
+Run = tuple[int, int, int]
+"""Rows [begin, end) and their server."""
 
 
 class Columns:
@@ -137,6 +139,12 @@ class Columns:
                 between += rows
         return inside + between, self.inside * inside + self.between * between
 
+    def holds(self, document: int, rank: int, begin: int, end: int) -> bool:
+        """Whether a rank has these keys at home in one piece."""
+        return any(
+            low <= begin and end <= high and home == rank for low, high, home in self.home_keys.get(document, ())
+        )
+
     def classes(self, document: int) -> list[tuple[int, int]]:
         """Runs of head groups whose columns are equal."""
         columns = self.cells[document]
@@ -187,6 +195,41 @@ class Columns:
                 self.served[server].append(document)
             self.received[server] += (end - begin) * self.query_bytes
             self.received[home] += (end - begin) * self.output_bytes
+
+    def place(self, document: int, group: int, runs: list[Run]) -> None:
+        """Give rows of a head group that is at home to the servers of `runs`, which are ordered and do not overlap."""
+        column = self.cells[document][group]
+        placed: list[Cell] = []
+        at = 0
+        for begin, end, rank, home in column:
+            row = begin
+            while row < end:
+                while at < len(runs) and runs[at][1] <= row:
+                    at += 1
+                if at == len(runs) or runs[at][0] >= end:
+                    placed.append((row, end, rank, home))
+                    break
+                if row < runs[at][0]:
+                    placed.append((row, runs[at][0], rank, home))
+                    row = runs[at][0]
+                upto = min(end, runs[at][1])
+                placed.append((row, upto, runs[at][2], home))
+                row = upto
+        self._join(placed)
+        for rank in sorted({cell[2] for cell in (*column, *placed)}):
+            before, after = self.spans(column, rank), self.spans(placed, rank)
+            self.load[rank] += self.run_cost(after) - self.run_cost(before)
+            rows = self.missing(document, rank, after)[0] - self.missing(document, rank, before)[0]
+            self.received[rank] += rows * self.key_value_bytes
+        for begin, end, server, home in placed:
+            if server == home:
+                continue
+            if document not in self.served[server]:
+                self.served[server].append(document)
+            self.left[self.segment_of(document, begin)] -= end - begin
+            self.received[server] += (end - begin) * self.query_bytes
+            self.received[home] += (end - begin) * self.output_bytes
+        self.cells[document][group] = placed
 
     def segment_of(self, document: int, row: int) -> int:
         """The segment that holds a row."""

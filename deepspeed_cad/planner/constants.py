@@ -5,9 +5,10 @@ The heuristic in words: `deepspeed_cad.planner`. csrc/planner_constants.h has th
 
 None is measured on a GPU: those that are not arithmetic are choices by trial. *Trial* below means
 benchmarks/planner_trials.py: this number alone is changed, and the 18 inputs of benchmarks/results/planner.md are
-planned at tolerance 0.02, once by pairs and once with a KV row at 250 pairs. As the numbers are, the plans move 0.491
-of the published bytes, 0.359 at the hottest rank, with max/mean 1.009 and min/mean 0.991. *Optimum* means the 16 small
-inputs of tests/unit/test_planner_optimum.py: plans move 1.05 times the least possible bytes on average.
+planned at tolerance 0.02, once by pairs and once with a KV row at 250 pairs. When they were chosen, the plans moved
+0.491 of the published bytes, 0.359 at the hottest rank, with max/mean 1.009 and min/mean 0.991. *Optimum* means the 16
+small inputs of tests/unit/test_planner_optimum.py: plans move 1.05 times the least possible bytes on average. *Spanning
+trial* means `planner_trials.py --spanning`: streams of which some documents lie on up to 16 ranks.
 """
 
 # How far ranks are brought
@@ -67,11 +68,34 @@ NEAR = 4
 """Servers that hold keys of the document and are searched beside the emptiest: so many of its first homes, of its last
 homes, and of those that already run rows of it. Trial: 1 and 8 give the same."""
 
+# Documents on many ranks
+
+READ_FROM = 3
+"""Ranks. A document is dealt out by head groups if some of its rows read keys of so many. Spanning trial: 2 gains
+nothing and plans twice more often, 4 burdens the fullest rank by 2 to 5 % more."""
+HELP = 0.1
+"""Share of one head group's work. A rank helps the homes of a document if it has room for so much. Spanning trial: 0.5
+moves 4 % more bytes, 1.0 moves 14 % more with 8 KV heads and 2 % with 32."""
+KEPT = (1, 0)
+"""How many first ranks of such a document begin with their own rows: each is tried beside a start at home. Spanning
+trial: 1 alone burdens the fullest rank by 6 % more with 32 KV heads, 0 alone by 1 % more with 8; with 2 as well it is
+3 % less with 8, which is not worth a plan more."""
+LIGHTER = 0.95
+"""Share. A start is taken instead of one before it if it burdens the fullest rank by less than this share of it. A
+choice, so that little is moved for little. Spanning trial: 0.9 and 1.0 are the same within 0.5 %."""
+AREAS_OUT = 2.0
+"""Areas of a rank for what comes to be run; they take turns (exchange/nvlink.py)."""
+
 # Transfers
 
 TRAVELS = 2.0
 """Bytes that a layer moves forward and backward, over those of its forward, which is what plans count and what a byte's
 cost is for: backward mirrors forward. What travels again where servers keep nothing is counted apart."""
+WAVES = (1, 2, 4, 8)
+"""Numbers of waves among which plans choose where there are several hosts. A choice: more gain little by the model."""
+WAVE_SECONDS = 150e-6
+"""What one wave more costs a rank in a pass, for its exchanges and for kernels that fill the GPU less. A guess: two
+exchanges of tiny slices take 56 µs, and the last blocks of a kernel about as long as one of its tiles."""
 FORWARD_SHARE = 0.26
 """Share of the forward in the cost of attention. Measured: whole documents of 32K at 665 and 598 TFLOP/s, forward and
 backward, on an H200 with FlashAttention-4; backward has 2.5 times the work."""

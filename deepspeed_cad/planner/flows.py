@@ -31,6 +31,11 @@ class Flows:
     """[ranks]: work of tasks that read anything from another rank, in the unit of the cost model times speed."""
     pairs: Ints
     """[n, 3]: home, server, and whether Q and O travel beside K and V; ordered."""
+    parts: Floats
+    """[ranks]: head groups of documents with such work, which waves do not cut."""
+    served: Ints
+    """[2, ranks]: query and KV rows times head groups that lie side by side at each server to be run, its own among
+    them; what finds all that it reads at home in one piece runs there and is not among them."""
 
     @cached_property
     def sent(self) -> Ints:
@@ -51,7 +56,8 @@ class Flows:
 def count_flows(state: Columns) -> Flows:
     """What the columns as they are would move."""
     counted = np.zeros((4, 2, state.ranks), np.int64)
-    waiting = [0.0] * state.ranks
+    waiting, parts = [0.0] * state.ranks, [0.0] * state.ranks
+    served = np.zeros((2, state.ranks), np.int64)
     pairs: dict[tuple[int, int], bool] = {}
 
     def send(home: int, server: int, rows: int, keys: int) -> None:
@@ -72,11 +78,17 @@ def count_flows(state: Columns) -> Flows:
             reads = sorted((server, begin, end, home) for begin, end, server, home in state.cells[document][first])
             at = 0
             while at < len(reads):
-                server, needed = reads[at][0], list[Interval]()
+                server, needed, apart = reads[at][0], list[Interval](), list[Interval]()
                 own = others = 0.0
                 while at < len(reads) and reads[at][0] == server:
                     _, begin, end, home = reads[at]
                     at += 1
+                    if apart and apart[-1][1] == begin:
+                        apart[-1] = (apart[-1][0], end)
+                    elif home != server or not state.holds(document, server, state.first_key(begin), end):
+                        apart.append((begin, end))
+                    elif at < len(reads) and reads[at][:2] == (server, end):
+                        apart.append((begin, end))
                     start = state.first_key(begin)
                     if needed and start <= needed[-1][1]:
                         needed[-1] = (needed[-1][0], end)
@@ -93,6 +105,18 @@ def count_flows(state: Columns) -> Flows:
                     if rows and home != server:
                         send(home, server, 0, rows * groups)
                         reached = True
-                waiting[server] += (others + own if reached else others) * groups
-    order = sorted((home, server, int(rows)) for (home, server), rows in pairs.items())
-    return Flows(counted, np.array(waiting), np.array(order, np.int64).reshape(-1, 3))
+                served[:, server] += groups * np.array([sum(end - begin for begin, end in apart), _read(state, apart)])
+                waits = others + own if reached else others
+                waiting[server] += waits * groups
+                parts[server] += groups if waits > 0.0 else 0.0
+    order = np.array(sorted((home, server, int(rows)) for (home, server), rows in pairs.items()), np.int64)
+    return Flows(counted, np.array(waiting), order.reshape(-1, 3), np.array(parts), served)
+
+
+def _read(state: Columns, spans: list[Interval]) -> int:
+    """Keys that rows of a document read."""
+    rows, reach = 0, 0
+    for begin, end in spans:
+        rows += end - max(state.first_key(begin), reach)
+        reach = end
+    return rows

@@ -8,6 +8,7 @@ planner does the same operations in the same order, so both get the same numbers
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -28,17 +29,15 @@ def finish_time(work: float, base: list[float], speed: list[float]) -> float:
     if total_speed <= 0.0:
         return 0.0
     high += work / total_speed
-    for _ in range(BISECTIONS):
-        middle = 0.5 * (low + high)
+
+    def too_early(time: float) -> bool:
         done = 0.0
         for rank in range(len(base)):
-            if speed[rank] > 0.0 and middle > base[rank]:
-                done += speed[rank] * (middle - base[rank])
-        if done < work:
-            low = middle
-        else:
-            high = middle
-    return high
+            if speed[rank] > 0.0 and time > base[rank]:
+                done += speed[rank] * (time - base[rank])
+        return done < work
+
+    return _bisect(low, high, too_early)[1]
 
 
 def finish_times_of(work: Floats, base: Floats, speed: Floats, group: Ints) -> Floats:
@@ -72,21 +71,9 @@ def settle_levels(
     shed = _above(load, work_until(upper, base, speed))
     need = _below(load, work_until(lower, base, speed))
     if shed >= need:
-        low, high = lower, finish
-        for _ in range(BISECTIONS):
-            middle = 0.5 * (low + high)
-            if _below(load, work_until(middle, base, speed)) < shed:
-                low = middle
-            else:
-                high = middle
+        _, high = _bisect(lower, finish, lambda time: _below(load, work_until(time, base, speed)) < shed)
         return work_until(upper, base, speed), work_until(high, base, speed)
-    low, high = finish, upper
-    for _ in range(BISECTIONS):
-        middle = 0.5 * (low + high)
-        if _above(load, work_until(middle, base, speed)) < need:
-            high = middle
-        else:
-            low = middle
+    low, _ = _bisect(finish, upper, lambda time: _above(load, work_until(time, base, speed)) >= need)
     return work_until(low, base, speed), work_until(lower, base, speed)
 
 
@@ -107,57 +94,56 @@ def settle_units(
         over = work[number] - _sum_of(at_upper, unit)
         if over > 0.0:
             shed += over
-    low, high = 0.0, upper
-    for _ in range(BISECTIONS):
-        middle = 0.5 * (low + high)
-        until = work_until(middle, base, speed)
+
+    def takes_too_little(time: float) -> bool:
+        until = work_until(time, base, speed)
         room = 0.0
         for number, unit in enumerate(units):
             under = _sum_of(until, unit) - work[number]
             if under > 0.0:
                 room += under
-        if room < shed:
+        return room < shed
+
+    _, lower = _bisect(0.0, upper, takes_too_little)
+    at_lower = work_until(lower, base, speed)
+    for number, unit in enumerate(units):
+        over, under = work[number] - _sum_of(at_upper, unit), _sum_of(at_lower, unit) - work[number]
+        own = [[values[rank] for rank in unit] for values in (load, base, speed)]
+        if over > 0.0:
+            time = _when_above(over, upper, *own)
+            for rank in unit:
+                give[rank] = _work_of(rank, time, base, speed)
+        elif under > 0.0:
+            time = _when_below(under, lower, *own)
+            for rank in unit:
+                take[rank] = _work_of(rank, time, base, speed)
+                most[rank] = max(take[rank], at_upper[rank])
+    return give, take, most
+
+
+def _when_above(over: float, earliest: float, load: list[float], base: list[float], speed: list[float]) -> float:
+    """The time beyond which ranks have so much work."""
+    latest = earliest
+    for rank in range(len(load)):
+        if speed[rank] > 0.0:
+            latest = max(latest, base[rank] + load[rank] / speed[rank])
+    return _bisect(earliest, latest, lambda time: _above(load, work_until(time, base, speed)) >= over)[0]
+
+
+def _when_below(under: float, latest: float, load: list[float], base: list[float], speed: list[float]) -> float:
+    """The time until which ranks have room for so much work."""
+    return _bisect(0.0, latest, lambda time: _below(load, work_until(time, base, speed)) < under)[1]
+
+
+def _bisect(low: float, high: float, too_early: Callable[[float], bool]) -> tuple[float, float]:
+    """Two times so close that between them lies where `too_early` ends to hold."""
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        if too_early(middle):
             low = middle
         else:
             high = middle
-    at_lower = work_until(high, base, speed)
-    for number, unit in enumerate(units):
-        over, under = work[number] - _sum_of(at_upper, unit), _sum_of(at_lower, unit) - work[number]
-        if over > 0.0:
-            low, top = upper, upper
-            for rank in unit:
-                if speed[rank] > 0.0:
-                    top = max(top, base[rank] + load[rank] / speed[rank])
-            for _ in range(BISECTIONS):
-                middle = 0.5 * (low + top)
-                shed = 0.0
-                for rank in unit:
-                    level = _work_of(rank, middle, base, speed)
-                    if load[rank] > level:
-                        shed += load[rank] - level
-                if shed < over:
-                    top = middle
-                else:
-                    low = middle
-            for rank in unit:
-                give[rank] = _work_of(rank, low, base, speed)
-        elif under > 0.0:
-            low, top = 0.0, high
-            for _ in range(BISECTIONS):
-                middle = 0.5 * (low + top)
-                room = 0.0
-                for rank in unit:
-                    level = _work_of(rank, middle, base, speed)
-                    if load[rank] < level:
-                        room += level - load[rank]
-                if room < under:
-                    low = middle
-                else:
-                    top = middle
-            for rank in unit:
-                take[rank] = _work_of(rank, top, base, speed)
-                most[rank] = max(take[rank], at_upper[rank])
-    return give, take, most
+    return low, high
 
 
 def _work_of(rank: int, time: float, base: list[float], speed: list[float]) -> float:

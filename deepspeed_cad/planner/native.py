@@ -35,7 +35,7 @@ def solve(problem: PlanInput, aim: Aim) -> Solution:
     ranks = tick.ranks
     sizes = np.array(
         [ranks, shape.groups, problem.window or 0, problem.granularity, shape.query_bytes, shape.output_bytes,
-         shape.key_value_bytes, len(tick.query), len(tick.key), aim.units], np.int64
+         shape.key_value_bytes, len(tick.query), len(tick.key), aim.units, aim.kept], np.int64
     )  # fmt: skip
     numbers = np.array(
         [cost.pair, cost.row, cost.key, cost.task, *link_weights(problem), aim.tolerance, aim.level], np.float64
@@ -57,10 +57,10 @@ def solve(problem: PlanInput, aim: Aim) -> Solution:
         library.cad_last_error.restype = ctypes.c_char_p
         raise CADError(f"the native planner failed: {library.cad_last_error().decode()}")
     tasks, pairs = np.empty((counts[0], 6), np.int64), np.empty((counts[1], 3), np.int64)
-    loads, moved = np.empty((3, ranks)), np.empty((4, 2, ranks), np.int64)
+    loads, moved, served = np.empty((4, ranks)), np.empty((4, 2, ranks), np.int64), np.empty((2, ranks), np.int64)
     library.cad_planner_take.restype = None
-    library.cad_planner_take(plan, _at(tasks), _at(loads), _at(moved), _at(pairs))
-    return Solution(tasks, loads[0], loads[1], Flows(moved, loads[2], pairs))
+    library.cad_planner_take(plan, _at(tasks), _at(loads), _at(moved), _at(pairs), _at(served))
+    return Solution(tasks, loads[0], loads[1], Flows(moved, loads[2], pairs, loads[3], served))
 
 
 def _columns(segments: Segments) -> Ints:

@@ -15,6 +15,7 @@ from deepspeed_cad.cost import CostModel, count_pairs
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import HeadShape, PlanInput
+from deepspeed_cad.stream import order_by_host
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,14 @@ class StepOutlook:
     planning_ms: float
 
 
-def pack(lengths: list[int], ranks: int, context: int, spanning: bool) -> Iterator[Layout]:
+def pack(
+    lengths: list[int], ranks: int, context: int, spanning: bool, zigzag_by_host: int | None = None
+) -> Iterator[Layout]:
     """Micro-batches of all ranks, in the order of the documents; the last, partial one is left out.
 
     Ranks are filled one after the other with whole documents; those longer than the context are split, as packing in
-    the Hugging Face trainers does. With `spanning`, documents go on on the next rank instead.
+    the Hugging Face trainers does. With `spanning`, documents go on on the next rank instead; with `zigzag_by_host`,
+    the number of ranks on a host, each micro-batch is then laid out as `shard_stream` does it with both its options.
     """
     if spanning:
         budget, step, held = ranks * context, [], 0
@@ -84,7 +88,9 @@ def pack(lengths: list[int], ranks: int, context: int, spanning: bool) -> Iterat
                 held += part
                 length -= part
                 if held == budget:
-                    yield Layout.from_stream(step, ranks, context)
+                    if zigzag_by_host is not None:
+                        step = [step[one] for one in order_by_host(step, ranks, context, zigzag_by_host)]
+                    yield Layout.from_stream(step, ranks, context, zigzag_by_host is not None)
                     step, held = [], 0
         return
     rows: list[list[int]] = [[]]

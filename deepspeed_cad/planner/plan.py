@@ -15,8 +15,6 @@ from deepspeed_cad.layout import Ints, Tick
 
 Floats = npt.NDArray[np.float64]
 
-TASK_COLUMNS = ("document", "q_begin", "q_end", "group_begin", "group_end", "server")
-
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -73,6 +71,8 @@ class PlanInput:
     """Most bytes of Q, K, V and O that each rank can receive ([ranks], default unlimited)."""
     hosts: Ints | None = None
     """Number of each rank's host ([ranks], any numbers in any order); ranks of one share fast links. None: one host."""
+    waves: tuple[int, ...] = (1,)
+    """In how many waves that what moves may go: the plan takes the number with which it ends first."""
     keep: bool = False
     """Whether servers keep Q, K and V for the backward; else they travel again with dO."""
 
@@ -96,6 +96,8 @@ class Plan:
     """[ranks]: as `load`, and what of its transfers each rank waits for; equal to it where links have no cost."""
     between_bytes: int = 0
     """Of the sent bytes, those between hosts."""
+    waves: int = 1
+    """Parts in which what moves goes out, is served and comes back, one behind the other."""
     planning_ms: float = 0.0
     notes: tuple[str, ...] = field(default=())
     """Why a bound was not reached, if one was not."""
@@ -125,6 +127,7 @@ class Plan:
             "received_bytes": self.received_bytes.tolist(),
             "finish": self.finish.tolist(),
             "between_bytes": self.between_bytes,
+            "waves": self.waves,
             "planning_ms": self.planning_ms,
             "notes": list(self.notes),
         }

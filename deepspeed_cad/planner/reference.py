@@ -17,6 +17,7 @@ from deepspeed_cad.planner.levels import finish_time, settle_levels, settle_unit
 from deepspeed_cad.planner.offers import Levels, Limits
 from deepspeed_cad.planner.plan import PlanInput
 from deepspeed_cad.planner.round import Round
+from deepspeed_cad.planner.spread import spread
 
 
 def solve(problem: PlanInput, aim: Aim) -> Solution:
@@ -30,6 +31,8 @@ def solve(problem: PlanInput, aim: Aim) -> Solution:
     )
     before = list(state.load)
     everyone, hosts = list(range(ranks)), ranks_by_host(state.host)
+    if aim.kept >= 0:
+        spread(state, limits, aim.tolerance, aim.kept)
     if aim.units == Units.NONE:
         _balance(state, aim.tolerance, limits, everyone)
     elif aim.units == Units.RANKS:

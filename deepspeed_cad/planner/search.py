@@ -14,7 +14,7 @@ import numpy as np
 
 from deepspeed_cad.planner.aim import Aim, Solution, Solve, Units
 from deepspeed_cad.planner.constants import FEW_TRIES, MANY_RANKS, NARROWING, ROUNDING, TRIES, UNBOUNDED
-from deepspeed_cad.planner.finish import finish_times
+from deepspeed_cad.planner.finish import finish_best
 from deepspeed_cad.planner.levels import finish_times_of
 from deepspeed_cad.planner.plan import Floats, PlanInput
 
@@ -51,7 +51,7 @@ class Search:
 
     def slowest(self, plan: Solution) -> float:
         """When the slowest rank is done, transfers included."""
-        return float(finish_times(self.problem, plan.work, plan.flows, self.base, self.speed).max())
+        return float(finish_best(self.problem, plan.work, plan.flows, self.base, self.speed)[0].max())
 
     def attention(self, plan: Solution) -> float:
         """The same if transfers took no time."""

@@ -29,11 +29,6 @@ class Fit:
     """Predicted over measured, minus 1."""
 
     @property
-    def mean_error(self) -> float:
-        """Mean of the absolute relative errors."""
-        return float(np.abs(self.errors).mean())
-
-    @property
     def worst_error(self) -> float:
         """The largest of the absolute relative errors."""
         return float(np.abs(self.errors).max())

@@ -18,6 +18,7 @@ from deepspeed_cad.schedule.reference import (
     Schedule,
     Slices,
     build_slices,
+    padding_rows,
     schedule_rank,
 )
 
@@ -36,5 +37,6 @@ __all__ = [
     "Schedule",
     "Slices",
     "build_slices",
+    "padding_rows",
     "schedule_rank",
 ]

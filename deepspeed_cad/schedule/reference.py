@@ -11,6 +11,7 @@ home to a server; the way back uses the same slices.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -106,17 +107,6 @@ class Schedule:
         rows = np.concatenate([head, self.served_rows.reshape(-1), self.landed_rows.reshape(-1)])
         return zlib.crc32(rows.astype("<i8").tobytes())
 
-    @cached_property
-    def padding_rows(self) -> Ints:
-        """Rows of the query buffer that no task covers: their output is zero."""
-        covered = np.zeros((self.query_tokens, self.groups), bool)
-        for batch in self.local:
-            covered[batch.q_row : batch.q_row + batch.q_rows, batch.group_begin : batch.group_end] = True
-        flat = covered.reshape(-1)
-        flat[self.home_index(self.sends, QUERY)] = True
-        flat[self.home_index(self.own, QUERY)] = True
-        return np.flatnonzero(~covered.all(axis=1))
-
 
 @dataclass(frozen=True, eq=False)
 class Slices:
@@ -132,12 +122,24 @@ class Slices:
     landed_rows: Ints
 
 
+def padding_rows(parts: Sequence[Schedule]) -> Ints:
+    """Rows of a rank's query buffer that no task covers in any of the schedules of one tick: their output is zero."""
+    covered = np.zeros((parts[0].query_tokens, parts[0].groups), bool)
+    flat = covered.reshape(-1)
+    for part in parts:
+        for batch in part.local:
+            covered[batch.q_row : batch.q_row + batch.q_rows, batch.group_begin : batch.group_end] = True
+        flat[part.home_index(part.sends, QUERY)] = True
+        flat[part.home_index(part.own, QUERY)] = True
+    return np.flatnonzero(~covered.all(axis=1))
+
+
 def build_slices(tick: Tick, tasks: Ints, window: int | None = None) -> Slices:
     """Cut the tasks of a plan ([n, 6], see Plan.tasks) into slices and sequences, for all ranks at once."""
     document, begin, end, group_begin, group_end, server = tasks.T
     start = window_start(begin, window)
-    query_row = _home_rows(tick.query, document, begin, end, server)
-    key_row = _home_rows(tick.key, document, start, end, server)
+    query_row = home_rows(tick.query, document, begin, end, server)
+    key_row = home_rows(tick.key, document, start, end, server)
     is_local = (query_row >= 0) & (key_row >= 0)
     local = np.stack([server, group_begin, group_end, query_row, end - begin, key_row, end - start], axis=1)[is_local]
     local = local[np.lexsort((local[:, 3], local[:, 2], local[:, 1], local[:, 0]))]
@@ -271,7 +273,7 @@ def _owner_key(server: Ints, document: Ints, group: Ints, position: Ints) -> Int
     return np.cumsum(change) * (np.int64(1) << 40) + position
 
 
-def _home_rows(where: Segments, document: Ints, begin: Ints, end: Ints, rank: Ints) -> Ints:
+def home_rows(where: Segments, document: Ints, begin: Ints, end: Ints, rank: Ints) -> Ints:
     """Buffer row of `begin` on `rank` if that rank holds all of [begin, end) in one segment, else −1."""
     if not len(where):
         return np.full(len(document), -1)

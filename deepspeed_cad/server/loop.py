@@ -34,6 +34,7 @@ from deepspeed_cad.attention.forward import (
     serve_arrived,
     start_forward,
 )
+from deepspeed_cad.attention.layer import LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.attention.serve import lse_dtype, new_gradients, new_outputs
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
@@ -189,10 +190,7 @@ class Loop:
         key = _key(head["key"])
         shape, dtype = key.shape, getattr(torch, head["dtype"])
         rule = MaskRule(head["scale"], key.window, head["softcap"])
-        need = KernelNeed(
-            self.device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
-            key.window is not None, rule.softcap is not None, head["deterministic"],
-        )  # fmt: skip
+        need = kernel_need(LayerKind(shape, rule, dtype), self.device, head["deterministic"])
         if need not in self._kernels:
             self._kernels[need] = self._choose(need)
         modes = Modes(False, False, head["keep"], sinks_travel=True, returns=head["returns"])
@@ -213,11 +211,10 @@ class Loop:
     def _run_forward(self, call: Call) -> None:
         setup = call.setup
         started = start_forward(setup, *call.home, call.sinks_H)
-        assert started.out is not None
         with setup.span("wait"):
             arrived = started.out.wait()
         with self.busy.timed(self.device):
-            served = serve_arrived(setup, started, arrived)
+            served = serve_arrived(setup, 0, started, arrived)
         q, _, v = call.home
         call.pending = outputs_back(started, served, *new_outputs(setup.schedule, q, v))
         if call.returns:
@@ -233,12 +230,11 @@ class Loop:
             )
         q, k, v = call.home
         o, lse = new_outputs(setup.schedule, q, v)
-        started = start_backward(setup, Kept(o, lse, served, None, 0), torch.empty_like(o), q, k, v)
-        assert started.out is not None
+        started = start_backward(setup, Kept(o, lse, (served,), None, 0), torch.empty_like(o), q, k, v)
         with setup.span("wait", backward=True):
             arrived = started.out.wait()
         with self.busy.timed(self.device):
-            made = serve_arrived_backward(setup, started, served, arrived)
+            made = serve_arrived_backward(setup, 0, started, served, arrived)
         own = Gradients(*new_gradients(setup.schedule, q, k, v))
         call.pending = gradients_back(made, own, (torch.empty_like(k), torch.empty_like(v)))
         self._free(call)
@@ -249,7 +245,7 @@ class Loop:
         assert fields is not None
         with self._on_stream(head["nano_batch"]):
             what = "dQ, dK, dV back" if head["backward"] else "O back"
-            call.setup.give_back(what, fields, head["backward"]).wait()
+            call.setup.give_back(what, 0, fields, head["backward"]).wait()
 
     # Memory
 

@@ -49,10 +49,6 @@ class Cluster:
         between = size * (hosts - 1) / hosts / (here * self.machine.between)
         return max(inside, between) + self.machine.latency
 
-    def all_reduce(self, size: float, group: int, stride: int = 1) -> float:
-        """Seconds of a sum over a group that every member gets."""
-        return 2.0 * self.gather(size, group, stride)
-
     def all_to_all(self, size: float, group: int, stride: int = 1) -> float:
         """Seconds of an all-to-all of buffers of `size` bytes; both kinds of links work at once."""
         if group < 2:

@@ -221,6 +221,8 @@ Run = Callable[[modes.Step], Foreseen]
 def _choices(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     """Ways to run a mode, or why it cannot run."""
     if mode == "plain":
+        if any(layout.segments.begin.any() for layout in step):
+            return "documents go on on the next GPU, and it would cut them there: another computation"
         return [partial(modes.plain, setting)]
     if mode == "cad":
         runs: list[Run] = [partial(modes_cad.in_place, setting)]

@@ -22,7 +22,7 @@ import numpy as np
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.simulator.attention import Both, Floats, document_lengths, of_documents, of_pieces
 from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, state_bytes
-from deepspeed_cad.simulator.schedule import Rows, finish
+from deepspeed_cad.simulator.schedule import Figures, Rows, finish
 from deepspeed_cad.simulator.setting import Setting
 from deepspeed_cad.simulator.step import Foreseen
 
@@ -39,14 +39,16 @@ def plain(setting: Setting, step: Step) -> Foreseen:
     attention = _stack([of_documents(layout, setting.cost, cut=True) for layout in step])
     attention = (attention * _scale(setting, groups)).repeated(setting.checkpointing)
     tokens = np.array([layout.tokens for layout in step], np.float64)
-    return finish(setting, "plain", Rows(tokens, attention, _nothing(tokens)), (0.0, 0.0), _peak(setting, tokens))
+    return finish(
+        setting, "plain", Rows(tokens, attention, _nothing(tokens)), Figures((0.0, 0.0), _peak(setting, tokens))
+    )
 
 
 def without_attention(setting: Setting, step: Step) -> Foreseen:
     """The linear part alone: mode bound_qkv of the training benchmark."""
     tokens = np.array([layout.tokens for layout in step], np.float64)
     rows = Rows(tokens, _nothing(tokens), _nothing(tokens))
-    return finish(setting, "none", rows, (0.0, 0.0), _peak(setting, tokens))
+    return finish(setting, "none", rows, Figures((0.0, 0.0), _peak(setting, tokens)))
 
 
 def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False) -> Foreseen:
@@ -65,7 +67,7 @@ def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False) -> 
     amount = float(size.sum(0).mean()) * setting.layers * times
     rows = Rows(tokens, attention.repeated(setting.checkpointing), exchange)
     peak = _peak(setting, tokens)
-    return finish(setting, "ulysses", rows, (amount * inside, amount * between), peak, degree)
+    return finish(setting, "ulysses", rows, Figures((amount * inside, amount * between), peak, degree))
 
 
 def ulysses_degrees(setting: Setting) -> list[int]:
@@ -90,7 +92,7 @@ def gathered(setting: Setting, step: Step, degree: int, joined: bool = True) -> 
     exchange, moved = _gather_keys(setting, tokens, degree)
     rows = Rows(tokens, attention.repeated(setting.checkpointing), exchange)
     peak = _peak(setting, tokens) + _gathered_bytes(setting, tokens, degree)
-    return finish(setting, "gathered", rows, moved, peak, degree, measured=False)
+    return finish(setting, "gathered", rows, Figures(moved, peak, degree, measured=False))
 
 
 def gathered_degrees(setting: Setting) -> list[int]:
@@ -121,7 +123,7 @@ def packed(setting: Setting, step: Step, degree: int, kept: bool = False) -> For
     peak = _peak(setting, tokens) + _gathered_bytes(setting, tokens, degree)
     if kept:
         peak += kept_output_bytes(setting, float(tokens.max()), min(setting.pipeline, count))
-    found = finish(setting, "packed", Rows(tokens, attention, exchange), moved, peak, degree, measured=False)
+    found = finish(setting, "packed", Rows(tokens, attention, exchange), Figures(moved, peak, degree, measured=False))
     return _idle_beside_longest(found, fair / worst)
 
 

@@ -19,10 +19,11 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints, Layout, Segments
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.rounds import Rounds
 from deepspeed_cad.simulator.attention import Both, Floats, of_tasks
 from deepspeed_cad.simulator.finish import done
 from deepspeed_cad.simulator.memory import activation_bytes, exchange_bytes, kept_output_bytes, state_bytes
-from deepspeed_cad.simulator.schedule import compose, linear_seconds, tensor_seconds
+from deepspeed_cad.simulator.schedule import Figures, compose, linear_seconds, tensor_seconds
 from deepspeed_cad.simulator.setting import Setting
 from deepspeed_cad.simulator.step import Foreseen, Seconds
 from deepspeed_cad.simulator.traffic import Traffic, count_traffic
@@ -49,10 +50,9 @@ def in_place(setting: Setting, step: Sequence[Layout]) -> Foreseen:
         "cad",
         ran,
         mean,
-        passes=len(step),
-        tokens=float(sum(layout.tokens.sum() for layout in step)),
-        moved=(float(moved[0]), float(moved[1])),
-        peak=peak,
+        len(step),
+        float(sum(layout.tokens.sum() for layout in step)),
+        Figures((float(moved[0]), float(moved[1])), peak),
     )
 
 
@@ -96,12 +96,9 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         "cad reserved",
         ran,
         mean,
-        passes=len(step),
-        tokens=trained,
-        moved=(float(moved[0]), float(moved[1])),
-        peak=peak,
-        degree=servers,
-        measured=False,
+        len(step),
+        trained,
+        Figures((float(moved[0]), float(moved[1])), peak, degree=servers, measured=False),
     )
 
 
@@ -120,7 +117,13 @@ def even_servers(setting: Setting, tokens: float, attention: float) -> int:
     return min(setting.seats - 1, max(1, int(setting.seats * attention / (attention + linear))))
 
 
-def plan_layout(setting: Setting, layout: Layout, hosts: Ints | None, base_load: Floats | None = None) -> Plan:
+def plan_layout(
+    setting: Setting,
+    layout: Layout,
+    hosts: Ints | None,
+    base_load: Floats | None = None,
+    waves: tuple[int, ...] = (1,),
+) -> Plan:
     """The plan of one micro-batch, as training makes it."""
     return make_plan(
         PlanInput(
@@ -130,19 +133,22 @@ def plan_layout(setting: Setting, layout: Layout, hosts: Ints | None, base_load:
             tolerance=setting.tolerance,
             base_load=base_load,
             hosts=hosts,
+            waves=waves,
         )
     )
 
 
 def _meet(setting: Setting, layout: Layout, tokens: Floats, hosts: Ints | None) -> tuple[float, Seconds, Traffic]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
-    plan = plan_layout(setting, layout, hosts)
+    # As transports take them: waves pay between hosts.
+    plan = plan_layout(setting, layout, hosts, waves=(1,) if hosts is None else setting.waves)
     traffic = count_traffic(plan.tasks, layout.segments, setting.shape, layout.ranks, hosts)
     again = setting.checkpointing and setting.recompute_attention
     alone = _task_seconds(setting, plan.tasks, layout.ranks)
     waiting = _task_seconds(setting, plan.tasks[traffic.remote], layout.ranks)
     links = setting.layers / np.array([setting.machine.copies, setting.machine.between])
-    work, ended = alone.repeated(again), done(traffic, alone, waiting, links).repeated(again)
+    ended = done(traffic, alone, waiting, links, plan.waves, setting.layers).repeated(again)
+    work = alone.repeated(again)
     linear, tensor = linear_seconds(setting, tokens), tensor_seconds(setting, tokens)
     ran = exposed = 0.0
     for own, end, other in (
@@ -160,15 +166,17 @@ def _meet(setting: Setting, layout: Layout, tokens: Floats, hosts: Ints | None) 
 
 
 def _in_rounds(setting: Setting, step: Sequence[Layout]) -> Foreseen:
-    """Lockstep rounds: stage s runs the forward of micro-batch k − s in round k; idle stages serve.
+    """Lockstep rounds (deepspeed_cad/rounds.py), in which idle stages serve.
 
-    The backward tick of a round has the same micro-batches in the reverse order of stages, so one plan stands for both.
+    The backward ticks have the micro-batches of the forward ticks in the reverse order of stages, so one plan stands
+    for both.
     """
     stages, count, seats = setting.pipeline, len(step), setting.seats
-    hosts = setting.all_hosts
+    hosts, rounds = setting.all_hosts, Rounds(stages, count)
     ran, mean, moved, traffics = 0.0, Seconds(), np.zeros(2), []
-    for tick in range(count + stages - 1):
-        active = [(stage, tick - stage) for stage in range(stages) if 0 <= tick - stage < count]
+    for tick in filter(rounds.has_forward, range(rounds.count)):
+        found = [(stage, rounds.forward(tick, stage)) for stage in range(stages)]
+        active = [(stage, m) for stage, m in found if m is not None]
         layout = _side_by_side([step[m] for _, m in active], [stage for stage, _ in active], stages)
         seconds, parts, traffic = _meet(setting, layout, layout.tokens.astype(np.float64), hosts)
         ran += seconds
@@ -176,7 +184,7 @@ def _in_rounds(setting: Setting, step: Sequence[Layout]) -> Foreseen:
         moved += np.array(traffic.moved) * setting.layers * _times(setting)
         traffics.append(traffic)
     moved /= stages * seats
-    in_flight = min(count, 2 * stages - 1)
+    in_flight = rounds.in_flight(0)
     tokens = float(max(layout.tokens.max() for layout in step))
     peak = state_bytes(setting, seats) + activation_bytes(setting, tokens, in_flight)
     peak += kept_output_bytes(setting, tokens, in_flight) + max(exchange_bytes(traffic) for traffic in traffics)
@@ -185,11 +193,9 @@ def _in_rounds(setting: Setting, step: Sequence[Layout]) -> Foreseen:
         "cad",
         ran,
         mean,
-        passes=count,
-        tokens=float(sum(layout.tokens.sum() for layout in step)),
-        moved=(float(moved[0]), float(moved[1])),
-        peak=peak,
-        measured=False,
+        count,
+        float(sum(layout.tokens.sum() for layout in step)),
+        Figures((float(moved[0]), float(moved[1])), peak, measured=False),
     )
 
 

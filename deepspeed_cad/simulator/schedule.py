@@ -32,6 +32,17 @@ class Rows:
     """Seconds of exchanges that nothing hides."""
 
 
+@dataclass(frozen=True)
+class Figures:
+    """What a mode is foreseen to need beside its seconds; fields as those of `Foreseen`."""
+
+    moved: tuple[float, float]
+    """Bytes that a rank sends inside its host and to others."""
+    peak: float
+    degree: int = 1
+    measured: bool = True
+
+
 def linear_seconds(setting: Setting, tokens: Floats) -> Both:
     """Of one stage: layers, recompute where layers are checkpointed, and its share of head and loss."""
     work, layers = setting.work, setting.layers
@@ -68,16 +79,8 @@ def weight_seconds(setting: Setting, passes: int, layer: Both) -> float:
     return passes * (setting.layers * late + weights + gradients)
 
 
-def finish(
-    setting: Setting,
-    mode: str,
-    rows: Rows,
-    moved: tuple[float, float],
-    peak: float,
-    degree: int = 1,
-    measured: bool = True,
-) -> Foreseen:
-    """The step that these micro-batches make. `moved`: bytes of a rank inside its host and to others."""
+def finish(setting: Setting, mode: str, rows: Rows, figures: Figures) -> Foreseen:
+    """The step that these micro-batches make."""
     linear, tensor = linear_seconds(setting, rows.tokens), tensor_seconds(setting, rows.tokens)
     each = linear + tensor + rows.attention + rows.exchange
     if setting.pipeline > 1:
@@ -98,29 +101,19 @@ def finish(
             exchange=float(rows.exchange.total.sum(0).mean()),
             collectives=float(tensor.total.sum(0).mean()),
         ),
-        passes=len(rows.tokens),
-        tokens=float(rows.tokens.sum()) * setting.seats / rows.tokens.shape[1],
-        moved=moved,
-        peak=peak,
-        degree=degree,
-        measured=measured,
+        len(rows.tokens),
+        float(rows.tokens.sum()) * setting.seats / rows.tokens.shape[1],
+        figures,
     )
 
 
 def compose(
-    setting: Setting,
-    mode: str,
-    ran: float,
-    mean: Seconds,
-    *,
-    passes: int,
-    tokens: float,
-    moved: tuple[float, float],
-    peak: float,
-    degree: int = 1,
-    measured: bool = True,
+    setting: Setting, mode: str, ran: float, mean: Seconds, passes: int, tokens: float, figures: Figures
 ) -> Foreseen:
-    """A step of micro-batches that took `ran` seconds, of which the mean rank worked as `mean` says."""
+    """A step of micro-batches that took `ran` seconds, of which the mean rank worked as `mean` says.
+
+    `passes`: micro-batches one after the other; `tokens`: of all of them at all seats.
+    """
     layer = Both(
         np.array([(mean.linear / 4 + mean.attention / 4) / passes / setting.layers]),
         np.array([(mean.linear + mean.attention) * 0.75 / passes / setting.layers]),
@@ -144,11 +137,11 @@ def compose(
         seconds=seconds,
         tokens=tokens,
         ranks=setting.cluster.ranks,
-        inside=moved[0],
-        between=moved[1],
-        peak=peak,
+        inside=figures.moved[0],
+        between=figures.moved[1],
+        peak=figures.peak,
         state=state_bytes(setting, setting.seats),
         capacity=setting.machine.memory,
-        degree=degree,
-        measured=measured,
+        degree=figures.degree,
+        measured=figures.measured,
     )

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.constants import TRAVELS
+from deepspeed_cad.planner.constants import TRAVELS, WAVES
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.simulator.cluster import Cluster
@@ -41,6 +41,8 @@ class Setting:
     overlap: Literal["local_first", "pingpong"] = "local_first"
     """What hides CAD's exchange in place: a rank's own attention, or linear layers of the other part as well. What
     alternating costs is not in it."""
+    waves: tuple[int, ...] = WAVES
+    """In how many waves what CAD moves may go where there are several hosts: plans choose among them."""
     believed: CostModel | None = None
     """What the planner takes for the cost; None: `cost`. For planners that count pairs alone."""
     tolerance: float = 0.05
@@ -91,6 +93,11 @@ class Setting:
     def hosts(self) -> Ints | None:
         """Number of each seat's host; None where all share one."""
         return self._hosts(self.seats)
+
+    @property
+    def seats_per_host(self) -> int:
+        """Seats whose ranks share a host."""
+        return min(self.seats, max(1, self.cluster.per_host // self.tensor))
 
     @property
     def all_hosts(self) -> Ints | None:

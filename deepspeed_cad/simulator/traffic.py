@@ -34,6 +34,8 @@ class Traffic:
     """[4, n]: home, server, 1 where they are on different hosts, 1 where Q and O travel beside K and V."""
     remote: Bools
     """[tasks]: whether a task reads anything that its server does not hold."""
+    parts: Ints
+    """[ranks]: head groups of documents of which a rank runs such tasks; waves do not cut them."""
 
     @property
     def forward(self) -> Floats:
@@ -105,7 +107,17 @@ def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hos
     task, home, count = homes.overlaps(tasks[:, 0], np.zeros_like(tasks[:, 2]), tasks[:, 2])
     remote = np.zeros(len(tasks), bool)
     remote[task[(home != tasks[task, 5]) & (count > 0)]] = True
-    return Traffic(asked, sent, answered, returned, pairs, remote)
+    parts = _head_groups(tasks[remote], shape.groups, ranks)
+    return Traffic(asked, sent, answered, returned, pairs, remote, parts)
+
+
+def _head_groups(tasks: Ints, groups: int, ranks: int) -> Ints:
+    """[ranks]: head groups of documents, each counted once for a server."""
+    width = tasks[:, 4] - tasks[:, 3]
+    start = np.repeat(tasks[:, 3] - (np.cumsum(width) - width), width)
+    pieces = int(tasks[:, 0].max(initial=0) + 1) * groups
+    each = np.repeat(tasks[:, 5] * pieces + tasks[:, 0] * groups, width) + np.arange(width.sum()) + start
+    return np.bincount(np.unique(each) // pieces, minlength=ranks)
 
 
 class _Homes:

@@ -41,6 +41,7 @@ def to_events(rank: int, spans: list[Span], serves: bool = False) -> list[dict[s
     aside = [ASIDE] if any(span.lane == ASIDE for span in spans) else []
     own = SERVING if serves else (COMPUTE, *aside)
     lanes = [STEP, *own, *(f"exchange {name}" for name in NANO_BATCHES)]
+    lanes += sorted({span.lane for span in spans} - {*lanes})
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name_rank(rank, serves)}},
         {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}},

@@ -137,12 +137,20 @@ class Tracer:
             self.mark("layer begins", layer=layer)
 
     def exchange(
-        self, what: str, nano_batch: int, backward: bool, transport: Transport, start: Callable[[], UnderWay]
+        self,
+        what: str,
+        nano_batch: int,
+        backward: bool,
+        transport: Transport,
+        start: Callable[[], UnderWay],
+        wave: int = 0,
     ) -> UnderWay:
         """Start an exchange, with a span from here to the end of its copies, or of the wait for them."""
         if not self.recording:
             return start()
-        span = Span(f"exchange {NANO_BATCHES[nano_batch]}", what, nano_batch, backward, self._now())
+        # Exchanges of one lane never overlap.
+        lane = f"exchange {NANO_BATCHES[nano_batch]}" + (f", wave {wave + 1}" if wave else "")
+        span = Span(lane, what, nano_batch, backward, self._now())
         sent = transport.bytes_sent
         under_way = start()
         span.details["MiB sent"] = round((transport.bytes_sent - sent) / 2**20, 3)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,24 +70,27 @@ class Disturbed:
 
 
 def run(place: Place, lines: Lines, case: str) -> None:
-    """`case`: the transports, comma-separated."""
+    """`case`: the transports, comma-separated; one with /N behind it has one case, in N waves."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for transport in case.split(","):
-        for kernel in dict.fromkeys((place.kernel, "torch_varlen")) if place.on_gpu else ("auto",):
-            for documents in ("rows", "stream"):
-                label = f"{transport}, {documents}, {kernel}"
-                lines.check("two streams", label, lambda t=transport, k=kernel, d=documents: check(place, t, k, d))
+    kernels = tuple(dict.fromkeys((place.kernel, "torch_varlen"))) if place.on_gpu else ("auto",)
+    for word in case.split(","):
+        transport, _, waves = word.partition("/")
+        for kernel in kernels[:1] if waves else kernels:
+            for documents in ("stream",) if waves else ("rows", "stream"):
+                label = f"{transport}, {documents}, {kernel}" + (f", {waves} waves" if waves else "")
+                run = partial(check, place, transport, kernel, documents, int(waves or 1))
+                lines.check("two streams", label, run)
                 close_session()
     torch.use_deterministic_algorithms(False)
 
 
-def check(place: Place, transport: str, kernel: str, documents: str) -> Found:
+def check(place: Place, transport: str, kernel: str, documents: str, waves: int) -> Found:
     """Train once in peace on one stream, then often on two."""
     sizes = Sizes(512, 2048) if place.on_gpu else Sizes(64, 192)
     model = make_model(place, "llama", sizes)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     block = {"transport": transport, "kernel": kernel, "straggler_relief": 0.0, "tolerance": 0.02, "timeout_s": 60.0}
-    block["granularity"] = 64 if place.on_gpu else 16
+    block |= {"granularity": 64 if place.on_gpu else 16, "waves": waves}
     place.together(lambda: deepspeed_cad.apply(model, block))
     session = deepspeed_cad.current_session()
     assert session is not None

@@ -18,6 +18,7 @@ from loops import TIME_OUT
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange import probe
+from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.links import measure_links
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Outgoing, Returning, Transport
@@ -25,6 +26,8 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER, Schedule, build_slices, schedule_rank
 
 GROUPS = 4
+LANES = ((0, 0), (1, 0), (0, 1), (1, 1))
+"""Nano-batches and waves of exchanges that are under way at once."""
 
 Agree = Callable[[int], "list[int]"]
 
@@ -108,14 +111,17 @@ class Round:
 
     FIELDS = ((QUERY, 256, torch.bfloat16), (KEY, 64, torch.bfloat16), (KEY, 32, torch.bfloat16))
 
-    def __init__(self, schedules: list[Schedule], rank: int, seed: int, nano_batch: int, device: torch.device) -> None:
+    def __init__(
+        self, schedules: list[Schedule], rank: int, seed: int, nano_batch: int, device: torch.device, wave: int = 0
+    ) -> None:
         self.schedules, self.rank, self.seed, self.nano_batch, self.device = schedules, rank, seed, nano_batch, device
+        self.moment = Moment(wave=wave)
         self.own = schedules[rank]
         self.homes = [[home_tensor(s, *field, seed, device) for field in self.FIELDS] for s in schedules]
 
     def start(self, transport: Transport) -> None:
         fields = [Outgoing(kind, home) for (kind, _, _), home in zip(self.FIELDS, self.homes[self.rank])]
-        self.out = transport.dispatch(self.own, fields, self.nano_batch)
+        self.out = transport.dispatch(self.own, fields, self.nano_batch, self.moment)
 
     def serve(self, transport: Transport) -> None:
         """Check what arrived; what goes back is what arrived times a number of this rank."""
@@ -138,7 +144,8 @@ class Round:
         lse = torch.zeros(self.homes[self.rank][0].shape[:2], device=self.device).unsqueeze(2)
         served = int(self.own.served_rows[self.rank, QUERY])
         self.lse, self.lse_target = torch.full((served, 1), float(self.rank + 1), device=self.device), lse
-        self.back = transport.give_back(self.own, [*back, Returning(QUERY, self.lse, lse)], self.nano_batch)
+        fields = [*back, Returning(QUERY, self.lse, lse)]
+        self.back = transport.give_back(self.own, fields, self.nano_batch, self.moment)
 
     def collect(self) -> None:
         self.back.wait()
@@ -172,7 +179,8 @@ class Round:
 
 
 def check_transport(transport: Transport, place: Place) -> Found:
-    """Rounds on two nano-batches that overlap, sizes up and down; sources are freed and their memory reused at once."""
+    """Rounds on two nano-batches and two waves of each, all overlapping, sizes up and down; sources are freed and their
+    memory reused at once."""
     rank, ranks, device = place.rank, place.ranks, place.device
     wrong: list[torch.Tensor] = []
     kept: dict[int, list[Schedule]] = {}
@@ -181,13 +189,13 @@ def check_transport(transport: Transport, place: Place) -> Found:
         seed = step % 9
         longest = 200 if step < 6 else 3000 if step < 14 else 900
         plans = kept.setdefault(seed * 10000 + longest, make_schedules(ranks, seed, longest))
-        pair = [Round(plans, rank, seed + 100 * nano_batch, nano_batch, device) for nano_batch in (0, 1)]
-        for one in pair:
+        several = [Round(plans, rank, seed + 100 * at, lane[0], device, lane[1]) for at, lane in enumerate(LANES)]
+        for one in several:
             one.start(transport)
-        for one in pair:
+        for one in several:
             one.serve(transport)
             torch.full((1 << 22,), 7.0, device=device)  # takes freed memory: a copy that still reads it would show
-        for one in pair:
+        for one in several:
             one.collect()
             wrong += one.wrong
     count = int(torch.stack(wrong).sum())

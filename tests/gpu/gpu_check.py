@@ -92,7 +92,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
     if group in ("servers", "speeds"):
         return [Launch(group, limit_s=100)]
     if group == "streams":
-        return [Launch(group, "nvlink,nccl" if cuda else "c10d", limit_s=180)]
+        return [Launch(group, "nvlink,nccl,nccl/4" if cuda else "c10d,c10d/4", limit_s=200)]
     if group == "loaders":
         return [Launch(group, case, limit_s=100, may_end=case not in RIGHT) for case in CASES]
     if group == "failures":
@@ -109,7 +109,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         left_out = (f"nvlink: {TIME_OUT}", f"nvlink: {WHILE_GROWING}", f"nccl: {TIME_OUT}")
         return [Launch("transports", case, limit_s=90) for case in left_out]
     parts = (
-        ("transports", ""), ("models", "llama,gpt_oss"), ("transports", f"mixed: {TIME_OUT}"),
+        ("transports", ""), ("models", "llama,gpt_oss"), ("exactness", ""), ("transports", f"mixed: {TIME_OUT}"),
         ("transports", f"mixed: {WHILE_GROWING}"),
     )  # fmt: skip
     return [Launch(part, case, limit_s=180, hosts=one) for one in hosts for part, case in parts]

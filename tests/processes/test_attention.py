@@ -9,16 +9,32 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from attention_ranks import DIM, GROUPS, HEADS, LseTransposed, check_fields, expected_of, rows_of
+from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, check_fields, expected_of, rows_of, worst_error
 from pool import WorkerPool
 
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import MaskRule
-from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
+from deepspeed_cad.layout import Layout, Tick
+from deepspeed_cad.planner import HeadShape, PlanInput, reference
+from deepspeed_cad.planner.aim import Aim
+from deepspeed_cad.planner.own_rows import split_own_rows
+from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
+
+ON_MANY = {
+    "two": Layout.from_stream([200], 2, 100),
+    "three": Layout.from_stream([300], 3, 100),
+    "four": Layout.from_stream([400], 4, 100),
+    "three of four": Layout.from_stream([270, 33, 97], 4, 100),
+    "two documents": Layout.from_stream([170, 230], 4, 100),
+}
+"""By where a document lies."""
+LAYOUTS = cases.layouts() | ON_MANY
 
 
 class StrictTransport(C10dTransport):
@@ -33,11 +49,18 @@ class StrictTransport(C10dTransport):
         return super().give_back(schedule, fields, *rest)
 
 
+def planned_tasks(tick: Tick, window: int | None, kept: int) -> np.ndarray:
+    """As the planner makes them from one of its starts; −1: home."""
+    shape = HeadShape(HEADS, GROUPS, DIM, VALUE, 8)
+    problem = PlanInput(tick, shape, PAIRS, window, granularity=16)
+    return split_own_rows(tick, reference.solve(problem, Aim(0.05, kept=kept)).tasks, window, 16)
+
+
 def _run(
     rank: int, world: int, name: str, seed: int, window: int | None, keep: bool, sinks: bool, cut: bool,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float64, waves: int = 1, kept: int | None = None,
 ) -> float:  # fmt: skip
-    layout = cases.layouts()[name]
+    layout = LAYOUTS[name]
     rule = MaskRule(DIM**-0.5, window, 3.0 if seed % 2 else None)
     sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if sinks else None
     transport = StrictTransport(dist.group.WORLD, torch.device("cpu"))
@@ -49,10 +72,10 @@ def _run(
     ticks = layout.cut(at) if cut and layout.can_cut(at) else (layout.tick(),)
     outputs = []
     for nano_batch, tick in enumerate(ticks):
-        tasks = cases.random_tasks(tick, GROUPS, rng)
-        schedule = schedule_rank(tick, build_slices(tick, tasks, window), rank, GROUPS, window)
+        tasks = cases.random_tasks(tick, GROUPS, rng) if kept is None else planned_tasks(tick, window, kept)
+        schedules = schedule_waves(tick, tasks, rank, GROUPS, window, Cut(waves))
         setup = CallSetup(
-            upload_schedule(schedule, torch.device("cpu")), LseTransposed(), transport, rule,
+            upload_schedule(schedules, torch.device("cpu")), LseTransposed(), transport, rule,
             Modes(local_first=bool(seed % 2), keep_received=keep), counts, nano_batch,
         )  # fmt: skip
         q0, k0 = int(tick.query_base[rank]), int(tick.key_base[rank])
@@ -61,15 +84,8 @@ def _run(
         outputs.append(AttentionCall(setup)(leaves["q"][rows], leaves["k"][keys], leaves["v"][keys], sink))
     o = torch.cat(outputs)
     o.backward(mine["do"])
-    assert transport.exchanges == 4 * len(ticks)
-    right = expected_of(layout, rule, sink, dtype)
-    pairs = {"o": o.detach(), **{f"d{n}": leaves[n].grad for n in "qkv"}}
-    errors = [float((x.double() - right.ranks[rank][n]).abs().max()) for n, x in pairs.items() if x.numel()]
-    if sink is not None and right.sinks is not None:
-        total = sink.grad.double()
-        dist.all_reduce(total)
-        errors.append(float((total - right.sinks).abs().max() / right.sinks.abs().max()))
-    return max(errors, default=0.0)
+    assert transport.exchanges == 4 * len(ticks) * waves
+    return worst_error(rank, expected_of(layout, rule, sink, dtype), o, leaves, sink)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +99,38 @@ def test_random_plans_are_exact(
     """Any plan that covers the tick gives the outputs and gradients of each document alone."""
     seed = 2 * int(keep) + int(sinks)
     assert max(workers.run(_run, cases.layouts()[name].ranks, name, seed, window, keep, sinks, cut)) < 1e-10
+
+
+@pytest.mark.parametrize("waves, keep, cut", [(2, False, True), (3, True, False), (4, False, True), (7, True, False)])
+@pytest.mark.parametrize("name", ["odd", "a rank with no tokens", "documents over borders"])
+def test_waves(workers: WorkerPool, name: str, waves: int, keep: bool, cut: bool) -> None:
+    """Several exchanges of one tick are under way at once, more than gloo moves at a time."""
+    args = (name, 1, 19 if keep else None, keep, True, cut, torch.float64, waves)
+    assert max(workers.run(_run, cases.layouts()[name].ranks, *args)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "name, window, keep, sinks, waves, kept",
+    [
+        ("two", 19, False, True, 1, -1),
+        ("three", None, False, True, 1, 0),
+        ("four", None, True, False, 2, 1),
+        ("four", 250, False, True, 1, 0),
+        ("four", 19, True, False, 2, -1),
+        ("three of four", None, False, True, 2, 0),
+        ("two documents", None, False, True, 1, 1),
+    ],
+)
+def test_plans_of_documents_on_many_ranks(
+    workers: WorkerPool, name: str, window: int | None, keep: bool, sinks: bool, waves: int, kept: int
+) -> None:
+    """Dealt out by head groups, or begun at home with own rows split off where a window allows it."""
+    layout = ON_MANY[name]
+    tasks = planned_tasks(layout.tick(), window, kept)
+    if kept == 0 and name in ("three", "four"):
+        assert (tasks[tasks[:, 5] == 0, 4] <= GROUPS - 1).all(), "not dealt out"
+    args = (name, 1, window, keep, sinks, False, torch.float64, waves, kept)
+    assert max(workers.run(_run, layout.ranks, *args)) < 1e-10
 
 
 def test_bf16(workers: WorkerPool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from engines import engine_config, import_deepspeed, train_engine
 from pool import WorkerPool
 from trainers import BLOCK, STEPS, assert_same, assert_same_and_balanced, step_entry
 
@@ -15,51 +16,24 @@ WORLD = 4
 LENGTHS = [[220], [40, 30, 9, 1, 50], [100, 100], [64, 3, 90]]
 
 
-def _config(stage: int, **changes: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-        "wall_clock_breakdown": False,
-    }
-    return config | changes
-
-
 def _train(rank: int, world: int, config: dict[str, Any], checkpoint: str | None) -> list[dict[str, Any]]:
-    import deepspeed
-
-    model = training.tiny_llama(torch.float32)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    engine.train()
-    found = []
-    for step in range(STEPS * config["gradient_accumulation_steps"]):
-        own = training.documents(LENGTHS[(rank + step) % len(LENGTHS)], seed=100 * step + rank)
-        batch = training.pack(own)
-        logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
-        engine.backward(loss)
-        engine.step()
-        found.append(step_entry(loss))
-    engine.destroy()
-    return found
+    rows = (
+        training.documents(LENGTHS[(rank + step) % len(LENGTHS)], seed=100 * step + rank)
+        for step in range(STEPS * config["gradient_accumulation_steps"])
+    )
+    return train_engine(config, checkpoint, rows, step_entry)
 
 
 def _compare(
     rank: int, world: int, cases: list[tuple[str, dict[str, Any], str | None]], block: dict[str, Any] = BLOCK
 ) -> dict[str, Any]:
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     import deepspeed_cad
     from deepspeed_cad.session import close_session
 
     assert get_accelerator().device_name() == "cpu"
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
+    import_deepspeed()
     found = {}
     for name, config, checkpoint in cases:
         plain = _train(rank, world, config, checkpoint)
@@ -74,12 +48,12 @@ def _compare(
 
 
 CASES: list[tuple[str, dict[str, Any], str | None]] = [
-    ("ZeRO-0", _config(0), None),
-    ("ZeRO-1, accumulation", _config(1, gradient_accumulation_steps=2), None),
-    ("ZeRO-2, reentrant", _config(2), "reentrant"),
-    ("ZeRO-3", _config(3), None),
-    ("ZeRO-3, non-reentrant", _config(3), "non-reentrant"),
-    ("ZeRO-3, reentrant, offload", _config(3, zero_optimization={
+    ("ZeRO-0", engine_config(0), None),
+    ("ZeRO-1, accumulation", engine_config(1, gradient_accumulation_steps=2), None),
+    ("ZeRO-2, reentrant", engine_config(2), "reentrant"),
+    ("ZeRO-3", engine_config(3), None),
+    ("ZeRO-3, non-reentrant", engine_config(3), "non-reentrant"),
+    ("ZeRO-3, reentrant, offload", engine_config(3, zero_optimization={
         "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
         "stage3_param_persistence_threshold": 0,
     }, zero_force_ds_cpu_optimizer=False), "reentrant"),
@@ -97,13 +71,13 @@ def test_zero_stages(fresh_workers: WorkerPool) -> None:
 
 
 INTERLEAVED: list[tuple[str, dict[str, Any], str | None]] = [
-    ("ZeRO-0", _config(0), None),
-    ("ZeRO-1, accumulation", _config(1, gradient_accumulation_steps=2), None),
-    ("ZeRO-2, non-reentrant", _config(2), "non-reentrant"),
-    ("ZeRO-2, overlapped, accumulation", _config(2, gradient_accumulation_steps=2, zero_optimization={
+    ("ZeRO-0", engine_config(0), None),
+    ("ZeRO-1, accumulation", engine_config(1, gradient_accumulation_steps=2), None),
+    ("ZeRO-2, non-reentrant", engine_config(2), "non-reentrant"),
+    ("ZeRO-2, overlapped, accumulation", engine_config(2, gradient_accumulation_steps=2, zero_optimization={
         "stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5000,
     }), None),
-    ("ZeRO-3, non-reentrant", _config(3), "non-reentrant"),
+    ("ZeRO-3, non-reentrant", engine_config(3), "non-reentrant"),
 ]  # fmt: skip
 
 
@@ -121,13 +95,10 @@ def test_zero_stages_interleaved(fresh_workers: WorkerPool) -> None:
 
 def _without_optimizer(rank: int, world: int) -> None:
     """As TRL makes the engine of a reference model: with the JSON of the policy, less its optimizer."""
-    import deepspeed
-
     import deepspeed_cad
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
-    config = {name: value for name, value in _config(0).items() if name != "optimizer"}
+    deepspeed = import_deepspeed()
+    config = {name: value for name, value in engine_config(0).items() if name != "optimizer"}
     model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
     engine, *_ = deepspeed.initialize(model=model, config={**config, "cad": BLOCK})
     batch = training.pack(training.documents(LENGTHS[rank], seed=rank))

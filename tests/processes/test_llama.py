@@ -11,6 +11,7 @@ import training
 from pool import WorkerPool
 
 import deepspeed_cad
+from deepspeed_cad.errors import CADError
 
 LENGTHS = {
     2: [[260], [40, 30, 9, 1, 50]],
@@ -31,15 +32,7 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None,
     session = deepspeed_cad.current_session()
     for step in range(steps):
         own = training.documents(LENGTHS[world][(rank + step) % world], seed=100 * step + rank)
-        loss = training.loss_sum(model, training.pack(own))
-        loss.backward()
-        expected, gradients = training.alone(reference, own)
-        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
-        for name, parameter in model.named_parameters():
-            # Gradients of a rank are those of its own documents: serving others adds nothing to them.
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            assert (grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
-        model.zero_grad()
+        training.step_as_alone(model, reference, own)
     statistics = session.statistics
     return {
         "before": statistics.imbalance_before,
@@ -49,6 +42,8 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None,
         "forwards": session.counts.forwards,
         "backwards": session.counts.backwards,
         "replays": session.counts.replays,
+        "waves": statistics.waves,
+        "landing": statistics.landing_bytes,
     }
 
 
@@ -60,6 +55,33 @@ def test_same_as_each_document_alone(workers: WorkerPool, world: int, overlap: s
     assert results[0]["before"] > 1.3
     assert results[0]["after"] < 1.05
     assert sum(r["sent"] for r in results) > 0
+
+
+@pytest.mark.parametrize("overlap", ["none", "local_first", "pingpong"])
+def test_the_same_in_waves(workers: WorkerPool, overlap: str) -> None:
+    block = {"overlap": overlap, "waves": 3}
+    plain, waves = (workers.run(_train, 3, one, "non-reentrant", 2) for one in ({"overlap": overlap}, block))
+    assert [r["exchanges"] for r in waves] == [3 * r["exchanges"] for r in plain]
+    assert [r["sent"] for r in waves] == [r["sent"] for r in plain], "no byte travels twice"
+
+
+@pytest.mark.parametrize(
+    "overlap, keep, kib", [("none", "keep", 130), ("local_first", "resend", 150), ("pingpong", "resend", 170)]
+)
+def test_the_same_in_little_memory(workers: WorkerPool, overlap: str, keep: str, kib: int) -> None:
+    """As many waves as fit, by head groups and then by rows; what each rank needs at once stays below the limit."""
+    block = {"overlap": overlap, "backward": keep}
+    (plain, *_), (less, *others) = (
+        workers.run(_train, 3, one, "non-reentrant", 2) for one in (block, {**block, "memory": kib / 2**20})
+    )
+    assert plain["landing"] > 1.5 * kib * 2**10 and kib * 2**10 >= less["landing"] > 0
+    assert less["waves"] >= 4 * plain["waves"] and all(one["waves"] == less["waves"] for one in others)
+
+
+def test_memory_for_nothing_is_one_error_on_all_ranks(workers: WorkerPool) -> None:
+    said = workers.run(_refused, 2, {"memory": 1e-7})
+    assert len(set(said)) == 1
+    assert "does not fit" in said[0] and '"memory" allows' in said[0] and "MiB more than" in said[0]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -76,6 +98,15 @@ def test_checkpointing(workers: WorkerPool, checkpoint: str, overlap: str, recom
         assert r["forwards"] == calls * (2 if recompute else 1)
         assert r["replays"] == (0 if recompute else calls)
         assert r["exchanges"] == calls * (6 if recompute else 4)
+
+
+def _refused(rank: int, world: int, block: dict[str, Any]) -> str:
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, **block})
+    model.train()
+    with pytest.raises(CADError) as error:
+        training.loss_sum(model, training.pack(training.documents(LENGTHS[world][rank], seed=rank)))
+    return str(error.value)
 
 
 def _evaluate(rank: int, world: int) -> None:

@@ -245,6 +245,42 @@ def test_bad_input_is_one_error_on_all_ranks(fresh_workers: WorkerPool, what: st
         assert re.match(expected, said), said
 
 
+def _hides_a_key(rank: int, world: int) -> tuple[str, str]:
+    """What training says of layers whose own mask hides a key that the plan uses: unchecked, and with the default."""
+    from unittest import mock
+
+    from transformers import masking_utils
+
+    from deepspeed_cad.errors import CADError
+    from deepspeed_cad.session import close_session
+
+    make, said = masking_utils.create_causal_mask, []
+
+    def make_less(**given: Any) -> Any:
+        return make(**given, and_mask_function=lambda batch, head, query, key: (key != 3) | (query == 3))
+
+    for check in ({"check": "off"}, {}):
+        with mock.patch.object(masking_utils, "create_causal_mask", make_less):
+            engine = _engine(2, 2, {}, {**BLOCK, **check})
+            try:
+                engine.train_batch(iter(pipelines.pairs(0, 2)))
+                said.append("nothing")
+            except CADError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        close_session()
+        engine.destroy()
+    return said[0], said[1]
+
+
+@pytest.mark.slow
+def test_masks_of_layers_are_compared_with_plans(fresh_workers: WorkerPool) -> None:
+    found = fresh_workers.run(_hides_a_key, 2, timeout=60.0)
+    assert [unchecked for unchecked, _ in found] == ["nothing", "nothing"]
+    first, serving = (checked for _, checked in found)
+    assert first.startswith("CADUnsupportedError: the model's own mask hides key position 3 to query position")
+    assert serving.startswith("CADPeerError") and "rank 0" in serving and "hides key position 3" in serving
+
+
 def _raises(rank: int, world: int) -> str:
     """One rank's loss raises in the second step."""
     from deepspeed_cad.errors import CADError

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cases
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, expected_of, rows_of
+from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, expected_of, rows_of, worst_error
 from pool import WorkerPool
 from test_attention import StrictTransport
 
 from deepspeed_cad.attention.device_schedule import upload_schedule
+from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.phase import Phase
-from deepspeed_cad.attention.program import LayerKind, ProgramTick
+from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.tick import TickCall
 from deepspeed_cad.kernels.interface import MaskRule
@@ -78,14 +77,7 @@ def _run(
     o.backward(mine["do"])
     backward.finish()
     assert transport.exchanges == 4 and counts.replays == int(checkpointed) and call.kept is None
-    right = expected_of(layout, rule, sink, dtype)
-    pairs: dict[str, Any] = {"o": o.detach(), **{f"d{n}": leaves[n].grad for n in "qkv"}}
-    errors = [float((x.double() - right.ranks[rank][n]).abs().max()) for n, x in pairs.items() if x.numel()]
-    if sink is not None and right.sinks is not None:
-        total = sink.grad.double()
-        dist.all_reduce(total)
-        errors.append(float((total - right.sinks).abs().max() / right.sinks.abs().max()))
-    return max(errors, default=0.0)
+    return worst_error(rank, expected_of(layout, rule, sink, dtype), o, leaves, sink)
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,7 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: str | No
     assert session is not None
     for step in range(steps):
         own = training.documents(LENGTHS[trainers][(rank + step) % trainers], seed=100 * step + rank)
-        loss = training.loss_sum(model, training.pack(own))
-        loss.backward()
-        expected, gradients = training.alone(reference, own)
-        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
-        for name, parameter in model.named_parameters():
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            assert (grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
-        model.zero_grad()
+        training.step_as_alone(model, reference, own)
     load = session.statistics.load
     return {"load": load.tolist(), "after": session.statistics.imbalance, "forwards": session.counts.forwards}
 

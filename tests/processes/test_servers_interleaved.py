@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import training
+from engines import engine_config, import_deepspeed, train_engine
 from pool import WorkerPool
 from served import free_port, play
 
@@ -40,14 +40,7 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool, st
     loads = []
     for step in range(steps):
         own = training.documents(LENGTHS[trainers][rank], seed=100 * step + rank)
-        loss = training.loss_sum(model, training.pack(own))
-        loss.backward()
-        expected, gradients = training.alone(reference, own)
-        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            assert (parameter.grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
-        model.zero_grad()
+        training.step_as_alone(model, reference, own)
         loads.append(session.take_statistics("test").load)
     linear = session.linear.seconds(0)
     return {
@@ -108,40 +101,16 @@ def test_costs_that_are_no_seconds_mean_equal_shares(workers: WorkerPool) -> Non
     assert max(results[0]["loads"][-1]) < 1.1 * sum(results[0]["loads"][-1]) / 3
 
 
-def _zero(rank: int, trainers: int, block: dict[str, Any], stage: int, checkpoint: bool) -> tuple[Any, Any, str]:
+def _zero(rank: int, trainers: int, block: dict[str, Any], stage: int) -> tuple[Any, Any, str]:
     """Losses with and without CAD, and why parts alternate inside layers."""
-    import deepspeed
-
     from deepspeed_cad.session import close_session
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-    }
+    import_deepspeed()
+    config = engine_config(stage)
+    own = [training.documents(LENGTHS[trainers][rank], seed=rank)] * 4
 
     def train(config: dict[str, Any]) -> list[float]:
-        model = training.tiny_llama(torch.float32)
-        if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        engine.train()
-        losses = []
-        for _ in range(4):
-            batch = training.pack(training.documents(LENGTHS[trainers][rank], seed=rank))
-            logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten()
-            )
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        engine.destroy()
-        return losses
+        return train_engine(config, "non-reentrant", own, lambda loss: float(loss.detach()))
 
     cad = train({**config, "cad": block})
     session = deepspeed_cad.current_session()
@@ -154,7 +123,7 @@ def _zero(rank: int, trainers: int, block: dict[str, Any], stage: int, checkpoin
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "reason"), [(1, ""), (3, "ZeRO-3 shards the parameters")])
 def test_zero(fresh_workers: WorkerPool, stage: int, reason: str) -> None:
-    results, _ = _run(fresh_workers, 2, _zero, stage, True)
+    results, _ = _run(fresh_workers, 2, _zero, stage)
     for plain, cad, found in results:
         assert found.startswith(reason) and bool(found) == bool(reason)
         assert cad == pytest.approx(plain, rel=1e-4) and cad[-1] < cad[0] - 0.02

@@ -71,15 +71,18 @@ STREAMS = ([150, 1, 33], [9] * 20, [300], [2, 2])
 """The last one leaves the third of three ranks without a token."""
 
 
-def _train(rank: int, world: int, overlap: str) -> None:
+def _train(rank: int, world: int, overlap: str, zigzag: bool = False) -> None:
     reference, model = training.tiny_llama(), training.tiny_llama()
-    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, "overlap": overlap})
+    block = {"granularity": 16, "tolerance": 0.02, "overlap": overlap, "waves": 2 if zigzag else "auto"}
+    deepspeed_cad.apply(model, block)
     model.train()
     for step, lengths in enumerate(STREAMS):
         docs = training.documents(lengths, seed=step)
         expected, gradients = training.alone(reference, docs)
         targets = sum(length - 1 for length in lengths)
-        part = deepspeed_cad.shard_stream(training.pack(docs), rank, world)
+        part = deepspeed_cad.shard_stream(
+            training.pack(docs), rank, world, zigzag=zigzag, ranks_per_host=2 if zigzag else None
+        )
         output = model(**part, num_items_in_batch=targets)
         loss = torch.nn.functional.cross_entropy(
             output.logits.flatten(0, 1), part["shift_labels"].flatten(), reduction="sum"
@@ -103,3 +106,9 @@ def test_training_on_parts_is_training_on_documents(workers: WorkerPool, overlap
     """Loss and gradients of documents that span ranks, against each document alone."""
     workers.run(_train, 2, overlap)
     workers.run(_train, 3, overlap)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_training_on_pieces_is_training_on_documents(workers: WorkerPool, world: int) -> None:
+    """The same where documents are reordered and dealt out in zigzag, and what moves goes in waves."""
+    workers.run(_train, world, "local_first", True)

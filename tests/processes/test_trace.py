@@ -107,13 +107,14 @@ def _lane(events: list[dict[str, Any]], rank: int, name: str) -> Iterator[dict[s
     return iter(sorted(found, key=lambda event: event["ts"]))
 
 
-@pytest.mark.parametrize("overlap, keep", [("pingpong", False), ("interleave", False), ("none", True)])
-def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, keep: bool) -> None:
+@pytest.mark.parametrize("overlap, keep, waves", [("pingpong", False, 1), ("interleave", False, 2), ("none", True, 2)])
+def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, keep: bool, waves: int) -> None:
     steps, layers = 2, 2
     nano_batches = 1 if overlap == "none" else 2
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        workers.run(_train, 2, {"overlap": overlap, "backward": "keep" if keep else "resend"}, str(path), steps)
+        block = {"overlap": overlap, "backward": "keep" if keep else "resend", "waves": waves}
+        workers.run(_train, 2, block, str(path), steps)
         timeline = json.loads(path.read_text())
     events = timeline["traceEvents"]
     for rank in range(2):
@@ -127,15 +128,16 @@ def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, keep: bool) ->
         # Kept attention is not run again, so there are as many backward calls as forward ones.
         for direction in ("forward", "backward"):
             served = [e for e in compute if e["name"].startswith("served") and e["cat"] == direction]
-            assert len(served) == steps * layers * nano_batches
+            assert len(served) == steps * layers * nano_batches * waves
         # One stream does one thing at a time (times are rounded to nanoseconds).
         for one, following in zip(compute, compute[1:]):
             assert following["ts"] >= one["ts"] + one["dur"] - 0.01
         out = "dO out" if keep else "dO, Q, K, V out"
-        exchanges = Counter((e["name"], e["cat"]) for e in _lane(events, rank, "exchange A"))
+        lanes = ["exchange A", *(f"exchange A, wave {number}" for number in range(2, waves + 1))]
+        exchanges = [Counter((e["name"], e["cat"]) for e in _lane(events, rank, lane)) for lane in lanes]
         directions = {"forward": ("Q, K, V out", "O back"), "backward": (out, "dQ, dK, dV back")}
         expected = {(name, direction): steps * layers for direction, names in directions.items() for name in names}
-        assert exchanges == expected
+        assert exchanges == [expected] * waves
     lines = summary(timeline).splitlines()
     assert lines[0].split() == ["ms", "per", "rank", "rank", "0", "rank", "1"]
     assert any(line.startswith("served backward") for line in lines)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_cad.attention.call import Released
 from deepspeed_cad.attention.forward import ForwardServed
+from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
@@ -45,7 +46,7 @@ class Layer(torch.nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.descriptor.attend(self, q, k, v, MaskRule(1.0), sinks, LABEL)
+        return self.descriptor.attend(LayerInput(self, q, k, v, MaskRule(1.0), sinks, LABEL))
 
 
 def inputs(rows: int, dtype: torch.dtype = torch.float64, spread: float = 1.0) -> list[torch.Tensor]:

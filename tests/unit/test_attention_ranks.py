@@ -106,7 +106,7 @@ def test_bf16_is_as_exact_as_the_kernel(name: str, cut: bool, keep: bool) -> Non
     """dK and dV of tasks with common keys add up in fp32, at home and between ranks, and are rounded once each."""
     ranks = Ranks(cases.layouts()[name], PLAIN, Modes(keep_received=keep), SINKS, cut, seed=2, dtype=torch.bfloat16)
     schedules = [call.setup.schedule for calls in ranks.calls for call in calls]
-    assert any(one.local_keys_overlap for one in schedules) and any(one.served_keys_overlap for one in schedules)
+    assert any(one.local_keys_overlap for one in schedules) and any(one.waves[0].keys_overlap for one in schedules)
     alone = kernel_alone(ranks.layout)
     for what, error in ranks.run().items():
         assert error <= 2 * alone[what], (what, error, alone[what])
@@ -175,8 +175,8 @@ def test_everything_is_freed_with_the_backward(keep: bool) -> None:
     outputs = ranks.forward()
     kept, inputs = [], []
     for call in ranks.calls[0]:
-        assert isinstance(call.state, Kept) and call.state.served is not None
-        assert (call.state.served.received is not None) == keep
+        assert isinstance(call.state, Kept) and len(call.state.served) == 1
+        assert (call.state.served[0].received is not None) == keep
         kept += [weakref.ref(x) for x in call.state.tensors()]
     assert len(kept) == 2 * (7 if keep else 4)
     # Nothing else is held: not the received Q, K, V, not what went back.
@@ -237,7 +237,7 @@ class Recorder:
     def mark(self, what: str, nano_batch: int, backward: bool) -> None:
         self.told.append((what, nano_batch, backward))
 
-    def exchange(self, what: str, nano_batch: int, backward: bool, transport: Any, start: Any) -> Any:
+    def exchange(self, what: str, nano_batch: int, backward: bool, transport: Any, start: Any, wave: int = 0) -> Any:
         self.told.append((what, nano_batch, backward, transport.name))
         return start()
 

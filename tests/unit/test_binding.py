@@ -172,9 +172,9 @@ def test_scale_softcap_and_sinks_reach_the_kernel() -> None:
     rules: list[Any] = []
     attend = MaskDescriptor.attend
 
-    def note(self: Any, module: Any, q: Any, k: Any, v: Any, rule: Any, *rest: Any) -> Any:
-        rules.append(rule)
-        return attend(self, module, q, k, v, rule, *rest)
+    def note(self: Any, layer: Any) -> Any:
+        rules.append(layer.rule)
+        return attend(self, layer)
 
     MaskDescriptor.attend = note  # type: ignore[method-assign]
     try:

@@ -167,7 +167,10 @@ def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Callable[...,
     ("name", "content", "said"),
     [
         ("broken.jsonl", '{"text": "a"}\n{"text"\n', "broken.jsonl cannot be read: "),
-        ("empty.jsonl", "", "empty.jsonl is empty"),
+        ("empty.jsonl", "", "empty.jsonl is empty: it holds neither documents nor lengths"),
+        ("empty.json", "\n", "empty.json is empty"),
+        ("none.json", "[]", "none.json is empty"),
+        ("some.json", '[4, "x"]', "some.json, entry 1: 'x'; expected the tokens of a document"),
         ("a.parquet", "not Parquet", "a.parquet cannot be read: "),
         (
             "holes.jsonl",
@@ -255,10 +258,15 @@ def test_packing_decides_the_gain(tmp_path: Path, plan: Callable[..., Any]) -> N
     path = _write(tmp_path, "table.parquet", [{"input_ids": [1] * length} for length in lengths])
     answers = {
         how: plan(path, "--packing", how, "--context", 8192)
-        for how in ("in_order", "spanning", "bfd", "bfd_split", "wrapped")
+        for how in ("in_order", "spanning", "zigzag", "bfd", "bfd_split", "wrapped")
     }
     for how, (code, answer, said) in answers.items():
         assert code == 0 and answer["packing"] == how and f"packed {how}" in said
+    for how in ("spanning", "zigzag"):
+        _, answer, said = answers[how]
+        assert "plain" not in [one["mode"] for one in answer["modes"]], "it would cut documents"
+        assert "another computation" in answer["left_out"]["plain"] and "than by all-gather CP,\nby" in said
+    assert "than in plain data parallelism,\nby" in answers["in_order"][2]
     # What CAD gains on even rows is that the recompute does not repeat attention.
     even = answers["wrapped"][1]["gain"]
     assert 1.0 < even < 1.05
@@ -350,6 +358,7 @@ def test_rows_of_a_step_are_shuffled_and_the_last_partial_step_is_left_out() -> 
         ("bfd_split", "2 documents are longer than a row of 50 tokens: each is split there"),
         ("bfd", "their ends are dropped, 60 tokens (31.6 %)"),
         ("spanning", "they go on on the next GPU"),
+        ("zigzag", "they go on on the next GPU"),
         ("wrapped", "each row attends to all of itself"),
     ],
 )

@@ -8,9 +8,20 @@ import pytest
 import torch
 from attention_ranks import CPU, GROUPS
 
-from deepspeed_cad.attention.device_schedule import DeviceSchedule, halve, upload_schedule
+from deepspeed_cad.attention.device_schedule import DeviceSchedule, share_out, upload_schedule
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.schedule import GROUP, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule, build_slices, schedule_rank
+from deepspeed_cad.schedule import (
+    GROUP,
+    KIND,
+    QUERY,
+    ROWS,
+    SERVER_ROW,
+    Batch,
+    Schedule,
+    build_slices,
+    padding_rows,
+    schedule_rank,
+)
 
 
 def batch(rows: int, groups: int = 1, keys: int | None = None, first_group: int = 0) -> Batch:
@@ -41,7 +52,7 @@ def shares(batches: tuple[Batch, ...]) -> list[tuple[int, int, int]]:
 def test_halves_of_about_equal_work(
     batches: list[Batch], early: list[tuple[int, int, int]], late: list[tuple[int, int, int]]
 ) -> None:
-    first, second = halve(tuple(batches))
+    first, second = share_out(tuple(batches), 2)
     assert (shares(first), shares(second)) == (early, late)
 
 
@@ -51,7 +62,8 @@ def schedule_of(lengths: list[list[int]], tasks: list[tuple[int, ...]], rank: in
 
 
 def pieces(schedule: DeviceSchedule) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    return shares(tuple(b for b, _ in schedule.early)), shares(tuple(b for b, _ in schedule.late))
+    early, late = schedule.local
+    return shares(tuple(b for b, _ in early)), shares(tuple(b for b, _ in late))
 
 
 @pytest.mark.parametrize(
@@ -85,14 +97,14 @@ def test_overlap_of_keys() -> None:
     assert not upload_schedule(schedule_of([[8], [4]], apart), CPU).local_keys_overlap
     documents = [(0, 0, 8, 0, 2, 0), (1, 0, 4, 0, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 2, 3, 1)]
     found = upload_schedule(schedule_of([[8, 4], []], documents), CPU)
-    assert not found.local_keys_overlap and not found.served_keys_overlap
+    assert not found.local_keys_overlap and not found.waves[0].keys_overlap
     shared = [(0, 0, 4, 0, 3, 0), (0, 4, 8, 0, 3, 0), (1, 0, 4, 0, 3, 1)]
     assert upload_schedule(schedule_of([[8], [4]], shared), CPU).local_keys_overlap
     # A server that runs two pieces of one document holds its keys once.
     served = [(0, 0, 4, 0, 3, 1), (0, 4, 8, 0, 3, 1), (1, 0, 4, 0, 3, 1)]
-    assert upload_schedule(schedule_of([[8], [4]], served, 1), CPU).served_keys_overlap
+    assert upload_schedule(schedule_of([[8], [4]], served, 1), CPU).waves[0].keys_overlap
     whole = [(0, 0, 8, 0, 3, 1), (1, 0, 4, 0, 3, 1)]
-    assert not upload_schedule(schedule_of([[8], [4]], whole, 1), CPU).served_keys_overlap
+    assert not upload_schedule(schedule_of([[8], [4]], whole, 1), CPU).waves[0].keys_overlap
 
 
 @pytest.mark.parametrize("name", ["two", "odd", "documents over borders", "a tail of padding", "a rank with no tokens"])
@@ -103,15 +115,16 @@ def test_what_lies_on_the_device(name: str) -> None:
     for rank in range(layout.ranks):
         schedule = schedule_rank(tick, slices, rank, GROUPS)
         found = upload_schedule(schedule, CPU)
-        assert found.host is schedule
+        (wave,) = found.waves
+        assert wave.host is schedule
         group = torch.full((int(schedule.served_rows[rank, QUERY]),), -1)
         for row in np.concatenate([schedule.receives, schedule.own]):
             if row[KIND] == QUERY:
                 group[row[SERVER_ROW] : row[SERVER_ROW] + row[ROWS]] = int(row[GROUP])
-        assert torch.equal(found.served_group, group) and (group >= 0).all()
-        assert found.padding.tolist() == schedule.padding_rows.tolist()
-        assert [b for b, _ in found.served] == list(schedule.served)
-        for one, sequences in (*found.early, *found.late, *found.served):
+        assert torch.equal(wave.group, group) and (group >= 0).all()
+        assert found.padding.tolist() == padding_rows([schedule]).tolist()
+        assert [b for b, _ in wave.served] == list(schedule.served)
+        for one, sequences in (*found.all_local, *wave.served):
             assert torch.equal(sequences.cu_q, torch.from_numpy(one.cu_q)) and sequences.host_q is one.cu_q
             assert torch.equal(sequences.cu_k, torch.from_numpy(one.cu_k)) and sequences.host_k is one.cu_k
             assert (sequences.max_q, sequences.max_k) == (one.max_q, one.max_k)

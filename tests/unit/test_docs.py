@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from scripts import load_script
 
 import deepspeed_cad
 from deepspeed_cad.cli import SUBCOMMANDS
@@ -64,23 +63,15 @@ def test_every_page_is_linked_from_another() -> None:
     assert {page.name for page in PAGES if page not in linked} == {"README.md"}
 
 
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_pictures_show_what_the_pages_say() -> None:
     """Run `python docs/pictures.py` after a change of the table of docs/is-it-for-me.md."""
-    pictures = _load(ROOT / "docs" / "pictures.py")
+    pictures = load_script("docs/pictures.py")
     for name, draw in pictures.PICTURES.items():
         assert (ROOT / "docs" / name).read_text() == draw().text_of_file(), name
         assert f"](docs/{name})" in README, name
     _, shares = pictures.work()
     assert len({round(sum(column), 6) for column in shares}) == 1, "the plan in the picture is even"
-    measured = _load(ROOT / "benchmarks" / "is_it_for_me.py")
+    measured = load_script("benchmarks/is_it_for_me.py")
     assert (pictures.MEDIAN, pictures.SIGMAS) == (measured.MEDIAN, measured.SIGMAS)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from check_transports import Round, make_schedules
+from check_transports import LANES, Round, make_schedules
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.errors import CADError, CADPeerError
@@ -184,7 +184,7 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # no
     class Shared:
         """Stands in for SymmetricBuffer: the first member that makes it makes it for all."""
 
-        def __init__(self, size: int, peers: PeerGroup, device: torch.device, *_: object) -> None:
+        def __init__(self, size: int, peers: PeerGroup) -> None:
             whose = tuple(peers.members)
             count = network.made[whose, peers.place]
             network.made[whose, peers.place] += 1
@@ -210,8 +210,8 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # no
     monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
     # No thread: events here are over before messages are delivered. What is compared, is when a transport closes.
     monkeypatch.setattr(watchdog, "start_daemon", lambda *_: SimpleNamespace(join=lambda timeout: None))
-    monkeypatch.setattr(landing, "SymmetricBuffer", Shared)
-    monkeypatch.setattr(nvlink, "SymmetricBuffer", Shared)
+    for room in (landing, nvlink):
+        monkeypatch.setattr(room, "make_buffers", lambda sizes, peers, *_: [Shared(size, peers) for size in sizes])
     monkeypatch.setattr(nvlink, "cuda_calls", lambda: calls)
     monkeypatch.setattr(nvlink, "whole_group", lambda group: group_of(group, [0] * group.size))
     monkeypatch.setattr(mixed, "host_group", group_of)
@@ -230,7 +230,7 @@ def run_rounds(transports: list[Transport], network: Network, rounds: int) -> li
     for step in range(rounds):
         plans = make_schedules(ranks, step, (100, 400, 200)[step % 3])
         both = [
-            [Round(plans, rank, step + 100 * nano_batch, nano_batch, CPU) for nano_batch in (0, 1)]
+            [Round(plans, rank, step + 100 * at, lane[0], CPU, lane[1]) for at, lane in enumerate(LANES)]
             for rank in range(ranks)
         ]
         for phase in ("start", "serve", "collect"):
@@ -238,7 +238,7 @@ def run_rounds(transports: list[Transport], network: Network, rounds: int) -> li
                 for one in both[rank]:
                     getattr(one, phase)(*([] if phase == "collect" else [transport]))
             network.deliver()
-        assert not sum(int(wrong) for pair in both for one in pair for wrong in one.wrong)
+        assert not sum(int(wrong) for several in both for one in several for wrong in one.wrong)
     return [transport.bytes_sent for transport in transports]
 
 
@@ -253,11 +253,11 @@ def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None
     assert not noted[:, :2].any(), "peer copies are not timed"
     assert network.delivered / ranks <= noted[:, 3].sum() <= 2 * network.delivered
     assert bool(noted[:, 2].any()) == bool(network.delivered) and (noted[:, 2] % 2_000_000 == 0).all()
-    assert all(transport.exchanges == 16 for transport in transports)
+    assert all(transport.exchanges == 8 * len(LANES) for transport in transports)
     assert bool(network.delivered) == (len(set(near)) > 1)
     for transport in transports:
         transport.close()
-        assert transport.messages.calls.left
+        assert transport.messages.out.calls.left and transport.messages.back.calls.left
     plain = [NvlinkTransport(group(rank, ranks), CPU) for rank in range(ranks)]
     assert run_rounds(plain, network, 4) == sent, "the same bytes, whatever carries them"
 
@@ -273,7 +273,7 @@ def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> 
     for one, transport in zip(both, transports):
         one.start(transport)
     network.deliver()
-    first, second = (transports[rank]._nano_batches[0].dispatch[0].capacity for rank in (0, 2))
+    first, second = (transports[rank]._lanes.out(0, 0).areas[0].capacity for rank in (0, 2))
     assert first > 10 * second
     for one, transport in zip(both, transports):
         one.serve(transport)
@@ -283,6 +283,29 @@ def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> 
         assert not sum(int(wrong) for wrong in one.wrong)
 
 
+def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[str] = []
+    transports = [MixedTransport(group(rank, 2), CPU, [0, 1]) for rank in range(2)]
+    for transport in transports:
+        for way in ("out", "back"):
+            nccl = getattr(transport.messages, way).calls
+            exchange = nccl.exchange
+            monkeypatch.setattr(
+                nccl, "exchange", lambda *given, way=way, exchange=exchange: ways.append(way) or exchange(*given)
+            )
+    plans = make_schedules(2, 1, 300)
+    both = [Round(plans, rank, 0, 0, CPU) for rank in range(2)]
+    for phase, way in (("start", "out"), ("serve", "back")):
+        for one, transport in zip(both, transports):
+            getattr(one, phase)(transport)
+        network.deliver()
+        assert set(ways) == {way}
+        ways.clear()
+    one_host = messages.TwoWays(group(0, 2), CPU, Alarm(0, None, 1.0), several_hosts=False)
+    assert one_host.out is one_host.back and one_host.stream is one_host.out.stream
+    assert transports[0].messages.stream is None
+
+
 def test_giving_up_ends_copies_and_messages(network: Network) -> None:
     transports = [MixedTransport(group(rank, 3), CPU, [0, 0, 2], timeout_s=0.1) for rank in range(3)]
     plans = make_schedules(3, 1, 300)
@@ -290,8 +313,8 @@ def test_giving_up_ends_copies_and_messages(network: Network) -> None:
         Round(plans, rank, 0, 0, CPU).start(transport)
     transports[1]._alarm.time_out("exchange 1")
     transports[1]._give_up()
-    assert transports[1].messages.calls.left
-    assert (transports[1]._nano_batches[0].dispatch[0].tensor == 255).all()
+    assert transports[1].messages.out.calls.left and transports[1].messages.back.calls.left
+    assert (transports[1]._lanes.out(0, 0).areas[0].tensor == 255).all()
     with pytest.raises(CADPeerError, match="rank 1 waited for exchange 1: no sign of it within 0.1 s"):
         Round(plans, 1, 0, 0, CPU).start(transports[1])
 
@@ -307,9 +330,9 @@ def test_what_cannot_start_leaves_the_communicator(network: Network, monkeypatch
         raise RuntimeError("no symmetric memory")
 
     monkeypatch.setattr(messages, "join_ranks", join)
-    monkeypatch.setattr(nvlink, "SymmetricBuffer", broken)
+    monkeypatch.setattr(nvlink, "make_buffers", broken)
     with pytest.raises(RuntimeError, match="no symmetric memory"):
         MixedTransport(group(0, 2), CPU, [0, 0])
-    assert made[0].left
+    assert len(made) == 2 and all(one.left for one in made)
     with pytest.raises(CADError, match="3 numbers of neighbourhoods for a group of 2 ranks"):
         MixedTransport(group(0, 2), CPU, [0, 0, 1])

@@ -36,6 +36,7 @@ from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import CudaCalls, NativeCallError, cuda_calls
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.placement import place, put_on_device
+from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import (
     GROUP,
@@ -439,3 +440,13 @@ def test_the_native_library_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(native_calls.native, "why_missing", lambda: "it was not built")
     with pytest.raises(NativeCallError, match="it was not built"):
         cuda_calls()
+
+
+@pytest.mark.parametrize("form", ["whole", "heads with a gap", "one of three in a row"])
+def test_rows_are_taken_from_any_view(form: str) -> None:
+    whole = torch.arange(7 * 24 * 8.0).view(7, 24, 8)
+    home = {"whole": whole, "heads with a gap": whole[..., :5], "one of three in a row": whole[:, 8:16]}[form]
+    index = torch.tensor([0, home.shape[1] + 1, 7 * home.shape[1] - 1, 0])
+    found = take(home, index)
+    assert found.is_contiguous()
+    assert torch.equal(found, home[index // home.shape[1], index % home.shape[1]])

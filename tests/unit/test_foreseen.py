@@ -11,23 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripts import load_script
 
 from deepspeed_cad.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@cache
 def foreseen() -> ModuleType:
-    import importlib.util
-    import sys
-
-    spec = importlib.util.spec_from_file_location("foreseen", ROOT / "benchmarks" / "foreseen.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["foreseen"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/foreseen.py")
 
 
 FILES = sorted(

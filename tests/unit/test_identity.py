@@ -38,17 +38,18 @@ def test_a_number_can_be_read_and_fits_into_two_words() -> None:
     assert describe(number(Moment(0, 0), 1, True)) == (
         "the return in the forward of micro-batch 0, layer 0, nano-batch 1"
     )
-    largest = number(Moment((1 << 40) - 1, (1 << 20) - 1, True), 1, True)
+    largest = number(Moment((1 << 40) - 1, (1 << 20) - 1, True, 31), 1, True)
     assert 0 < largest < 1 << 62
-    assert describe(largest) == "the return in the backward of micro-batch 262143, layer 2047, nano-batch 1"
+    assert describe(largest) == "the return in the backward of micro-batch 16383, layer 1023, nano-batch 1, wave 31"
 
 
 OTHERS = {
     "turn": number(Moment(6, 2)),
-    "a turn whose last bits are the same": number(Moment(5 + (1 << 18), 2)),
+    "a turn whose last bits are the same": number(Moment(5 + (1 << 15), 2)),
     "layer": number(Moment(5, 3)),
     "backward": number(Moment(5, 2, True)),
     "nano-batch": number(nano_batch=1),
+    "wave": number(Moment(5, 2, wave=1)),
     "return": number(is_return=True),
     "schedule": number(of=make_schedules(3, 2, 300)[0]),
     "window": number(of=replace(SCHEDULE, window=7)),

@@ -68,7 +68,7 @@ def test_a_cut_reads_no_key_behind_it(own: list[int], ranks: int, per_rank: int,
             assert 0 <= row < tick.key_tokens[rank]
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(lengths, min_size=2, max_size=5))
 def test_the_chosen_cut_is_allowed(ranks: list[list[int]]) -> None:
     layout = Layout.from_rank_lengths(ranks)

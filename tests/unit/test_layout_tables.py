@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import deepspeed_cad
+from deepspeed_cad.cost import count_pairs
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.layout import (
     Layout,
@@ -17,8 +20,8 @@ from deepspeed_cad.layout import (
     assemble,
     segments_from_cumulative,
     segments_from_positions,
-    shard_stream,
 )
+from deepspeed_cad.stream import order_by_host, shard_stream
 
 
 def test_columns_are_contiguous_whole_numbers() -> None:
@@ -109,6 +112,64 @@ def test_ranks_are_joined_into_documents() -> None:
         assemble([LocalSegments.none(1), LocalSegments([0], [3], [0], 3), LocalSegments([4], [6], [0], 2)])
 
 
+def test_pieces_are_joined_into_documents() -> None:
+    """A document in zigzag over three ranks, and one of its own at each end."""
+    pieces = [[0, 1, 0, 1, 8, 9], [2, 3, 6, 7], [4, 5, 0]]
+    layout = assemble([segments_from_positions(own) for own in pieces])
+    assert layout.segments.to_array().tolist() == [
+        [0, 0, 2, 0, 0], [1, 0, 2, 0, 2], [1, 8, 10, 0, 4], [1, 2, 4, 1, 0], [1, 6, 8, 1, 2], [1, 4, 6, 2, 0],
+        [2, 0, 1, 2, 2],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (
+            [[0, 1, 4, 5]],
+            r"rank 0: at row 2 position_ids jump to 4 inside a document, but no rank holds .* from 2 to 4",
+        ),
+        ([[0, 1, 4, 5], [2, 3, 4, 5]], r"rank 0: at row 2 .*jump to 4 .* two ranks hold its rows from 4 to 6"),
+        ([[0, 1, 6, 7], [2, 3], [0, 1]], r"no rank holds its rows from 4 to 6"),
+        ([[0, 1, 6, 7], [3, 4, 5]], r"rank 1: its first document starts at position 3, but .* rank 0, ended at 2"),
+        ([[0, 1], [0, 1], [3]], r"rank 2: its first document starts at position 3, but .* rank 1, ended at 2"),
+    ],
+)
+def test_pieces_that_do_not_make_a_document_are_named(ranks: list[list[int]], words: str) -> None:
+    with pytest.raises(CADDataError, match=words):
+        assemble([segments_from_positions(own) for own in ranks])
+
+
+def test_zigzag_by_example() -> None:
+    """Every rank has as many rows of a document as in the stream, and of a long one equally much of its attention."""
+    layout = Layout.from_stream([4, 24, 4], 4, 8, zigzag=True)
+    assert layout.segments.to_array().tolist() == [
+        [0, 0, 4, 0, 0], [1, 0, 2, 0, 4], [1, 22, 24, 0, 6], [1, 2, 6, 1, 0], [1, 18, 22, 1, 4],
+        [1, 6, 10, 2, 0], [1, 14, 18, 2, 4], [1, 10, 14, 3, 0], [2, 0, 4, 3, 4],
+    ]  # fmt: skip
+    assert Layout.from_stream([3, 5], 2, 4, zigzag=True).tokens.tolist() == [4, 4]
+    assert Layout.from_stream([], 2, 4, zigzag=True).documents == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 6))
+def test_zigzag_keeps_rows_and_evens_attention(lengths: list[int], ranks: int) -> None:
+    width = max(1, -(-sum(lengths) // ranks))
+    plain, zigzag = (Layout.from_stream(lengths, ranks, width, one) for one in (False, True))
+    assert plain.documents == zigzag.documents
+    for document in range(plain.documents):
+        held = []
+        for layout in (plain, zigzag):
+            own = layout.segments.select(layout.segments.document == document)
+            held.append(np.bincount(own.rank, own.end - own.begin, minlength=ranks))
+        assert held[0].tolist() == held[1].tolist()
+        parts = int((held[0] > 0).sum())
+        pairs = np.bincount(own.rank, count_pairs(own.begin, own.end).astype(float), minlength=ranks)
+        even = held[0] * (held[0].sum() + 1) / 2
+        if parts > 1:
+            assert (np.abs(pairs - even) <= held[0].sum()).all(), "but for odd numbers of rows"
+
+
 @pytest.mark.parametrize(
     ("positions", "mask", "table"),
     [
@@ -121,6 +182,9 @@ def test_ranks_are_joined_into_documents() -> None:
         ([[0, 1], [2, 3]], None, [[0, 2, 0], [0, 2, 2]]),
         ([[0, 1, 2, 3]], [[1, 1, 0, 1]], [[0, 2, 0], [0, 1, 3]]),
         ([[-1, 0, 1]], [[0, 1, 1]], [[0, 2, 1]]),
+        # A jump ahead is a piece of the same document, also of one that goes on from the rank before.
+        ([[0, 1, 4, 5, 0]], None, [[0, 2, 0], [4, 6, 2], [0, 1, 4]]),
+        ([[2, 7, 0, 1]], None, [[2, 3, 0], [7, 8, 1], [0, 2, 2]]),
         ([[3, 4]], [[0, 0]], []),
         (np.zeros((2, 0)), None, []),
     ],
@@ -138,7 +202,7 @@ def test_positions_become_segments(positions: Any, mask: Any, table: list) -> No
         ([[0.0, 1.0], [0.0, 1.5]], None, r"position_ids\[1, 1\] is 1.5; positions must be whole"),
         ([[0.0, np.inf]], None, r"position_ids\[0, 1\] is inf; positions must be whole"),
         ([[0, 1], [-2, 0]], None, r"position_ids\[1, 0\] is -2; positions start at 0"),
-        ([[0, 1, 4]], None, r"position_ids\[0, 2\] is 4 after 1; inside a row"),
+        ([[3, 4, 2]], None, r"position_ids\[0, 2\] is 2 after 4; inside a row"),
         ([[0, 1, 1]], None, r"position_ids\[0, 2\] is 1 after 1"),
         ([[0, 1]], [[1, 1, 1]], r"mask has shape \(1, 3\) and position_ids \(1, 2\)"),
     ],
@@ -208,3 +272,58 @@ def test_what_cannot_be_sharded_is_named(change: dict[str, Any], rank: int, word
     batch = {name: value for name, value in (stream() | change).items() if value is not None}
     with pytest.raises(CADDataError, match=words):
         shard_stream(batch, rank, 3)
+
+
+@pytest.mark.parametrize("as_numpy", [False, True])
+def test_a_stream_is_dealt_out_in_zigzag(as_numpy: bool) -> None:
+    """Targets are those of the stream, whatever rows stand beside each other."""
+    positions = torch.cat([torch.arange(2), torch.arange(9), torch.arange(1)])[None]
+    whole: dict[str, Any] = {
+        "position_ids": positions, "input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None],
+    }  # fmt: skip
+    if as_numpy:
+        whole = {name: value.numpy() for name, value in whole.items()}
+    shards = [shard_stream(whole, rank, 3, zigzag=True) for rank in range(3)]
+    assert [one["position_ids"][0].tolist() for one in shards] == [[0, 1, 0, 8], [1, 2, 6, 7], [3, 4, 5, 0]]
+    assert [one["input_ids"][0].tolist() for one in shards] == [[0, 1, 2, 10], [3, 4, 8, 9], [5, 6, 7, 11]]
+    assert [one["labels"][0].tolist() for one in shards] == [[1, -100, 3, -100], [4, 5, 9, 10], [6, 7, 8, -100]]
+    assert assemble([segments_from_positions(one["position_ids"]) for one in shards]).documents == 3
+
+
+def test_documents_are_ordered_by_host() -> None:
+    """Two hosts of two ranks, 8 tokens each: one document is longer than a host, the others fit."""
+    order = order_by_host([3, 20, 8, 1], 4, 8, 2)
+    assert order == [1, 2, 0, 3]
+    # The longest go to different hosts, and no document lies on two.
+    order = order_by_host([1, 15, 14, 2], 4, 8, 2)
+    assert order == [1, 0, 2, 3]
+    layout = Layout.from_stream([[1, 15, 14, 2][one] for one in order], 4, 8)
+    assert all(len(set(layout.segments.rank[layout.segments.document == one] // 2)) == 1 for one in range(4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 7), st.integers(1, 7))
+def test_an_order_by_host_names_each_document_once(lengths: list[int], ranks: int, per_host: int) -> None:
+    per_host = min(per_host, ranks)
+    order = order_by_host(lengths, ranks, -(-sum(lengths) // ranks), per_host)
+    assert sorted(order) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "per_host", "words"),
+    [
+        ([3], 0, "ranks_per_host is 0; expected 1 to 4"),
+        ([3], 5, "is 5"),
+        ([40], 2, "40 tokens do not fit into 4 ranks"),
+    ],
+)
+def test_what_cannot_be_ordered_is_named(lengths: list[int], per_host: int, words: str) -> None:
+    with pytest.raises(CADDataError, match=words):
+        order_by_host(lengths, 4, 8, per_host)
+
+
+def test_a_stream_that_begins_inside_a_document_is_not_dealt_out() -> None:
+    batch = {"position_ids": torch.arange(3, 9)[None]}
+    assert shard_stream(batch, 1, 2)["position_ids"].tolist() == [[6, 7, 8]]
+    with pytest.raises(CADDataError, match="begins at position 3"):
+        shard_stream(batch, 1, 2, zigzag=True)

@@ -92,11 +92,11 @@ def test_both_kinds_are_measured_and_all_ranks_say_the_same(workers: WorkerPool)
 def what_sessions_say(rank: int, world: int) -> list[str]:
     """Measured; given; deterministic on one rank only, with a profile that knows a link."""
     said = []
-    profile = Session._choose_cost
+    profile = sessions.share_cost
     for number, block in enumerate(({}, {"links": {"inside": 300, "between": 25}}, {}, {})):
         torch.use_deterministic_algorithms(number == 2 and rank == 1)
         if number == 3:
-            Session._choose_cost = lambda self: profile(self).with_links(7e9, None)  # type: ignore[method-assign]
+            sessions.share_cost = lambda *given: profile(*given).with_links(7e9, None)  # type: ignore[assignment]
         torch.use_deterministic_algorithms(number >= 2 and rank == 1)
         try:
             session = Session(CADConfig.from_dict(block), CPU)
@@ -105,7 +105,7 @@ def what_sessions_say(rank: int, world: int) -> list[str]:
             session.close()
         finally:
             torch.use_deterministic_algorithms(False)
-            Session._choose_cost = profile  # type: ignore[method-assign]
+            sessions.share_cost = profile
     return said
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepspeed_cad.integrations.mask_check import check_mask, is_due
+from deepspeed_cad.integrations.mask_check import ForwardCheck, check_mask, is_due
 from transformers import masking_utils
 
 from deepspeed_cad.errors import CADUnsupportedError
@@ -66,6 +66,26 @@ def test_the_mask_function_is_asked_at_the_places_it_is_given() -> None:
 
     layout = assemble([segments_from_positions([list(range(10))] * 2)])
     check_mask(layout, 0, None, simple(10, function, batch=2, q_offset=7, kv_offset=7), 1)
+
+
+def test_the_first_mask_of_each_window_of_a_forward_is_checked() -> None:
+    """Layers of a pipeline make their masks one by one, and all of a kind make the same."""
+    asked: list[str] = []
+
+    def note(name: str) -> dict[str, Any]:
+        def function(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            asked.append(name)
+            return (key <= query) & (query - key < 5) if "window" in name else key <= query
+
+        return simple(10, function)
+
+    layout = assemble([segments_from_positions([list(range(10))])])
+    forward = ForwardCheck(layout, 0, 1)
+    for window, name in ((None, "full"), (5, "window"), (None, "full again"), (5, "window again")):
+        forward.see(window, note(name))
+    assert asked == ["full", "window"]
+    with pytest.raises(CADUnsupportedError, match="causal attention with a window of 4"):
+        forward.see(4, note("wrong window"))
 
 
 def spans(lengths: list[int]) -> list[int]:

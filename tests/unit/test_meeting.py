@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landing, messages
 from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.landing import LandingArea
+from deepspeed_cad.exchange.landing import LandingArea, NoRoomError
 from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import NativeCallError
 from deepspeed_cad.exchange.peers import PeerGroup
@@ -101,7 +101,7 @@ def grow(state: SimpleNamespace, store: dist.Store) -> Callable[[int], bool]:
 def test_memory_that_one_rank_lacks_is_one_error_on_every_rank(gpus: SimpleNamespace) -> None:
     gpus.full = {1: 2}
     found = on_ranks(grow(gpus, dist.HashStore()), 2)
-    assert [type(one) for one in found] == [CADError, CADError]
+    assert [type(one) for one in found] == [NoRoomError, NoRoomError]
     assert str(found[0]) == str(found[1])
     for words in ("landing area out 0 failed on 1 of 2 ranks. rank 7: 8 MiB were wanted, 3 of 80 MiB are free",
                   "CUDA driver error: out of memory)"):  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
 
+from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick, whole_rank_tasks
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
 from deepspeed_cad.attention.setup import CallCounts, Modes
@@ -78,9 +79,10 @@ def test_a_kind_is_planned_and_uploaded_once() -> None:
     one = micro_batch([[6]])
     one.plan_all([FULL])
     found = one.schedule(FULL, 0)
-    assert found is one.schedule(FULL, 0) and found.host is one.planned[FULL, 0].schedule
+    assert found is one.schedule(FULL, 0)
+    assert tuple(wave.host for wave in found.waves) == one.planned[FULL, 0].schedules
     assert len(one.agree.values) == 1  # type: ignore[attr-defined]
-    assert one.schedule(WINDOW, 0).host.window == 3  # met at the forward
+    assert one.schedule(WINDOW, 0).waves[0].host.window == 3  # met at the forward
     assert len(one.agree.values) == 2 and one.keys == [FULL, WINDOW]  # type: ignore[attr-defined]
 
 
@@ -95,7 +97,7 @@ def test_schedules_are_made_for_the_streams_there_are(two_streams: bool) -> None
     )
     one.make_plan = lambda tick, key: Plan(tasks, nothing, nothing, nothing, nothing)
     halves = one.schedule(FULL, 0)
-    groups = [[(b.group_begin, b.group_end) for b, _ in part] for part in (halves.early, halves.late)]
+    groups = [[(b.group_begin, b.group_end) for b, _ in part] for part in halves.local]
     assert groups == ([[(0, 2)], []] if two_streams else [[(0, 1)], [(1, 2)]])
 
 
@@ -125,7 +127,7 @@ def inputs(batch: int, width: int) -> list[torch.Tensor]:
 
 def attend(mask: MaskDescriptor, given: list[torch.Tensor], module: torch.nn.Module | None = None) -> torch.Tensor:
     q, k, v = given
-    return mask.attend(module or torch.nn.Module(), q, k, v, MaskRule(0.5), None, LABEL)
+    return mask.attend(LayerInput(module or torch.nn.Module(), q, k, v, MaskRule(0.5), None, LABEL))
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.pipeline import Place, phase_layout, tick_cost
+from deepspeed_cad.ahead.pipeline import Place, StepPlans, phase_layout, tick_cost
 from deepspeed_cad.ahead.pipeline_order import order_micro_batches
-from deepspeed_cad.ahead.rounds import Rounds
-from deepspeed_cad.attention.program import LayerKind, ProgramTick, merge_stages
+from deepspeed_cad.ahead.traffic import Traffic
+from deepspeed_cad.attention.layer import LayerKind
+from deepspeed_cad.attention.program import ProgramTick, merge_stages
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.rounds import Rounds
+from deepspeed_cad.session import Session
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 FULL = LayerKind(SHAPE, MaskRule(1.0), torch.bfloat16)
@@ -101,6 +106,19 @@ def test_keys_cost_backward() -> None:
     for begin, end in ((0, 10), (100, 357)):
         both = 2 / 7 * forward.of(begin, end) + 5 / 7 * backward.of(begin, end)
         assert both == pytest.approx(cost.of(begin, end))
+
+
+def test_what_ranks_learn_of_links_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    """It travels with the documents of a step, and is said once."""
+    session = Session(CADConfig(cost="pairs"), torch.device("cpu"))
+    try:
+        traffic = session.plans.traffic = Traffic(Links(None, None), Links(None, None), None, None, ["here"], bool)
+        traffic.news.append(("the link is slow", True))
+        for step in range(2):
+            assert not StepPlans(session.plans, [Place(0, 0)], (), lambda: None, Rounds(1, 1), step).known
+    finally:
+        session.close()
+    assert capfd.readouterr().err.count("the link is slow") == 1
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

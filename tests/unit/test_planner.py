@@ -27,7 +27,7 @@ def problems(draw: st.DrawFn) -> PlanInput:
     lengths = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), max_size=12))
     if draw(st.booleans()):
         tokens = -(-sum(lengths) // ranks)
-        layout = Layout.from_stream(lengths, ranks, tokens + draw(st.integers(0, 50)))
+        layout = Layout.from_stream(lengths, ranks, tokens + draw(st.integers(0, 50)), draw(st.booleans()))
     else:
         homes = draw(st.lists(st.integers(0, ranks - 1), min_size=len(lengths), max_size=len(lengths)))
         layout = Layout.from_rank_lengths(

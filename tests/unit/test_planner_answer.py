@@ -31,9 +31,8 @@ def solution(work: list[float], received: list[int] = [0, 0]) -> Solution:  # no
     """So much work, and so many bytes of Q, K and V that each rank receives of the other one."""
     moved = np.zeros((4, 2, 2), np.int64)
     moved[0, 0], moved[1, 0] = received[::-1], received
-    return Solution(
-        TASKS, np.array(work), np.array([30.0, 10.0]), Flows(moved, np.zeros(2), np.zeros((0, 3), np.int64))
-    )
+    flows = Flows(moved, np.zeros(2), np.zeros((0, 3), np.int64), np.zeros(2), np.zeros((2, 2), np.int64))
+    return Solution(TASKS, np.array(work), np.array([30.0, 10.0]), flows)
 
 
 def plan(core: Callable[[Aim], Solution], **fields: Any) -> tuple[Plan, list[Aim]]:

@@ -2,54 +2,64 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+from scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@cache
 def published() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("published", ROOT / "benchmarks" / "published.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["published"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/published.py")
 
 
+@pytest.mark.parametrize("documents", ["web", "long-mix"])
 @pytest.mark.parametrize("longest", [131072, 262144, 524288])
-def test_512_gpus_and_long_documents(longest: int) -> None:
-    """What was published is reached where exchanges hide behind linear layers, which documents that span ranks do not
-    have yet; without, CAD is ahead of the ideal packing, by less."""
+def test_512_gpus_and_long_documents(longest: int, documents: str) -> None:
+    """What was published is reached by what is built: documents dealt out in zigzag, exchanges in waves."""
     module = published()
-    found = module.foresee(module.Case("llama-8b", "long-mix", longest, 1), 1)
+    found = module.foresee(module.Case("llama-8b", documents, longest, 1), 1)
     base = found["ideal"].tokens_per_second
-    assert found["ours, alternating"].tokens_per_second >= 1.35 * base
-    assert found["ours, sharded"].tokens_per_second > 1.05 * base
+    assert found["ours"].tokens_per_second >= 1.35 * base
+    assert found["ours"].tokens_per_second > 1.15 * found["ideal, sharded"].tokens_per_second
+    assert found["ours"].tokens_per_second > found["ours, as come"].tokens_per_second > 1.05 * base
     assert 1.0 < found["published"].tokens_per_second / base < 1.35
     assert all(one.fits for one in found.values())
+    assert len({round(one.tokens) for one in found.values()}) == 1, "the same tokens in a step"
 
 
 def test_a_row_of_the_table_and_pipelines() -> None:
     module = published()
     case = module.Case("llama-8b", "web", 131072, 4, ranks=64)
     line = module.row(case, module.foresee(case, 1))
-    assert line.startswith("| llama-8b | web | 128K | 4 | ") and line.count("|") == 6 + len(module.MODES)
+    assert line.startswith("| llama-8b | web | 128K | 4 | ") and line.count("|") == 7 + len(module.MODES)
 
 
 def test_two_dimensions_are_what_saves_bytes() -> None:
     module = published()
     found = module.take_away(module.Case("llama-8b", "long-mix", 262144, 1, ranks=64), 1)
-    ours = found["ours, sharded"]
-    assert found["tasks of rows, not of head groups"].between > 2 * ours.between
-    assert found["attention repeated in the recompute"].tokens_per_second < ours.tokens_per_second
+    ours = found.pop("ours")
+    assert found["tasks of rows, not of head groups"].between > 1.2 * ours.between
+    assert all(one.tokens_per_second < ours.tokens_per_second for one in found.values())
+
+
+def test_what_is_lost_adds_up() -> None:
+    """Lines of a case: their parts are their sums, and one thing after another mended brings them nearer the bound."""
+    module = published()
+    case = module.Case("llama-8b", "long-mix", 262144, 1, ranks=64)
+    lines = module.loss_rows(case, module.losses(case, 1))
+    found = [line.strip("| ").split(" | ") for line in lines]
+    assert [row[:2] for row in found] == [["long-mix", "256K"]] * 7
+    numbers = np.array([[float(cell) for cell in row[3:]] for row in found])
+    assert numbers[:, :6].sum(1) == pytest.approx(numbers[:, 6], abs=0.04)
+    ratios = {row[2]: each[-1] for row, each in zip(found, numbers, strict=True)}
+    assert ratios["WLB-ideal"] == 1.0
+    assert ratios["ours, as come, one wave"] < ratios["ours, zigzag by host, in waves"]
+    assert ratios["ours, zigzag by host, in waves"] < ratios["ours, if nothing waited"]
 
 
 def test_the_page_has_every_case() -> None:

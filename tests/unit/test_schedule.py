@@ -118,14 +118,14 @@ def test_random_plans(name: str, window: int | None) -> None:
 @given(
     st.lists(st.lists(st.integers(1, 90), max_size=6), min_size=1, max_size=4),
     st.sampled_from([None, 7, 30]),
-    st.booleans(),
+    st.sampled_from(["rows", "stream", "zigzag"]),
 )
-def test_bytes_as_counted_are_the_bytes_that_move(ranks: list[list[int]], window: int | None, stream: bool) -> None:
+def test_bytes_as_counted_are_the_bytes_that_move(ranks: list[list[int]], window: int | None, kind: str) -> None:
     """Planner, schedule and exchange agree on every byte that leaves and reaches a rank."""
     flat = [n for own in ranks for n in own]
     layout = (
-        Layout.from_stream(flat, len(ranks), -(-sum(flat) // len(ranks)) or 1) if stream
-        else Layout.from_rank_lengths(ranks)
+        Layout.from_rank_lengths(ranks) if kind == "rows"
+        else Layout.from_stream(flat, len(ranks), -(-sum(flat) // len(ranks)) or 1, kind == "zigzag")
     )  # fmt: skip
     shape = HeadShape(6, GROUPS, 8, 5, 2)
     tick = layout.tick()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from deepspeed_cad.ahead.gather import Subject, What
+from deepspeed_cad.ahead.plan import Reserved
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.layout import Layout
@@ -61,6 +63,32 @@ def test_the_planner_knows_whether_servers_keep_what_they_received(
     session.plans.config = dataclasses.replace(session.config, backward=backward)
     session.plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
     assert [problem.keep for problem in asked] == [keep]
+
+
+@pytest.mark.parametrize(
+    ("config", "hosts", "most", "expected"),
+    [
+        ({}, [0, 0, 1, 1], 8, (1, 2, 4, 8)),
+        ({}, [0, 0, 1, 1], 2, (1, 2)),
+        ({}, [0, 0, 0, 0], 8, (1,)),
+        ({"waves": 3}, [0, 0, 0, 0], 1, (3,)),
+        ({"overlap": "none"}, [0, 0, 1, 1], 8, (1,)),
+    ],
+)
+def test_waves_where_links_between_hosts_carry_them(
+    config: dict, hosts: list[int], most: int, expected: tuple[int, ...], session: Session, monkeypatch
+) -> None:
+    asked: list[PlanInput] = []
+    monkeypatch.setattr(
+        "deepspeed_cad.ahead.plan.make_plan", lambda problem: asked.append(problem) or make_plan(problem)
+    )
+    plans = session.plans
+    plans.hosts, plans.transport = np.array(hosts), lambda: SimpleNamespace(most_waves=most)  # type: ignore[assignment]
+    plans.config = dataclasses.replace(session.config, **config)
+    plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
+    plans.reserved = Reserved(0, None, 0, lambda model: None)
+    plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
+    assert [problem.waves for problem in asked] == [expected, (1,)]
 
 
 def test_plans_are_compared_under_the_number_of_their_micro_batch(session: Session, monkeypatch) -> None:

@@ -12,6 +12,7 @@ from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.constants import WAVE_SECONDS
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.plan import PlanInput
 from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
@@ -142,7 +143,7 @@ def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     asked, sent, answered, returned = (zero.copy() for _ in range(4))
     asked[0, 1:], sent[0, 0], answered[0, 1:], returned[0, 0] = (60, 40), 100, (30, 20), 50
     pairs = np.array([[0, 0], [1, 2], [0, 0], [1, 1]])
-    traffic = Traffic(asked, sent, answered, returned, pairs, np.zeros(0, bool))
+    traffic = Traffic(asked, sent, answered, returned, pairs, np.zeros(0, bool), np.array([0, 2, 2]))
     own = Both(np.array([10.0, 20.0, 30.0]), np.array([400.0, 20.0, 30.0]))
     waiting = Both(np.array([0.0, 5.0, 0.0]), np.array([0.0, 5.0, 0.0]))
     found = done(traffic, own, waiting, np.array([1.0, 1.0]))
@@ -150,16 +151,37 @@ def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     assert found.forward.tolist() == [105 + 50, 105, 30]
     # With dO it takes 150; dQ, dK and dV take 100 back, which rank 0 does not wait for.
     assert found.backward.tolist() == [400, 155, 30]
+    # Two waves: half arrives and is served, 52.5; the other half arrives 50 later. The last half of O is home after 25.
+    found = done(traffic, own, waiting, np.array([1.0, 1.0]), waves=2)
+    begun = WAVE_SECONDS
+    assert found.forward == pytest.approx(np.array([52.5 + 25 + 50, 52.5 + 50, 30]) + begun)
+    # More waves than head groups are empty.
+    found = done(traffic, own, waiting, np.array([1.0, 1.0]), waves=8, layers=3)
+    assert found.forward == pytest.approx(np.array([127.5, 102.5, 30]) + 3 * 7 * begun)
 
 
+def test_head_groups_that_wait_are_counted_once_for_a_document() -> None:
+    """Rank 1 runs groups 0 to 2 and 1 to 3 of a document of rank 0, and two of its own that wait for nothing."""
+    layout = Layout.from_rank_lengths([[1000, 500], [800]])
+    tasks = np.array([[0, 400, 700, 0, 2, 1], [0, 700, 1000, 1, 3, 1], [1, 0, 500, 0, 4, 0], [2, 0, 800, 0, 2, 1]])
+    found = count_traffic(tasks, layout.segments, setting(2).shape, 2, None)
+    assert found.remote.tolist() == [True, True, False, False] and found.parts.tolist() == [0, 3]
+
+
+LENGTHS = [30000, 2000, 25000, 8536]
+
+
+@pytest.mark.parametrize("waves", [1, 4])
 @pytest.mark.parametrize("rate", [1e11, 1e9])
-@pytest.mark.parametrize("layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)])
-def test_ranks_are_done_when_the_planner_says(layout: Layout, rate: float) -> None:
+@pytest.mark.parametrize(
+    "layout", [UNEVEN, *(Layout.from_stream(LENGTHS, 4, 16384, zigzag) for zigzag in (False, True))]
+)
+def test_ranks_are_done_when_the_planner_says(layout: Layout, rate: float, waves: int) -> None:
     own = setting(per_host=2, figures=machine(copies=rate, between=rate / 4))
-    plan = modes_cad.plan_layout(own, layout, own.hosts)
+    plan = modes_cad.plan_layout(own, layout, own.hosts, waves=(waves,))
     traffic = count_traffic(plan.tasks, layout.segments, own.shape, 4, own.hosts)
     alone, waiting = (of_tasks(tasks, own.cost, 4) for tasks in (plan.tasks, plan.tasks[traffic.remote]))
-    found = done(traffic, alone, waiting, 1 / np.array([rate, rate / 4]))
+    found = done(traffic, alone, waiting, 1 / np.array([rate, rate / 4]), waves)
     assert found.total.max() == pytest.approx(plan.finish.max(), rel=0.1)
 
 

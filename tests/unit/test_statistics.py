@@ -12,6 +12,7 @@ import torch
 import training
 
 import deepspeed_cad
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.notice import notice
 from deepspeed_cad.session import _say_last, close_session
 
@@ -65,6 +66,17 @@ def test_two_lines_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
     close_session()
     end = capfd.readouterr().err
     assert end.count("CAD is done: 3 micro-batches") == 1
+
+
+@pytest.mark.parametrize(
+    ("block", "used"),
+    [({}, "local_first"), ({"servers": {"reserved": 1}}, "interleave"), ({"overlap": "pingpong"}, "pingpong")],
+)
+def test_the_overlap_that_is_used_is_described(block: dict[str, Any], used: str) -> None:
+    deepspeed_cad.apply(training.tiny_llama(), {})
+    session: Any = deepspeed_cad.current_session()
+    session.config = CADConfig.from_dict(block)
+    assert f", overlap {used}, tolerance" in session.describe()
 
 
 def test_other_ranks_say_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,10 +27,12 @@ from deepspeed_cad.exchange.identity import Identity
 from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
 from deepspeed_cad.exchange.rows import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing
+from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import QUERY, build_slices, schedule_rank
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 CPU = torch.device("cpu")
 
@@ -150,11 +152,11 @@ class Working(TorchMath):
         return super().backward(*given)
 
 
-def make_call(aside: Stream, transport: NothingMoves) -> tuple[AttentionCall, list[torch.Tensor]]:
+def make_call(aside: Stream, transport: NothingMoves, waves: int = 1) -> tuple[AttentionCall, list[torch.Tensor]]:
     """Of rank 0: two batches of its own document of 8, one of which runs beside, then document 2 served."""
     tick = Layout.from_rank_lengths([[8, 3], [5]]).tick()
     tasks = np.array([[0, 0, 8, 0, 1, 0], [0, 0, 8, 1, 2, 0], [1, 0, 3, 0, 2, 1], [2, 0, 5, 0, 2, 0]])
-    schedule = upload_schedule(schedule_rank(tick, build_slices(tick, tasks), 0, 2), CPU, two_streams=True)
+    schedule = upload_schedule(schedule_waves(tick, tasks, 0, 2, None, Cut(waves)), CPU, two_streams=True)
     setup = CallSetup(
         schedule, Working(), transport, MaskRule(0.5), Modes(), CallCounts(), aside=aside  # type: ignore[arg-type]
     )  # fmt: skip
@@ -176,6 +178,33 @@ def test_each_stream_waits_for_what_reads_its_memory(main: Stream) -> None:
     assert main.clock[id(main)] == 6, "work before each pass, a batch and a placement in each"
     # Both are idle from the end of what runs beside until results are placed: two pieces of work that time passes by.
     assert call.setup.counts.waits.take() == (pytest.approx(0.004), 2)
+
+
+def test_waves_do_not_hold_own_batches_up(main: Stream) -> None:
+    """All own batches run on the training stream: the other one waits for waves that travel."""
+    aside = Stream()
+    call, inputs = make_call(aside, NothingMoves(), waves=2)
+    o = call(*inputs)
+    kernel: Any = call.setup.kernel
+    assert kernel.streams == [main, main, aside, aside]
+    o.sum().backward()
+    assert kernel.streams == 2 * [main, main, aside, aside]
+    assert main.is_after(aside) and aside.is_after(main)
+
+
+def test_idle_time_between_waves_counts_once_own_tasks_are_done() -> None:
+    """Own tasks end at 5 ms. Waves arrive at 2, 7 and 12, each is served for 3, results are back at 17."""
+
+    def at(ms: int) -> Any:
+        event = Event(enable_timing=True)
+        event.clock, event.recorded = Counter({0: ms}), True
+        return event
+
+    waits = Waits()
+    waits.beside(at(5), [(None, at(2)), (at(5), at(7)), (at(10), at(12))], at(15), at(17))
+    assert waits.take() == (pytest.approx(0.006), 1), "5 to 7, 10 to 12, 15 to 17"
+    waits.beside(at(9), [(None, at(2)), (at(5), at(7)), (at(8), at(12))], at(15), at(17))
+    assert waits.take() == (pytest.approx(0.005), 1), "9 to 12, 15 to 17"
 
 
 def test_timelines_know_on_which_stream_a_span_ran(main: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,98 @@
+"""One attention layer's call, as a model makes it, and what kernels and plans must know of the layer.
+
+In: what transformers hands to an attention function. Out: rows as CAD's attention takes them. Whatever runs attention
+of a model has a method `attend(layer: LayerInput)` that gives O [B, S, H, V].
+
+`B` batch rows, `S` tokens of each, `T` = B · S; `H` and `K` query and key heads, `D` and `V` their sizes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
+from deepspeed_cad.planner.plan import HeadShape
+
+
+class LayerKind(NamedTuple):
+    """What a server must know of a layer to run its tasks."""
+
+    shape: HeadShape
+    rule: MaskRule
+    dtype: torch.dtype
+
+
+class Rows(NamedTuple):
+    """Q, K and V of one layer, token by token."""
+
+    q_THD: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKV: torch.Tensor
+
+
+class LayerInput(NamedTuple):
+    """What one layer passes to its attention; heads come before tokens, as transformers hands them over."""
+
+    module: torch.nn.Module
+    """The attention module, by which a recompute finds the call of the forward."""
+    q_BHSD: torch.Tensor
+    k_BKSD: torch.Tensor
+    v_BKSV: torch.Tensor
+    rule: MaskRule
+    """Scale, window and soft-cap."""
+    sinks_H: torch.Tensor | None
+    label: str
+    """Names the layer in errors and on the timeline."""
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.q_BHSD.shape[0]
+
+    @property
+    def width(self) -> int:
+        """S."""
+        return self.q_BHSD.shape[2]
+
+    def rows(self) -> Rows:
+        """Q, K and V in the dtype of attention; heads of K and V are contiguous, as kernels need them.
+
+        Raises CADError where there are more keys than queries.
+        """
+        keys = self.k_BKSD.shape[2]
+        if keys != self.width:
+            raise CADError(
+                f"{self.label} got {keys} keys for {self.width} queries: a KV cache is in use during training; "
+                "pass use_cache=False"
+            )
+        q, k, v = (
+            _as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (self.q_BHSD, self.k_BKSD, self.v_BKSV)
+        )  # fmt: skip
+        return Rows(q, *(x if x.stride(-1) == 1 else x.contiguous() for x in (k, v)))
+
+    def kind(self, rows: Rows) -> LayerKind:
+        """The kind of this layer; `rows` are its own, because autocast decides about their dtype."""
+        q, k, v = rows
+        shape = HeadShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
+        return LayerKind(shape, self.rule, q.dtype)
+
+
+def kernel_need(kind: LayerKind, device: torch.device, deterministic: bool | None = None) -> KernelNeed:
+    """What a layer needs of its kernel. `deterministic`: None for what torch is set to in this process."""
+    shape, rule, dtype = kind
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return KernelNeed(
+        device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group,
+        rule.window is not None, rule.softcap is not None, deterministic,
+    )  # fmt: skip
+
+
+def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype that torch's own attention takes under autocast: rotary embeddings leave Q and K in fp32 there."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))

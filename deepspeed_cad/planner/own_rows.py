@@ -1,0 +1,45 @@
+"""Own rows: of tasks with a sliding window, the rows that need no other rank become tasks of their own.
+
+In: a tick and tasks. Out: tasks that cover the same rows on the same servers. Where a document goes on from the rank
+before, only its first rows here read keys from there: the window's. As one task all of them would wait for these keys,
+and be copied to where they land.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepspeed_cad.layout import Ints, Segments, Tick
+
+
+def split_own_rows(tick: Tick, tasks: Ints, window: int | None, granularity: int) -> Ints:
+    """Cut every task ([n, 6], see Plan.tasks) before the rows that its server finds at home with all that they read."""
+    if window is None or not len(tasks):
+        return tasks
+    document, begin, end, _, _, server = tasks.T
+    query, key = _begin_at(tick.query, document, end, server), _begin_at(tick.key, document, end, server)
+    # The first of these rows that reads no key before those at home. The first rows of a document read no others.
+    reads = np.where(key > 0, key + window - 1, 0)
+    at = np.maximum(query, -(-reads // granularity) * granularity)
+    cut = (query >= 0) & (key >= 0) & (begin < at) & (at < end)
+    before, behind = tasks.copy(), tasks[cut]
+    before[cut, 2], behind[:, 1] = at[cut], at[cut]
+    both = np.concatenate([before, behind])
+    return both[np.lexsort(both.T[::-1])]
+
+
+def _begin_at(where: Segments, document: Ints, end: Ints, rank: Ints) -> Ints:
+    """Where the segment begins in which `rank` holds the last row before `end` and all behind its begin, or −1."""
+    if not len(where):
+        return np.full(len(document), -1)
+    order = np.lexsort((where.begin, where.document))
+    of, begin = where.document[order], where.begin[order]
+    at = np.searchsorted(_key(of, begin), _key(document, end - 1), side="right") - 1
+    found = order[np.maximum(at, 0)]
+    held = (at >= 0) & (where.document[found] == document) & (end <= where.end[found]) & (where.rank[found] == rank)
+    return np.where(held, where.begin[found], -1)
+
+
+def _key(document: Ints, position: Ints) -> Ints:
+    """A number that sorts like (document, position); positions are below 2^31 (checks.py)."""
+    return document * (np.int64(1) << 32) + position

@@ -1,0 +1,85 @@
+"""Starts: whether documents on many ranks are left at home or dealt out by head groups before ranks are made even.
+
+In: a question, the plan that starts at home, and a core. Out: the plan that ends first, transfers included; of those
+that end alike, the one that is lightest on the rank that it burdens most.
+
+Which is lighter depends on sizes: dealing out moves Q and O of most rows, and K and V of a document once over all ranks
+instead of once to each; where few ranks share a document, or it has few KV heads, home is the better start.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.aim import Aim, Solution, Solve
+from deepspeed_cad.planner.columns import link_weights
+from deepspeed_cad.planner.constants import AREAS_OUT, BAND, KEPT, LIGHTER, READ_FROM
+from deepspeed_cad.planner.finish import finish_best
+from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
+from deepspeed_cad.planner.levels import finish_times_of
+from deepspeed_cad.planner.plan import Floats, PlanInput
+
+
+def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats, speed: Floats) -> Solution:
+    """The plan that starts at home, or a better one; `base` and `speed` are those of the question, [ranks]."""
+    if not on_many_ranks(problem):
+        return at_home
+    plans = [at_home, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT)]
+    plans = [plan for plan in plans if fits(problem, plan)] or plans
+    ends = [end_of(problem, plan, base, speed) for plan in plans]
+    alike = min(ends) * (1.0 + BAND * problem.tolerance)
+    best, least = None, np.inf
+    for plan, end in zip(plans, ends, strict=True):
+        if end > alike:
+            continue
+        found = burden(problem, plan.flows)
+        if best is None or found < least * LIGHTER:
+            best, least = plan, found
+    assert best is not None  # the first to end is alike
+    return best
+
+
+def end_of(problem: PlanInput, plan: Solution, base: Floats, speed: Floats) -> float:
+    """When the slowest rank is done, transfers included; plans within the band of the tolerance count as as even."""
+    load = float((base + plan.work / np.where(speed > 0, speed, 1.0)).max())
+    mean = float(finish_times_of(plan.work, base, speed, np.zeros(len(base), np.int64))[0])
+    waits = float(finish_best(problem, plan.work, plan.flows, base, speed)[0].max()) - load
+    return max(load, mean * (1.0 + BAND * problem.tolerance)) + waits
+
+
+def on_many_ranks(problem: PlanInput) -> bool:
+    """Whether a document lies on so many ranks that it may be dealt out: a quick look at what spread.py decides."""
+    if problem.shape.groups == 1 or not len(problem.tick.query):
+        return False
+    return bool((np.unique(problem.tick.query.document, return_counts=True)[1] >= READ_FROM).any())
+
+
+def fits(problem: PlanInput, plan: Solution) -> bool:
+    """Whether no rank receives more than its memory."""
+    return problem.memory is None or bool((plan.flows.received <= problem.memory).all())
+
+
+def burden(problem: PlanInput, flows: Flows) -> float:
+    """Bytes of one layer: the memory in which exchanges land, and what reaches the rank that most reaches.
+
+    Memory is what the transport by peer copies takes: AREAS_OUT areas for what comes to be run and one for what comes
+    back, as large on every rank as the fullest needs. What reaches a rank counts forward and backward, and by its link.
+    """
+    out, back = landing(problem, flows)
+    weights = np.array(link_weights(problem))
+    reached = flows.bytes[[O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT]].sum(0)
+    if not problem.keep:
+        reached = reached + flows.bytes[QKV_RECEIVED]
+    return float(AREAS_OUT * out.max() + back.max() + (weights @ reached).max())
+
+
+def landing(problem: PlanInput, flows: Flows) -> tuple[Ints, Ints]:
+    """Bytes of the area for what comes to be run at each rank, and of that for what comes back ([ranks] each).
+
+    Backward needs more of both: dO, Q, K and V of all rows that are served, own ones included; dQ, dK and dV.
+    """
+    shape = problem.shape
+    rows, keys = flows.served
+    out = rows * (shape.query_bytes + shape.output_bytes) + keys * shape.key_value_bytes
+    return out, flows.bytes[QKV_SENT].sum(0)

@@ -1,0 +1,172 @@
+"""Waves: the tasks that ranks serve in one tick, cut into parts that travel, run and go back one behind the other.
+
+In: a tick, the tasks of its plan, a `Cut`, or a `Room` that the parts must fit in. Out: that many schedules of one
+rank, each an exchange of its own. Pure, and the same cut on every rank.
+
+Waves are cut by head groups: all that any rank computes with the keys of a document's head group lies in one wave. So
+keys travel no more often than without waves, and what comes back for one key, from however many servers, is added at
+once. Where a head group is too much, its rows are cut into blocks too. Each block needs the keys before it, so keys
+travel several times and their gradients come back several times: more bytes, for less memory.
+Tasks that need no other rank are in no wave; the first schedule has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from deepspeed_cad.cost import count_pairs, window_start
+from deepspeed_cad.layout import Ints, Tick
+from deepspeed_cad.schedule import native
+from deepspeed_cad.schedule.reference import Schedule, Slices, build_slices, home_rows, schedule_rank
+from deepspeed_cad.schedule.room import Room, room_needed, too_much
+
+MOST = 32
+"""Waves of one tick: as many as the identities of exchanges tell apart (exchange/identity.py)."""
+ROW_OVER_KEY = 4
+"""Bytes of a query row, with its dO, over those of a key row: with 4 query heads per KV head."""
+_CUTS = (
+    (0, (4, 5, 6, 8, 10, 12, 16)), (2, (6, 8, 12, 16, 24)), (3, (12, 16, 24, MOST)), (4, (12, 16, 24, MOST)),
+    (8, (16, 24, MOST)), (16, (24, MOST)), (32, (MOST,)),
+)  # fmt: skip
+"""Blocks, and numbers of waves with each, that are tried for a room, in this order: whole head groups first, because
+rows cut into blocks take keys along several times. Up to 3 waves need hardly less than one."""
+
+
+class Cut(NamedTuple):
+    """Into what a tick is cut."""
+
+    waves: int = 1
+    blocks: int = 0
+    """0: waves have about equal work. Else about equally many bytes, for memory, and head groups have so many blocks of
+    rows: those of the longest task; shorter ones have fewer."""
+    granularity: int = 128
+    """Rows: blocks are multiples of it from the begin of their task."""
+
+
+def schedule_waves(
+    tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut
+) -> tuple[Schedule, ...]:
+    """The schedules of one rank ([n, 6] tasks, see Plan.tasks), natively where the library is there."""
+    parts = slice_waves(tick, tasks, window, cut)
+    return tuple(schedule_rank(tick, part, rank, groups, window) for part in parts)
+
+
+def schedule_within(
+    tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut, room: Room
+) -> tuple[Schedule, ...]:
+    """The same in as many waves, at least those of `cut`, as make what lands on any rank fit into `room`.
+
+    Raises CADError, the same on every rank, where nothing fits.
+    """
+    least = float("inf"), 0
+    for one in _cuts(cut):
+        parts = slice_waves(tick, tasks, window, one)
+        found = room_needed(room, [(part.served_rows, part.landed_rows) for part in parts])
+        if found[0] <= room.limit:
+            return tuple(schedule_rank(tick, part, rank, groups, window) for part in parts)
+        least = min(least, found)
+    raise too_much(room, *least)
+
+
+def slice_waves(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[Slices]:
+    """The slices of all ranks, by waves."""
+    build = native.build_slices if native.is_available() else build_slices
+    return [build(tick, part, window) for part in split_tasks(tick, tasks, window, cut)]
+
+
+def _cuts(cut: Cut) -> Iterator[Cut]:
+    """`cut`, and what needs less memory and has no fewer waves."""
+    yield cut
+    for blocks, counts in _CUTS:
+        yield from (cut._replace(waves=waves, blocks=blocks) for waves in counts if waves > cut.waves)
+
+
+def split_tasks(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[Ints]:
+    """The tasks of every wave; what runs at home without others is in the first."""
+    if cut.waves == 1:
+        return [tasks]
+    alone = _run_alone(tick, tasks, window)
+    moved = tasks[~alone]
+    # One row for each head group of a task.
+    count = moved[:, 4] - moved[:, 3]
+    each = np.repeat(moved, count, axis=0)
+    each[:, 3] += np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
+    each[:, 4] = each[:, 3] + 1
+    if cut.blocks:
+        each = _cut_rows(each, cut)
+    wave = _waves_of(each, window, cut)
+    return [
+        np.concatenate([tasks[alone], _join(each[wave == 0])]),
+        *(_join(each[wave == number]) for number in range(1, cut.waves)),
+    ]
+
+
+def _run_alone(tick: Tick, tasks: Ints, window: int | None) -> np.ndarray:
+    """Which tasks find their rows and keys at their server ([tasks])."""
+    document, begin, end, _, _, server = tasks.T
+    start = window_start(begin, window)
+    return (home_rows(tick.query, document, begin, end, server) >= 0) & (
+        home_rows(tick.key, document, start, end, server) >= 0
+    )
+
+
+def _cut_rows(each: Ints, cut: Cut) -> Ints:
+    """Tasks with blocks of rows no longer than the longest task's share."""
+    rows = each[:, 2] - each[:, 1]
+    most = -(-int(rows.max(initial=1)) // cut.blocks)
+    step = -(-most // cut.granularity) * cut.granularity
+    count = -(-rows // step)
+    found = np.repeat(each, count, axis=0)
+    number = np.arange(len(found)) - np.repeat(np.cumsum(count) - count, count)
+    found[:, 1] += number * step
+    found[:, 2] = np.minimum(found[:, 2], found[:, 1] + step)
+    return found
+
+
+def _waves_of(each: Ints, window: int | None, cut: Cut) -> Ints:
+    """The wave of each row: a server's units in order, cut into shares of about equal work.
+
+    A unit is a head group of a document; where several servers work on one, that with the most work on it decides for
+    all. With blocks of rows each block is a unit, and shares are of about as many bytes: memory is what counts then.
+    """
+    if not len(each):
+        return np.zeros(0, np.int64)
+    weight = count_pairs(each[:, 1], each[:, 2], window)
+    if cut.blocks:
+        weight = ROW_OVER_KEY * (each[:, 2] - each[:, 1]) + each[:, 2] - window_start(each[:, 1], window)
+    unit = each[:, [0, 3, 5, 1]] if cut.blocks else each[:, [0, 3]]
+    at_server, which = np.unique(np.concatenate([unit, each[:, 5:]], axis=1), axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    work = np.zeros(len(at_server), np.int64)
+    np.add.at(work, which, weight)
+    units, of_unit = np.unique(at_server[:, :-1], axis=0, return_inverse=True)
+    of_unit = of_unit.reshape(-1)
+    # Most work first within a unit; of equals the lower rank.
+    order = np.lexsort((at_server[:, -1], -work, of_unit))
+    chief = order[np.searchsorted(of_unit[order], np.arange(len(units)))]
+    server, own = at_server[chief, -1], work[chief]
+    by_server = np.argsort(server, kind="stable")
+    ends, (servers, first) = np.cumsum(own[by_server]), np.unique(server[by_server], return_index=True)
+    place = np.searchsorted(servers, server[by_server])
+    before = (ends - own[by_server])[first]
+    whole = np.append(before[1:], ends[-1]) - before
+    # The wave in which the middle of its work lies.
+    middle = 2 * (ends - before[place]) - own[by_server]
+    wave = np.empty(len(units), np.int64)
+    wave[by_server] = middle * cut.waves // (2 * whole[place])
+    return wave[of_unit[which]]
+
+
+def _join(each: Ints) -> Ints:
+    """Tasks again: rows that differ only in head groups that follow each other become one."""
+    each = each[np.lexsort((each[:, 3], each[:, 5], each[:, 2], each[:, 1], each[:, 0]))]
+    if not len(each):
+        return each
+    same = (each[1:, [0, 1, 2, 5]] == each[:-1, [0, 1, 2, 5]]).all(axis=1) & (each[1:, 3] == each[:-1, 4])
+    heads = np.flatnonzero(np.concatenate([[True], ~same]))
+    joined = each[heads]
+    joined[:, 4] = each[np.append(heads[1:], len(each)) - 1, 4]
+    return joined[np.lexsort(joined.T[::-1])]

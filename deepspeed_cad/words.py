@@ -1,0 +1,100 @@
+"""What a session says of itself: lines for the log, and the few that every user sees.
+
+In: a session and its statistics. Out: text; nothing here changes how anything runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from deepspeed_cad.notice import notice
+from deepspeed_cad.profiles.speed import in_words
+from deepspeed_cad.server.idle import EVERY, advise
+
+if TYPE_CHECKING:
+    from deepspeed_cad.session import Session
+
+logger = logging.getLogger("deepspeed_cad")
+
+
+class Words:
+    """The lines of one session, each said once."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._said_first = self._said_last = self._said_idle = False
+        self._warned: set[str] = set()
+
+    def describe(self) -> str:
+        """How the session is set up, as one line."""
+        session = self.session
+        transport = "nothing to exchange" if session.transport is None else session.transport.name
+        servers = ""
+        if session.reserved is not None:
+            servers = f" beside {_count(session.reserved.role.servers, 'reserved server')}"
+        return (
+            f"rank {session.rank} of {session.ranks} attention servers{servers}, transport {transport}, "
+            f"overlap {session.config.overlap_used}, tolerance {session.config.tolerance}, cost {session.cost.name}, "
+            f"{self._links()}{in_words(session.speeds, session.config.speeds)}"
+            f"{f'straggler relief {session.pace.most}' if session.pace.most else 'no straggler relief'}"
+        )
+
+    def report(self) -> str:
+        """What CAD did since the session opened, on this rank, as one line."""
+        session = self.session
+        return f"{session.statistics.in_words()}; rank {session.rank} of {session.ranks}, {self._how()}"
+
+    def say_first(self) -> None:
+        """Once, on rank 0, when the first micro-batch was planned: that CAD is on, and what to expect."""
+        session = self.session
+        if self._said_first or session.rank != 0:
+            return
+        self._said_first = True
+        now = session.statistics
+        gain = f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f} in the first micro-batch"
+        sent = f"rank 0 sent {now.bytes_sent / 2**20:.1f} MiB in its forward"
+        ranks = _count(session.ranks, "rank")
+        if session.reserved is not None:
+            servers = session.reserved.role.servers
+            ranks = f"{_count(session.ranks, 'trainer')} and {_count(servers, 'reserved server')}"
+        notice(f"CAD is on: {ranks}, {self._how()}; {gain}, {sent}")
+
+    def say_last(self) -> None:
+        """Once, on rank 0, where the session closes or the process ends: what CAD did."""
+        if self._said_first and not self._said_last:
+            self._said_last = True
+            notice(f"CAD is done: {self.report()}")
+
+    def warn(self, lines: Iterable[str]) -> None:
+        """Warnings for the user, each once, on rank 0."""
+        for text in lines:
+            if self.session.rank == 0 and text not in self._warned:
+                self._warned.add(text)
+                logger.warning(text)
+
+    def look_for_idle(self) -> None:
+        """Say once where reserved servers or trainers were idle since this was called last."""
+        session = self.session
+        warm, found = session.statistics.micro_batches > EVERY, session.take_statistics("idle")
+        if not warm or self._said_idle or not found.servers_s or session.reserved is None:
+            return
+        role = session.reserved.role
+        trainers_idle = found.waited_s * role.servers / found.servers_s
+        text = advise(found.servers_idle, trainers_idle, role.servers, role.trainers)
+        if text:
+            self._said_idle = True
+            notice(text)
+
+    def _how(self) -> str:
+        session = self.session
+        transport = "nothing to exchange" if session.transport is None else f"transport {session.transport.name}"
+        return f"{transport}, {self._links()}kernel {', '.join(session.kernel_names) or 'not chosen yet'}"
+
+    def _links(self) -> str:
+        return "" if self.session.traffic is None else f"{self.session.traffic.links}, "
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,53 @@
+"""What a layer of transformers passes to its attention function, read and refused where CAD cannot reproduce it.
+
+In: the arguments of an attention function of transformers. Out: a `LayerInput`, or an error that names the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed_cad.integrations.models import refuse_arguments
+from deepspeed_cad.integrations.structure import name_layer
+
+from deepspeed_cad.attention.layer import LayerInput
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.kernels.interface import MaskRule
+
+
+def read_call(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    others: Mapping[str, Any],
+) -> LayerInput:
+    """What a layer asks for. Raises CADUnsupportedError for dropout, and for arguments that change what is computed.
+
+    Args:
+        module: the attention module.
+        query: [B, H, S, D].
+        key: [B, K, S, D].
+        value: [B, K, S, V].
+        window: that of the layer's mask, in tokens.
+        scaling: of scores; None for 1 / √D.
+        dropout: of attention weights.
+        softcap: of scores.
+        sinks: [H].
+        others: all else that the attention function received.
+    """
+    if dropout:
+        raise CADUnsupportedError(
+            f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"
+        )
+    label = name_layer(module)
+    refuse_arguments(label, others)
+    rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else float(scaling), window, softcap)
+    return LayerInput(module, query, key, value, rule, sinks, label)

@@ -1,0 +1,246 @@
+"""Landing areas are never written before they were read: whole ticks in waves on GPUs whose streams run in any order.
+
+Streams here are queues. Ranks queue what the `nvlink` transport and attention/overlap.py make of a tick; then heads of
+queues run in random order, each as soon as what it waits for happened. What came home says whether all was in time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import torch
+from test_exchange_mixed import CPU, Network, group, network  # noqa: F401
+from test_exchange_tables import calls  # noqa: F401
+
+from deepspeed_cad.attention.overlap import run_tasks
+from deepspeed_cad.attention.setup import WavesOut
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange import nvlink
+from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.exchange.lanes import OutLane
+from deepspeed_cad.exchange.nvlink import NvlinkTransport
+from deepspeed_cad.exchange.placement import place
+from deepspeed_cad.exchange.transport import Outgoing, Returning
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.schedule import KEY, QUERY, Schedule
+from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
+
+GROUPS = 3
+
+
+class Gpus:
+    """Queues of all streams of all ranks; one stream is current."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.current = Stream(self)
+
+    def run(self, seed: int) -> None:
+        """Run everything, in some order."""
+        rng = random.Random(seed)
+        # Some streams are much slower than others: that is where memory is overwritten too early.
+        speed = {id(one): rng.choice((1, 30)) for one in self.streams}
+        while any(one.queue for one in self.streams):
+            ready = [one for one in self.streams if one.queue and one.queue[0][0]()]
+            assert ready, "every stream waits for another one"
+            one = rng.choices(ready, [speed[id(x)] for x in ready])[0]
+            one.queue.popleft()[1]()
+
+
+class Stream:
+    def __init__(self, gpus: Gpus) -> None:
+        self.gpus, self.queue, self.cuda_stream = gpus, deque[tuple[Callable[[], bool], Callable[[], None]]](), 0
+        self.cuda_stream = len(gpus.streams)
+        gpus.streams.append(self)
+
+    def add(self, do: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> None:
+        self.queue.append((ready, do))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        number = event.recorded
+        self.add(lambda: None, lambda: event.over >= number)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        assert not self.queue
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.recorded = self.over = 0
+
+    def record(self, stream: Stream) -> None:
+        self.recorded += 1
+        number = self.recorded
+
+        def happen() -> None:
+            self.over = number
+
+        stream.add(happen)
+
+
+class Calls:
+    """Peer copies and flags, queued."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self.gpus = gpus
+
+    def push(self, stream: int, peers: Any, begin: Any, slices: Any, fields: Any, flags: Any, value: int, *name: Any):
+        own = self.gpus.streams[stream]
+        fields = fields.copy()  # as the C++ call reads it when it is queued
+
+        def copy(row: Any, field: Any, peer: int) -> None:
+            kind, source, row_stride, group_stride, width = field[:5].tolist()
+            if kind == row[0]:
+                for n in range(row[4]):
+                    at = source + (row[1] + n) * row_stride + row[2] * group_stride
+                    ctypes.memmove(int(field[5 + peer]) + int(row[3] + n) * width, int(at), width)
+
+        for step, peer in enumerate(peers.tolist()):
+            for row in slices[begin[step] : begin[step + 1]].tolist():
+                for field in fields:
+                    own.add(lambda row=row, field=field, peer=peer: copy(row, field, peer))
+            at = ctypes.c_uint32.from_address(int(flags[peer]))
+            own.add(lambda at=at: setattr(at, "value", value))
+
+    def wait(self, stream: int, flags: Any, value: int) -> None:
+        at = [ctypes.c_uint32.from_address(int(flag)) for flag in flags]
+        self.gpus.streams[stream].add(lambda: None, lambda: all(one.value >= value for one in at))
+
+
+@pytest.fixture()
+def gpus(network: Network, monkeypatch: pytest.MonkeyPatch) -> Gpus:  # noqa: F811
+    found = Gpus()
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, found.current = found.current, stream
+        yield
+        found.current = before
+
+    def placing(*given: Any) -> None:
+        found.current.add(lambda: place(*given))
+
+    for name, value in (
+        ("Stream", lambda *_, **__: Stream(found)), ("Event", Event), ("current_stream", lambda *_: found.current),
+        ("stream", on),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(nvlink, "cuda_calls", lambda: Calls(found))
+    monkeypatch.setattr(nvlink, "place", placing)
+    return found
+
+
+def queue_tick(
+    gpus: Gpus, transport: NvlinkTransport, parts: tuple[Schedule, ...], aside: Stream | None, turn: int, seed: int
+) -> Callable[[], None]:
+    """Queue a tick of one rank: servers send back twice what arrived. Gives a check for the end."""
+    rng = torch.Generator().manual_seed(seed * 100 + transport.rank)
+    schedule = parts[0]
+    q = torch.randn(schedule.query_tokens, GROUPS, 4, generator=rng)
+    k = torch.randn(schedule.key_tokens, GROUPS, 2, generator=rng)
+    target, sums = torch.zeros_like(q), torch.zeros_like(k)
+    moved = [torch.zeros_like(x, dtype=torch.int64) for x in (q, k)]
+    for part in parts:
+        for kind, count in zip((QUERY, KEY), moved, strict=True):
+            index = torch.from_numpy(part.home_index(np.concatenate([part.sends, part.own]), kind))
+            count.view(-1, count.shape[2]).index_add_(
+                0, index, torch.ones(len(index), count.shape[2], dtype=torch.int64)
+            )
+    out = WavesOut(
+        len(parts),
+        lambda wave: transport.dispatch(
+            parts[wave], [Outgoing(QUERY, q), Outgoing(KEY, k)], 0, Moment(turn, wave=wave)
+        ),
+    )
+    out.begin()
+
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Any]:
+        made = [torch.full_like(x, float("nan")) for x in arrived]
+        for x, y in zip(arrived, made, strict=True):
+            gpus.current.add(lambda x=x, y=y: y.copy_(2 * x))
+        back = [Returning(QUERY, made[0], target), Returning(KEY, made[1], sums, add=True)]
+        return None, transport.give_back(parts[wave], back, 0, Moment(turn, wave=wave))
+
+    waits = SimpleNamespace(timed=lambda *_: nullcontext(), beside=lambda *_: None)
+    setup: Any = SimpleNamespace(
+        aside=aside, device=CPU, schedule=SimpleNamespace(local=[()] * (len(parts) + 1)), gain=None,
+        span=lambda *_, **__: nullcontext(), counts=SimpleNamespace(waits=waits),
+        modes=SimpleNamespace(local_first=bool(seed % 2)),
+    )  # fmt: skip
+    _, back = run_tasks(setup, out, lambda batches: None, serve)
+    back.finish(setup)
+
+    def check() -> None:
+        assert torch.equal(target, torch.where(moved[0] > 0, 2 * q, 0.0)), f"rank {transport.rank}, tick {turn}"
+        torch.testing.assert_close(sums, 2 * k * moved[1], rtol=1e-5, atol=1e-5)
+
+    return check
+
+
+def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int) -> None:
+    tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]]).tick()
+    transports, mains, asides = [], [], []
+    for rank in range(3):
+        transports.append(NvlinkTransport(group(rank, 3), CPU))
+        mains.append(Stream(gpus))
+        asides.append(Stream(gpus) if two_streams else None)
+    rng = np.random.default_rng(seed)
+    plans = []
+    for count in waves:
+        tasks = cases.random_tasks(tick, GROUPS, rng)
+        cut = Cut(count, 2 if seed % 2 else 0, 4)
+        plans.append([schedule_waves(tick, tasks, rank, GROUPS, None, cut) for rank in range(3)])
+    checks = []
+    for rank, transport in enumerate(transports):
+        gpus.current = mains[rank]
+        for parts in plans:
+            transport.make_room(parts[rank], Room(0, (16, 8), (16, 8)), 0)
+        for turn, parts in enumerate(plans):
+            checks.append(queue_tick(gpus, transport, parts[rank], asides[rank], turn, seed))
+    gpus.run(seed)
+    for check in checks:
+        check()
+
+
+@pytest.mark.parametrize("two_streams", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_lands_on_what_is_still_read(gpus: Gpus, two_streams: bool, seed: int) -> None:
+    """Ticks of one wave, of few and of many follow each other on the same memory."""
+    run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], two_streams, seed)
+
+
+def test_without_its_guard_a_dispatch_would(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The streams here are slow enough to show it."""
+    monkeypatch.setattr(OutLane, "guard", property(lambda self: 0))
+    with pytest.raises(AssertionError, match=r"rank \d, tick|close"):
+        for seed in range(20):
+            run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], True, seed)
+
+
+def test_a_return_that_nobody_waited_for_is_refused(gpus: Gpus) -> None:
+    tick = Layout.from_rank_lengths([[8]]).tick()
+    transport = NvlinkTransport(group(0, 1), CPU)
+    (plan,) = schedule_waves(tick, np.array([(0, 0, 8, 0, GROUPS, 0)]), 0, GROUPS, None, Cut())
+    for wave in range(3):
+        transport.dispatch(plan, [], 0, Moment(wave=wave))
+        transport.give_back(plan, [], 0, Moment(wave=wave))
+    with pytest.raises(CADError, match="starts before the return of exchange 2 on it was waited for"):
+        transport.dispatch(plan, [], 0, Moment(wave=3))

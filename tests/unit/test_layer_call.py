@@ -1,0 +1,102 @@
+"""What a layer passes to its attention: the same kind, whoever runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_cad.integrations import pipeline
+from deepspeed_cad.integrations.layer_call import read_call
+
+from deepspeed_cad.attention.layer import LayerInput, LayerKind
+from deepspeed_cad.engine.pipeline import Alone
+from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.planner.plan import HeadShape
+
+
+def layer(keys: int = 6) -> LayerInput:
+    """Q and K in fp32, as rotary embeddings leave them under autocast, V in bf16."""
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, keys, 8)
+    return LayerInput(torch.nn.Module(), q, k, k.bfloat16(), MaskRule(1.0, 5), None, "Attention of layer 3")
+
+
+class Stage:
+    """Stands for the binding of a pipeline."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def see_mask(self, window: int | None, given: dict[str, Any]) -> None:
+        self.seen.append((window, given["mask_function"]))
+
+    def attend(self, layer: LayerInput) -> Any:
+        self.seen.append(layer.rule.window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_layer_of_a_pipeline_shows_its_mask(window: int | None) -> None:
+    """Where it makes one; the window of the mask is that of the layer."""
+    given, stage = layer(), Stage()
+    setattr(given.module, pipeline._BINDING, stage)
+    tensors = (given.module, given.q_BHSD, given.k_BKSD, given.v_BKSV)
+    mask = pipeline.window_mask(mask_function=len, **({} if window is None else {"local_size": window}))
+    pipeline.pipeline_attention(*tensors, mask)
+    pipeline.pipeline_attention(*tensors, None, sliding_window=window)
+    assert stage.seen == [(window, len), window, window]
+
+
+class Mask:
+    """Stands for the descriptor of a micro-batch."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+    def attend(self, layer: LayerInput) -> Any:
+        return self.window
+
+
+def test_the_first_look_at_a_pipeline_sees_layers_as_autocast_makes_them() -> None:
+    """Ticks are planned for the kinds that it sees, and a layer of another kind is an error in training."""
+    first = Alone(Mask, [])  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert first.attend(layer()) == 5
+    assert first.seen == [LayerKind(HeadShape(4, 2, 8, 8, 2), MaskRule(1.0, 5), torch.bfloat16)]
+
+
+def test_rows_are_of_the_dtype_of_attention_and_heads_contiguous() -> None:
+    given = layer()
+    strided = given.k_BKSD.transpose(2, 3).contiguous().transpose(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = given._replace(k_BKSD=strided).rows()
+    assert {x.dtype for x in rows} == {torch.bfloat16} and all(x.stride(-1) == 1 for x in rows)
+    assert torch.equal(rows.k_TKD, given.k_BKSD[0].transpose(0, 1).bfloat16())
+
+
+def test_a_cache_is_named() -> None:
+    with pytest.raises(CADError, match=r"Attention of layer 3 got 9 keys for 6 queries.*pass use_cache=False"):
+        layer(keys=9).rows()
+
+
+def test_what_a_layer_asks_for_is_read() -> None:
+    given, sinks = layer(), torch.zeros(4)
+    module = torch.nn.Module()
+    module.layer_idx = 7  # type: ignore[assignment]
+    tensors = (given.q_BHSD, given.k_BKSD, given.v_BKSV)
+    read = read_call(module, *tensors, 3, None, 0.0, 50.0, sinks, {"position_ids": None})
+    assert read == LayerInput(module, *tensors, MaskRule(8**-0.5, 3, 50.0), sinks, "Module of layer 7")
+    assert read_call(module, *tensors, None, 2, 0.0, None, None, {}).rule == MaskRule(2.0)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "others", "text"),
+    [
+        (0.1, {}, "attention dropout is 0.1"),
+        (0.0, {"position_bias": torch.zeros(1)}, r"Module of layer \? passes position_bias"),
+    ],
+)
+def test_what_cannot_be_reproduced_is_refused(dropout: float, others: dict[str, Any], text: str) -> None:
+    given = layer()
+    with pytest.raises(CADUnsupportedError, match=text):
+        read_call(torch.nn.Module(), given.q_BHSD, given.k_BKSD, given.v_BKSV, None, None, dropout, None, None, others)

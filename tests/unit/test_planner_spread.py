@@ -1,0 +1,259 @@
+"""Documents on many ranks dealt out by head groups: what moves, against arithmetic, and when that start is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planner import problems
+from test_planner_search import BIG, H200
+
+from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.layout import Layout, Segments
+from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
+from deepspeed_cad.planner.aim import Aim, Solution
+from deepspeed_cad.planner.answer import answer
+from deepspeed_cad.planner.checks import check_coverage, check_cuts
+from deepspeed_cad.planner.columns import Columns
+from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
+from deepspeed_cad.planner.question import with_links
+from deepspeed_cad.planner.reference import solve
+from deepspeed_cad.planner.spread import Band, bands, stretches
+from deepspeed_cad.planner.starts import burden, landing
+from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, build_slices
+
+MILLION = 1 << 20
+MHA = HeadShape(query_heads=32, groups=32, head_dim=128, value_dim=128, bytes_per_element=2)
+TOLERANCE = 0.02
+
+
+def ask(lengths: list[int], ranks: int, tokens: int, shape: HeadShape = BIG, **fields: Any) -> PlanInput:
+    """A stream cut into ranks, at the costs of an H200."""
+    tick = Layout.from_stream(lengths, ranks, tokens).tick()
+    return PlanInput(tick, shape, fields.pop("cost", H200), tolerance=TOLERANCE, **fields)
+
+
+def start(problem: PlanInput, kept: int) -> Solution:
+    """The plan from one start; −1: home."""
+    found = solve(problem, Aim(problem.tolerance, kept=kept))
+    check_coverage(found.tasks, problem.tick, problem.shape.groups)
+    assert check_cuts(found.tasks, problem.tick, problem.granularity) == 0
+    return found
+
+
+def burden_of(problem: PlanInput, plan: Plan) -> float:
+    """What `starts` weighs, of a plan whichever start it had: the start that gives its tasks."""
+    for kept in (-1, 0, 1):
+        found = start(problem, kept)
+        if np.array_equal(found.tasks, plan.tasks):
+            return burden(problem, found.flows)
+    pytest.fail("the plan has none of the starts")
+
+
+@pytest.mark.parametrize(("ranks", "shape"), [(4, BIG), (8, BIG), (4, MHA), (16, MHA)])
+def test_one_document_moves_what_ulysses_moves(ranks: int, shape: HeadShape) -> None:
+    """(n - 1) / n of Q, K and V in, and of O back, on every rank, forward."""
+    problem = ask([MILLION], ranks, MILLION // ranks, shape)
+    found = start(problem, 0)
+    away = (ranks - 1) / ranks * (MILLION // ranks) * shape.groups
+    qkv, o = shape.query_bytes + shape.key_value_bytes, shape.output_bytes
+    for what, size in ((QKV_SENT, qkv), (QKV_RECEIVED, qkv), (O_SENT, o), (O_RECEIVED, o)):
+        assert found.flows.bytes[what].sum(0).tolist() == [away * size] * ranks
+    assert np.ptp(found.work) <= 1e-9 * found.work.max()
+    out, back = landing(problem, found.flows)
+    rows = MILLION * shape.groups // ranks
+    assert out.tolist() == [rows * (qkv + o)] * ranks and back.tolist() == [away * qkv] * ranks
+
+
+def test_what_a_million_tokens_on_four_ranks_move() -> None:
+    """2.4 GB in and 1.6 GB back for each rank if all rows are dealt out; less if the first rank keeps its own."""
+    problem = ask([MILLION], 4, MILLION // 4)
+    dealt_out = start(problem, 0).flows
+    assert dealt_out.bytes[QKV_RECEIVED].sum(0).max() == pytest.approx(2.416e9, rel=1e-3)
+    assert dealt_out.bytes[O_RECEIVED].sum(0).max() == pytest.approx(1.611e9, rel=1e-3)
+    plan, at_home = make_plan(problem), start(problem, -1)
+    assert plan.received_bytes.max() < dealt_out.received.max() and plan.sent_bytes.sum() < dealt_out.sent.sum()
+    kept = start(problem, 1)
+    np.testing.assert_array_equal(plan.tasks, kept.tasks)
+    # The memory that exchanges land in: two areas out and one back, of the fullest rank.
+    sizes = [2 * out.max() + back.max() for out, back in (landing(problem, x.flows) for x in (kept, at_home))]
+    assert sizes[0] == pytest.approx(11.76 * 2**30, rel=0.02) and sizes[1] == pytest.approx(16.2 * 2**30, rel=0.02)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize(("ranks", "groups"), [(4, 8), (3, 8), (8, 2), (5, 4)])
+def test_a_schedule_moves_nothing_twice(ranks: int, groups: int, kept: int) -> None:
+    """Each row of Q of a head group goes to one server at most, each of K once to each; bytes are the planner's."""
+    shape = HeadShape(2 * groups, groups, 8, 8, 2)
+    problem = ask([512 * ranks], ranks, 512, shape, cost=PAIRS, granularity=16)
+    found = start(problem, kept)
+    slices = build_slices(problem.tick, found.tasks)
+    moved = slices.table[slices.table[:, HOME] != slices.table[:, SERVER]]
+    for kind, columns in ((QUERY, [HOME]), (KEY, [HOME, SERVER])):
+        rows = moved[moved[:, KIND] == kind]
+        each = np.repeat(rows, rows[:, ROWS], axis=0)
+        first = np.cumsum(rows[:, ROWS]) - rows[:, ROWS]
+        each[:, HOME_ROW] += np.arange(len(each)) - np.repeat(first, rows[:, ROWS])
+        once = np.unique(each[:, [*columns, GROUP, HOME_ROW]], axis=0)
+        assert len(once) == len(each) > 0
+    size = np.where(moved[:, KIND] == QUERY, shape.query_bytes, shape.key_value_bytes) * moved[:, ROWS]
+    received = np.bincount(moved[:, SERVER], size, ranks)
+    np.testing.assert_array_equal(received, found.flows.bytes[QKV_RECEIVED].sum(0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.sampled_from([-1, 0, 1, 2]))
+def test_what_lies_at_a_server_is_what_its_schedule_says(problem: PlanInput, kept: int) -> None:
+    found = start(problem, kept)
+    slices = build_slices(problem.tick, found.tasks, problem.window)
+    np.testing.assert_array_equal(found.flows.served, slices.served_rows.T)
+
+
+CASES = {
+    "8 head groups on 3 ranks": ([3 * 65536], 3, 65536, BIG),
+    "half of a head group each": ([16 * 32768], 16, 32768, BIG),
+    "fewer head groups than ranks": ([64 * 4096], 64, 4096, HeadShape(32, 4, 128, 128, 2)),
+    "a long one and short ones": ([700_000, *[8000] * 40], 4, MILLION // 4, MHA),
+    "short ones before it too": ([30_000] * 5 + [700_000] + [8000] * 20, 4, MILLION // 4, MHA),
+    "two": ([600_000, 448_576], 8, MILLION // 8, MHA),
+    "two on ranks of their own": ([MILLION // 2] * 2, 8, MILLION // 8, BIG),
+    "nearly one": ([MILLION - 4096, 4096], 8, MILLION // 8, BIG),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_lighter_start_is_taken_and_is_even(name: str) -> None:
+    problem = ask(*CASES[name])
+    plan = make_plan(problem)
+    mean = plan.load.mean()
+    assert plan.load.max() <= 1.02 * mean and plan.load.min() >= 0.98 * mean and not plan.notes
+    at_home = start(problem, -1)
+    assert burden_of(problem, plan) < 0.95 * burden(problem, at_home.flows)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "shape", "fields"),
+    [
+        ([MILLION // 2], 2, BIG, {}),
+        ([MILLION // 2], 4, HeadShape(32, 1, 128, 128, 2), {}),
+        ([MILLION // 2], 4, HeadShape(32, 2, 128, 128, 2), {}),
+        ([MILLION // 2], 4, BIG, {"window": 4096}),
+        ([MILLION // 2], 4, BIG, {"window": MILLION // 8}),
+        ([70_000] * 7, 8, BIG, {}),
+    ],
+    ids=["two ranks", "one head group", "two head groups", "window", "window of a rank", "two ranks each"],
+)
+def test_home_stays_the_start(lengths: list[int], ranks: int, shape: HeadShape, fields: dict[str, Any]) -> None:
+    problem = ask(lengths, ranks, -(-sum(lengths) // ranks), shape, **fields)
+    found, at_home = make_plan(problem), start(problem, -1)
+    np.testing.assert_array_equal(found.received_bytes, at_home.flows.received)
+    np.testing.assert_array_equal(found.load, at_home.work)
+
+
+@pytest.mark.parametrize(
+    ("layout", "asked"),
+    [
+        (Layout.from_rank_lengths([[9000], [3000] * 3, [100], []]), 1),
+        (Layout.from_stream([9000, 9000], 4, 4500), 1),
+        (Layout.from_stream([9000, 9000], 6, 3000), 3),
+    ],
+    ids=["whole documents", "on two ranks", "on three"],
+)
+def test_other_starts_are_planned_only_where_a_document_lies_on_many_ranks(layout: Layout, asked: int) -> None:
+    aims: list[Aim] = []
+
+    def count(problem: PlanInput, aim: Aim) -> Solution:
+        aims.append(aim)
+        return solve(problem, aim)
+
+    answer(PlanInput(layout.tick(), BIG, PAIRS), count)
+    assert len(aims) == asked
+
+
+def test_memory_may_hold_one_start_only() -> None:
+    """Of four ranks with many heads, the last reads all keys from home, or a quarter of the head groups' dealt out."""
+    problem = ask([4 * 16384], 4, 16384, MHA)
+    at_home, dealt_out = (start(problem, kept).flows.received.max() for kept in (-1, 0))
+    assert dealt_out < 0.9 * at_home
+    plan = make_plan(dataclasses.replace(problem, memory=np.full(4, 1.05 * dealt_out)))
+    assert plan.received_bytes.max() <= 1.05 * dealt_out and plan.imbalance <= 1.02
+    with pytest.raises(CADError, match="memory"):
+        make_plan(dataclasses.replace(problem, memory=np.full(4, 0.1 * dealt_out)))
+
+
+def test_slow_and_late_ranks_and_those_that_only_serve_get_their_share() -> None:
+    speed, base = np.array([1.0, 0.5, 0.0, 1.0, 2.0]), np.array([0.0, 0.1, 0.0, 0.0, 0.4])
+    problem = ask([4 * 65536], 5, 65536, speed=speed, base_load=base)
+    found = start(problem, 0)
+    assert found.work[2] == 0.0
+    times = (base + found.work / np.where(speed > 0, speed, 1.0))[speed > 0]
+    assert times.max() <= 1.02 * times.min(), "rank 4 has no tokens and helps"
+
+
+def test_a_rank_without_rows_of_the_document_helps_where_it_has_room() -> None:
+    """700k tokens on three of four ranks: the fourth takes head groups too, all of its rows with them."""
+    found = start(ask([700_000, *[8000] * 40], 4, MILLION // 4), 0)
+    own = found.tasks[(found.tasks[:, 0] == 0) & (found.tasks[:, 5] == 3)]
+    assert (own[:, 4] - own[:, 3]).max() >= 1 and (own[:, 1:3] == [0, 700_000]).all(axis=1).any()
+
+
+@pytest.mark.parametrize("between", [1.0, 10.0, 50.0, 400.0])
+def test_over_hosts_only_where_it_pays(between: float) -> None:
+    problem = ask([MILLION], 8, MILLION // 8, hosts=np.arange(8) // 4, cost=with_links(H200, 362.0, between))
+    plan = make_plan(problem)
+    only_home = answer(problem, lambda asked, aim: solve(asked, dataclasses.replace(aim, kept=-1)))
+    assert plan.finish.max() <= only_home.finish.max() * (1 + 0.5 * TOLERANCE)
+
+
+BAND = Band(document=0, begin=0, end=1024, homes=[0, 1, 2, 3], work=[], group=1024 * 1025 / 2)
+
+
+@pytest.mark.parametrize(
+    ("share", "slack", "expected"),
+    [
+        # Two head groups by four equal ranks: the second half of the pairs is behind row 724, the nearest cut is 720.
+        ([1, 1, 1, 1], 0.0, [[(0, 720, 0), (720, 1024, 1)], [(0, 720, 2), (720, 1024, 3)]]),
+        ([2, 0, 2, 0], 0.0, [[(0, 1024, 0)], [(0, 1024, 2)]]),
+        ([2.02, 1.98, 0, 0], 0.0, [[(0, 1024, 0)], [(0, 96, 0), (96, 1024, 1)]]),
+        ([2.02, 1.98, 0, 0], 0.02, [[(0, 1024, 0)], [(0, 1024, 1)]]),
+        ([1.98, 2.02, 0, 0], 0.02, [[(0, 1024, 0)], [(0, 1024, 1)]]),
+        ([1.98, 2.02, 0, 0], 0.0, [[(0, 1024, 0)], [(0, 1024, 1)]]),
+        ([1.94, 2.06, 0, 0], 0.0, [[(0, 1008, 0), (1008, 1024, 1)], [(0, 1024, 1)]]),
+        ([0, 0, 0, 0], 0.0, [[], []]),
+    ],
+)
+def test_stretches_of_the_line(share: list[float], slack: float, expected: list[list[tuple[int, int, int]]]) -> None:
+    layout = Layout.from_stream([1024], 4, 256)
+    state = Columns(PlanInput(layout.tick(), HeadShape(2, 2, 8, 8, 2), PAIRS, granularity=16))
+    assert stretches(state, BAND, [0, 1, 2, 3], share, slack * BAND.group) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "kept", "expected"),
+    [
+        (Layout.from_stream([900], 3, 300), None, 0, [(0, 900)]),
+        (Layout.from_stream([900], 3, 300), None, 1, [(300, 900)]),
+        (Layout.from_stream([900], 3, 300), None, 2, []),
+        (Layout.from_stream([900], 3, 300), 301, 0, []),
+        (Layout.from_stream([900], 3, 300), 302, 0, [(0, 900)]),
+        (Layout.from_stream([500, 700], 4, 300), None, 0, [(0, 700)]),
+        (Layout.from_stream([600], 3, 300), None, 0, []),
+    ],
+)
+def test_what_is_dealt_out(layout: Layout, window: int | None, kept: int, expected: list[tuple[int, int]]) -> None:
+    state = Columns(PlanInput(layout.tick(), BIG, PAIRS, window=window))
+    assert [(band.begin, band.end) for band in bands(state, kept)] == expected
+
+
+def test_a_document_with_gaps_or_twice_on_a_rank_stays() -> None:
+    gap = Segments([0, 0, 0], [0, 400, 800], [300, 700, 1100], [0, 1, 2], [0, 0, 0])
+    twice = Segments([0, 0, 0], [0, 300, 600], [300, 600, 900], [0, 1, 0], [0, 0, 300])
+    layout = Layout.from_stream([1200], 3, 400)
+    for query in (gap, twice):
+        tick = dataclasses.replace(layout.tick(), query=query)
+        assert bands(Columns(PlanInput(tick, BIG, PAIRS)), 0) == []

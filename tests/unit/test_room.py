@@ -1,0 +1,162 @@
+"""Room: in how many waves a tick goes so that what lands fits, what is said where nothing does, what ranks learn."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_cad.ahead.memory import MARGIN, PAUSED, SHARE, Memory
+from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.landing import NoRoomError
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import HeadShape
+from deepspeed_cad.schedule.room import BACK, HEADROOM, Room, lane_bytes, room_needed
+from deepspeed_cad.schedule.waves import Cut, schedule_within, slice_waves
+
+SHAPE = HeadShape(32, 8, 128, 128, 2)
+LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
+"""One document of a million tokens over four ranks."""
+
+
+def needed(tasks: np.ndarray, cut: Cut, room: Room, layout: Layout = LONG) -> float:
+    parts = slice_waves(layout.tick(), tasks, None, cut)
+    return room_needed(room, [(part.served_rows, part.landed_rows) for part in parts])[0]
+
+
+@pytest.fixture(scope="module")
+def tasks() -> np.ndarray:
+    """A plan by rows and head groups. Ranks 0 and 1 read keys of all others; what stays at home is in it."""
+    rows = [
+        (0, 262144, 0, 8, 0), (262144, 524288, 0, 8, 1), (524288, 614784, 5, 7, 2), (524288, 770560, 7, 8, 2),
+        (524288, 786432, 0, 5, 2), (614784, 1048576, 5, 7, 0), (770560, 1048576, 7, 8, 1), (786432, 883456, 4, 5, 0),
+        (786432, 1048576, 0, 4, 3), (883456, 1048576, 4, 5, 3),
+    ]  # fmt: skip
+    return np.array([(0, *row) for row in rows], np.int64)
+
+
+def test_places_are_as_large_as_the_largest_wave_that_has_them() -> None:
+    rows = [np.array([[wave, 0], [0, 2 * wave]]) for wave in (1, 2, 3, 5)]
+    assert [lane.tolist() for lane in lane_bytes(rows, (10, 100), 3)] == [[50, 1000], [20, 400], [30, 600]]
+    room = Room(0, (10, 100), (1, 1))
+    size, rank = room_needed(room, [(one, one) for one in rows])
+    assert size == HEADROOM * (600 + 1000 + 10 + 4 + 6) and rank == 1
+    assert room_needed(room, [(np.zeros((0, 2), int), np.zeros((0, 2), int))]) == (0, 0)
+
+
+@pytest.mark.parametrize("limit_gib, most", [(100, 1), (8, 6), (4.6, 16), (3.5, 16), (3.1, 32)])
+def test_a_million_tokens_fit_where_they_should(tasks: np.ndarray, limit_gib: float, most: int) -> None:
+    """Every rank cuts alike, and no more than it must."""
+    memory = ExchangeMemory(limit_gib * 2**30, "a test")
+    room = memory.room(SHAPE)
+    ranks = [schedule_within(LONG.tick(), tasks, rank, 8, None, Cut(), room) for rank in (0, 3)]
+    assert len(ranks[0]) == len(ranks[1]) <= most
+    found = room_needed(room, [(one.served_rows, one.landed_rows) for one in ranks[0]])[0]
+    assert found <= room.limit
+    for one, other in zip(*ranks, strict=True):
+        assert one.digest == other.digest
+    if len(ranks[0]) > 1:
+        assert needed(tasks, Cut(), room) > room.limit
+
+
+def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> None:
+    room = ExchangeMemory(0.2 * 2**30, 'the key "memory"').room(SHAPE)
+    said = []
+    for rank in range(4):
+        with pytest.raises(CADError, match="smallest waves") as error:
+            schedule_within(LONG.tick(), tasks, rank, 8, None, Cut(), room)
+        said.append(str(error.value))
+    assert len(set(said)) == 1
+    # The figure that it names is enough.
+    least = float(said[0].split('"memory" to at least ')[1].split(" ")[0])
+    assert "0.2" not in said[0].split("at least")[1] and "204.8 MiB" in said[0].replace("205 MiB", "204.8 MiB")
+    schedule_within(LONG.tick(), tasks, 0, 8, None, Cut(), room._replace(limit=(least + 0.01) * 2**30))
+
+
+def test_a_fixed_number_of_waves_is_the_least() -> None:
+    layout = Layout.from_rank_lengths([[64], [8]])
+    tasks = np.array([(0, 0, 64, 0, 4, 1), (1, 0, 8, 0, 4, 1)])
+    room = ExchangeMemory(1e9, "a test").room(HeadShape(8, 4, 8, 8, 2))
+    assert len(schedule_within(layout.tick(), tasks, 0, 4, None, Cut(2), room)) == 2
+
+
+class Landing:
+    """A transport that has memory for so many bytes."""
+
+    def __init__(self, has: float) -> None:
+        self.has, self.asked = has, list[float]()
+
+    def make_room(self, schedules: Any, room: Room, nano_batch: int) -> None:
+        size, _ = room_needed(room, [(one.served_rows, one.landed_rows) for one in schedules])
+        self.asked.append(size)
+        if size > self.has:
+            raise NoRoomError("rank 2: 7 MiB were wanted, 3 are free.")
+
+
+def test_waves_become_smaller_where_a_rank_has_less_memory_than_was_thought(tasks: np.ndarray) -> None:
+    told, lacked = [], []
+    memory = ExchangeMemory(100 * 2**30, "a test", needed=told.append, lacked=lacked.append)
+
+    def again() -> Any:
+        return schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
+
+    transport: Any = Landing(4 * 2**30)
+    found = memory.make_room(transport, again(), SHAPE, 0, again)
+    assert len(found) > BACK and transport.asked[-1] <= transport.has < transport.asked[-2]
+    assert told == transport.asked[-1:]
+    assert lacked == [SMALLER * size for size in transport.asked[:-1]] and memory.limit == lacked[-1]
+
+
+def test_no_memory_at_all_names_rank_figures_and_key(tasks: np.ndarray) -> None:
+    memory = ExchangeMemory(100 * 2**30, "a test")
+
+    def again() -> Any:
+        return schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
+
+    with pytest.raises(CADError, match="rank 2: 7 MiB were wanted, 3 are free. Smaller waves do not help: .*memory"):
+        memory.make_room(Landing(0), again(), SHAPE, 0, again)  # type: ignore[arg-type]
+    assert NO_LIMIT.limit == float("inf"), "shared by all that have none"
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, peak: int = 0) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+
+
+def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = SimpleNamespace(yes=False, pauses=False)
+    one = Memory(None, torch.device("cuda", 0), lambda: trained.yes, lambda: trained.pauses)
+    gpu(monkeypatch, 1 << 29)
+    assert one.report() == (int(SHARE * 2**30), 0), "before the first backward its peak is not known"
+    one.hear(np.array([[32, 0], [20, 0]]))
+    assert one.now == (20.0, '"memory": "auto" (by rank 1)')
+    trained.yes = True
+    one.needs(1000.0)
+    gpu(monkeypatch, 1 << 29, reserved=5000, peak=2000)
+    assert one.report()[1] == int((1 << 29) + 3000 + 1000 - MARGIN * 2**30)
+    gpu(monkeypatch, 0)
+    assert one.report()[1] == 1000, "what it has it keeps"
+    one.hear(np.array([[100, 90], [100, 60], [100, 70]]))
+    assert one.now == (60.0, "what training leaves free on rank 1")
+    one.hear(np.array([[100, 90], [100, 0], [100, 70]]))
+    assert one.now.size == 100, "one rank does not know yet"
+    trained.pauses = True
+    assert one.report()[1] == PAUSED
+    one.hear(np.array([[100, PAUSED], [100, 3]]))
+    assert one.now.size == 100
+    one.lacks(50.0)
+    assert one.report()[0] == 50
+
+
+def test_given_and_unlimited() -> None:
+    given = Memory(0.5, torch.device("cpu"))
+    assert given.report() == (1 << 29, 0) and given.now.size == 2**29
+    cpu = Memory(None, torch.device("cpu"))
+    assert cpu.report() == (0, 0)
+    cpu.hear(np.array([[0, 0], [0, 0]]))
+    assert cpu.now.size == float("inf")

@@ -1,0 +1,233 @@
+"""Waves: how tasks are cut into them, that attention in waves is exact, and in what order its exchanges start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import torch
+from attention_ranks import DIM, GROUPS, HEADS, NetworkTransport, Ranks
+
+from deepspeed_cad.attention import forward
+from deepspeed_cad.attention.setup import Modes
+from deepspeed_cad.cost import count_pairs
+from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, build_slices, native
+from deepspeed_cad.schedule.waves import Cut, schedule_waves, slice_waves, split_tasks
+
+SINKS = torch.linspace(-1, 2, HEADS)
+
+
+def cells(tasks: np.ndarray) -> set[tuple[int, ...]]:
+    """(document, row, head group, server) of every row that tasks compute; none twice."""
+    found = [
+        (int(d), row, group, int(server))
+        for d, begin, end, first, last, server in tasks
+        for row in range(begin, end)
+        for group in range(first, last)
+    ]
+    assert len(found) == len(set(found))
+    return set(found)
+
+
+@pytest.mark.parametrize("window", [None, 19])
+@pytest.mark.parametrize("name", list(cases.layouts()))
+@pytest.mark.parametrize("waves", [2, 3, 8])
+def test_waves_are_the_plan_in_parts(name: str, waves: int, window: int | None) -> None:
+    tick = cases.layouts()[name].tick()
+    tasks = cases.random_tasks(tick, GROUPS, np.random.default_rng(waves))
+    parts = split_tasks(tick, tasks, window, Cut(waves))
+    assert len(parts) == waves and all(part.shape[1] == 6 for part in parts)
+    each = [cells(part) for part in parts]
+    assert set.union(*each) == cells(tasks) and sum(map(len, each)) == len(cells(tasks))
+    slices = [build_slices(tick, part, window) for part in parts]
+    assert all(not len(one.local) for one in slices[1:]), "what waits for nobody is in the first"
+    # Gradients of a home's keys come back in one wave, whoever serves them; and no key travels twice.
+    wave_of: dict[tuple[int, ...], int] = {}
+    for wave, one in enumerate(slices):
+        for row in one.table[one.table[:, KIND] == KEY]:
+            for at in range(row[HOME_ROW], row[HOME_ROW] + row[ROWS]):
+                assert wave_of.setdefault((row[HOME], at, row[GROUP]), wave) == wave
+    whole = build_slices(tick, tasks, window)
+    for kind in (QUERY, KEY):
+        assert sum(one.served_rows[:, kind].sum() for one in slices) == whole.served_rows[:, kind].sum()
+
+
+@pytest.mark.skipif(not native.is_available(), reason="the compiled library is not built")
+def test_native_schedules_of_waves_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    tick = cases.layouts()["documents over borders"].tick()
+    tasks = cases.random_tasks(tick, GROUPS, np.random.default_rng(1))
+    fast = schedule_waves(tick, tasks, 1, GROUPS, 19, Cut(3))
+    monkeypatch.setattr(native, "is_available", lambda: False)
+    for one, other in zip(fast, schedule_waves(tick, tasks, 1, GROUPS, 19, Cut(3)), strict=True):
+        for name in ("sends", "receives", "own", "served_rows", "landed_rows"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+        assert [b.cu_q.tolist() for b in one.served] == [b.cu_q.tolist() for b in other.served]
+
+
+def test_shares_of_about_equal_work() -> None:
+    """Two servers, 8 head groups of one document and 4 of another: each has a quarter in each of four waves."""
+    tick = Layout.from_rank_lengths([[512], [300], [1]]).tick()
+    tasks = np.array([(0, 0, 512, 0, 8, 2), (1, 0, 300, 0, 4, 0), (1, 0, 300, 4, 8, 1), (2, 0, 1, 0, 8, 2)])
+    for part in split_tasks(tick, tasks, None, Cut(4)):
+        served = part[(part[:, 0] != 2) & (part[:, 5] != 1)]
+        assert {int(s): int(n) for s, n in zip(served[:, 5], served[:, 4] - served[:, 3])} == {2: 2, 0: 1}
+    # As many waves as head groups, and fewer of these than waves: the rest is empty.
+    few = split_tasks(tick, np.array([(0, 0, 512, 0, 2, 2)]), None, Cut(4))
+    assert sorted(len(part) for part in few) == [0, 0, 1, 1]
+
+
+def test_work_and_not_head_groups_is_shared() -> None:
+    tick = Layout.from_rank_lengths([[1000, 100, 100], [5]]).tick()
+    tasks = np.array([(0, 0, 1000, 0, 2, 1), (1, 0, 100, 0, 4, 1), (2, 0, 100, 0, 4, 1), (3, 0, 5, 0, 4, 1)])
+    first, second = split_tasks(tick, tasks, None, Cut(2))
+    work = [float((count_pairs(p[:, 1], p[:, 2]) * (p[:, 4] - p[:, 3])).sum()) for p in (first, second)]
+    assert 0.8 < work[0] / work[1] < 1.25 and set(second[:, 0]) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "window, keep, sinks, cut, recompute",
+    [
+        (None, False, False, False, False),
+        (19, True, True, False, False),
+        (5, True, False, True, True),
+        (None, False, True, False, True),
+    ],
+)
+@pytest.mark.parametrize("name", list(cases.layouts()))
+@pytest.mark.parametrize("waves", [2, 4, 8])
+def test_attention_in_waves_is_exact(
+    name: str, waves: int, window: int | None, keep: bool, sinks: bool, cut: bool, recompute: bool
+) -> None:
+    """Values have another size than keys; head groups are fewer than 4 waves; some ranks have no tokens."""
+    layout = cases.layouts()[name]
+    modes = Modes(local_first=bool(waves % 2), keep_received=keep, recompute=recompute, sinks_travel=sinks and keep)
+    cut = cut and layout.can_cut(layout.tokens // 2)
+    ranks = Ranks(layout, MaskRule(DIM**-0.5, window), modes, SINKS if sinks else None, cut, seed=3, waves=waves)
+    assert max(ranks.run().values()) < 1e-10
+    for transport in ranks.network.transports:
+        assert transport.exchanges == 4 * waves * len(ranks.ticks)
+
+
+@pytest.mark.parametrize("window, blocks", [(None, 2), (None, 8), (19, 4)])
+@pytest.mark.parametrize("name", ["two", "odd", "documents over borders"])
+def test_blocks_of_rows_are_the_plan_in_smaller_parts(name: str, window: int | None, blocks: int) -> None:
+    tick = cases.layouts()[name].tick()
+    tasks = cases.random_tasks(tick, GROUPS, np.random.default_rng(blocks))
+    whole, parts = (split_tasks(tick, tasks, window, Cut(8, count, 2)) for count in (0, blocks))
+    assert len(parts) == 8
+    each = [cells(part) for part in parts]
+    assert set.union(*each) == cells(tasks) and sum(map(len, each)) == len(cells(tasks))
+
+
+def test_one_head_group_of_one_document_is_cut_by_rows() -> None:
+    tick = Layout.from_rank_lengths([[1000], [8]]).tick()
+    tasks = np.array([(0, 100, 1000, 0, 1, 1), (0, 0, 100, 0, 1, 0), (1, 0, 8, 0, 1, 1)])
+    rows = [
+        [part.served_rows[1].tolist() for part in slice_waves(tick, tasks, None, cut)]
+        for cut in (Cut(4), Cut(4, 4), Cut(4, 4, 200))
+    ]
+    assert sorted(rows[0]) == [[0, 0], [0, 0], [0, 0], [900, 1000]]
+    assert rows[1] == [[256, 356], [256, 612], [256, 868], [132, 1000]], "in multiples of 128 from 100 on"
+    assert rows[2] == [[400, 500], [0, 0], [400, 900], [100, 1000]], "and of 200: fewer blocks than waves"
+
+
+@pytest.mark.parametrize("window, keep, dtype", [(None, True, torch.float64), (19, False, torch.float64)])
+@pytest.mark.parametrize("name", ["two", "documents over borders", "a rank with no tokens"])
+@pytest.mark.parametrize("waves", [2, 6])
+def test_attention_in_blocks_of_rows_is_exact(
+    name: str, waves: int, window: int | None, keep: bool, dtype: torch.dtype
+) -> None:
+    ranks = Ranks(
+        cases.layouts()[name], MaskRule(DIM**-0.5, window), Modes(keep_received=keep), SINKS, seed=5, waves=waves,
+        blocks=4, dtype=dtype,
+    )  # fmt: skip
+    assert any(call.setup.schedule.keys_return_often for call in ranks.calls[0])
+    assert max(ranks.run().values()) < 1e-10
+
+
+def test_gradients_that_come_back_often_are_rounded_once() -> None:
+    """In bf16 the sum over many waves errs no more than that of one: it is in fp32 until it is complete."""
+    errors = []
+    for waves, blocks in ((1, 0), (8, 8)):
+        ranks = Ranks(
+            cases.layouts()["documents over borders"], MaskRule(DIM**-0.5), seed=5, waves=waves, blocks=blocks,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        errors.append(ranks.run())
+    for name in ("dk", "dv"):
+        assert errors[1][name] < 1.5 * errors[0][name]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_waves_change_no_bit(keep: bool) -> None:
+    """Head groups are whole in a wave, so bf16 sums of dK and dV are those of one wave, and outputs of many waves too.
+
+    What comes back early is summed apart, and rounded once more.
+    """
+    found = []
+    for waves in (1, 2, 3, 4):
+        ranks = Ranks(
+            cases.layouts()["documents over borders"], MaskRule(DIM**-0.5), Modes(keep_received=keep),
+            SINKS, seed=2, dtype=torch.bfloat16, waves=waves,
+        )  # fmt: skip
+        outputs = ranks.forward()
+        ranks.backward(outputs)
+        found.append([*outputs, *(x.grad for leaf in ranks.leaves for x in leaf.values())])
+    for other in found[1:3]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+    close = [torch.equal(one, two) for one, two in zip(found[0], found[3], strict=True)]
+    assert all(close[: len(outputs)]) and not all(close)
+    for one, two in zip(found[0], found[3], strict=True):
+        torch.testing.assert_close(one, two, atol=2**-8 * float(one.detach().abs().max()), rtol=2**-7)
+
+
+def test_all_ranks_start_the_same_exchanges_in_the_same_order() -> None:
+    """Two go out at once, the next when the first is on its way back."""
+    for waves, order in ((2, [0, 1, 0, 1]), (3, [0, 1, 0, 2, 1, 2]), (5, [0, 1, 0, 2, 1, 3, 2, 4, 3, 4])):
+        ranks = Ranks(cases.layouts()["a rank with no tokens"], MaskRule(DIM**-0.5), waves=waves)
+        ranks.run()
+        expected = [Moment(0, 0, backward, wave) for backward in (False, True) for wave in order]
+        for transport in ranks.network.transports:
+            assert transport.moments == expected
+
+
+def test_a_wave_is_served_and_sent_back_before_the_next_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second wave is on its way until the first is on its way home, in both passes."""
+    log: list[str] = []
+    ranks = Ranks(cases.layouts()["two"], MaskRule(DIM**-0.5), waves=2, seed=1)
+    dispatch, give_back = NetworkTransport.dispatch, NetworkTransport.give_back
+
+    def slow(self: NetworkTransport, schedule: Any, fields: Any, nano_batch: int, moment: Moment) -> Any:
+        out = dispatch(self, schedule, fields, nano_batch, moment)
+        wait = out.wait
+
+        def late() -> Any:
+            if moment.wave and self.rank == 0:
+                assert log[-1] == "back 0", "the first wave was held up by the second"
+            return wait()
+
+        out.wait = late  # type: ignore[method-assign]
+        return out
+
+    def seen(self: NetworkTransport, schedule: Any, fields: Any, nano_batch: int, moment: Moment) -> Any:
+        if self.rank == 0:
+            log.append(f"back {moment.wave}")
+        return give_back(self, schedule, fields, nano_batch, moment)
+
+    run_served = forward.run_served
+
+    def served(wave: Any, *given: Any) -> Any:
+        if wave.host.rank == 0:
+            log.append("served")
+        return run_served(wave, *given)
+
+    monkeypatch.setattr(NetworkTransport, "dispatch", slow)
+    monkeypatch.setattr(NetworkTransport, "give_back", seen)
+    monkeypatch.setattr(forward, "run_served", served)
+    assert max(ranks.run().values()) < 1e-10
+    assert log == ["served", "back 0", "served", "back 1", "back 0", "back 1"]
