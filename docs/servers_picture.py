@@ -3,7 +3,7 @@
     python docs/servers_picture.py TIMELINE.json docs/servers.svg
 
 TIMELINE.json is what the config key "trace" writes; the last micro-batch in it is drawn. Every rank has a row, a server
-a lane in it for each part of the tokens. docs/servers.md has the command that made the picture there.
+a lane in it for each part of the tokens.
 """
 
 from __future__ import annotations
