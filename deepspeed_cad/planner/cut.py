@@ -73,9 +73,9 @@ def choose_interleaved_cut(
     layout: Layout,
     unit: Ints,
     kinds: Sequence[LayerKind],
-    servers: int,
+    servers: float,
     linear: float | None = None,
-    helpers: int = 0,
+    helpers: float = 0.0,
 ) -> Ints | None:
     """Rows of each rank's first nano-batch where linear layers of one run while servers attend the other, or None.
 
@@ -87,10 +87,10 @@ def choose_interleaved_cut(
         layout: of trainers and servers; servers have no tokens.
         unit: [ranks] rows that a cut is a multiple of.
         kinds: of the model's layers, with costs in the unit of `linear`; none known yet: pairs of full attention.
-        servers: reserved ranks, 1 or more.
+        servers: reserved ranks, the sum of their speeds.
         linear: seconds per token of all but attention in one layer, forward and backward (with the recompute), on a
             trainer; None or 0: not known, both nano-batches get as much attention.
-        helpers: trainers that serve beside their linear layers where servers have no time.
+        helpers: trainers that serve beside their linear layers where servers have no time, the sum of their speeds.
     """
     tokens = layout.tokens
     unit = np.maximum(unit, 1)

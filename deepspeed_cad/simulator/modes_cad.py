@@ -4,7 +4,8 @@ In: a setting and the layouts of a step's micro-batches. Out: `Foreseen`.
 
 In place, all ranks meet in every layer, forward and backward. An exchange is hidden behind the attention that a rank
 runs meanwhile (`"overlap": "local_first"`). With reserved servers two parts alternate, so that linear layers hide it
-too, and finish times are equalised: a trainer's linear part is its base load. With pipelines the stages run in
+too, and finish times are equalised: a trainer's linear part is its base load. Where weights are sharded (ZeRO-3, FSDP)
+the parts alternate inside layers, and servers wait while linear layers run. With pipelines the stages run in
 lockstep rounds, a forward and a backward tick each, and one plan spreads the attention of all stages over all ranks.
 """
 
@@ -71,14 +72,15 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         linear, tensor = linear_seconds(setting, tokens), tensor_seconds(setting, tokens)
         other = linear.total + tensor.total
         # The planner counts kernels alone; what trainers do besides is made as much shorter.
-        base = other / setting.layers / setting.machine.in_training
+        base = other / setting.layers / setting.machine.in_training if alternates(setting) else None
         plan = plan_layout(setting, kept, setting.hosts, base)
         traffic = count_traffic(plan.tasks, kept.segments, setting.shape, setting.seats, setting.hosts)
         work = _task_seconds(setting, plan.tasks, setting.seats)
-        busy = work.total + other
         transfer = (_transfer(setting, traffic.forward) + _transfer(setting, traffic.backward)) * setting.layers
-        slowest = float(busy.max())
-        exchange = max(0.0, float(transfer.max()) - slowest) + _latency(setting)
+        attended = float(work.total.max())
+        slowest = float((work.total + other).max()) if alternates(setting) else attended + float(other.max())
+        hides = slowest if alternates(setting) else attended
+        exchange = max(0.0, float(transfer.max()) - hides) + _latency(setting)
         ran += slowest + exchange
         mean = _add(
             mean,
@@ -98,6 +100,11 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         trained,
         Figures((float(moved[0]), float(moved[1])), peak, degree=servers, measured=False),
     )
+
+
+def alternates(setting: Setting) -> bool:
+    """Whether linear layers of one part run while servers attend the other: see docs/interleave.md."""
+    return setting.sharding in ("zero1", "zero2")
 
 
 def even_servers(setting: Setting, tokens: float, attention: float) -> int:
