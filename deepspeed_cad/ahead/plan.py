@@ -35,7 +35,7 @@ from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import WAVES
-from deepspeed_cad.planner.cut import LayerKind, choose_cut, choose_interleaved_cut
+from deepspeed_cad.planner.cut import PlanLayers, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
 
@@ -296,7 +296,7 @@ class Plans:
     def _choose_cut(self, layout: Layout, unit: Ints, keys: list[PlanKey], linear: Floats | None) -> Ints | None:
         if self.reserved is None or self.config.overlap_used != "interleave":
             return choose_cut(layout, unit)
-        kinds = [LayerKind(self.cost.cost_for(key.shape), key.window, key.shape.groups) for key in keys]
+        kinds = [PlanLayers(self.cost.cost_for(key.shape), key.window, key.shape.groups) for key in keys]
         # The slowest trainer is the one that servers and the others wait for.
         slowest = None if linear is None else float(linear.max())
         servers = self.reserved.at_start or self.reserved.servers
