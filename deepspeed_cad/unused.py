@@ -1,4 +1,5 @@
-"""Keys that a user set and that do nothing in this run: one line each that says why and what to change.
+"""Keys that a user set and that do nothing in this run, or not on all ranks: one line each that says why and what to
+change.
 
 In: the configuration, and where it runs. Out: lines, empty where every key acts. Pure. A key that has its default was
 not asked for, so nothing is said of it.
@@ -21,6 +22,11 @@ def unused_keys(config: CADConfig, cost: Profile) -> list[str]:
         )
     if reserved:
         said += _in_one_piece(config, "beside reserved servers, whose orders do not name waves")
+        if config.keep == "host":
+            said.append(
+                '"keep" is "host" and does nothing on reserved servers: trainers park what they keep, servers hold it '
+                "on their GPU. Where a server runs out of memory, reserve more servers or use smaller micro-batches"
+            )
     if not _asks_for_relief(config):
         return said
     begin = f'"straggler_relief" is {config.straggler_relief} and does nothing'

@@ -34,6 +34,8 @@ def closed() -> Iterator[None]:
         SERVERS,
         {"straggler_relief": 0},
         {"waves": 1},
+        {"keep": "host"},
+        {**SERVERS, "keep": "device"},
         {**SERVERS, "waves": 1},
         {**SERVERS, "straggler_relief": 0, "trainers_serve": False},
     ],
@@ -51,6 +53,7 @@ def test_nothing_is_said_of_what_was_not_asked_for(block: dict, cost: Profile) -
         ({**SERVERS, "straggler_relief": 0.1}, PAIRS, '"straggler_relief" is 0.1 and does nothing: beside reserved'),
         ({**SERVERS, "waves": 4}, PAIRS, '"waves" is 4 and does nothing beside reserved servers'),
         ({**SERVERS, "memory": 2}, PAIRS, '"memory" is 2.0 and does nothing beside reserved servers'),
+        ({**SERVERS, "keep": "host"}, PAIRS, '"keep" is "host" and does nothing on reserved servers: trainers park'),
         ({"straggler_relief": 0.1}, PAIRS, '"straggler_relief" is 0.1 and does nothing: lateness is measured in sec'),
     ],
 )
