@@ -66,12 +66,15 @@ def unused_outside_pipelines(config: CADConfig) -> list[str]:
 
 def _in_one_piece(config: CADConfig, where: str) -> list[str]:
     """Keys about exchanges that go in waves, where they go whole."""
-    asked = {"waves": config.waves not in ("auto", 1), "memory": config.memory != "auto"}
-    return [
-        f'"{key}" is {getattr(config, key)} and does nothing {where}: exchanges go whole. Leave it out'
-        for key, is_asked in asked.items()
-        if is_asked
-    ]
+    said = []
+    if config.waves not in ("auto", 1):
+        said.append(f'"waves" is {config.waves} and does nothing {where}: exchanges go whole. Leave it out')
+    if config.memory != "auto":
+        said.append(
+            f'"memory" is {config.memory} and does nothing {where}: exchanges go whole, whatever they need. Leave it '
+            "out; where GPUs run out of memory, use smaller micro-batches"
+        )
+    return said
 
 
 def _asks_for_relief(config: CADConfig) -> bool:
