@@ -171,7 +171,7 @@ class Watchdog:
         return self.alarm.in_vain(label.index if isinstance(label, Identity) else 0)
 
     def _stands(self) -> bool:
-        """Whether a wait that its stream has reached is not over, the host is still inside a call, or what was to end them
+        """Whether a wait that its stream has reached is not over, the host is inside a call, or what was to end one
         does not come back."""
         if self._host is not None or self._frees():
             return True

@@ -55,8 +55,8 @@ class Launch:
     limit_s: float = 120.0
     hosts: tuple[int, ...] | None = None
     may_end: bool = False
-    """Whether the watchdog may end a rank's process: an error is what is looked for, and a kernel that is launched for the
-    first time while its GPU waits for a dead rank keeps the driver from freeing it."""
+    """Whether the watchdog may end a rank's process: an error is what is looked for, and a kernel that is launched for
+    the first time while its GPU waits for a dead rank keeps the driver from freeing it."""
     dies: int | None = None
     """The exit code with which the last rank may end, where it dies on purpose; the others must name it."""
     allocator: str = ""
