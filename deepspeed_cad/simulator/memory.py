@@ -18,11 +18,15 @@ SAVED_HIDDEN = 12.0
 """Tensors that autograd keeps of a layer without checkpointing: counted in transformers' Llama, not measured."""
 HEADROOM = 1.25
 """Of a landing area over what it must hold: as in schedule/room.py."""
+LSE = 4.0
+"""Bytes, of a row and head."""
 
 
 def state_bytes(setting: Setting, shards: int) -> float:
     """Weights, gradients and the fp32 state of AdamW, sharded over so many ranks."""
     weights = setting.stage_parameters
+    if setting.held is not None:
+        return weights * (setting.held[0] + setting.held[1] / shards)
     whole = {"zero1": 4.0, "zero2": 2.0, "zero3": 0.0, "fsdp": 0.0}[setting.sharding]
     sharded = 16.0 - whole
     gathered = 0.0
@@ -44,13 +48,31 @@ def activation_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> flo
 
 
 def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> float:
-    """O and LSE that CAD keeps over the recompute."""
+    """O and LSE of a rank's own rows that CAD keeps over the recompute: of all layers but the one that is recomputed,
+    which the working set counts."""
     if not setting.checkpointing or setting.recompute_attention:
         return 0.0
-    row = setting.shape.query_heads * (2.0 * setting.shape.value_dim + 4.0)
-    return tokens * row * setting.layers * in_flight
+    row = setting.shape.query_heads * (2.0 * setting.shape.value_dim + LSE)
+    return tokens * row * (setting.layers * in_flight - 1)
 
 
-def exchange_bytes(traffic: Traffic) -> float:
-    """Landing areas, and what a server makes for others before it is fetched."""
-    return HEADROOM * traffic.landing + traffic.served
+def served_bytes(setting: Setting, traffic: Traffic) -> float:
+    """What the fullest server keeps until its backward: O and LSE of what it served; without checkpointing Q, K and V
+    too, which do not travel again then."""
+    queries, keys, outputs = traffic.served
+    kept = outputs * (1.0 + LSE / (2.0 * setting.shape.value_dim))
+    if not setting.checkpointing:
+        kept = kept + queries + keys
+    layers = 1 if setting.checkpointing and setting.recompute_attention else setting.layers
+    return float(kept.max(initial=0.0)) * layers
+
+
+def landing_bytes(setting: Setting, traffic: Traffic, with_outputs: bool = False) -> float:
+    """Landing areas: of what a server gets in backward, dO too, and of what comes home. As large on all ranks.
+
+    `with_outputs`: O and LSE travel as well, as where another rank runs the backward (pipelines).
+    """
+    queries, keys, outputs = traffic.served
+    more = 1.0 + LSE / (2.0 * setting.shape.value_dim) if with_outputs else 0.0
+    there = float((queries + keys + outputs * (1.0 + more)).max(initial=0.0))
+    return HEADROOM * (setting.landing_areas * there + traffic.comes_home)

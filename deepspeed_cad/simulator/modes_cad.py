@@ -21,7 +21,13 @@ from deepspeed_cad.planner.plan import Plan, PlanInput
 from deepspeed_cad.rounds import Rounds
 from deepspeed_cad.simulator.attention import Both, Floats, of_tasks
 from deepspeed_cad.simulator.finish import done
-from deepspeed_cad.simulator.memory import activation_bytes, exchange_bytes, kept_output_bytes, state_bytes
+from deepspeed_cad.simulator.memory import (
+    activation_bytes,
+    kept_output_bytes,
+    landing_bytes,
+    served_bytes,
+    state_bytes,
+)
 from deepspeed_cad.simulator.schedule import Figures, compose, linear_seconds, tensor_seconds
 from deepspeed_cad.simulator.setting import Setting
 from deepspeed_cad.simulator.step import Foreseen, Seconds
@@ -87,7 +93,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         moved += np.array(traffic.moved) * setting.layers
         trained += float(tokens.sum())
         trainer = _peak(setting, float(tokens.max()), traffic, trainers)
-        peak = max(peak, trainer, exchange_bytes(traffic))
+        peak = max(peak, trainer, landing_bytes(setting, traffic) + served_bytes(setting, traffic))
     moved /= setting.seats
     return compose(
         setting,
@@ -184,7 +190,9 @@ def _in_rounds(setting: Setting, step: Sequence[Layout]) -> Foreseen:
     in_flight = rounds.in_flight(0)
     tokens = float(max(layout.tokens.max() for layout in step))
     peak = state_bytes(setting, seats) + activation_bytes(setting, tokens, in_flight)
-    peak += kept_output_bytes(setting, tokens, in_flight) + max(exchange_bytes(traffic) for traffic in traffics)
+    peak += kept_output_bytes(setting, tokens, in_flight)
+    # Another rank runs the backward of what it serves: servers keep nothing.
+    peak += max(landing_bytes(setting, traffic, with_outputs=True) for traffic in traffics)
     return compose(
         setting,
         "cad",
@@ -218,7 +226,8 @@ def _times(setting: Setting) -> float:
 
 def _peak(setting: Setting, tokens: float, traffic: Traffic, shards: int | None = None) -> float:
     state = state_bytes(setting, setting.seats if shards is None else shards)
-    return state + activation_bytes(setting, tokens) + kept_output_bytes(setting, tokens) + exchange_bytes(traffic)
+    held = landing_bytes(setting, traffic) + served_bytes(setting, traffic)
+    return state + activation_bytes(setting, tokens) + kept_output_bytes(setting, tokens) + held
 
 
 def _first_rows(layout: Layout, ranks: int) -> Layout:

@@ -51,6 +51,11 @@ class Setting:
     """Plans in place that were made already, by `id` of their layout, which lives as long."""
     optimizer: bool = True
     """Whether a step ends with the optimizer."""
+    held: tuple[float, float] | None = None
+    """Bytes of a weight with its gradient and optimizer state: on every rank, and shared by all. None: bf16 with AdamW
+    in fp32, as `sharding` shares them."""
+    landing_areas: int = 1
+    """In which what goes out lands, in turn. It was two before exchanges went in waves, as in older measured runs."""
 
     def __post_init__(self) -> None:
         """Raise CADConfigError for what cannot be; put the links' speeds into the cost, which plans heed."""

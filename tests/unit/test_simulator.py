@@ -16,11 +16,18 @@ from deepspeed_cad.planner.constants import WAVE_SECONDS
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.plan import PlanInput
 from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
 from deepspeed_cad.simulator import Cluster, Machine, Setting, modes, modes_cad
 from deepspeed_cad.simulator.attention import FORWARD_SHARE, Both, of_documents, of_pieces, of_tasks, seconds
 from deepspeed_cad.simulator.finish import done
 from deepspeed_cad.simulator.lengths import NAMED
-from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, state_bytes
+from deepspeed_cad.simulator.memory import (
+    activation_bytes,
+    kept_output_bytes,
+    landing_bytes,
+    served_bytes,
+    state_bytes,
+)
 from deepspeed_cad.simulator.pipeline import one_forward_one_backward
 from deepspeed_cad.simulator.schedule import linear_seconds, tensor_seconds, weight_seconds
 from deepspeed_cad.simulator.traffic import Traffic, count_traffic
@@ -132,9 +139,36 @@ def test_where_nothing_moves_there_is_no_traffic() -> None:
     own = setting()
     tasks = make_plan(PlanInput(EVEN.tick(), own.shape, COST)).tasks
     found = count_traffic(tasks, EVEN.segments, own.shape, 4, None)
-    assert found.moved == (0.0, 0.0) and found.landing == 0.0
+    assert found.moved == (0.0, 0.0) and landing_bytes(own, found) == served_bytes(own, found) == 0.0
     none = count_traffic(np.zeros((0, 6), np.int64), EVEN.segments, own.shape, 4, None)
-    assert none.served == 0.0
+    assert not none.served.any()
+
+
+@pytest.mark.parametrize(
+    "layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)], ids=["whole", "spanning"]
+)
+def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
+    """A server's own rows of a task that reads other ranks' keys too are copied beside what arrives."""
+    own = setting()
+    tasks = make_plan(PlanInput(layout.tick(), own.shape, COST)).tasks
+    (wave,) = schedule_waves(layout.tick(), tasks, 0, own.shape.groups, None, Cut(1))
+    found = count_traffic(tasks, layout.segments, own.shape, 4, None)
+    shape = own.shape
+    assert wave.served_rows.any()
+    # Ranges of head groups that overlap in part may be counted twice.
+    assert found.served[0] == pytest.approx(wave.served_rows[:, 0] * shape.query_bytes)
+    assert found.served[1] == pytest.approx(wave.served_rows[:, 1] * shape.key_value_bytes, rel=0.05)
+    assert found.served[2] == pytest.approx(wave.served_rows[:, 0] * shape.output_bytes)
+    back = (wave.landed_rows @ np.array([shape.query_bytes, shape.key_value_bytes])).max()
+    assert found.comes_home == pytest.approx(back, rel=0.05)
+    # A row of a head group that was served: O of 4 heads × 128 in bf16, and their LSE in fp32, in each of 4 layers.
+    row = 4 * (2 * 128 + 4)
+    assert served_bytes(own, found) == pytest.approx(wave.served_rows[:, 0].max() * row * own.layers)
+    assert served_bytes(setting(recompute_attention=True), found) == pytest.approx(wave.served_rows[:, 0].max() * row)
+    assert served_bytes(setting(checkpointing=False), found) > 2 * served_bytes(own, found)
+    two = landing_bytes(replace(own, landing_areas=2), found)
+    assert two > landing_bytes(own, found) > 1.25 * back
+    assert landing_bytes(own, found, with_outputs=True) > landing_bytes(own, found)
 
 
 def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
@@ -143,7 +177,7 @@ def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     asked, sent, answered, returned = (zero.copy() for _ in range(4))
     asked[0, 1:], sent[0, 0], answered[0, 1:], returned[0, 0] = (60, 40), 100, (30, 20), 50
     pairs = np.array([[0, 0], [1, 2], [0, 0], [1, 1]])
-    traffic = Traffic(asked, sent, answered, returned, pairs, np.zeros(0, bool), np.array([0, 2, 2]))
+    traffic = Traffic(asked, sent, answered, returned, pairs, np.zeros(0, bool), np.array([0, 2, 2]), np.zeros((3, 3)))
     own = Both(np.array([10.0, 20.0, 30.0]), np.array([400.0, 20.0, 30.0]))
     waiting = Both(np.array([0.0, 5.0, 0.0]), np.array([0.0, 5.0, 0.0]))
     found = done(traffic, own, waiting, np.array([1.0, 1.0]))
@@ -342,6 +376,7 @@ def test_state_is_sharded_as_the_stage_says() -> None:
         own = setting(sharding=sharding)  # type: ignore[arg-type]
         assert state_bytes(own, 4) == pytest.approx(weights * (whole + (16 - whole) / 4))
     assert state_bytes(setting(sharding="zero3"), 4) > weights * 4
+    assert state_bytes(replace(setting(), held=(10.0, 8.0)), 4) == pytest.approx(weights * 12)
 
 
 def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> None:
@@ -350,7 +385,8 @@ def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> 
     assert activation_bytes(own, 2000) == pytest.approx(2 * one)
     assert activation_bytes(own, 1000, 3) == pytest.approx(one + 2 * 1000 * 4 * 2 * 4096)
     assert activation_bytes(setting(checkpointing=False), 1000) > 2 * one
-    assert kept_output_bytes(own, 1000) == 1000 * 4 * 32 * (2 * 128 + 4)
+    # Of 4 layers one is recomputed, and its working set holds O already.
+    assert kept_output_bytes(own, 1000) == 1000 * 3 * 32 * (2 * 128 + 4)
     assert kept_output_bytes(setting(recompute_attention=True), 1000) == 0.0
 
 
