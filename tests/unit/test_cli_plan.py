@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -350,12 +351,13 @@ def test_a_model_that_cad_refuses_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert code == 2 and "CAD does not support MambaForCausalLM" in shown and shown.count("\n") == 1
 
 
-def test_thousands_of_ranks_are_soon_foreseen(capsys: pytest.CaptureFixture[str]) -> None:
-    import time
-
-    begun = time.monotonic()
-    code, _ = foresee_steps(capsys, "long-mix", "--ranks", "4096", "--steps", "1", "--modes", "plain,packed,cad")
-    assert code == 0 and time.monotonic() - begun < 60
+@pytest.mark.parametrize(("packing", "ranks"), [("in_order", 4096), ("zigzag", 2048)])
+def test_thousands_of_ranks_are_soon_foreseen(capsys: pytest.CaptureFixture[str], packing: str, ranks: int) -> None:
+    """Either takes about a second of an idle core; the bound is for busy ones."""
+    begun = time.process_time()
+    words = ["long-mix", "--ranks", str(ranks), "--packing", packing, "--steps", "1", "--modes", "packed,cad"]
+    code, _ = foresee_steps(capsys, *words)
+    assert code == 0 and time.process_time() - begun < 20
 
 
 def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
