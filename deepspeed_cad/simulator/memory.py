@@ -16,6 +16,9 @@ HIDDEN_TENSORS = 9.4
 SAVED_MLP = 4.0
 SAVED_HIDDEN = 12.0
 """Tensors that autograd keeps of a layer without checkpointing: counted in transformers' Llama, not measured."""
+LOGITS = 18.0
+"""Bytes of a logit in the last stage of a pipeline, where all of a micro-batch are there at once: one in bf16, four in
+fp32 (the logits, log-softmax, its gradient, and that of all rows). As measured (benchmarks/results)."""
 HEADROOM = 1.25
 """Of a landing area over what it must hold: as in schedule/room.py."""
 LSE = 4.0
@@ -37,13 +40,22 @@ def state_bytes(setting: Setting, shards: int) -> float:
     return weights * (whole + sharded / shards) + gathered
 
 
-def activation_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> float:
-    """Of `tokens` on a rank, with so many micro-batches between their forward and their backward."""
+def activation_bytes(
+    setting: Setting, tokens: float, in_flight: int = 1, logits: bool = False, waiting: float = 0.0
+) -> float:
+    """Of `tokens` on a rank, with so many micro-batches between their forward and their backward.
+
+    `logits`: all of them are there at once before the layers' backward begins. `waiting`: how many of the tokens are in
+    a part that is being attended, and hold nothing of the MLP, while the other part runs its layers.
+    """
     model = setting.model
-    work = 2.0 * (MLP_TENSORS * model.intermediate + HIDDEN_TENSORS * model.hidden)
+    active = 1.0 - waiting / max(tokens, 1.0)
+    work = 2.0 * (MLP_TENSORS * model.intermediate * active + HIDDEN_TENSORS * model.hidden)
     kept = 2.0 * model.hidden
     if not setting.checkpointing:
         kept = 2.0 * (SAVED_MLP * model.intermediate + SAVED_HIDDEN * model.hidden)
+    if logits:
+        work = max(work, LOGITS * model.vocabulary)
     return tokens * (kept * setting.layers * in_flight + work) / setting.tensor
 
 
@@ -54,6 +66,18 @@ def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> fl
         return 0.0
     row = setting.shape.query_heads * (2.0 * setting.shape.value_dim + LSE)
     return tokens * row * (setting.layers * in_flight - 1)
+
+
+def stage_bytes(setting: Setting, tokens: float, in_flight: tuple[int, int], kept: bool = False) -> float:
+    """Activations of the fuller of the first and the last stage, with so many micro-batches in flight.
+
+    `kept`: with O and LSE that are kept over the recompute.
+    """
+    ends = zip(in_flight, (False, True), strict=True)
+    return max(
+        activation_bytes(setting, tokens, count, logits) + (kept_output_bytes(setting, tokens, count) if kept else 0.0)
+        for count, logits in ends
+    )
 
 
 def served_bytes(setting: Setting, traffic: Traffic) -> float:

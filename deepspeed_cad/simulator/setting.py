@@ -95,7 +95,7 @@ class Setting:
     @property
     def work(self) -> Work:
         """Seconds per token outside attention."""
-        return work_per_token(self.model, self.machine, self.tensor)
+        return work_per_token(self.model, self.machine, self.tensor, whole_loss=self.pipeline > 1)
 
     @property
     def hosts(self) -> Ints | None:
@@ -115,6 +115,13 @@ class Setting:
     def _hosts(self, count: int) -> Ints | None:
         hosts = self.cluster.hosts[:: self.tensor][:count]
         return hosts if (hosts != hosts[0]).any() else None
+
+    @property
+    def hop(self) -> tuple[float, float]:
+        """Seconds per token, and of nothing, from a pipeline stage to the next: activations, or their gradient."""
+        near = self.cluster.per_host >= self.cluster.ranks
+        size = 2.0 * self.model.hidden / self.tensor
+        return size / (self.machine.collective if near else self.machine.between), self.machine.latency
 
     @property
     def stage_parameters(self) -> float:

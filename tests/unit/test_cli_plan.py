@@ -280,12 +280,12 @@ def test_options_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None
     assert run("--model", "llama-34b")["plain"]["step_seconds"] > 2 * usual["plain"]["step_seconds"]
     assert run("--recompute-attention")["cad"]["seconds"]["attention"] > usual["cad"]["seconds"]["attention"]
     several = run("--micro-batches", "4", "--pipeline", "4")
-    assert several["plain"]["tokens"] > 0 and not several["cad"]["measured"]
+    assert several["plain"]["tokens"] > 0 and several["cad"]["peak"] > 0
 
 
 def test_servers_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["long-mix", "--ranks", "8", "--steps", "1"]
-    assert "CAD, 3 reserved *" in foresee_steps(capsys, *words, "--reserve", "3")[1]
+    assert "CAD, 3 reserved  " in foresee_steps(capsys, *words, "--reserve", "3")[1]
     assert "reserved *" not in foresee_steps(capsys, *words, "--reserve", "none")[1]
     assert "8 servers of 8 seats leave no" in foresee_steps(capsys, *words, "--reserve", "8")[1]
 
