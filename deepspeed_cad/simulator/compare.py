@@ -119,7 +119,7 @@ def recommend(comparison: Comparison) -> str:
             f"Nothing fits: {label(least)} needs least, {least.peak / 2**30:.0f} GiB a GPU of "
             f"{least.capacity / 2**30:.0f}; it would fit with {what_would_fit(least)}."
         )
-    # Of reserved servers one run was measured: they are named beside what to take, and taken where nothing else is asked.
+    # Of reserved servers one run was measured: named beside what to take, and taken where nothing else is asked.
     tried = [one for one in fitting if one.mode != "cad reserved"] or fitting
     best = tried[0]
     for one in tried[1:]:

@@ -28,10 +28,8 @@ LSE = 4.0
 def state_bytes(setting: Setting, shards: int) -> float:
     """Weights, gradients and the fp32 state of AdamW, sharded over so many ranks."""
     weights = setting.stage_parameters
-    if setting.held is not None:
-        return weights * (setting.held[0] + setting.held[1] / shards)
     whole = {"zero1": 4.0, "zero2": 2.0, "zero3": 0.0, "fsdp": 0.0}[setting.sharding]
-    sharded = 16.0 - whole
+    whole, sharded = (whole, 16.0 - whole) if setting.held is None else setting.held
     gathered = 0.0
     if setting.sharding in ("zero3", "fsdp"):
         # The layer at work and the one that is fetched, and the gradient of one.
