@@ -33,8 +33,10 @@ KINDS = ("train_*.json", "fsdp2_*.json", "hosts_*.json", "pipeline_*.json", "ser
 """Names of files that are read."""
 MACHINES = {"NVIDIA H200": "h200"}
 """Machines of the simulator by the name that torch gives their GPU."""
-WAVES_SINCE = "2026-11-22"
-"""Runs of earlier days had two landing areas on the way out, where one is enough since exchanges go in waves."""
+BEFORE_WAVES = {
+    "20d1bbb", "9e17d32", "aad1172", "bacb716", "0239cdb", "963163a", "5b34a40", "7d0fc83", "4ffabac", "720b9da"
+}  # fmt: skip
+"""Commits of runs that had two landing areas on the way out, where one is enough since exchanges go in waves."""
 USUAL = {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}
 """Sizes that the benchmarks take where nothing is said; older files do not name all of them."""
 USUAL_KERNEL = "flash_attn_4"
@@ -177,13 +179,14 @@ def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[st
         sizes["hidden"] // sizes["heads"],
     )  # fmt: skip
     kernel = result.get("kernel", USUAL_KERNEL)
-    date = result.get("date") or result.get("machine", {}).get("date", "")
+    machine = result.get("machine")
+    commit = result.get("commit") or (machine.get("commit") if isinstance(machine, dict) else None)
     return Setting(
         model,
         Cluster(ranks, per_host, figures, collective_between=collective),
         Profile.load(SHIPPED / f"{MACHINES[device]}_{kernel}.json").cost_for(seat_shape(model, 1)),
         checkpointing=not sizes.get("no_checkpointing"),
-        landing_areas=2 if date < WAVES_SINCE else 1,
+        landing_areas=2 if commit in BEFORE_WAVES else 1,
         **more,
     )
 
