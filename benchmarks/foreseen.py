@@ -155,36 +155,37 @@ No constant can be right for both, and tokens/s are off by up to that much; rati
 ## What each kind of run adds
 
 Of pipelines and of reserved servers there is one run each, and what is below was completed with that run in view: 18
-bytes of a logit were found from it, and what a part holds while servers attend it was chosen knowing the sum. A second
-run would be the real test.
+bytes of a logit were found from it, and what a part holds while servers attend it was chosen knowing the sum. A
+second run would be the real test.
 
-- **Pipelines.** Head and loss are work of the last stage, on all logits of a micro-batch at once; each micro-batch waits
-  for a hand-over in each direction. Without attention the prediction is 2 % too fast: what DeepSpeed does between
-  micro-batches is not in it. The measured peak is without CAD's landing areas, which `pipeline.py` counts since.
-- **Reserved servers.** The micro-batch is cut and planned as training does it; then the layers of both parts alternate,
-  step by step, with what trainers serve themselves. So servers wait while the first part begins, at the turn from forward
-  to backward, for head and loss, and where a part's layers and attention are longer than a round. Ratios are to the run
-  in place beside it.
-- **Pretended hosts.** Two runs are foreseen with the speed of the link that they noted. That speed was too low, see above,
-  so tokens/s are too low as well; ratios between modes are right. The table they come from has the bound, not the mode
-  without attention, so that is not compared.
-- **Memory.** At home O and LSE are kept over the recompute, at servers those of what they served, in each layer. A task
-  that reads keys of several ranks has the server's own rows copied beside those that arrive. Landing areas are as large on
-  all ranks as the fullest needs them. Older runs had two of them on the way out.
+- **Pipelines.** Head and loss are work of the last stage, on all logits of a micro-batch at once; each micro-batch
+  waits for a hand-over in each direction. Without attention the prediction is 2 % too fast: what DeepSpeed does
+  between micro-batches is not in it. The measured peak is without CAD's landing areas, which `pipeline.py` counts
+  since.
+- **Reserved servers.** The micro-batch is cut and planned as training does it; then the layers of both parts
+  alternate, step by step, with what trainers serve themselves. So servers wait while the first part begins, at the
+  turn from forward to backward, for head and loss, and where a part's layers and attention are longer than a round.
+  Ratios are to the run in place beside it.
+- **Pretended hosts.** Two runs are foreseen with the speed of the link that they noted. That speed was too low, see
+  above, so tokens/s are too low as well; ratios between modes are right. The table they come from has the bound, not
+  the mode without attention, so that is not compared.
+- **Memory.** At home O and LSE are kept over the recompute, at servers those of what they served, in each layer. A
+  task that reads keys of several ranks has the server's own rows copied beside those that arrive. Landing areas are
+  as large on all ranks as the fullest needs them. Older runs had two of them on the way out.
 
 ## What was compared with nothing
 
 - **All-gather context parallelism and packing by length**: no run. The packing is an oracle's: no way to reach it is
   known. `train_step.py --mode dp,allgather_cp,cad` would be compared.
-- **Between hosts**: waves with more than one rank a host, documents in zigzag, and that collectives of ZeRO-3 and FSDP,
-  CAD's exchanges and context parallelism have the links to themselves, each as if the others moved nothing. What one more
-  wave costs is a guess. A file with the keys `link_GBps` and `collective_GBps`, objects with `inside` and `between`, is
-  foreseen at those speeds; `train_step.py --hosts` writes both.
+- **Between hosts**: waves with more than one rank a host, documents in zigzag, and that collectives of ZeRO-3 and
+  FSDP, CAD's exchanges and context parallelism have the links to themselves, each as if the others moved nothing.
+  What one more wave costs is a guess. A file with the keys `link_GBps` and `collective_GBps`, objects with `inside`
+  and `between`, is foreseen at those speeds; `train_step.py --hosts` writes both.
 - **More than one replica of a pipeline, more than one trainer beside servers, servers under ZeRO-3 or FSDP**, where
   nothing alternates: no run.
 - **ZeRO-2 and ZeRO-3, tensor parallelism, more than 4 GPUs**: arithmetic of bytes and links, not compared with a run.
-- **Runs of which too little is left**: `h200x4/accelerate_fsdp2_128k.md` has no documents, the hybrid only ratios (and
-  delta nets are not simulated), and of pretended hosts only the documents of the long mix are known.
+- **Runs of which too little is left**: `h200x4/accelerate_fsdp2_128k.md` has no documents, the hybrid only ratios
+  (and delta nets are not simulated), and of pretended hosts only the documents of the long mix are known.
 """
 
 
