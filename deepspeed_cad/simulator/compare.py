@@ -86,7 +86,7 @@ def compare(
 ) -> Comparison:
     """Foresee all steps in all modes that are wanted. `servers`: how many are reserved; None: what is best.
 
-    Raises CADConfigError where there is no step.
+    Raises CADConfigError where there is no step, or no mode that can run.
     """
     if not steps or not steps[0]:
         raise CADConfigError("there is no step to foresee")
@@ -106,6 +106,9 @@ def compare(
                 done.append(one)
                 tell(mode, len(done), len(steps))
         found.append(mean(done))
+    if not found:
+        reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())
+        raise CADConfigError(f"no mode that is asked for can run on {setting.cluster.ranks} GPUs: {reasons}")
     return Comparison(tuple(found), left_out)
 
 
@@ -113,6 +116,8 @@ def recommend(comparison: Comparison) -> str:
     """One sentence: what to take and why."""
     real = [one for one in comparison.found if one.mode != "packed"]
     fitting = [one for one in real if one.fits]
+    if not real:
+        return "Packing by length is a bound, and no way to reach it is known: ask for other modes beside it."
     if not fitting:
         least = min(real, key=lambda one: one.peak)
         return (

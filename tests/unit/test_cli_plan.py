@@ -314,6 +314,14 @@ def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--modes", "plain,nosuch"], "--modes: there is no mode 'nosuch'"),
         (["--reserve", "some"], "--reserve is 'some'; expected"),
         (["--cost", "nosuch.json"], "nosuch.json"),
+        (
+            ["--ranks", "7", "--modes", "ulysses,gathered"],
+            "no mode that is asked for can run on 7 GPUs: Ulysses: 32 query heads and 7 seats have no common divisor; "
+            "all-gather CP: 7 seats cannot be divided by 2",
+        ),
+        (["--modes", "cad reserved", "--reserve", "9"], "9 servers of 8 seats leave no server or no trainer"),
+        (["--output", "nosuch/x.json"], "--output: nosuch/x.json cannot be written: there is no folder nosuch"),
+        (["--plot", "nosuch/x.png"], "--plot: nosuch/x.png cannot be written: there is no folder nosuch"),
     ],
 )
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
@@ -336,6 +344,11 @@ def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "lengths.txt").write_text(content)
     code, shown = foresee_steps(capsys, str(tmp_path / "lengths.txt"))
     assert code == 2 and said in shown and "lengths.txt" in shown and shown.count("\n") == 1
+
+
+def test_the_bound_alone_is_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = foresee_steps(capsys, "long-mix", "--ranks", "8", "--steps", "1", "--modes", "packed")
+    assert code == 0 and "ask for other modes beside it" in shown
 
 
 def test_memory_that_cannot_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
