@@ -371,6 +371,10 @@ def test_parts_that_alternate(run: Any) -> None:
     assert run(parts, 50, 0.25) == pytest.approx(50 * 8, rel=0.01)
     # A server that needs longer than both linear parts sets the pace.
     assert run([one_part(2.0, 0.0, 4.0)] * 2, 50, 0.25) == pytest.approx(50 * 8, rel=0.02)
+    # Trainers whose linear layers are unequal make up for it in attention: they meet once a layer.
+    linear, own = np.array([1.0, 3.0]), np.array([3.0, 1.0])
+    uneven = Part(Both(linear, linear), Both(own, own), Both(np.zeros(1), np.zeros(1)), (0.0, 0.0), (0.0, 0.0))
+    assert run([uneven], 50, 0.0) == pytest.approx(50 * 4, rel=0.03)
     # A part whose linear layers and attention are longer than a round is what all wait for.
     assert run([one_part(2.0, 0.0, 6.0), one_part(5.0, 0.0, 1.0)], 50, 0.25) == pytest.approx(50 * 8, rel=0.02)
 
