@@ -174,6 +174,7 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
 def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.cli.foresee import (
         Progress,
+        deal,
         draw,
         make_folder,
         make_steps,
@@ -218,7 +219,7 @@ def _plan_data(args: argparse.Namespace) -> int:
             outlooks = [outlook(layout, plan=one) for layout, one in zip(firsts, plans, strict=True)]
         else:
             outlooks = list(threads.map(outlook, firsts))
-    comparison = compare(setting, steps, modes, servers, progress)
+    comparison = compare(setting, steps, modes, servers, progress, deal(lengths, setting, args, len(steps)))
     other, cad = without_cad(comparison), comparison.of("cad")
     if other and cad:
         outlooks = [

@@ -1,13 +1,15 @@
 """Two parts of a micro-batch that alternate beside reserved servers: when trainers are done (docs/interleave.md).
 
 In: of each part, seconds of one layer at every trainer and server, and of its transfers. Out: seconds of all layers,
-forward and backward. Trainers meet in every exchange, so the slowest one counts. One part alone, where a micro-batch
-cannot be cut, is the same without anything beside it.
+forward and backward. Servers wait for what all trainers send; trainers wait for servers, not for each other's own
+tasks. One part alone, where a micro-batch cannot be cut, is the same without anything beside it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from deepspeed_cad.simulator.attention import Both, Floats
 
@@ -44,40 +46,40 @@ class _Servers:
 
 def forward_seconds(parts: list[Part], layers: int, before: float) -> float:
     """Of all layers; `before`: the share of a layer's linear part that lies before its attention."""
-    servers, now = _Servers(len(parts)), 0.0
+    servers, now = _Servers(len(parts)), 0.0 * parts[0].linear.forward
 
     def send(number: int, one: Part) -> None:
-        servers.get(number, now, one.served.forward, (one.out[0], one.back[0]))
+        servers.get(number, float(now.max()), one.served.forward, (one.out[0], one.back[0]))
 
     for number, one in enumerate(parts):
-        now += before * float(one.linear.forward.max())
+        now = now + before * one.linear.forward
         send(number, one)
     for layer in range(layers):
         last = layer == layers - 1
         for number, one in enumerate(parts):
-            now = max(now + float(one.own.forward.max()), servers.done[number])
-            now += float(one.linear.forward.max()) * (1.0 - before if last else 1.0)
+            now = np.maximum(now + one.own.forward, servers.done[number])
+            now = now + one.linear.forward * (1.0 - before if last else 1.0)
             if not last:
                 send(number, one)
-    return now
+    return float(now.max())
 
 
 def backward_seconds(parts: list[Part], layers: int, before: float) -> float:
     """The mirror: a trainer runs its own tasks of a part as soon as that is sent, and the last part comes first."""
-    servers, now = _Servers(len(parts)), 0.0
+    servers, now = _Servers(len(parts)), 0.0 * parts[0].linear.backward
     mirrored = list(enumerate(parts))[::-1]
 
-    def send(number: int, one: Part) -> float:
-        servers.get(number, now, one.served.backward, (one.out[1], one.back[1]))
-        return now + float(one.own.backward.max())
+    def send(number: int, one: Part) -> Floats:
+        servers.get(number, float(now.max()), one.served.backward, (one.out[1], one.back[1]))
+        return np.asarray(now + one.own.backward)
 
     for number, one in mirrored:
-        now += float(one.linear.backward.max()) * (1.0 - before)
+        now = now + one.linear.backward * (1.0 - before)
         now = send(number, one)
     for layer in range(layers):
         last = layer == layers - 1
         for number, one in mirrored:
-            now = max(now, servers.done[number]) + float(one.linear.backward.max()) * (before if last else 1.0)
+            now = np.maximum(now, servers.done[number]) + one.linear.backward * (before if last else 1.0)
             if not last:
                 now = send(number, one)
-    return now
+    return float(now.max())

@@ -20,7 +20,7 @@ import numpy as np
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.cut import LayerKind, choose_interleaved_cut
+from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Plan, PlanInput
 from deepspeed_cad.rounds import Rounds
 from deepspeed_cad.simulator.attention import Both, Floats, of_tasks
@@ -151,7 +151,7 @@ def _alternate(setting: Setting, kept: Layout, trainers: int) -> _Met:
     # Head and loss are no part of the layers between which servers attend.
     ends = 0.0 if setting.pipeline > 1 else setting.work.loss
     each = Both(each.forward / setting.layers, (each.backward - ends) / setting.layers)
-    kinds, per_token = [LayerKind(setting.cost, None, setting.shape.groups)], float(each.total[0])
+    kinds, per_token = [PlanLayers(setting.cost, None, setting.shape.groups)], float(each.total[0])
     servers = setting.seats - trainers
     cut = choose_interleaved_cut(kept, np.ones(setting.seats, np.int64), kinds, servers, per_token, trainers)
     ticks = (kept.tick(),) if cut is None else kept.cut(cut)

@@ -91,7 +91,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
             ("nvlink,nccl,c10d", "nvlink: other sizes", "nccl: other sizes") if cuda else ("c10d", "c10d: other sizes")
         )
         return [Launch(group, case, limit_s=100) for case in cases]
-    if group == "servers":
+    if group in ("servers", "speeds"):
         return [Launch(group, limit_s=100)]
     if group == "streams":
         return [Launch(group, "nvlink,nccl,nccl/4" if cuda else "c10d,c10d/4", limit_s=200)]
@@ -122,14 +122,15 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
 
 GROUPS = (
     "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
-    "pipelines", "servers", "timeouts",
+    "pipelines", "servers", "timeouts", "speeds",
 )  # fmt: skip
 WAVES = (
     ("kernels", "failures"), ("identity", "timeouts"), ("transports", "loaders"), ("models", "mixed"),
     ("streams", "exactness"), ("pipelines", "servers"), ("growth",),
+    ("speeds",),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
-models take, and what fails mostly waits; a check that fills the memory of GPUs is alone."""
+models take, and what fails mostly waits; checks that fill the memory of GPUs, or time steps, are alone."""
 AT_ONCE = ("failures", "loaders", "timeouts")
 """Groups whose launches run at the same time."""
 

@@ -261,6 +261,20 @@ def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest
     gains = [a / b for a, b in zip(plain["steps"], cad["steps"], strict=True)]
     assert answer["gain"] == pytest.approx(np.mean(gains)) and cad["between"] > 0
     assert "not measured yet" in shown.err
+    # The default, ZeRO-3, leaves servers nothing to do beside linear layers.
+    assert answer["reserve"] == 0 and "Reserve none: with " in shown.err
+
+
+def test_how_many_to_reserve(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["long-mix", "--ranks", "8", "--steps", "4", "--modes", "cad,cad reserved", "--sharding", "zero1", "--json"]
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    cad, reserved = answer["modes"]
+    ratio = reserved["tokens_per_second_per_gpu"] / cad["tokens_per_second_per_gpu"]
+    assert answer["reserve"] == reserved["degree"] >= 1 and f"it is {ratio:.2f} times as fast as in place" in shown.err
+    # Of the same documents, in more steps.
+    assert reserved["tokens"] * len(reserved["steps"]) == pytest.approx(cad["tokens"] * len(cad["steps"]), rel=0.2)
 
 
 def test_options_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
