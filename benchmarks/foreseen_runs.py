@@ -29,8 +29,16 @@ from deepspeed_cad.simulator import Cluster, Foreseen, Machine, Setting, modes, 
 HERE = Path(__file__).resolve().parent
 RESULTS, WORKLOADS = HERE / "results", HERE / "workloads"
 SUMMARIES = RESULTS / "workloads.json"
-KINDS = ("train_*.json", "fsdp2_*.json", "hosts_*.json", "pipeline_*.json", "servers_*.json")
-"""Names of files that are read."""
+KINDS = (
+    "train_*.json",
+    "fsdp2_*.json",
+    "hosts_*.json",
+    "pipeline_*.json",
+    "servers_*.json",
+    "reserved_*.json",
+    "in-place_*.json",
+)
+"""Names of files that are read; the last two are what `two_gpus servers` calls them."""
 MACHINES = {"NVIDIA H200": "h200"}
 """Machines of the simulator by the name that torch gives their GPU."""
 BEFORE_WAVES = {
@@ -319,8 +327,8 @@ def _read_pipeline(result: dict[str, Any]) -> list[Mode]:
 def _read_servers(name: str, path: Path, result: dict[str, Any]) -> Run:
     """servers_step.py, one mode a file; ratios are to CAD in place over the same link, in the file beside it."""
     link = path.stem.rpartition("_")[2]
-    others = [json.loads(other.read_text()) for other in sorted(path.parent.glob(f"servers_*_{link}.json"))]
-    in_place = [one for one in others if one["servers"] == 0]
+    others = [json.loads(other.read_text()) for other in sorted(path.parent.glob(f"*in-place_{link}.json"))]
+    in_place = [one for one in others if one.get("servers") == 0]
     return Run(name, [_one_of_servers(result)], _one_of_servers(in_place[0]) if in_place else None)
 
 

@@ -9,6 +9,7 @@ they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch
     memory               bytes that ranks hold
     schedule, pipeline   who waits for whom
     modes, modes_cad     what each mode does with a step
+    interleaved          two parts that alternate beside reserved servers
     compare, sweep       all modes beside each other; one figure over ranks, context, reserved servers
     lengths, picture     named distributions of document lengths; charts
 """

@@ -103,6 +103,7 @@ def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
         assert mode["tokens_per_s_per_gpu"]["median"] > 0
     assert results["modes"]["cad"]["exposed_exchange_share"]["mean"] > 0
     assert set(results["bounds"]) == {"bound", "bound_qkv"}
+    assert results["collective_GBps"]["inside"] > 0
     assert "| cad |" in run.stdout
 
 
@@ -178,6 +179,9 @@ def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts:
     assert reserved["ranks"][0]["linear_s_per_token"][0] > 0 and 0 < reserved["ranks"][0]["servers_idle"] < 1
     for one in (reserved, in_place):
         assert ("between" in one["ranks"][0]["links"]) == hosts, one["ranks"][0]["links"]
+        assert bool(one["link_GBps"]["between"]) == hosts
+        assert len(set(one["settings"]["hosts"].split(","))) == 1 + hosts
+        assert one["settings"]["heads"] == 8 and one["kernel"] == "torch_math"
     table = subprocess.run(
         [sys.executable, ROOT / "benchmarks/servers_step.py", "--table", tmp_path], capture_output=True, text=True,
         check=True, timeout=120,

@@ -379,6 +379,14 @@ def test_parts_that_alternate(run: Any) -> None:
     assert run([one_part(2.0, 0.0, 6.0), one_part(5.0, 0.0, 1.0)], 50, 0.25) == pytest.approx(50 * 8, rel=0.02)
 
 
+@pytest.mark.parametrize("run", [forward_seconds, backward_seconds])
+def test_trainers_with_less_linear_work_may_attend_more(run: Any) -> None:
+    """Each is busy for 6 s a layer: nobody waits for the longest linear part and the longest own tasks together."""
+    linear, own, none = np.array([4.0, 2.0]), np.array([2.0, 4.0]), np.zeros(1)
+    part = Part(Both(linear, linear), Both(own, own), Both(none, none), (0.0, 0.0), (0.0, 0.0))
+    assert run([part, part], 50, 0.25) == pytest.approx(50 * 2 * 6, rel=0.02)
+
+
 @pytest.mark.parametrize("servers", [0, 4])
 def test_servers_and_trainers_must_both_be_there(servers: int) -> None:
     with pytest.raises(CADConfigError, match="at least one server and one trainer"):
