@@ -141,6 +141,8 @@ def read_setting(result: dict[str, Any], ranks: int) -> Setting:
     sizes, machine = result["settings"], result["machine"]["device"]
     if machine not in MACHINES:
         raise ValueError(f"no figures of {machine}")
+    if sizes.get("model", "llama") != "llama":
+        raise ValueError(f"the simulator knows layers of a Llama, not those of --model {sizes['model']}")
     figures, hosts = Machine.load(MACHINES[machine]), sizes.get("hosts")
     per_host = ranks
     if hosts:
