@@ -43,6 +43,8 @@ from train_workload import Workload  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.ahead.step import announce  # noqa: E402
+from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
+from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.request import read_environment  # noqa: E402
 from deepspeed_cad.session import Session  # noqa: E402
 
@@ -204,12 +206,29 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     }
 
 
+def for_predictions(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What benchmarks/foreseen.py foresees a run with: sizes, kernel, speeds of links, hosts."""
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    size, dtype = options.hidden // options.heads, torch.bfloat16 if device.type == "cuda" else torch.float32
+    need = KernelNeed(device, dtype, size, size, options.heads // options.kv_heads)
+    hosts = None if session.hosts is None else ",".join(str(int(one)) for one in session.hosts)
+    speeds = {} if session.links is None else {"inside": session.links.inside, "between": session.links.between}
+    return {
+        "settings": {**{name: getattr(options, name) for name in names}, "hosts": hosts},
+        "kernel": choose(session.config.kernel, need).name,
+        "link_GBps": {kind: speed and speed / 1e9 for kind, speed in speeds.items()},
+    }
+
+
 def write(options: argparse.Namespace, everyone: list[dict[str, Any]], device: torch.device) -> None:
     """One run as JSON, and its line of the table."""
     first = everyone[0]
     step = statistics.median(max(times) for times in zip(*(one["seconds"] for one in everyone)))
     result = {
         "run": options.output.stem if options.output else "run",
+        **for_predictions(options, device),
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "commit": options.commit, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "workload": None if options.workload is None else options.workload.stem, "tokens": first["tokens"],

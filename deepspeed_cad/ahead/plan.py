@@ -35,7 +35,7 @@ from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import WAVES
-from deepspeed_cad.planner.cut import LayerKind, choose_cut, choose_interleaved_cut
+from deepspeed_cad.planner.cut import PlanLayers, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
 
@@ -301,7 +301,7 @@ class Plans:
         if self.reserved is None or self.config.overlap_used != "interleave":
             return choose_cut(layout, unit)
         kinds = [
-            LayerKind(self.cost.cost_for(key.shape), key.window, key.shape.groups, layers)
+            PlanLayers(self.cost.cost_for(key.shape), key.window, key.shape.groups, layers)
             for key, layers in keys.items()
         ]
         # The slowest trainer is the one that servers and the others wait for.

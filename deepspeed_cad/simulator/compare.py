@@ -95,7 +95,7 @@ def compare(
 ) -> Comparison:
     """Foresee all steps in all modes that are wanted.
 
-    Raises CADConfigError where there is no step.
+    Raises CADConfigError where there is no step, or no mode that can run.
 
     Args:
         setting: model, cluster, how it is trained.
@@ -131,6 +131,9 @@ def compare(
                 done.append(one)
                 tell(mode, len(done), len(steps))
         found.append(mean(done))
+    if not found:
+        reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())
+        raise CADConfigError(f"no mode that is asked for can run on {setting.cluster.ranks} GPUs: {reasons}")
     return Comparison(tuple(found), left_out)
 
 
@@ -138,13 +141,15 @@ def recommend(comparison: Comparison) -> str:
     """One sentence: what to take and why."""
     real = [one for one in comparison.found if one.mode != "packed"]
     fitting = [one for one in real if one.fits]
+    if not real:
+        return "Packing by length is a bound, and no way to reach it is known: ask for other modes beside it."
     if not fitting:
         least = min(real, key=lambda one: one.peak)
         return (
             f"Nothing fits: {label(least)} needs least, {least.peak / 2**30:.0f} GiB a GPU of "
             f"{least.capacity / 2**30:.0f}; it would fit with {what_would_fit(least)}."
         )
-    # Reserved servers were never measured: they are named beside what to take, and taken where nothing else is asked.
+    # Of reserved servers one run was measured: named beside what to take, and taken where nothing else is asked.
     tried = [one for one in fitting if one.mode != "cad reserved"] or fitting
     best = tried[0]
     for one in tried[1:]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -102,3 +103,22 @@ def test_exchange_of_documents(workers: WorkerPool) -> None:
     assert exchanged["losses"] == pytest.approx(kept["losses"], rel=1e-10)
     for name, gradient in kept["gradients"].items():
         assert np.abs(exchanged["gradients"][name] - gradient).max() < 1e-9, name
+
+
+def _warned(rank: int, trainers: int, block: dict[str, Any]) -> list[str]:
+    """Warnings from before the session opens until a micro-batch was trained."""
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepspeed_cad").addHandler(listener)
+    try:
+        model = deepspeed_cad.apply(training.tiny_llama(), block).train()
+        training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=rank))).backward()
+    finally:
+        logging.getLogger("deepspeed_cad").removeHandler(listener)
+    return [text for text in said if "on reserved servers" in text]
+
+
+def test_trainer_0_says_once_that_servers_do_not_park(workers: WorkerPool) -> None:
+    (first,), second = _run(workers, _warned, keep="host")
+    assert first.startswith('"keep" is "host" and does nothing on reserved servers') and second == []

@@ -64,7 +64,8 @@ def test_what_cannot_run_is_left_out_with_its_reason(changes: dict[str, Any], mo
 
 
 def test_more_servers_than_seats_and_no_steps() -> None:
-    assert "leave no server or no trainer" in compare(setting(), LONG, ["cad reserved"], 4).left_out["cad reserved"]
+    left_out = compare(setting(), LONG, ["cad", "cad reserved"], 4).left_out
+    assert "leave no server or no trainer" in left_out["cad reserved"]
     with pytest.raises(CADConfigError, match="there is no step"):
         compare(setting(), [])
     with pytest.raises(CADConfigError, match="there is no mode 'nosuch'"):

@@ -17,7 +17,7 @@ from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.layout import Layout, LocalSegments
 from deepspeed_cad.planner import HeadShape
-from deepspeed_cad.planner.cut import LayerKind, choose_interleaved_cut
+from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
 from deepspeed_cad.session import Session
 
@@ -155,7 +155,7 @@ def test_the_cut_knows_servers_layers_and_the_slowest_trainer(
     opened = session.plans.open(announcements, {})
     layout = opened.layout
     assert layout.ranks == 3 and len(opened.ticks) == 2
-    unit, kinds = np.ones(3, np.int64), [LayerKind(session.plans.cost.cost_for(SHAPE), None, 2)]
+    unit, kinds = np.ones(3, np.int64), [PlanLayers(session.plans.cost.cost_for(SHAPE), None, 2)]
     expected = choose_interleaved_cut(layout, unit, kinds, 1, linear and max(linear), helpers)
     assert expected is not None
     session.plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
