@@ -215,7 +215,7 @@ def _read_training(result: dict[str, Any]) -> list[Mode]:
     layouts, ranks = found
     sizes = result["settings"]
     if sizes.get("model", "llama") != "llama" or sizes.get("tokens_per_rank"):
-        raise ValueError("no prediction of other models than a Llama, or of rows that were cut")
+        raise ValueError("no prediction of hybrids, sinks or MLA, or of rows that were cut")
     block = sizes.get("cad") or {}
     setting = make_setting(
         result["machine"]["device"],
