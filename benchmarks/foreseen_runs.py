@@ -223,7 +223,7 @@ def _read_training(result: dict[str, Any]) -> list[Mode]:
     layouts, ranks = found
     sizes = result["settings"]
     if sizes.get("model", "llama") != "llama" or sizes.get("tokens_per_rank"):
-        raise ValueError("no prediction of hybrids, or of rows that were cut")
+        raise ValueError("no prediction of hybrids, sinks or MLA, or of rows that were cut")
     block = sizes.get("cad") or {}
     setting = make_setting(
         result["machine"]["device"],
@@ -337,6 +337,8 @@ def _one_of_servers(result: dict[str, Any]) -> Mode:
     label = f"cad, {servers} reserved" if servers else "cad"
     if result.get("slowed") is not None:
         return Mode(label, "no prediction beside a GPU that something else uses")
+    if result.get("workload") is not None:
+        return Mode(label, "no prediction of rows in several micro-batches")
     ranks = trainers + servers
     setting = make_setting(
         result["machine"],

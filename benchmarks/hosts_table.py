@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = ("link", "workload", "plain tokens/s/GPU", "cad ÷ plain", "bound_qkv ÷ plain", "cad ÷ bound_qkv",
-           "ulysses ÷ plain", "exposed", "CAD found")  # fmt: skip
+           "ulysses ÷ plain", "allgather_cp ÷ plain", "exposed", "CAD found")  # fmt: skip
 
 
 def row(link: str, results: dict[str, Any]) -> list[str]:
@@ -30,7 +30,7 @@ def row(link: str, results: dict[str, Any]) -> list[str]:
     exposed = (modes.get("cad", {}).get("exposed_exchange_share") or {}).get("mean")
     return [
         link, results["workload"], f"{rates['dp']:,.0f}" if "dp" in rates else "", over("cad", "dp"),
-        over("bound_qkv", "dp"), over("cad", "bound_qkv"), over("ulysses", "dp"),
+        over("bound_qkv", "dp"), over("cad", "bound_qkv"), over("ulysses", "dp"), over("allgather_cp", "dp"),
         "" if exposed is None else f"{exposed:.1%}", results.get("links", {}).get("cad", ""),
     ]  # fmt: skip
 

@@ -110,7 +110,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--workload", type=Path, required=True, help="JSON with document lengths per step and rank")
+    add("--workload", type=Path, help="JSON with document lengths per step and rank")
     add("--stages", type=int, default=2)
     add("--micro-batches", type=int, default=8)
     add("--mode", default="1f1b,cad,none", help="comma-separated")
@@ -127,7 +127,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="timed passes over the steps")
     add("--commit", help="where this is not a git checkout: what the results name as the commit")
     add("--output", type=Path, help="folder for JSON")
-    return parser.parse_args(argv)
+    add("--table", type=Path, help="only print a table of the JSON files in this folder")
+    options = parser.parse_args(argv)
+    if not options.workload and not options.table:
+        parser.error("give --workload, or --table")
+    return options
 
 
 def make_steps(options: argparse.Namespace, replica: int, replicas: int) -> list[list[Any]]:
@@ -152,6 +156,10 @@ def make_steps(options: argparse.Namespace, replica: int, replicas: int) -> list
 
 def main() -> None:
     options = parse()
+    if options.table:
+        found = [json.loads(path.read_text()) for path in sorted(options.table.glob("pipeline_*.json"))]
+        sys.stdout.write(table(found))
+        return
     warnings.simplefilter("ignore", FutureWarning)
     device = open_process_group()
     cuda = device.type == "cuda"
@@ -230,6 +238,28 @@ def main() -> None:
     report(options, seconds, losses, peaks, float(attention) / len(steps), kernel.name)
     dist.barrier()
     dist.destroy_process_group()
+
+
+TABLE = "stages × replicas", "documents", "1F1B s", "CAD s", "CAD ÷ 1F1B", "÷ bound", "÷ pool", "peak GiB", "loss"
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown: CAD over DeepSpeed's schedule and over the bounds; peaks and losses of both. "?": not in the file."""
+    lines = [" | ".join(TABLE), " | ".join("---" for _ in TABLE)]
+    for run in runs:
+        took, over = run["seconds"], run.get("cad_over_bound", {})
+        both = [name for name in ("1f1b", "cad") if name in took]
+        peaks = (max(one[name] for one in run["peak_GiB_by_rank"]) for name in both)
+        cells = (
+            f"{run['stages']} × {run['ranks'] // run['stages']}",
+            f"all of {run['documents']}" if run["documents"] else run["workload"],
+            *(f"{took[name]:.3f}" if name in took else "?" for name in ("1f1b", "cad")),
+            f"{took['1f1b'] / took['cad']:.3f}" if len(both) == 2 else "?",
+            *(f"{over[name]:.3f}" if name in over else "?" for name in ("bound", "pool")),
+            " ".join(f"{peak:.1f}" for peak in peaks), " ".join(f"{run['losses'][name][0]:.5f}" for name in both),
+        )  # fmt: skip
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
 def landing_bytes() -> int:

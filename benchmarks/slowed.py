@@ -1,6 +1,6 @@
 """A GPU that something else uses too: the step of one long document beside what measured speeds allow.
 
-    benchmarks/two_gpus slowed FOLDER
+    benchmarks/gpus slowed FOLDER
     python benchmarks/slowed.py --table FOLDER
     python benchmarks/slowed.py --beside 0          matrix products on GPU 0 for as long as its parent lives
 
@@ -142,7 +142,9 @@ def allowed(linear: list[float], attention: list[float]) -> float:
 
 def table(folder: Path) -> str:
     """Markdown of all runs in a folder; one of them, in place with GPU 0 slowed, measured ranks alone."""
-    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    # Other benchmarks may have written there too.
+    runs = [run for run in found if "trainers" in run]
     measured = [run for run in runs if run.get("slowed") == 0 and run["ranks"][0].get("alone")]
     if not measured:
         raise SystemExit(f"{folder} has no run in place with --slowed 0 --alone")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 
 
@@ -97,7 +98,10 @@ def make_sequences(q_lengths: Any, k_lengths: Any, device: torch.device) -> Sequ
 
 
 class VarlenAttention(torch.autograd.Function):
-    """A kernel as autograd sees it: [T, H, D], [T, K, D], [T, K, D] to [T, H, D]."""
+    """A kernel as autograd sees it: [T, H, D], [T, K, D], [T, K, V] to [T, H, V].
+
+    Sinks [H] are folded into O and LSE behind the kernel, and their gradient is taken from these, as CAD does it.
+    """
 
     @staticmethod
     def forward(
@@ -108,17 +112,24 @@ class VarlenAttention(torch.autograd.Function):
         kernel: Kernel,
         sequences: Sequences,
         rule: MaskRule,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         o, lse = kernel.forward(q, k, v, sequences, rule)
-        ctx.save_for_backward(q, k, v, o, lse)
+        if sinks is not None:
+            o, lse = fold_sinks(o, lse, sinks)
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
         ctx.run = kernel, sequences, rule
         return o
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[Any, ...]:
         kernel, sequences, rule = ctx.run
-        q, k, v, o, lse = ctx.saved_tensors
-        return *kernel.backward(do.contiguous(), q, k, v, o, lse, sequences, rule), None, None, None
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        do, dsinks = do.contiguous(), None
+        if sinks is not None:
+            weight = torch.exp(sinks.to(lse.dtype) - lse)
+            dsinks = -(weight * (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum(0).to(sinks.dtype)
+        return *kernel.backward(do, q, k, v, o, lse, sequences, rule), None, None, None, dsinks
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,16 +186,18 @@ class GatheredAttention(torch.autograd.Function):
 
 
 class OwnQuery(torch.autograd.Function):
-    """In place of attention: the query as it is; the gradient also flows to K and V, so that no product is saved."""
+    """In place of attention: the query, as much of it as a value has; the gradient also flows to K and V, so that no
+    product is saved."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        ctx.heads = k.shape[1]
-        return q.clone()
+        ctx.heads, ctx.more = k.shape[1], q.shape[-1] - v.shape[-1]
+        return q[..., : v.shape[-1]].clone()
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return do, do[:, : ctx.heads], do[:, : ctx.heads]
+        dq = torch.nn.functional.pad(do, (0, ctx.more)) if ctx.more else do
+        return dq, dq[:, : ctx.heads], do[:, : ctx.heads]
 
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
@@ -195,11 +208,12 @@ def local_attention(kernel: Kernel) -> AttentionFunction:
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-        scaling: float | None = None, documents: Any = None, **_: Any,
+        scaling: float | None = None, documents: Any = None, sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
-        rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        return VarlenAttention.apply(q, k, v, kernel, documents, rule)[None], None
+        rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)
+        return VarlenAttention.apply(q, k, v, kernel, documents, rule, s_aux)[None], None
 
     return attend
 
@@ -225,6 +239,6 @@ def query_attention(gradients: str) -> AttentionFunction:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
     ) -> tuple[torch.Tensor, None]:
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
-        return (OwnQuery.apply(q, k, v) if gradients == "all" else q)[None], None
+        return (OwnQuery.apply(q, k, v) if gradients == "all" else q[..., : v.shape[-1]])[None], None
 
     return attend

@@ -29,6 +29,7 @@ from train_attention import (
 )
 from train_hybrid import find_recurrent, with_borders
 from train_model import share_parameters
+from train_shapes import is_plain
 from train_split import MicroBatch, Setting, make_micro_batch, own_row, split_pieces, split_rows, split_sequence
 from transformers import AttentionInterface, LlamaForCausalLM
 
@@ -183,6 +184,8 @@ def make_modes(names: list[str], model: LlamaForCausalLM, setting: Setting) -> l
             raise ValueError(
                 f"mode {name!r} splits documents over ranks, and the state of this model would have to travel"
             )
+        if not is_plain(model) and kind.startswith(("ulysses", "allgather")):
+            raise ValueError(f"mode {name!r} knows no sinks, no windows, and no values that are smaller than keys")
         copy = share_parameters(model)
         joined = kind.endswith("_joined")
         if kind == "cad":

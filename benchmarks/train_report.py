@@ -50,17 +50,15 @@ class Measured:
 
 def summarise(
     setting: Setting, modes: list[Mode], attention: list[Measured], timed: list[Measured],
-    differences: dict[str, float], options: argparse.Namespace, parameters: int,
+    differences: dict[str, float], options: argparse.Namespace, flops: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """The figures of all modes, from the steps of all ranks."""
+    """The figures of all modes, from the steps of all ranks; `flops`: what the model computes in a pass."""
     ranks = setting.ranks
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, (attention, timed))
-    workload, layers = setting.workload, options.attending_layers
+    workload = setting.workload
     steps = range(len(workload.steps))
     tokens = workload.tokens_per_rank * ranks * len(steps)
-    flops = 6.0 * parameters * tokens
-    flops += 12.0 * layers * options.hidden * sum(workload.pairs(step) for step in steps)
     found: dict[str, dict[str, Any]] = {}
     for mode in modes:
         rank_attention = [[one for one in who[0] if one.mode == mode.name] for who in everyone]
@@ -196,10 +194,15 @@ def table(results: dict[str, Any]) -> str:
         extra = {"over_first": rate / first, "over_bound": rate / bound if bound and mode["mfu"] is not None else None}
         lines.append("| " + " | ".join(cell(name, {**mode, **extra}) for _, cell in COLUMNS) + " |")
     for name, one in results["bounds"].items():
+        reached = ", ".join(
+            f"{mode} {modes[mode]['tokens_per_s_per_gpu']['median'] / one['tokens_per_s_per_gpu']:.3f}"
+            for mode in modes
+            if modes[mode]["mfu"] is not None
+        )
         lines.append(
             f"\n{name}: {one['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU = the steps without attention "
             f"({modes[name]['seconds']:.3f} s) and the mean attention of {one['attention_of']} "
-            f"({one['seconds'] - modes[name]['seconds']:.3f} s)."
+            f"({one['seconds'] - modes[name]['seconds']:.3f} s). Of it: {reached}."
         )
     if not all(mode["exact"] for mode in modes.values()):
         lines.append("\n\\* not the same computation: no attention, or documents cut at the borders of ranks.")

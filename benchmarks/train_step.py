@@ -32,24 +32,26 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from process_group import open_process_group  # noqa: E402
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
 from train_hybrid import attending_layers, make_hybrid  # noqa: E402
-from train_model import ChunkedLoss, ShardedAdamW, add_sizes, make_model, matrix_parameters  # noqa: E402
+from train_model import ChunkedLoss, ShardedAdamW, add_sizes, make_model  # noqa: E402
 from train_modes import CADMode, Mode, make_modes  # noqa: E402
 from train_report import Measured, summarise, write_results  # noqa: E402
+from train_shapes import SIZES, kernel_need, make_deepseek, make_gpt_oss, model_flops  # noqa: E402
 from train_split import Setting  # noqa: E402
 from train_workload import Workload  # noqa: E402
 
 from deepspeed_cad.exchange import probe  # noqa: E402
-from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 
 logger = logging.getLogger("benchmark")
+
+MODELS = {"llama": make_model, "hybrid": make_hybrid, "gpt_oss": make_gpt_oss, "deepseek": make_deepseek}
 
 
 class Trainer:
     """Runs steps of any mode and notes what they took."""
 
-    def __init__(self, setting: Setting, optimizer: ShardedAdamW, parameters: int) -> None:
-        self.setting, self.optimizer, self.parameters = setting, optimizer, parameters
+    def __init__(self, setting: Setting, optimizer: ShardedAdamW, flops: float) -> None:
+        self.setting, self.optimizer, self.flops = setting, optimizer, flops
         self.meet = torch.zeros(1, device=setting.device)
 
     def run(self, mode: Mode, step: int, following: int | None, timed_attention: bool) -> Measured:
@@ -127,7 +129,7 @@ def measure(trainer: Trainer, modes: list[Mode], options: argparse.Namespace) ->
                 found = trainer.run(mode, step, following, repeat == 0)
                 (attention if repeat == 0 else timed).append(found)
                 say(f"pass {repeat}, step {step}, {mode.name}: {found.seconds:.3f} s")
-    return summarise(trainer.setting, modes, attention, timed, differences, options, trainer.parameters)
+    return summarise(trainer.setting, modes, attention, timed, differences, options, trainer.flops)
 
 
 def time_collectives(trainer: Trainer, times: int = 3) -> float:
@@ -155,7 +157,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--workload", type=Path, required=True, help="JSON with document lengths per step and rank")
     add("--mode", default="dp,cad,bound", help='comma-separated; also cad:recompute, cad@{"overlap": "none"}')
     add_sizes(parser)
-    add("--model", choices=("llama", "hybrid"), default="llama", help="hybrid: of four layers three are delta nets")
+    add(
+        "--model", choices=tuple(MODELS), default="llama",
+        help="hybrid: of four layers three are delta nets; gpt_oss: sinks and windows; deepseek: MLA. The last two "
+        "have sizes of their own unless others are given",
+    )  # fmt: skip
     add("--dtype", choices=("bfloat16", "float32", "float64"), help="bfloat16 on GPUs, else float32")
     add("--kernel", default="auto", help="attention kernel of every mode")
     add("--cad", type=json.loads, default={}, help='the "cad" block that the modes cad… start from')
@@ -172,6 +178,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--peak-tflops", type=float, default=989.0, help="of one GPU, for MFU")
     add("--commit", help="where this is not a git checkout: what the results name as the commit")
     add("--output", type=Path, help="folder for JSON, Markdown and picture")
+    model = parser.parse_known_args(argv)[0].model
+    parser.set_defaults(**SIZES.get(model, {}))
     return parser.parse_args(argv)
 
 
@@ -217,7 +225,7 @@ def main() -> None:
     if options.model != "llama":
         workload = dataclasses.replace(workload, name=f"{workload.name}_{options.model}")
     dtype = getattr(torch, options.dtype or ("bfloat16" if cuda else "float32"))
-    model = (make_hybrid if options.model == "hybrid" else make_model)(
+    model = MODELS[options.model](
         options.layers, options.hidden, options.heads, options.kv_heads, options.ffn, options.vocab,
         workload.row_tokens, device, dtype,
     )  # fmt: skip
@@ -226,12 +234,11 @@ def main() -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = ShardedAdamW(list(model.parameters()), options.lr)
     watch = Stopwatch(device)
-    size = options.hidden // options.heads
-    kernel = choose(options.kernel, KernelNeed(device, dtype, size, size, options.heads // options.kv_heads))
+    kernel = choose(options.kernel, kernel_need(model, device, dtype))
     block = {"kernel": options.kernel, **({"recompute_attention": True} if options.recompute else {}), **options.cad}
     setting = Setting(workload, rank, ranks, device, options.vocab, TimedKernel(kernel, watch), watch, block)
     modes = make_modes(split_names(options.mode), model, setting)
-    trainer = Trainer(setting, optimizer, matrix_parameters(model))
+    trainer = Trainer(setting, optimizer, model_flops(model, workload))
     results = measure(trainer, modes, options)
     results["links"] = {
         mode.name: str(mode.session.traffic.links)

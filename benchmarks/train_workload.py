@@ -111,9 +111,15 @@ class Workload:
         """Tokens of a step that have a target, over all ranks."""
         return sum(n - 1 for row in self.steps[step] for n in row)
 
-    def pairs(self, step: int) -> float:
-        """Query-key pairs of one head, over all ranks."""
-        return float(sum(n * (n + 1) / 2 for row in self.steps[step] for n in row))
+    def pairs(self, step: int, window: int | None = None) -> float:
+        """Query-key pairs of one head, over all ranks; `window`: a row reads at most so many keys."""
+        return float(sum(_pairs(n, window) for row in self.steps[step] for n in row))
+
+
+def _pairs(tokens: int, window: int | None) -> float:
+    if window is None or tokens <= window:
+        return tokens * (tokens + 1) / 2
+    return window * (window + 1) / 2 + (tokens - window) * window
 
 
 def _cut(lengths: tuple[int, ...], tokens: int, factor: float) -> tuple[int, ...]:

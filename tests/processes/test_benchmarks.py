@@ -16,6 +16,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 
+import finetune_table  # noqa: E402
 import servers_picture  # noqa: E402
 import slowed  # noqa: E402
 from train_split import cut_pieces  # noqa: E402
@@ -45,6 +46,14 @@ def test_workloads_can_be_cut_and_scaled(path: Path) -> None:
             assert sum(small.local(step, rank).tokens for rank in range(2)) == 1000
     with pytest.raises(ValueError, match="start fewer processes"):
         workload.fit(workload.ranks + 1, None, False, None)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
+def test_pairs_inside_a_window(window: int | None) -> None:
+    workload = Workload("some", 2, 10, False, (((7, 3), (1, 9)),))
+    lengths = [n for row in workload.steps[0] for n in row]
+    expected = sum(min(row + 1, window or row + 1) for n in lengths for row in range(n))
+    assert workload.pairs(0, window) == expected
 
 
 def test_a_workload_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
@@ -159,6 +168,109 @@ def test_documents_exchanged_and_pretended_hosts_train_the_same(tmp_path: Path) 
         assert mode["gradient_difference"] < 1e-5, name
     lay = [float(one) for one in re.findall(r"attention max/mean ([\d.]+) as the documents lay", run.stderr)]
     assert len(lay) == 2 and lay[0] > 1.3 and lay[1] < 1.1, lay
+
+
+TINY = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128".split()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "groups"), [("gpt_oss", 4), ("deepseek", 8)])
+def test_other_shapes_of_attention_train_the_same(tmp_path: Path, model: str, groups: int) -> None:
+    """Sinks and windows, and values smaller than keys: what plain training folds and masks, CAD does too."""
+    run = torchrun(
+        2, "benchmarks/train_step.py", "--workload", "benchmarks/workloads/meet_64k_2r.json", *TINY, "--model", model,
+        "--kv-heads", str(groups), "--tokens-per-rank", "512", "--scale", "--mode", "dp,cad,bound_qkv", "--steps", "2",
+        "--warmup", "1", "--repeats", "1", "--cad", '{"granularity": 16}', "--output", str(tmp_path),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    modes = json.loads(next(tmp_path.glob("*.json")).read_text())["modes"]
+    assert modes["cad"]["loss"] == pytest.approx(modes["dp"]["loss"], rel=1e-5)
+    # Something really travelled, and with gradients of sinks too: one wrong by half is off by 1e-3.
+    assert 0 < modes["cad"]["gradient_difference"] < 1e-5
+    assert modes["bound_qkv"]["loss"] != modes["dp"]["loss"]
+
+
+@pytest.mark.long
+def test_rows_with_a_reserved_server_and_in_place(tmp_path: Path) -> None:
+    """The same rows in other numbers of micro-batches."""
+    rows = ["--workload", "benchmarks/workloads/heavy_128k_4r.json", "--rows", "6", "--tokens", "512"]
+    for name, block in (("reserved_rows", {"servers": {"reserved": 1}}), ("in-place_rows", {})):
+        launcher = ["-m", "deepspeed_cad.run", "--cad", json.dumps(block), "benchmarks/servers_step.py"]
+        run = torchrun(3, *launcher, *rows, *TINY, "--warmup", "1", "--output", str(tmp_path / f"{name}.json"))
+        assert run.returncode == 0, run.stderr[-4000:]
+    (tmp_path / "another.json").write_text('{"modes": {}}')
+    reserved, in_place = (json.loads((tmp_path / f"{name}_rows.json").read_text()) for name in ("reserved", "in-place"))
+    assert [one["ranks"][0]["micro_batches"] for one in (reserved, in_place)] == [3, 2]
+    assert reserved["tokens"] == in_place["tokens"] == 6 * 512
+    assert reserved["ranks"][0]["loss"] == pytest.approx(in_place["ranks"][0]["loss"], rel=1e-5)
+    command = [sys.executable, ROOT / "benchmarks/servers_step.py", "--table", tmp_path]
+    table = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "| reserved_rows | 2 + 1 |" in table and "| in-place_rows | 3 + 0 |" in table
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("limit", "code"), [(60, 0), (0, 1)])
+def test_a_server_killed_in_mid_step(tmp_path: Path, limit: int, code: int) -> None:
+    """The others end with its name; where they do not end in time, the exit code says so."""
+    command = [sys.executable, "benchmarks/killed_server.py", "--ranks", "2", "--limit", str(limit)]
+    script = ["--cad", '{"granularity": 16}', "--output", str(tmp_path / "killed.json"), "--", "--tokens", "512", *TINY]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == code, run.stdout + run.stderr
+    found = json.loads((tmp_path / "killed.json").read_text())
+    assert found["passed"] == (code == 0) and 0 < found["killed_after_s"] < 2 * found["step_s"]
+    if code == 0:
+        assert "server 1 ended: its process died" in found["killed"][0]["words"]
+    else:
+        assert "still runs" in run.stdout
+
+
+def gpus(*words: str, script: str = "gpus", **variables: str) -> subprocess.CompletedProcess[str]:
+    """benchmarks/gpus where there are none."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    return subprocess.run(
+        [str(ROOT / "benchmarks" / script), *words], env={**environment, **variables}, capture_output=True, text=True,
+        timeout=500, check=False,
+    )  # fmt: skip
+
+
+def test_the_measurements_have_names() -> None:
+    usage = gpus().stderr
+    names = re.findall(r"^  ([a-z_0-9]+) +\d+  ", usage, re.MULTILINE)
+    assert {"headline", "servers_rows", "finetune"} <= set(names) and usage == gpus(script="two_gpus").stderr
+    cases = re.findall(r"^  ([a-z_0-9]+)\)", (ROOT / "benchmarks" / "gpus").read_text(), re.MULTILINE)
+    assert sorted(cases) == sorted(names)
+    missing = gpus("headline", "nowhere", GPUS="", PATH="/usr/bin:/bin")
+    assert missing.returncode == 2 and "GPUS=2" in missing.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "sizes", "last"),
+    [
+        ("exchange", "--tokens-per-rank 256 --scale --repeats 1 --steps 1 --warmup 1", "bound_qkv: "),
+        ("pipeline", "--layers 2 --tokens 256 --scale --repeats 1 --steps 1", r"\| 2 × 1 \| meet_64k_2r \| \d"),
+        ("finetune", "--tiny --context 256 --synthetic 64 --steps 3", r"median [\d.]+ s off, [\d.]+ s on"),
+    ],
+)
+def test_measurements_by_name(tmp_path: Path, name: str, sizes: str, last: str) -> None:
+    workload = str(ROOT / "benchmarks" / "workloads" / "meet_64k_2r.json")
+    more = {"SIZES": sizes} if name == "finetune" else {"MORE": f"{' '.join(TINY)} {sizes}"}
+    run = gpus(name, str(tmp_path), workload, script="two_gpus", **more)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    assert re.search(last, run.stdout) and list(tmp_path.glob("*.json"))
+
+
+def test_fine_tuning_side_by_side() -> None:
+    balance = {"cad/attention_max_over_mean": 1.1, "cad/attention_max_over_mean_before": 2.0}
+    off = [{"loss": 2.0 - i, "seconds": s} for i, s in enumerate([90.0, 80.0, 6.0, 4.0])]
+    on = [{"loss": 2.0 - i + 1e-3 * i, "seconds": s, **balance} for i, s in enumerate([99.0, 70.0, 2.0, 2.0])]
+    found = finetune_table.compare(off, on)
+    assert found["median_s"] == {"off": 5.0, "on": 2.0} and found["off_over_on"] == 2.5
+    assert found["largest_difference_of_losses"] == pytest.approx(3e-3)
+    assert "| 4 | -1.000000 | -0.997000 | 4.000 | 2.000 | 2.00 | 1.10 |" in finetune_table.table(found)
+    with pytest.raises(ValueError, match="3 steps without CAD and 4 with it"):
+        finetune_table.compare(off[:3], on)
 
 
 @pytest.mark.slow
