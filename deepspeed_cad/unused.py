@@ -20,7 +20,7 @@ def unused_keys(config: CADConfig, cost: Profile) -> list[str]:
             'servers ("servers"), or leave it out'
         )
     if reserved:
-        said += _in_one_piece(config, "beside reserved servers, whose orders do not name waves")
+        said += _in_one_piece(config, "beside reserved servers, whose orders do not name waves", ("waves",))
     if not _asks_for_relief(config):
         return said
     begin = f'"straggler_relief" is {config.straggler_relief} and does nothing'
@@ -39,7 +39,7 @@ def unused_keys(config: CADConfig, cost: Profile) -> list[str]:
 
 def unused_in_pipelines(config: CADConfig, cost: Profile) -> list[str]:
     """Of a DeepSpeed pipeline, beside what `unused_keys` says."""
-    said = _in_one_piece(config, "in a pipeline, whose ticks are planned in one wave")
+    said = _in_one_piece(config, "in a pipeline, whose ticks are planned in one wave", ("waves", "memory"))
     if _asks_for_relief(config) and cost.unit == "seconds":
         said.append(
             f'"straggler_relief" is {config.straggler_relief} and does nothing in a pipeline: waits tell of its '
@@ -58,13 +58,13 @@ def unused_outside_pipelines(config: CADConfig) -> list[str]:
     ]
 
 
-def _in_one_piece(config: CADConfig, where: str) -> list[str]:
-    """Keys about exchanges that go in waves, where they go whole."""
+def _in_one_piece(config: CADConfig, where: str, keys: tuple[str, ...]) -> list[str]:
+    """Which of these keys about exchanges that go in waves were set, where they go whole."""
     asked = {"waves": config.waves not in ("auto", 1), "memory": config.memory != "auto"}
     return [
         f'"{key}" is {getattr(config, key)} and does nothing {where}: exchanges go whole. Leave it out'
-        for key, is_asked in asked.items()
-        if is_asked
+        for key in keys
+        if asked[key]
     ]
 
 

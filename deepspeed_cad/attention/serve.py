@@ -100,7 +100,7 @@ def run_half_local(
     for batch, sequences in wave.half_local:
         rows, _, _, heads = _ranges(batch, share)
         out = o_THV[rows, heads]
-        k, v = _keys_by_group(k_S1D, batch), _keys_by_group(v_S1V, batch)
+        k, v = keys_by_group(k_S1D, batch), keys_by_group(v_S1V, batch)
         o, lse = kernel.forward(q_THD[rows, heads], k, v, sequences, rule, out)
         if sinks_H is not None:
             o, lse = fold_sinks(o, lse, sinks_H[heads])
@@ -252,7 +252,7 @@ def run_served_backward(
     )
 
     def run(own: tuple[torch.Tensor, ...], batch: Batch, sequences: Sequences, dq_QHD: torch.Tensor) -> None:
-        k, v, into_k, into_v = (_keys_by_group(x, batch) for x in (k_S1D, v_S1V, dk, dv))
+        k, v, into_k, into_v = (keys_by_group(x, batch) for x in (k_S1D, v_S1V, dk, dv))
         do, q, o, lse = own
         into = None if wave.keys_overlap else (dq_QHD, into_k, into_v)
         made = kernel.backward(do, q, k, v, o, lse, sequences, rule, into)
@@ -281,7 +281,7 @@ def by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (k_UKD.shape[1], -1)).flatten(2)
 
 
-def _keys_by_group(x_S1D: torch.Tensor, batch: Batch) -> torch.Tensor:
+def keys_by_group(x_S1D: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[keys, groups, D]: key rows of a batch in a group-major tensor, a view; one group where the batch is served."""
     row, width = x_S1D.stride(0), x_S1D.shape[2]
     groups = batch.group_end - batch.group_begin

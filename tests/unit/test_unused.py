@@ -50,7 +50,6 @@ def test_nothing_is_said_of_what_was_not_asked_for(block: dict, cost: Profile) -
         ({**SERVERS, "straggler_relief": 0.1}, SECONDS, '"straggler_relief" is 0.1 and does nothing: beside reserved'),
         ({**SERVERS, "straggler_relief": 0.1}, PAIRS, '"straggler_relief" is 0.1 and does nothing: beside reserved'),
         ({**SERVERS, "waves": 4}, PAIRS, '"waves" is 4 and does nothing beside reserved servers'),
-        ({**SERVERS, "memory": 2}, PAIRS, '"memory" is 2.0 and does nothing beside reserved servers'),
         ({"straggler_relief": 0.1}, PAIRS, '"straggler_relief" is 0.1 and does nothing: lateness is measured in sec'),
     ],
 )
