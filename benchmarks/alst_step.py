@@ -22,7 +22,6 @@ import os
 import statistics
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "examples")]
 
+from process_group import open_process_group  # noqa: E402
 from servers_step import landing_bytes, make_part  # noqa: E402
 from torch.autograd.graph import save_on_cpu  # noqa: E402
 from train_attention import make_sequences  # noqa: E402
@@ -214,15 +214,9 @@ def main() -> None:
         return
     if options.mode is None:
         raise SystemExit("--mode alst, --mode cad, or --table FOLDER")
-    cuda = torch.cuda.is_available()
-    if not cuda:
+    if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timedelta(minutes=5))
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    device = open_process_group(minutes=5)
     found = train(options, device)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)

@@ -75,12 +75,20 @@ def shard(model: LlamaForCausalLM, dtype: torch.dtype) -> WithLoss:
     return whole.train()
 
 
+def landing_bytes() -> int:
+    """Device memory of CAD's landing areas, which lie outside of torch's allocator."""
+    session = deepspeed_cad.current_session()
+    return 0 if session is None or session.transport is None else session.transport.landing_bytes
+
+
 def report(
     options: argparse.Namespace,
     workload: Workload,
     seconds: dict[str, list[list[float]]],
     losses: dict[str, list[float]],
     counts: dict[str, int],
+    peaks: dict[str, float],
+    kernel: str,
 ) -> None:
     """Print the figures, and write them where asked."""
     total = {name: sum(median(one) for one in steps) for name, steps in seconds.items()}
@@ -91,6 +99,19 @@ def report(
         "cad_over_plain": total["plain"] / total["cad"],
         "gathers_per_step": counts,
         "losses": losses,
+        "peak_GiB": peaks,
+        "step_seconds": {name: [median(one) for one in steps] for name, steps in seconds.items()},
+        "settings": {
+            name: getattr(options, name)
+            for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tokens_per_rank", "cad")
+        }
+        | {"steps": len(workload.steps)},
+        "kernel": kernel,
+        "machine": {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "ranks": dist.get_world_size(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        },
     }
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     if options.output is not None:
@@ -130,6 +151,7 @@ def main() -> None:
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in workload.steps] for name in models}
     losses: dict[str, list[float]] = {name: [] for name in models}
     counts: dict[str, int] = {}
+    peaks: dict[str, float] = {}
     for repeat in range(options.repeats + 1):
         for step in range(len(workload.steps)):
             row = workload.make_rows(step, options.vocab)[rank]
@@ -144,6 +166,7 @@ def main() -> None:
                 dist.barrier()
                 if cuda:
                     torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
                 before, begun = gathers.count, time.perf_counter()
                 loss = model(**inputs, **more, use_cache=False, targets=targets, scale=1.0 / workload.targets(step))
                 loss.backward()
@@ -159,8 +182,16 @@ def main() -> None:
                 else:
                     losses[name].append(float(total))
                 counts[name] = gathers.count - before
+                if cuda:
+                    # Both models are there at once: the other's parameters and shards are not part of it.
+                    held = torch.cuda.max_memory_allocated() + (landing_bytes() if name == "cad" else 0)
+                    other = models["plain" if name == "cad" else "cad"]
+                    held -= sum(p.to_local().numel() * p.element_size() for p in other.parameters())
+                    peak = torch.tensor(float(held) / 2**30)
+                    dist.all_reduce(peak, dist.ReduceOp.MAX)
+                    peaks[name] = max(peaks.get(name, 0.0), float(peak))
     if rank == 0:
-        report(options, workload, seconds, losses, counts)
+        report(options, workload, seconds, losses, counts, peaks, kernel.name)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -14,7 +14,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from deepspeed_cad.planner.outlook import ModelShape
 
 GiB = 2**30
 LIBRARIES = 2 * GiB
@@ -29,30 +34,6 @@ NORM = 4
 """Units that a RMSNorm of transformers keeps until backward: its input in fp32 (2), normalised (1), its output (1)."""
 NORM_BACKWARD = 6
 """Units in fp32 while the backward of such a norm runs."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a Llama."""
-
-    layers: int = 32
-    hidden: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    ffn: int = 14336
-    vocab: int = 128256
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of one layer."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.ffn
-
-    @property
-    def parameters(self) -> int:
-        """All of them, with embedding and head."""
-        return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden
 
 
 @dataclass(frozen=True)
@@ -81,7 +62,7 @@ class Part(NamedTuple):
     """There in every phase, not at one moment of a layer's backward."""
 
 
-def parts(shape: Shape, setting: Setting) -> list[Part]:
+def parts(shape: ModelShape, setting: Setting) -> list[Part]:
     """Memory of one rank."""
     own = setting.tokens / setting.ranks
     unit = own * shape.hidden * 2
@@ -123,7 +104,7 @@ def _layer_formula(setting: Setting) -> str:
     return "17.5 T · E · 2" if setting.tile else "10.5 T · E · 2 + 6 T · F · 2"
 
 
-def layer_peak(shape: Shape, setting: Setting) -> float:
+def layer_peak(shape: ModelShape, setting: Setting) -> float:
     """Bytes while one checkpointed layer runs backward, besides its own input."""
     own = setting.tokens / setting.ranks
     unit = own * shape.hidden * 2
@@ -133,22 +114,22 @@ def layer_peak(shape: Shape, setting: Setting) -> float:
     held = (2 * NORM + heads + groups + (0 if setting.exchange else heads) + 1) * unit
     rows = min(setting.tile or own, own)
     # Six tensors as wide as the MLP: two or three of the forward, and gradients of them.
-    mlp = 6 * rows * shape.ffn * 2
+    mlp = 6 * rows * shape.intermediate * 2
     if not setting.tile:
         return held + mlp
     # Gradients of a tiled MLP's input and output are whole; then the norm before it.
     return held + max(2 * unit + mlp, (1 + NORM_BACKWARD) * unit)
 
 
-def loss_peak(shape: Shape, setting: Setting) -> float:
+def loss_peak(shape: ModelShape, setting: Setting) -> float:
     """Bytes while the loss is computed: the last norm, and logits."""
     own = setting.tokens / setting.ranks
     rows = min(setting.tile or own, own)
-    head = shape.vocab * shape.hidden * 2
-    return (NORM + 1) * own * shape.hidden * 2 + rows * shape.vocab * LOGIT + 2 * head
+    head = shape.vocabulary * shape.hidden * 2
+    return (NORM + 1) * own * shape.hidden * 2 + rows * shape.vocabulary * LOGIT + 2 * head
 
 
-def totals(shape: Shape, setting: Setting) -> tuple[float, float]:
+def totals(shape: ModelShape, setting: Setting) -> tuple[float, float]:
     """Bytes of one rank on its GPU at the worst moment, and on the host."""
     found = parts(shape, setting)
     peak = max(part.device for part in found if not part.always)
@@ -173,7 +154,7 @@ MEASURED = (Measured(524288, 4, 2, 41.3), Measured(1048576, 4, 2, 77.8), Measure
 
 def foreseen(run: Measured) -> float:
     """GiB of such a step by the same arithmetic."""
-    shape = replace(Shape(), layers=run.layers, vocab=32000)
+    shape = replace(ModelShape(), layers=run.layers, vocabulary=32000)
     setting = Setting(run.tokens, run.ranks, 0, "device", "device", exchange=False)
     unit = run.tokens / run.ranks * shape.hidden * 2
     weights = shape.parameters * (4 + 12 / run.ranks)
@@ -193,7 +174,7 @@ LENGTHS = (16384, 32768, 65536, 131072, 196608, 262144, 393216)
 """Tokens of one rank."""
 
 
-def bytes_table(shape: Shape, settings: list[Setting]) -> str:
+def bytes_table(shape: ModelShape, settings: list[Setting]) -> str:
     """What each byte is for; settings side by side."""
     heads = [f"{one.tokens:,} tokens on {one.ranks}: GPU" for one in settings]
     lines = [["what", "bytes per rank", *(cell for head in heads for cell in (head, "host"))]]
@@ -206,7 +187,7 @@ def bytes_table(shape: Shape, settings: list[Setting]) -> str:
     return _markdown(lines)
 
 
-def steps_table(shape: Shape, ranks: int) -> str:
+def steps_table(shape: ModelShape, ranks: int) -> str:
     """GPU memory by tokens of a rank and what is turned on; host memory of all ranks."""
     lines = [["tokens per rank", *(name for name, _ in STEPS), "host, all ranks"]]
     for own in LENGTHS:
@@ -238,9 +219,9 @@ def _markdown(lines: list[list[str]]) -> str:
 
 
 PAGE = (
-    lambda: bytes_table(Shape(), [Setting(1 << 20, 4), Setting(1 << 19, 2)]),
+    lambda: bytes_table(ModelShape(), [Setting(1 << 20, 4), Setting(1 << 19, 2)]),
     lambda: measured_table(),
-    lambda: steps_table(Shape(), 4),
+    lambda: steps_table(ModelShape(), 4),
 )
 """The tables of docs/million-tokens.md, in their order."""
 
@@ -255,13 +236,13 @@ def main() -> None:
     add("--tile", type=int, default=8192, help="tokens of a tile of MLPs and loss; 0: none")
     add("--keep", choices=("device", "host"), default="host")
     add("--checkpoints", choices=("device", "host"), default="host")
-    for name, value in vars(Shape()).items():
+    for name, value in vars(ModelShape()).items():
         add(f"--{name.replace('_', '-')}", type=int, default=value)
     options = parser.parse_args()
     if options.page:
         sys.stdout.write("\n".join(table() for table in PAGE))
         return
-    shape = Shape(**{name: getattr(options, name) for name in vars(Shape())})
+    shape = ModelShape(**{name: getattr(options, name) for name in vars(ModelShape())})
     setting = Setting(options.tokens, options.ranks, options.tile, options.keep, options.checkpoints)
     sys.stdout.write(bytes_table(shape, [setting]))
 

@@ -216,16 +216,26 @@ def main() -> None:
                     # CAD does not run attention again in the recompute, and the bounds do not either.
                     attention += spans["forward"][0] / (1 if options.no_checkpointing else 2) + spans["backward"][0]
                 if cuda:
-                    peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
+                    # Landing areas lie outside of torch's allocator, and other modes do not need them.
+                    landing = landing_bytes() if name == "cad" else 0
+                    peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() + landing)
                 if repeat >= options.warmup:
                     seconds[name].append(taken)
                     losses[name].append(loss)
                 if dist.get_rank() == 0:
                     sys.stderr.write(f"pass {repeat}, {name}: {taken:.3f} s, loss {loss:.5f}\n")
     dist.all_reduce(attention)
-    report(options, seconds, losses, peaks, float(attention) / len(steps))
+    size = options.hidden // options.heads
+    kernel = choose(options.kernel, KernelNeed(device, dtype, size, size, options.heads // options.kv_heads))
+    report(options, seconds, losses, peaks, float(attention) / len(steps), kernel.name)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def landing_bytes() -> int:
+    """Device memory of CAD's landing areas."""
+    session = deepspeed_cad.current_session()
+    return 0 if session is None or session.transport is None else session.transport.landing_bytes
 
 
 def find_commit() -> str:
@@ -236,14 +246,19 @@ def find_commit() -> str:
 
 def report(
     options: argparse.Namespace, seconds: dict[str, list[float]], losses: dict[str, list[float]],
-    peaks: dict[str, int], attention: float,
+    peaks: dict[str, int], attention: float, kernel: str,
 ) -> None:  # fmt: skip
-    """Write figures. `attention`: seconds of a step, summed over all ranks."""
+    """Write figures. `attention`: seconds of a step, summed over all ranks; `kernel`: its name."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, peaks)
     if dist.get_rank() != 0:
         return
     took = {name: statistics.median(values) for name, values in seconds.items()}
+    by_step = {
+        name: [statistics.median(values[step :: options.steps]) for step in range(options.steps)]
+        for name, values in seconds.items()
+    }
+    sizes = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "no_checkpointing")
     ranks, m, p = dist.get_world_size(), options.micro_batches, options.stages
     if "none" in took:
         took["bound"] = took["none"] + attention / ranks * (m + p - 1) / m
@@ -253,6 +268,8 @@ def report(
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "ranks": ranks, "stages": p, "micro_batches": m, "layers": options.layers, "hidden": options.hidden,
         "workload": options.workload.stem, "documents": options.documents, "cad": options.cad,
+        "tokens": options.tokens, "settings": {name: getattr(options, name) for name in sizes},
+        "kernel": kernel, "step_seconds": by_step,
         "seconds": took, "attention_s_of_all_ranks": attention, "losses": losses,
         "speed_over_1f1b": {name: took["1f1b"] / value for name, value in took.items()} if "1f1b" in took else {},
         "cad_over_bound": {name: took[name] / took["cad"] for name in ("bound", "pool") if name in took},

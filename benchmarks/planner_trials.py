@@ -18,7 +18,9 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -132,13 +134,23 @@ def try_spanning(only: list[str] | None) -> None:
         "| number | value | 8 KV heads: burden | bytes | hottest rank | 32: burden | bytes | hottest rank | seconds |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    print("| as they are | |", plan_spanning(layouts)[2:], flush=True)
-    for name in only or SPANNING_TRIALS:
-        holders = [module for module in (spread, starts) if hasattr(module, name)]
-        for value in SPANNING_TRIALS[name]:
+    print_trials(SPANNING_TRIALS, only, (spread, starts), lambda: plan_spanning(layouts))
+
+
+def print_trials(
+    trials: dict[str, list[Any]], only: list[str] | None, modules: tuple[ModuleType, ...], plan: Callable[[], str]
+) -> None:
+    """One row for each value of each number, by `plan`, and first one with the numbers as they are.
+
+    `modules`: those that took numbers over from planner/constants.py. Each number is put back after its values.
+    """
+    print("| as they are | |", plan()[2:], flush=True)
+    for name in only or trials:
+        holders = [module for module in modules if hasattr(module, name)]
+        for value in trials[name]:
             for module in holders:
                 setattr(module, name, value)
-            print(f"| {name} | {value} {plan_spanning(layouts)}", flush=True)
+            print(f"| {name} | {value} {plan()}", flush=True)
         for module in holders:
             setattr(module, name, getattr(constants, name))
 
@@ -157,15 +169,7 @@ def main() -> None:
     cases = json.loads(Path(args.reference).read_text())["cases"]
     print("| number | value | bytes | bytes, by keys | hottest rank | max/mean | min/mean | tasks | seconds |")
     print("|---|---|---|---|---|---|---|---|---|")
-    print("| as they are | |", plan_all(cases)[2:], flush=True)
-    for name in args.only or TRIALS:
-        holders = [module for module in (levels, offers, reference, round) if hasattr(module, name)]
-        for value in TRIALS[name]:
-            for module in holders:
-                setattr(module, name, value)
-            print(f"| {name} | {value} {plan_all(cases)}", flush=True)
-        for module in holders:
-            setattr(module, name, getattr(constants, name))
+    print_trials(TRIALS, args.only, (levels, offers, reference, round), lambda: plan_all(cases))
 
 
 if __name__ == "__main__":

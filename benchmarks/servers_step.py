@@ -32,10 +32,13 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from process_group import open_process_group  # noqa: E402
+from slowed import measure_alone, meet_all, slowed  # noqa: E402
 from train_model import ChunkedLoss, add_sizes, make_model  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.ahead.step import announce  # noqa: E402
+from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
+from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.request import read_environment  # noqa: E402
 from deepspeed_cad.session import Session  # noqa: E402
 
@@ -56,6 +59,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, help="JSON file of this run")
     parser.add_argument("--table", type=Path, help="only print a table of the JSON files in this folder")
+    parser.add_argument("--slowed", type=int, metavar="GPU", help="run matrix products beside this GPU: see slowed.py")
+    parser.add_argument("--alone", action="store_true", help="measure each trainer alone first: see slowed.py")
     add_sizes(parser)
     return parser.parse_args()
 
@@ -84,18 +89,26 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     request = read_environment()
     if request is None:
         raise SystemExit("start this by torchrun -m deepspeed_cad.run --cad '{...}' benchmarks/servers_step.py")
+    ids, positions, targets = make_part(options.tokens, rank, trainers, options.vocab, device)
+
+    def compute() -> torch.Tensor:
+        hidden = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+        loss: torch.Tensor = ChunkedLoss.apply(hidden, model.lm_head.weight, targets, 1.0 / (options.tokens - 1))
+        loss.backward()
+        return loss
+
+    def finish() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    meet = meet_all(device)
+    alone = measure_alone(model, compute, options.tokens, meet) if options.alone else None
     deepspeed_cad.apply(model, request.config)
     session = deepspeed_cad.current_session()
     assert session is not None
     feed = session.find_binding(model).feed
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ids, positions, targets = make_part(options.tokens, rank, trainers, options.vocab, device)
     batch = {"input_ids": ids[None].cpu(), "position_ids": positions[None].cpu()}
-    meet = torch.zeros(1, device=device)
-
-    def finish() -> None:
-        if cuda:
-            torch.cuda.synchronize()
 
     seconds, summing = [], []
     count = options.warmup + options.steps
@@ -105,15 +118,11 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             session.take_statistics("benchmark")
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-        dist.all_reduce(meet)
-        finish()
+        meet()
         begin = time.perf_counter()
         if step + 1 < count:
             announce(feed, batch)
-        hidden = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
-        loss = ChunkedLoss.apply(hidden, model.lm_head.weight, targets, 1.0 / (options.tokens - 1))
-        loss.backward()
-        del hidden
+        loss = compute()
         finish()
         computed = time.perf_counter()
         if trainers > 1:
@@ -143,6 +152,24 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "reserved": session.group_ranks - trainers,
         "linear_s_per_token": None if linear is None else linear.tolist(),
         "attention_planned": (found.load / max(found.micro_batches, 1)).tolist(),
+        "speeds": None if session.speeds is None else session.speeds.tolist(),
+        "alone": alone,
+    }
+
+
+def for_predictions(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What benchmarks/foreseen.py foresees a run with: sizes, kernel, speeds of links, hosts."""
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    size, dtype = options.hidden // options.heads, torch.bfloat16 if device.type == "cuda" else torch.float32
+    need = KernelNeed(device, dtype, size, size, options.heads // options.kv_heads)
+    hosts = None if session.hosts is None else ",".join(str(int(one)) for one in session.hosts)
+    speeds = {} if session.links is None else {"inside": session.links.inside, "between": session.links.between}
+    return {
+        "settings": {**{name: getattr(options, name) for name in names}, "hosts": hosts},
+        "kernel": choose(session.config.kernel, need).name,
+        "link_GBps": {kind: speed and speed / 1e9 for kind, speed in speeds.items()},
     }
 
 
@@ -152,10 +179,12 @@ def write(options: argparse.Namespace, everyone: list[dict[str, Any]], device: t
     step = statistics.median(max(times) for times in zip(*(one["seconds"] for one in everyone)))
     result = {
         "run": options.output.stem if options.output else "run",
+        **for_predictions(options, device),
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "commit": options.commit, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "tokens": options.tokens, "layers": options.layers, "hidden": options.hidden, "trainers": len(everyone),
-        "servers": first["reserved"], "step_s": step, "tokens_per_s": options.tokens / step, "ranks": everyone,
+        "servers": first["reserved"], "slowed": options.slowed, "step_s": step,
+        "tokens_per_s": options.tokens / step, "ranks": everyone,
     }  # fmt: skip
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +218,10 @@ def main() -> None:
         sys.stdout.write(table(runs))
         return
     device = open_process_group(minutes=5)
-    found = train(options, device)
+    with slowed(options.slowed if dist.get_rank() == 0 else None):
+        dist.barrier()
+        found = train(options, device)
+        dist.barrier()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     if dist.get_rank() == 0:

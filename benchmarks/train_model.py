@@ -134,20 +134,28 @@ class ShardedAdamW:
 
     def step(self) -> torch.Tensor:
         """Sum the gradients over the ranks, update, and give the norm of the gradient."""
-        if self.in_place:
-            dist.reduce_scatter_tensor(self.own_gradients, self.gradients)
-        else:
-            dist.all_reduce(self.gradients)
+        self.scatter()
         self.master.grad = self.own_gradients.float()
         norm = self.master.grad.pow(2).sum()
         dist.all_reduce(norm)
         self.adam.step()
         self.master.grad = None
         self.own_weights.copy_(self.master.data)
+        self.gather()
+        return norm.sqrt()
+
+    def scatter(self) -> None:
+        """Sum the gradients over the ranks, each its own shard."""
+        if self.in_place:
+            dist.reduce_scatter_tensor(self.own_gradients, self.gradients)
+        else:
+            dist.all_reduce(self.gradients)
+
+    def gather(self) -> None:
+        """Give all ranks the weights of all shards."""
         if self.in_place:
             dist.all_gather_into_tensor(self.weights, self.own_weights)
         else:
             parts = list(self.weights.clone().view(self.ranks, -1).unbind())
             dist.all_gather(parts, self.own_weights.clone())
             self.weights.copy_(torch.cat(parts))
-        return norm.sqrt()

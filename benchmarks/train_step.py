@@ -21,6 +21,7 @@ import time
 import warnings
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats()
         watch.on = timed_attention
         dist.all_reduce(self.meet)
-        self._finish()
+        self.finish()
         begun = time.perf_counter()
         mode.before(step, following)
         self.optimizer.zero_grad()
@@ -73,7 +74,7 @@ class Trainer:
             loss += part.detach()
         del hidden, part
         norm = self.optimizer.step()
-        self._finish()
+        self.finish()
         seconds = time.perf_counter() - begun
         watch.on = False
         spans = watch.take()
@@ -82,7 +83,8 @@ class Trainer:
         peak = torch.cuda.max_memory_allocated() + mode.buffer_bytes() if cuda else 0
         return Measured(mode.name, step, seconds, waited, float(loss), float(norm), peak, spans)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait for the device."""
         if self.setting.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -126,6 +128,24 @@ def measure(trainer: Trainer, modes: list[Mode], options: argparse.Namespace) ->
                 (attention if repeat == 0 else timed).append(found)
                 say(f"pass {repeat}, step {step}, {mode.name}: {found.seconds:.3f} s")
     return summarise(trainer.setting, modes, attention, timed, differences, options, trainer.parameters)
+
+
+def time_collectives(trainer: Trainer, times: int = 3) -> float:
+    """GB/s that reach this rank while gradients are scattered and weights gathered: what ZeRO does at the end of a
+    step. Loses the gradients."""
+    optimizer = trainer.optimizer
+    taken = []
+    for _ in range(times + 1):
+        dist.all_reduce(trainer.meet)
+        trainer.finish()
+        begun = time.perf_counter()
+        optimizer.scatter()
+        optimizer.gather()
+        trainer.finish()
+        taken.append(time.perf_counter() - begun)
+    size = optimizer.weights.numel() * optimizer.weights.element_size()
+    # The first one may open connections.
+    return 2 * size * (optimizer.ranks - 1) / optimizer.ranks / median(taken[1:]) / 1e9
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -223,6 +243,10 @@ def main() -> None:
     for start in [traffic.start for traffic in traffics if traffic is not None][:1]:
         speeds = {"inside": start.inside, "between": start.between}
         results["link_GBps"] = {kind: speed and speed / 1e9 for kind, speed in speeds.items()}
+    # All on one host, or each on its own: else both kinds of links have a part in it.
+    on_hosts = len(set(options.hosts.split(","))) if options.hosts else 1
+    if on_hosts in (1, ranks) and ranks > 1:
+        results["collective_GBps"] = {"inside" if on_hosts == 1 else "between": time_collectives(trainer)}
     if rank == 0:
         sys.stdout.write(write_results(results, options.output))
     for mode in modes:

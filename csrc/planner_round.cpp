@@ -50,9 +50,12 @@ void Round::apply(const Move& move) {
         cells.assign(column, column + count);
         for (const Cell& cell : cells) {
             const int64_t low = std::max(cell.begin, move.begin), high = std::min(cell.end, move.end);
-            if (low < high) state.move(move.document, group, low, high, move.server);
+            if (low >= high) continue;
+            state.move(move.document, group, low, high, move.server);
+            pool_loads_.load_changed(cell.server);
         }
     }
+    pool_loads_.load_changed(move.server);
 }
 
 void Round::follow(int32_t donor, const Move& move) {
@@ -71,6 +74,8 @@ void Round::follow(int32_t donor, const Move& move) {
         if (real(rows * p.output_bytes) > p.memory[segment.home] - real(state.received[segment.home])) return;
         for (int64_t group = 0; group < p.groups; ++group)
             state.move(segment.document, group, segment.begin, segment.end, server);
+        pool_loads_.load_changed(donor);
+        pool_loads_.load_changed(server);
     }
 }
 
@@ -160,13 +165,7 @@ int64_t Round::water_level(double surplus) const {
 }
 
 void Round::find_emptiest(int32_t donor) {
-    int32_t best = -1, near = -1;
-    for (const int32_t rank : pool_) {
-        const double deficit = at.take[rank] - state.load[rank];
-        if (deficit <= at.slack[rank] || rank == donor) continue;
-        if (best < 0 || deficit > at.take[best] - state.load[best]) best = rank;
-        if (p.host[rank] == p.host[donor] && (near < 0 || deficit > at.take[near] - state.load[near])) near = rank;
-    }
+    const int32_t best = pool_loads_.of_all(donor), near = pool_loads_.on_host_of(donor);
     emptiest_.clear();
     if (best >= 0) emptiest_.push_back(best);
     if (near >= 0) emptiest_.push_back(near);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "planner.h"
+#include "planner_emptiest.h"
 
 namespace cad {
 
@@ -67,7 +68,8 @@ private:
 class Round {
 public:
     Round(Columns* columns, const Levels& levels, const Ranks& pool)
-        : state(*columns), p(columns->p), at(levels), pool_(pool), offer_(*columns, levels) {}
+        : state(*columns), p(columns->p), at(levels), pool_(pool), pool_loads_(*columns, levels, pool),
+          offer_(*columns, levels) {}
     void run();
 
 private:
@@ -93,6 +95,7 @@ private:
     const Problem& p;
     const Levels& at;
     const Ranks& pool_;
+    Emptiest pool_loads_;
     Offer offer_;
     std::vector<Item> items_;
     std::vector<int32_t> emptiest_, receivers_;

@@ -116,6 +116,14 @@ class CADConfig:
     while a job starts. Under `torch.use_deterministic_algorithms` nothing is measured: plans take the figures given
     here, or else those of the profile."""
 
+    speeds: str | list[float] | None = None
+    """How fast ranks run attention, beside each other: for GPUs of different kinds, or ones that something else uses
+    too. "measure": every rank times one attention call at the start, all at once, in about half a second, and slower
+    ranks get less; or a list with a number above 0 for each rank that runs attention, trainers first and then reserved
+    servers: at `[1.0, 0.5]` the second rank takes twice as long. null: all are taken for equal; small differences are
+    found while training (`straggler_relief`). Under `torch.use_deterministic_algorithms` nothing is measured: give a
+    list there."""
+
     waves: str | int = "auto"
     """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
     while another is computed. "auto": 1 on one host or by "c10d"; on several hosts the number from 1 to 8 with which
@@ -127,8 +135,8 @@ class CADConfig:
     in more waves: head groups one after the other and, where one is too much, blocks of its rows. Long documents then
     need little more memory; short waves cost time. "auto": a thirty-second of the GPU's memory, and no more than
     training leaves free after the first step, on the rank that has least; on CPUs no limit. Beside reserved servers
-    nothing goes in waves: a number refuses micro-batches that would bring more, and "auto" is no limit. Not in
-    pipelines."""
+    nothing goes in waves: a number refuses micro-batches that would bring more, and "auto" is no limit. In pipelines
+    nothing limits it: use smaller micro-batches there."""
 
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
@@ -197,6 +205,7 @@ class CADConfig:
             raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
         _check_servers(self.servers)
         _check_links(self)
+        _check_speeds(self)
         _refuse_combinations(self)
 
     @classmethod
@@ -322,6 +331,20 @@ def _check_links(config: CADConfig) -> None:
         if not number or not speed > 0:
             raise _bad("links", dict(links), allowed, f'Its key "{key}" is {_show(speed)}; expected GB/s above 0.')
     object.__setattr__(config, "links", {key: float(links[key]) for key in LINK_KEYS})
+
+
+def _check_speeds(config: CADConfig) -> None:
+    """null, "measure", or numbers above 0."""
+    speeds = config.speeds
+    allowed = 'null, "measure", or a list with a number above 0 for each rank that runs attention'
+    if speeds is None or speeds == "measure":
+        return
+    if not isinstance(speeds, list | tuple) or not speeds:
+        raise _bad("speeds", speeds, allowed)
+    for rank, one in enumerate(speeds):
+        if isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one) or not one > 0:
+            raise _bad("speeds", list(speeds), allowed, f"That of rank {rank} is {_show(one)}.")
+    object.__setattr__(config, "speeds", [float(one) for one in speeds])
 
 
 def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: Any) -> None:

@@ -23,7 +23,7 @@ from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.linear import Linear
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.memory import Memory
-from deepspeed_cad.ahead.pace import Pace
+from deepspeed_cad.ahead.pace import Pace, allowance
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.traffic import Traffic
@@ -40,6 +40,7 @@ from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.groups import open_groups
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
+from deepspeed_cad.profiles.speed import find_speeds
 from deepspeed_cad.server.idle import EVERY
 from deepspeed_cad.server.regroup import Opened
 from deepspeed_cad.shared_cost import share_cost
@@ -84,14 +85,21 @@ class Session:
         if self.groups.exchange is not None:
             self._open_transport(self.groups.exchange)
         self._watch_for_standstill()
-        self.tracer = self.counts.tracer = open_tracer(config.trace, config.trace_steps, device, self.rank, self.ranks)
+        self.tracer = self.counts.tracer = open_tracer(
+            config.trace, config.trace_steps, device, self.rank, self.group_ranks
+        )
         self.cost = share_cost(config, device, self.groups.cpu, self.group_ranks > 1)
+        self.speeds = find_speeds(
+            config.speeds, self.group_ranks, device, config.kernel, self._numbers,
+            torch.are_deterministic_algorithms_enabled(), self.cost,
+        )  # fmt: skip
+        """[ranks of the CAD group] in attention, beside what the costs say; None: all are equal."""
         self._watch_traffic()
         self.linear = Linear(self.ranks, self._take_linear, torch.are_deterministic_algorithms_enabled)
         if self.reserved is not None:
             self.gatherer.linear = self.linear
         elif self.cost.unit == "seconds":
-            self.pace.most = config.straggler_relief
+            self.pace.most = allowance(config.straggler_relief, self.speeds)
         self.warn(unused_keys(config, self.cost))
         self.aside: torch.cuda.Stream | None = None
         if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
@@ -104,9 +112,9 @@ class Session:
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self.hosts, lambda: self.aside, self.traffic,
+            self.hosts, lambda: self.aside, self.traffic, self.speeds,
             None if self.reserved is None else self.reserved.planning(
-                self.rank, self.linear.seconds, self.hosts, self.transport
+                self.rank, self.linear.seconds, self.speeds, self.hosts, self.transport
             ),
             self.memory,
         )  # fmt: skip
@@ -120,14 +128,9 @@ class Session:
     def _open_transport(self, group: Group) -> None:
         from deepspeed_cad.exchange.opening import open_transport
 
-        def agree(value: int) -> list[int]:
-            if self.reserved is not None:
-                return self.reserved.group.numbers(value, self.liveness)
-            return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
-
         given = self.config.links if isinstance(self.config.links, Mapping) else None
         self.transport, hosts, self.links = open_transport(
-            self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s, given
+            self.config.transport, group, self.device, self._numbers, self.liveness, self.config.timeout_s, given
         )
         self.hosts = np.array(hosts, np.int64)
 
@@ -143,7 +146,17 @@ class Session:
                     self.rank, opened.hosts, self.links.inside, self.links.between
                 )  # fmt: skip
                 self.traffic.watch(self.transport.transfers)
-        self.plans.reserved = self.reserved.planning(self.rank, self.linear.seconds, self.hosts, self.transport)
+        self.plans.reserved = self.reserved.planning(
+            self.rank, self.linear.seconds, self.speeds, self.hosts, self.transport
+        )
+
+    def _numbers(self, value: int) -> list[int]:
+        """One number of every rank of the CAD group. Collective."""
+        if self.reserved is not None:
+            return self.reserved.group.numbers(value, self.liveness)
+        if self.ranks == 1:
+            return [value]
+        return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
     def _watch_traffic(self) -> None:
         """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
@@ -275,6 +288,8 @@ class Session:
             self._words.look_for_idle()
         self._statistics.add(micro_batch)
         if self.tracer is not None:
+            if self.reserved is not None:
+                self.reserved.trace_next(self.tracer)
             self.tracer.next_micro_batch()
 
     @property

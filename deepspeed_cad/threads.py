@@ -1,15 +1,27 @@
-"""Threads of this package: daemons that ask about CUDA events, on the GPU of their process."""
+"""Threads of this package: daemons that ask about CUDA events, on the GPU of their process; and how they end.
+
+A process ends when its main thread does, with the exit code of that, whatever its daemons are in. A daemon that sits in
+C++ then, in a rendezvous with a rank that died for one, comes back to an interpreter that is going down.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import logging
 import threading
 from collections.abc import Callable
 
 import torch
 
+from deepspeed_cad import native
+
+logger = logging.getLogger(__name__)
+
 
 def start_daemon(name: str, run: Callable[[], None], device: torch.device | None) -> threading.Thread:
     """Start `run` on a thread that the interpreter does not wait for; `device` is that of the events it asks about."""
+    _park_at_exit()
 
     def on_device() -> None:
         if device is not None and device.type == "cuda":
@@ -20,3 +32,20 @@ def start_daemon(name: str, run: Callable[[], None], device: torch.device | None
     thread = threading.Thread(target=on_device, name=f"deepspeed_cad {name}", daemon=True)
     thread.start()
     return thread
+
+
+@functools.cache
+def _park_at_exit() -> None:
+    """From the end of the main thread on, a daemon that comes back from C++ stands still instead of aborting all.
+
+    Python before 3.14 unwinds such a thread, and C++ does not let itself be unwound there: the process would end by
+    SIGABRT, "terminate called without an active exception" (csrc/parting.cpp). Without the native library it still may.
+    """
+    library = native.load()
+    if library is not None:
+        atexit.register(_park, library.cad_park_unwound_threads)
+
+
+def _park(park: Callable[[], int]) -> None:
+    if park():
+        logger.debug("threads that sit in C++ at the end of this process may abort it")

@@ -1,4 +1,5 @@
-"""Keys that a user set and that do nothing in this run: one line each that says why and what to change.
+"""Keys that a user set and that do nothing in this run, or not on all ranks: one line each that says why and what to
+change.
 
 In: the configuration, and where it runs. Out: lines, empty where every key acts. Pure. A key that has its default was
 not asked for, so nothing is said of it.
@@ -21,6 +22,11 @@ def unused_keys(config: CADConfig, cost: Profile) -> list[str]:
         )
     if reserved:
         said += _in_one_piece(config, "beside reserved servers, whose orders do not name waves", ("waves",))
+        if config.keep == "host":
+            said.append(
+                '"keep" is "host" and does nothing on reserved servers: trainers park what they keep, servers hold it '
+                "on their GPU. Where a server runs out of memory, reserve more servers or use smaller micro-batches"
+            )
     if not _asks_for_relief(config):
         return said
     begin = f'"straggler_relief" is {config.straggler_relief} and does nothing'
@@ -60,12 +66,15 @@ def unused_outside_pipelines(config: CADConfig) -> list[str]:
 
 def _in_one_piece(config: CADConfig, where: str, keys: tuple[str, ...]) -> list[str]:
     """Which of these keys about exchanges that go in waves were set, where they go whole."""
-    asked = {"waves": config.waves not in ("auto", 1), "memory": config.memory != "auto"}
-    return [
-        f'"{key}" is {getattr(config, key)} and does nothing {where}: exchanges go whole. Leave it out'
-        for key in keys
-        if asked[key]
-    ]
+    said = []
+    if "waves" in keys and config.waves not in ("auto", 1):
+        said.append(f'"waves" is {config.waves} and does nothing {where}: exchanges go whole. Leave it out')
+    if "memory" in keys and config.memory != "auto":
+        said.append(
+            f'"memory" is {config.memory} and does nothing {where}: exchanges go whole, whatever they need. Leave it '
+            "out; where GPUs run out of memory, use smaller micro-batches"
+        )
+    return said
 
 
 def _asks_for_relief(config: CADConfig) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from deepspeed_cad.notice import counted, notice
+from deepspeed_cad.profiles.speed import in_words
 from deepspeed_cad.server.idle import EVERY, advise
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Words:
         return (
             f"rank {session.rank} of {session.ranks} attention servers{servers}, transport {transport}, "
             f"overlap {session.config.overlap_used}, tolerance {session.config.tolerance}, cost {session.cost.name}, "
-            f"{self._memory()}{self._links()}"
+            f"{self._memory()}{self._links()}{in_words(session.speeds, session.config.speeds)}"
             f"{f'straggler relief {session.pace.most}' if session.pace.most else 'no straggler relief'}"
         )
 

@@ -90,7 +90,7 @@ def estimate_savings(binding: Binding) -> Savings | None:
         return None
     # Loads are summed over kinds of layers, one layer of each.
     layers = len(decoder_layers(decoder) or keys) / len(keys)
-    seconds = layers * (1.0 if session.cost.unit == "seconds" else _seconds_per_unit(binding, keys[0]))
+    seconds = layers * (1.0 if session.cost.unit == "seconds" else _seconds_per_unit(binding, next(iter(keys))))
     return Savings(
         (statistics.slowest_before - statistics.slowest) * seconds,
         (statistics.slowest_before - statistics.mean) * seconds,

@@ -296,8 +296,7 @@ class Binding:
             self.feed.forward_raised(scope.micro_batch, sys.exc_info()[1])
         if scope.training:
             self.forwards += 1
-            for key in scope.micro_batch.keys:
-                self.feed.learn(key)
+            self.feed.learn(scope.micro_batch.layers)
             if output is not None:
                 self.session.say_first()
         if scope.unread is not None:

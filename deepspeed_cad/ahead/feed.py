@@ -59,8 +59,8 @@ class Feed:
         self.plans, self.fingerprint, self.number = plans, fingerprint, number
         self.gatherer, self.worker, self.config = plans.gatherer, plans.worker, plans.config
         self.rank, self.ranks = self.gatherer.rank, self.gatherer.ranks
-        self.keys: list[PlanKey] = []
-        """Kinds of layers seen so far: what the look-ahead plans for."""
+        self.keys: dict[PlanKey, int] = {}
+        """Kinds of layers seen so far, what the look-ahead plans for; and how many layers there are of each."""
         self.exchanges = False
         """Whether documents are exchanged before steps: set where the loss is known to be normalised over all ranks."""
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
@@ -90,7 +90,7 @@ class Feed:
 
     def announce(self, mine: Announcement) -> None:
         """This rank will train `mine` after everything it announced before."""
-        epoch, index, keys = self._epoch, self._next_index(), list(self.keys)
+        epoch, index, keys = self._epoch, self._next_index(), dict(self.keys)
 
         def job() -> MicroBatch:
             self._refuse_ended(epoch)
@@ -184,10 +184,9 @@ class Feed:
         self.plans.admit(micro_batch.came)
         return micro_batch
 
-    def learn(self, key: PlanKey) -> None:
-        """Remember a kind of layer, so that the look-ahead plans for it."""
-        if key not in self.keys:
-            self.keys.append(key)
+    def learn(self, layers: dict[PlanKey, int]) -> None:
+        """Remember what kinds of layers a forward had, so that the look-ahead plans for them."""
+        self.keys |= {key: count for key, count in layers.items() if key not in self.keys}
 
     def fail(self, error: CADError) -> NoReturn:
         """Stop this rank: the others learn why where they wait for it, or at their next collective. Raises."""
@@ -246,7 +245,7 @@ class Feed:
         self.abandon(error)
 
     def _gather_now(self, mine: Announcement, what: What) -> Future[MicroBatch]:
-        index, keys = self._counted[what], list(self.keys)
+        index, keys = self._counted[what], dict(self.keys)
         self._counted[what] += 1
 
         def job() -> MicroBatch:

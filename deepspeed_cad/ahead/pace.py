@@ -28,6 +28,17 @@ NANOSECONDS = 1e9
 """Per second: waits travel as whole numbers, so that every rank hears the same."""
 
 
+def allowance(relief: float, speeds: Floats | None) -> float:
+    """How far attention may be moved from the mean, as a share of it.
+
+    `relief` is what is allowed where ranks are alike. Where `speeds` ([ranks], None: all alike) differ by more, so do
+    linear layers, and that shows here: shares by speed end together only if linear layers do.
+    """
+    if not relief or speeds is None:
+        return relief
+    return max(relief, 1.0 - float(speeds.min() / speeds.max()))
+
+
 class Pace:
     """The lateness of every rank of a group."""
 

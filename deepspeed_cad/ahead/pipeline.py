@@ -193,7 +193,7 @@ class StepPlans:
         return make_plan(
             PlanInput(
                 tick, key.shape, tick_cost(cost.cost_for(key.shape), backward), key.window, plans.config.tolerance,
-                plans.config.granularity, hosts=plans.hosts,
+                plans.config.granularity, speed=plans.speeds, hosts=plans.hosts,
             )
         )  # fmt: skip
 

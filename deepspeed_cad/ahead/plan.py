@@ -8,7 +8,7 @@ same, and they compare fingerprints.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import WAVES
-from deepspeed_cad.planner.cut import LayerKind, choose_cut, choose_interleaved_cut
+from deepspeed_cad.planner.cut import PlanLayers, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
 
@@ -55,7 +55,7 @@ class Reserved:
     """Seconds that each trainer's linear layers take per token, forward and backward, by model ([trainers]); None: not
     known, every rank gets as much attention."""
     speed: Floats | None = None
-    """Relative speed of each rank; 0 where it runs no attention."""
+    """Of each rank in attention, beside what the costs say; 0 where it runs none. None: all are equal."""
     generation: int = 0
     """How often servers changed."""
     at_start: int = 0
@@ -113,6 +113,7 @@ class Plans:
         hosts: np.ndarray | None,
         aside: Callable[[], torch.cuda.Stream | None],
         traffic: Traffic | None = None,
+        speeds: Floats | None = None,
         reserved: Reserved | None = None,
         memory: Memory | None = None,
     ) -> None:
@@ -130,13 +131,14 @@ class Plans:
             hosts: number of each rank's host ([ranks]); None where there is one rank.
             aside: gives the stream on which served tasks run beside local ones, if they do, likewise.
             traffic: what links carry; None where there is one rank.
+            speeds: in attention, of the ranks that the job began with, beside what the costs say; None: all are equal.
             reserved: servers beside the ranks that train; None where there are none.
             memory: what exchanges may take; None where nobody looks after that.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.pace, self.counts, self.transport = cost, pace, counts, transport
         self.hosts, self.aside, self.traffic, self.reserved = hosts, aside, traffic, reserved
-        self.memory = memory
+        self.speeds, self.memory = speeds, memory
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
         self.abandoned: CADError | None = None
@@ -150,10 +152,10 @@ class Plans:
         """Ranks that run attention."""
         return self.gatherer.ranks + (0 if self.reserved is None else self.reserved.servers)
 
-    def open(self, announcements: list[Announcement], keys: list[PlanKey], model: int = 0) -> MicroBatch:
+    def open(self, announcements: list[Announcement], keys: Mapping[PlanKey, int], model: int = 0) -> MicroBatch:
         """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread.
 
-        `model`: which of those that have CAD trains it.
+        `keys`: how many layers there are of each kind; `model`: which of those that have CAD trains it.
         """
         # One look: servers may change meanwhile, and then the micro-batch is planned again before it is used.
         reserved, trainers = self.reserved, len(announcements)
@@ -199,7 +201,7 @@ class Plans:
             # Trainers plan again at different moments: the identity of each exchange compares their schedules.
             micro_batch.agree = lambda value, what: None
         if keys:
-            micro_batch.plan_all(keys)
+            micro_batch.plan_all(list(keys))
         return micro_batch
 
     def _renew(self, gathered: Gathered, micro_batch: MicroBatch) -> None:
@@ -250,7 +252,7 @@ class Plans:
         """
         base = self._base_load(late, beside, tick, key)
         reserved = reserved or self.reserved
-        speed = None if reserved is None else reserved.speed
+        speed = self.speeds if reserved is None else reserved.speed
         hosts = self.hosts if reserved is None or reserved.passes is None else reserved.hosts
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
         plan = make_plan(
@@ -294,14 +296,23 @@ class Plans:
             return None
         return self.reserved.linear(model)
 
-    def _choose_cut(self, layout: Layout, unit: Ints, keys: list[PlanKey], linear: Floats | None) -> Ints | None:
+    def _choose_cut(
+        self, layout: Layout, unit: Ints, keys: Mapping[PlanKey, int], linear: Floats | None
+    ) -> Ints | None:
         if self.reserved is None or self.config.overlap_used != "interleave":
             return choose_cut(layout, unit)
-        kinds = [LayerKind(self.cost.cost_for(key.shape), key.window, key.shape.groups) for key in keys]
+        kinds = [
+            PlanLayers(self.cost.cost_for(key.shape), key.window, key.shape.groups, layers)
+            for key, layers in keys.items()
+        ]
         # The slowest trainer is the one that servers and the others wait for.
         slowest = None if linear is None else float(linear.max())
-        servers = self.reserved.at_start or self.reserved.servers
-        return choose_interleaved_cut(layout, unit, kinds, servers, slowest, self.reserved.helpers)
+        trainers = self.gatherer.ranks
+        servers, helpers = float(self.reserved.at_start or self.reserved.servers), float(self.reserved.helpers)
+        if self.speeds is not None:
+            servers = float(self.speeds[trainers:].sum())
+            helpers = float(self.speeds[:trainers].sum()) if helpers else 0.0
+        return choose_interleaved_cut(layout, unit, kinds, servers, slowest, helpers)
 
     def say_once(self, text: str) -> None:
         """Log what a user may wonder about, the first time that it happens."""
@@ -325,7 +336,8 @@ class Plans:
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
         each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)
-        return float(each.sum()) * key.shape.groups / self.ranks
+        speeds = self.ranks if self.speeds is None else float(self.speeds.sum())
+        return float(each.sum()) * key.shape.groups / speeds
 
     def _agree(self, turn: int, value: int, what: str) -> None:
         self.worker.run(lambda: self.gatherer.agree(value, Subject(What.PLAN, index=turn)))

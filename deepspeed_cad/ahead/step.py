@@ -77,7 +77,7 @@ class StepAhead:
             if not batches:
                 self.feed.end()
             return Step(batches) if batches else None
-        at, keys, exchange = self.feed.next_step(), list(self.feed.keys), self.feed.exchanges
+        at, keys, exchange = self.feed.next_step(), dict(self.feed.keys), self.feed.exchanges
         try:
             announcements = [read_documents(batch) for batch in batches]
         except CADError as error:
@@ -128,7 +128,7 @@ class StepAhead:
         at: tuple[int, int, int],
         batches: list[Any],
         announcements: list[Announcement],
-        keys: list[PlanKey],
+        keys: dict[PlanKey, int],
         exchange: bool,
     ) -> Arranged:
         feed = self.feed
@@ -148,7 +148,7 @@ class StepAhead:
         batches: list[Any],
         said: list[StepMessage],
         fields: Fields | None,
-        keys: list[PlanKey],
+        keys: dict[PlanKey, int],
         exchange: bool,
     ) -> list[Moved]:
         """The micro-batches that this rank trains, in order."""

@@ -7,6 +7,7 @@ any number of micro-batches can be in flight.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,6 +86,8 @@ class MicroBatch:
     _late: dict[tuple[PlanKey, int], np.ndarray] = field(default_factory=dict)
     _layers: dict[int, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
+    _kinds: list[PlanKey] = field(default_factory=list)
+    """Of each of them."""
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _stretches: dict[int, Stretches] = field(default_factory=dict)
 
@@ -168,6 +171,18 @@ class MicroBatch:
         """The kinds of layers that were planned for."""
         return list(dict.fromkeys(key for key, _ in self.planned))
 
+    @property
+    def layers(self) -> dict[PlanKey, int]:
+        """How many layers of each kind have attended."""
+        return dict(Counter(self._kinds))
+
+    def number_layer(self, layer: int, key: PlanKey) -> int:
+        """The number of a layer that attends, by the identity of its module."""
+        if layer not in self._layers:
+            self._layers[layer] = len(self._kinds)
+            self._kinds.append(key)
+        return self._layers[layer]
+
     def call(self, layer: int, nano_batch: int, build: Callable[[], AttentionCall], label: str) -> AttentionCall:
         """The call of a layer: a new one in the forward, the same one when the layer is recomputed."""
         call = self._calls.get((layer, nano_batch))
@@ -239,6 +254,7 @@ class MicroBatch:
         """The forward begins again, on every rank."""
         self._calls.clear()
         self._layers.clear()
+        self._kinds.clear()
         self._first_keys.clear()
         self._stretches.clear()
 
@@ -333,7 +349,7 @@ class MaskDescriptor:
 
         def build() -> AttentionCall:
             key, need, rule = PlanKey(self.window, kind.shape), kernel_need(kind, q.device), layer.rule
-            place = micro_batch._layers.setdefault(module, len(micro_batch._layers)), nano_batch
+            place = micro_batch.number_layer(module, key), nano_batch
             timed = self.interleaved and self.modes.returns
             make_setup = partial(
                 micro_batch.set_up,

@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from deepspeed_cad.cli.packing import layouts
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADDataError
@@ -19,7 +21,7 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.question import hosts_of_nodes
 from deepspeed_cad.simulator import Cluster, Foreseen, Machine, Setting, seat_shape
-from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, what_would_fit
+from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, reserve, what_would_fit
 from deepspeed_cad.simulator.setting import check_split
 
 HOST = 8
@@ -99,6 +101,30 @@ def make_steps(
     return steps
 
 
+def deal(
+    lengths: Lengths, setting: Setting, args: argparse.Namespace, most: int
+) -> Callable[[int], list[list[Layout]]]:
+    """Gives the steps of fewer trainers, beside seats that only serve: the same documents, in more steps.
+
+    `most`: steps of all seats.
+    """
+
+    def to_trainers(servers: int) -> list[list[Layout]]:
+        trainers, cluster = setting.seats - servers, setting.cluster
+        ranks = trainers * setting.tensor * setting.pipeline
+        fewer = replace(setting, cluster=Cluster(ranks, min(ranks, cluster.per_host), cluster.machine))
+        more = -(-most * setting.seats // trainers)
+        steps = make_steps(lengths, fewer, args.context, args.packing, args.micro_batches, more)
+        return [[_widen(layout, servers) for layout in step] for step in steps]
+
+    return to_trainers
+
+
+def _widen(layout: Layout, servers: int) -> Layout:
+    """With seats behind the trainers that have no rows."""
+    return Layout(layout.ranks + servers, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))
+
+
 def without_cad(comparison: Comparison) -> Foreseen | None:
     """What gains are counted from: plain data parallelism, where it cuts no documents, or the best that exists."""
     others = [one for name in ("ulysses", "gathered") if (one := comparison.of(name)) is not None]
@@ -149,7 +175,8 @@ def table(comparison: Comparison) -> list[str]:
         for one in comparison.found
         if not one.fits
     ]
-    return [*lines, "", recommend(comparison), f"Three questions and a chart for each: {PAGE}"]
+    answers = [one for one in (recommend(comparison), reserve(comparison)[1]) if one]
+    return [*lines, "", *answers, f"Three questions and a chart for each: {PAGE}"]
 
 
 def make_folder(given: str) -> Path:
@@ -187,7 +214,7 @@ def draw(
         steps = make_steps(data, other, context, args.packing, args.micro_batches, SWEEP_STEPS)
         if not steps:
             raise CADDataError(f"no step of {ranks} ranks with {context} tokens")
-        return compare(other, steps, modes, servers)
+        return compare(other, steps, modes, servers, deal=deal(data, other, args, len(steps)))
 
     unit = setting.tensor * setting.pipeline
     ranks = around(args.ranks, 2 * unit, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))

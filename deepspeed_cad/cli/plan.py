@@ -174,6 +174,7 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
 def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.cli.foresee import (
         Progress,
+        deal,
         draw,
         make_folder,
         make_steps,
@@ -189,8 +190,13 @@ def _plan_data(args: argparse.Namespace) -> int:
     for name in ("ranks", "context", "limit", "steps", "micro_batches"):
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
+    # What cannot be written is said before the work, not behind it.
     if args.pictures:
-        make_folder(args.pictures)  # what cannot be written is said before the work, not behind it
+        make_folder(args.pictures)
+    for name in ("output", "plot"):
+        target = getattr(args, name)
+        if target and target != "-" and not Path(target).parent.is_dir():
+            raise CADConfigError(f"--{name}: {target} cannot be written: there is no folder {Path(target).parent}")
     model = read_model_shape(args.model)
     setting = read_setting(args, model)
     modes, servers = wanted_modes(args)
@@ -213,7 +219,7 @@ def _plan_data(args: argparse.Namespace) -> int:
             outlooks = [outlook(layout, plan=one) for layout, one in zip(firsts, plans, strict=True)]
         else:
             outlooks = list(threads.map(outlook, firsts))
-    comparison = compare(setting, steps, modes, servers, progress)
+    comparison = compare(setting, steps, modes, servers, progress, deal(lengths, setting, args, len(steps)))
     other, cad = without_cad(comparison), comparison.of("cad")
     if other and cad:
         outlooks = [

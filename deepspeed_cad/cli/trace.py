@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.server.idle import advise
+from deepspeed_cad.trace.file import COMPUTE, SERVING
+from deepspeed_cad.trace.idle import find_idle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,18 +50,37 @@ def main(args: argparse.Namespace) -> int:
             + (f", only {', '.join(parts)}" if parts else "")
             + f". CAD must be on in it, and it must train more than {WARM_UP} micro-batches"
         )
-    sys.stdout.write(f"{summary(json.loads(output.read_text()))}\n{output}: open it in https://ui.perfetto.dev\n")
+    timeline = json.loads(output.read_text())
+    lines = [summary(timeline), *say_idle(timeline), f"{output}: open it in https://ui.perfetto.dev"]
+    sys.stdout.write("\n".join(lines) + "\n")
     return code
 
 
+def say_idle(timeline: dict[str, Any]) -> list[str]:
+    """How long ranks were idle, and what to change where it is too long; nothing where no server is reserved."""
+    found = find_idle(timeline)
+    if not found.servers or not found.trainers:
+        return []
+    each = [
+        f"{name} {rank} {share:.0%}"
+        for name, shares in (("trainer", found.trainers), ("server", found.servers))
+        for rank, share in shares.items()
+    ]
+    trainers, servers = (sum(one.values()) / len(one) for one in (found.trainers, found.servers))
+    where = "trainers waited for {} of these micro-batches"
+    advice = advise(servers, trainers, len(found.servers), len(found.trainers), where)
+    return [f"idle: {', '.join(each)}", *([advice] if advice else [])]
+
+
 def summary(timeline: dict[str, Any]) -> str:
-    """Milliseconds per rank that the training stream spent on each thing, as a table."""
+    """Milliseconds that each rank's training stream, or both streams of a server, spent on each thing, as a table."""
     spent: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     compute = {
         (event["pid"], event["tid"])
         for event in timeline["traceEvents"]
-        if event["name"] == "thread_name" and event["args"]["name"] == "training stream"
+        if event["name"] == "thread_name" and event["args"]["name"] in (COMPUTE, *SERVING)
     }
+    named = {e["pid"]: e["args"]["name"] for e in timeline["traceEvents"] if e["name"] == "process_name"}
     for event in timeline["traceEvents"]:
         if event["ph"] == "X" and (event["pid"], event["tid"]) in compute:
             # Nano-batches A and B are one line.
@@ -67,7 +89,7 @@ def summary(timeline: dict[str, Any]) -> str:
             spent[name + direction][event["pid"]] += event["dur"] / 1e3
     ranks = sorted({pid for pid, _ in compute})
     width = max([len(name) for name in spent] + [12])
-    lines = ["ms per rank".ljust(width) + "".join(f"{f'rank {rank}':>12}" for rank in ranks)]
+    lines = ["ms per rank".ljust(width) + "".join(f"{named[rank]:>12}" for rank in ranks)]
     for name, by_rank in sorted(spent.items(), key=lambda item: -max(item[1].values())):
         lines.append(name.ljust(width) + "".join(f"{by_rank[rank]:12.3f}" for rank in ranks))
     return "\n".join(lines)

@@ -7,7 +7,7 @@ ranks.
 from __future__ import annotations
 
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.liveness import LOST, Liveness
 
 
 class Alarm:
@@ -15,7 +15,7 @@ class Alarm:
 
     def __init__(self, rank: int, liveness: Liveness | None, timeout_s: float) -> None:
         self.rank, self.liveness, self.timeout_s = rank, liveness, timeout_s
-        self._waited_for, self._reason = "", ""
+        self._waited_for, self._sign, self._reason = "", "", ""
         self.told = False
         """Whether the training thread has had an error of it."""
 
@@ -31,10 +31,22 @@ class Alarm:
             if self.liveness is not None:
                 self.liveness.stop(reason)
 
-    def time_out(self, waited_for: str) -> None:
-        """Something did not end in time."""
+    def time_out(self, waited_for: str, sign: str = "") -> None:
+        """Something did not end in time, or by `sign` will not: who is missing is found out when this is raised."""
         if not self.sounded:
-            self._waited_for = waited_for
+            self._waited_for, self._sign = waited_for, sign or f"no sign of it within {self.timeout_s:g} s"
+            if self.liveness is not None:
+                # Now, and not when it is raised: the training thread may be stuck with its GPU, and the others must not
+                # take this rank for the one that died.
+                self.liveness.report(f"{LOST} in {waited_for}")
+
+    def wait_no_more(self, waited_for: str, found: str) -> None:
+        """Waiting cannot end, for a reason that `in_vain` gave."""
+        if self.liveness is not None and self.liveness.only_lost():
+            # They do not say whom they lost, which is what a user needs to know.
+            self.time_out(waited_for, found)
+        else:
+            self.stop(f"waited for {waited_for}: {found}")
 
     def heard(self) -> str:
         """Why another rank stopped all, or ""."""
@@ -47,8 +59,10 @@ class Alarm:
         return self.liveness.why_hopeless(self.liveness.started() + 1 if exchange is None else exchange)
 
     def why(self) -> str:
-        """What the alarm was sounded for."""
-        return f"rank {self.rank} stopped: {self._reason or f'{self._waited_for} did not end in time'}"
+        """What the alarm was sounded for, as far as it is known now."""
+        if self._reason or self.liveness is None:
+            return f"rank {self.rank} stopped: {self._reason or f'{self._waited_for} did not end in time'}"
+        return str(self.liveness.explain(self._waited_for, RuntimeError(self._sign), patience_s=0.0))
 
     def check(self) -> None:
         """Raise if the alarm was sounded."""
@@ -56,7 +70,7 @@ class Alarm:
         if self._reason:
             raise CADPeerError(f"rank {self.rank} stopped: {self._reason}")
         if self._waited_for:
-            raise self.explain(self._waited_for, RuntimeError(f"no sign of it within {self.timeout_s:g} s"))
+            raise self.explain(self._waited_for, RuntimeError(self._sign))
 
     def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
         """The error for something that failed while this rank waited for others."""

@@ -107,7 +107,7 @@ class Liveness:
                 hopeless = "the session was closed" if self._closed else self.why_hopeless(exchange)
                 # Seen twice: what a rank sent before it stopped may still be on its way.
                 before, hopeless = hopeless, hopeless and before
-                if hopeless and self._only_lost():
+                if hopeless and self.only_lost():
                     # Those that stopped were left alone themselves: find out by whom, as they do.
                     raise self.explain(waited_for, RuntimeError(hopeless), with_servers)
                 if hopeless:
@@ -143,10 +143,13 @@ class Liveness:
                 )
         return stopped
 
-    def _only_lost(self) -> bool:
+    def only_lost(self) -> bool:
         """Whether all ranks that stopped did so because they lost others."""
         others = [rank for rank in self.watched if rank != self.rank]
-        said = [text for rank in others if (text := self._read("error", rank) or self._read("closed", rank))]
+        try:
+            said = [text for rank in others if (text := self._read("error", rank) or self._read("closed", rank))]
+        except (RuntimeError, OSError):
+            return False
         return bool(said) and all(text.startswith(LOST) for text in said)
 
     def _standstill(self, exchange: int) -> list[str]:
@@ -184,19 +187,26 @@ class Liveness:
         except (RuntimeError, OSError):
             return ""
 
-    def explain(self, waited_for: str, error: BaseException, with_servers: bool = False) -> CADPeerError:
-        """The error to raise on this rank: names the ranks that died, hang, or stopped and why."""
+    def explain(
+        self, waited_for: str, error: BaseException, with_servers: bool = False, patience_s: float | None = None
+    ) -> CADPeerError:
+        """The error to raise on this rank: names the ranks that died, hang, or stopped and why.
+
+        `patience_s`: for the others' words, by default PATIENCE_S.
+        """
         if with_servers and self.losses is not None and (lost := self.losses.wait()):
             return ServerLostError(lost)
         self.report(f"{LOST} in {waited_for}")
         said: dict[int, str] = {}
         watched = sorted({*self.watched, self.rank})
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
         try:
-            while len(said) < len(watched) and time.monotonic() < deadline:
+            while True:
                 for rank in watched:
                     if rank not in said and (text := self._read("error", rank)) is not None:
                         said[rank] = text
+                if len(said) == len(watched) or time.monotonic() >= deadline:
+                    break
                 time.sleep(0.05)
         except SilentStoreError as unanswered:
             return CADPeerError(

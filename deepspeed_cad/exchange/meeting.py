@@ -44,7 +44,7 @@ class Meeting:
                 if now - looked > LOOK_S:
                     looked = now
                     if found := self.alarm.in_vain():
-                        self.alarm.stop(f"waited for {what}: {found}")
+                        self.alarm.wait_no_more(what, found)
                         continue
                 if now - begin > self.alarm.timeout_s:
                     missing = [int(rank) for rank, key in zip(self.members, keys) if not self.store.check([key])]

@@ -127,6 +127,8 @@ class NvlinkTransport:
             self.calls: CudaCalls = cuda_calls()
             self._copies = torch.cuda.Stream(device)
             self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
+            # The kernel that spoils what landed is loaded now: a first launch may need the GPU to be idle.
+            torch.empty(PAGE, dtype=torch.uint8, device=device).fill_(255)
         self.stream: torch.cuda.Stream | None = self._copies
         """Where the transfers of an exchange end, if that is one stream: for timelines."""
         whole = size_of(group)

@@ -3,11 +3,12 @@ per second.
 
 In: the events before and after each wait on a CUDA stream, what arrives with it, and calls in which the host may
 wait. A wait that its stream has reached and not left for `timeout_s` is stuck: a peer died or hangs. Out: the alarm,
-and a call of `give_up` from the thread, which is to let the streams go on.
+and a call of `give_up` on a thread of its own, which is to let the streams go on.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,12 +35,13 @@ VAIN_S = 1.0
 """A wait that lasts so long after its stream reached it does not end with what is still on its way from a rank that
 stopped."""
 AGAIN_S, AGAIN = 1.0, 5
+"""A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
 LAST_S = 5.0
-"""After the last time: a GPU whose streams still stand may be stuck as a whole, because a kernel that was launched
-meanwhile needs the context to be idle. The training thread, which waits for the GPU too, cannot raise an error then."""
+"""After the last time: a GPU whose streams still stand may be stuck as a whole, because a kernel that is launched for
+the first time needs the context to be idle. The training thread, which waits for the GPU too, cannot raise an error
+then; and what was to let the streams go on may wait in the same place."""
 EXIT_CODE = 70
 """Of a process that ended for that reason."""
-"""A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
 
 
 class Event(Protocol):
@@ -74,6 +76,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._given_up = 0
         self._gave_up_at = 0.0
+        self._freeing: threading.Thread | None = None
         self._read_board_at = self._looked_at = 0.0
 
     def track(self, before: Event, after: Event, label: object, then: Callable[[], None] | None = None) -> None:
@@ -97,8 +100,9 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching; CADPeerError if what arrived last came from another exchange. Nothing is under way."""
         self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        for thread in (self._thread, self._freeing):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(timeout=5.0)
         if self.alarm.sounded or self.comparison is None:
             return
         self._pop()
@@ -129,7 +133,7 @@ class Watchdog:
                         self._time_out(host[0], now)
                         continue
                     if now - host[1] > VAIN_S and (found := self._in_vain(host[0], now)):
-                        self.alarm.stop(f"waited for {host[0]}: {found}")
+                        self.alarm.wait_no_more(str(host[0]), found)
                         self._let_go(now)
                         continue
                 if not self._waits or not self._waits[0].before.query():
@@ -140,7 +144,7 @@ class Watchdog:
                 elif now - reached[1] > self.alarm.timeout_s:
                     self._time_out(oldest.label, now)
                 elif now - reached[1] > VAIN_S and (found := self._in_vain(oldest.label, now)):
-                    self.alarm.stop(f"waited for {oldest.label}: {found}")
+                    self.alarm.wait_no_more(str(oldest.label), found)
                     self._let_go(now)
         except RuntimeError as error:
             logger.debug("the watchdog of the exchange ends with the CUDA context: %s", error)
@@ -167,8 +171,9 @@ class Watchdog:
         return self.alarm.in_vain(label.index if isinstance(label, Identity) else 0)
 
     def _stands(self) -> bool:
-        """Whether a wait that its stream has reached is not over, or the host is still inside a call."""
-        if self._host is not None:
+        """Whether a wait that its stream has reached is not over, the host is inside a call, or what was to end one
+        does not come back."""
+        if self._host is not None or self._frees():
             return True
         return bool(self._waits) and self._waits[0].before.query() and not self._waits[0].after.query()
 
@@ -177,18 +182,30 @@ class Watchdog:
         logger.error("%s did not end in time; a peer died or hangs", label)
         self._let_go(now)
 
-    def _let_go(self, now: float) -> None:
-        first = not self._given_up
-        if first or (self._given_up < AGAIN and (self._waits or self._host) and now - self._gave_up_at > AGAIN_S):
-            self._given_up, self._gave_up_at = self._given_up + 1, now
+    def _free(self) -> None:
+        try:
             self.give_up()
+        except Exception as error:
+            logger.debug("waits of the exchange could not be ended: %s", error)
+
+    def _frees(self) -> bool:
+        return self._freeing is not None and self._freeing.is_alive()
+
+    def _let_go(self, now: float) -> None:
+        first, again = not self._given_up, self._given_up < AGAIN and now - self._gave_up_at > AGAIN_S
+        if first or (again and (self._waits or self._host) and not self._frees()):
+            self._given_up, self._gave_up_at = self._given_up + 1, now
+            # Not on this thread: it must be there to end the process where the driver lets no call through.
+            self._freeing = start_daemon("frees the GPU", self._free, self.device)
         elif not self.alarm.told and now - self._gave_up_at > LAST_S and self._stands():
             what = "The GPU" if self._host is None else "The training thread"
             self.end_process(f"{self.alarm.why()}. {what} could not be freed from its wait, so this process ends")
 
 
 def _end_process(reason: str) -> None:
-    """As torch's watchdog of NCCL does: better a process that ends, and says why, than one that hangs."""
+    """As torch's watchdog of NCCL does: better a process that ends, and says why and where, than one that hangs."""
+    with suppress(OSError, ValueError):  # an output that is no file
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
     sys.stderr.write(f"deepspeed_cad: {reason}\n")
     sys.stderr.flush()
     os._exit(EXIT_CODE)

@@ -54,14 +54,15 @@ def choose_cut(layout: Layout, unit: Ints, cost: CostModel = PAIRS, linear: floa
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """Layers of a model that attend alike."""
+class PlanLayers:
+    """Layers of a model that share a plan: same heads, same mask."""
 
     cost: CostModel
     """Of one head group."""
     window: int | None
     groups: int
     layers: int = 1
+    """How many they are."""
 
 
 FINER = np.arange(-3, 4) / 256
@@ -72,10 +73,10 @@ cut is 2.5 % of the time, and 1/256 is 0.6 % (arithmetic)."""
 def choose_interleaved_cut(
     layout: Layout,
     unit: Ints,
-    kinds: Sequence[LayerKind],
-    servers: int,
+    kinds: Sequence[PlanLayers],
+    servers: float,
     linear: float | None = None,
-    helpers: int = 0,
+    helpers: float = 0.0,
 ) -> Ints | None:
     """Rows of each rank's first nano-batch where linear layers of one run while servers attend the other, or None.
 
@@ -87,16 +88,16 @@ def choose_interleaved_cut(
         layout: of trainers and servers; servers have no tokens.
         unit: [ranks] rows that a cut is a multiple of.
         kinds: of the model's layers, with costs in the unit of `linear`; none known yet: pairs of full attention.
-        servers: reserved ranks, 1 or more.
+        servers: reserved ranks, the sum of their speeds.
         linear: seconds per token of all but attention in one layer, forward and backward (with the recompute), on a
             trainer; None or 0: not known, both nano-batches get as much attention.
-        helpers: trainers that serve beside their linear layers where servers have no time.
+        helpers: trainers that serve beside their linear layers where servers have no time, the sum of their speeds.
     """
     tokens = layout.tokens
     unit = np.maximum(unit, 1)
     if not len(layout.segments) or not layout.can_cut(_at(0.5, tokens, unit)):
         return None
-    known = kinds or [LayerKind(PAIRS, None, 1)]
+    known = kinds or [PlanLayers(PAIRS, None, 1)]
     seg = layout.segments
     each = (linear or 0.0) if kinds else 0.0
 
@@ -122,7 +123,7 @@ def choose_interleaved_cut(
     return min((one for one in judged if one[0] <= least * (1 + CLEARLY_BETTER)), key=lambda one: one[1:2] + one[:1])[2]
 
 
-def _mean(kinds: Sequence[LayerKind], begin: Ints, end: Ints) -> float:
+def _mean(kinds: Sequence[PlanLayers], begin: Ints, end: Ints) -> float:
     """Attention of one layer, the mean over all, for query rows [begin, end) of every segment."""
     work = sum(float(one.cost.of(begin, end, one.window).sum()) * one.groups * one.layers for one in kinds)
     return work / sum(one.layers for one in kinds)

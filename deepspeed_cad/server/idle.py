@@ -10,16 +10,23 @@ EVERY = 32
 compile, and linear layers are not known yet."""
 
 
-def advise(servers_idle: float, trainers_idle: float, servers: int, trainers: int) -> str:
+def advise(
+    servers_idle: float,
+    trainers_idle: float,
+    servers: int,
+    trainers: int,
+    where: str = f"trainer 0 for {{}} of {EVERY} micro-batches",
+) -> str:
     """What idle ranks mean; empty where neither are idle for long.
 
     Args:
         servers_idle: share of their time in which servers did not attend.
-        trainers_idle: share of its time in which trainer 0 waited for exchanges.
+        trainers_idle: share of its time in which trainer 0, or the mean trainer, waited for exchanges.
         servers: how many are reserved.
         trainers: how many ranks train.
+        where: of whom and what `trainers_idle` is, with a place for it.
     """
-    shares = f"servers were idle for {servers_idle:.0%} and trainer 0 for {trainers_idle:.0%} of {EVERY} micro-batches"
+    shares = f"servers were idle for {servers_idle:.0%} and {where.format(f'{trainers_idle:.0%}')}"
     if servers_idle > IDLE and trainers_idle > IDLE:
         return (
             f"{shares}: they wait for each other. Look whether nano-batches alternate over the whole decoder "

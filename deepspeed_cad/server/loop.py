@@ -46,8 +46,9 @@ from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
 from deepspeed_cad.schedule import native as schedule_native
 from deepspeed_cad.server.busy import Busy
-from deepspeed_cad.server.orders import DISPATCH, OPEN, PLAN, RELEASE, RETURN
+from deepspeed_cad.server.orders import DISPATCH, OPEN, PLAN, RELEASE, RETURN, TRACE
 from deepspeed_cad.server.wire import Frame
+from deepspeed_cad.trace.record import Tracer
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -118,7 +119,7 @@ class Loop:
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
         self._act: dict[str, Callable[[dict[str, Any], list[Ints]], None]] = {
             OPEN: self._open, PLAN: self._plan, DISPATCH: self._dispatch, RETURN: self._give_back,
-            RELEASE: self._release,
+            RELEASE: self._release, TRACE: self._trace,
         }  # fmt: skip
 
     def begin_again(self, rank: int, transport: Transport) -> None:
@@ -162,6 +163,21 @@ class Loop:
             for call in () if opened is None else opened.calls.values():
                 self._free(call)
 
+    # Timeline
+
+    def _trace(self, head: dict[str, Any], arrays: list[Ints]) -> None:
+        """The next micro-batch is about to be trained. Paths are the trainers': a folder that all ranks see."""
+        if self.counts.tracer is None:
+            path, steps, ranks = head["path"], head["steps"], head["ranks"]
+            self.counts.tracer = Tracer(path, steps, self.device, self.rank, ranks, serves=True)
+        with self._on_stream(0):
+            self.counts.tracer.next_micro_batch()
+
+    def end_trace(self) -> None:
+        """Training ended: write what was recorded of the timeline."""
+        if self.counts.tracer is not None:
+            self.counts.tracer.finish()
+
     # Exchanges
 
     def _dispatch(self, head: dict[str, Any], arrays: list[Ints]) -> None:
@@ -201,7 +217,8 @@ class Loop:
     def _run_forward(self, call: Call) -> None:
         setup = call.setup
         started = start_forward(setup, *call.home, call.sinks_H)
-        arrived = started.out.wait()
+        with setup.span("wait"):
+            arrived = started.out.wait()
         q, _, v = call.home
         o, lse = new_outputs(setup.schedule, q, v)
         with self.busy.timed(self.device):
@@ -221,7 +238,8 @@ class Loop:
         q, k, v = call.home
         o, lse = new_outputs(setup.schedule, q, v)
         started = start_backward(setup, Kept(o, lse, (served,), None, 0), torch.empty_like(o), q, k, v)
-        arrived = started.out.wait()
+        with setup.span("wait", backward=True):
+            arrived = started.out.wait()
         own = Gradients(*new_gradients(setup.schedule, q, k, v))
         with self.busy.timed(self.device):
             made = serve_arrived_backward(setup, 0, started, served, arrived, own)

@@ -23,6 +23,8 @@ from deepspeed_cad.planner.plan import Plan
 OPEN, PLAN, DISPATCH, RETURN, RELEASE = "open", "plan", "dispatch", "return", "release"
 REGROUP, DROPPED = "regroup", "dropped"
 """Servers have changed: open another group with these ranks; or, to a server, that it is none of them."""
+TRACE = "trace"
+"""The next micro-batch is about to be trained: record it."""
 
 
 class Tells(Protocol):

@@ -27,6 +27,7 @@ from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.notice import counted, notice
+from deepspeed_cad.profiles.speed import find_speeds
 from deepspeed_cad.server.crew import Crew, why_not_change
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.server.meeting import look_for_end, open_board, open_group
@@ -106,6 +107,8 @@ class _Server:
         if not split.came_later:
             self.group = open_group(split, self.liveness, device, config.timeout_s)
             self.transport = self._open_transport()
+            # Trainers plan with what all ranks say of their speed; a server that comes later is taken for a mean one.
+            find_speeds(config.speeds, split.ranks, device, config.kernel, self._numbers, False)
         self.loop = Loop(split.rank, device, self.transport, self._kernel, self.worker, self._budget())
         if config.on_server_failure == "continue":
             self.liveness.watched, self.liveness.losses = range(split.trainers), self._links
@@ -129,6 +132,8 @@ class _Server:
                     told = now
                     self._links.tell_busy(loop.busy.seconds(), now - began)
             reason = item.reason
+            if not reason:
+                loop.end_trace()
         except Exception as error:
             reason = self._explain(error)
         seconds = time.perf_counter() - began if began else 0.0
@@ -185,13 +190,14 @@ class _Server:
     def _open_transport(self) -> Transport:
         from deepspeed_cad.exchange.opening import open_transport
 
-        def agree(value: int) -> list[int]:
-            return self.group.numbers(value, self.liveness)
-
         given = self.config.links if isinstance(self.config.links, Mapping) else None
         return open_transport(
-            self.config.transport, self.group, self.device, agree, self.liveness, self.config.timeout_s, given
+            self.config.transport, self.group, self.device, self._numbers, self.liveness, self.config.timeout_s, given
         )[0]
+
+    def _numbers(self, value: int) -> list[int]:
+        """One number of every rank. Collective."""
+        return self.group.numbers(value, self.liveness)
 
     def _kernel(self, need: KernelNeed) -> Kernel:
         from deepspeed_cad.kernels.registry import choose

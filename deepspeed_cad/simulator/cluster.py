@@ -24,6 +24,8 @@ class Cluster:
     machine: Machine
     sizes: tuple[int, ...] = ()
     """GPUs of each host, where they differ."""
+    collective_between: float | None = None
+    """Bytes a second of all-gather and reduce-scatter between hosts; None: what other transfers reach there."""
 
     @property
     def hosts(self) -> Ints:
@@ -46,7 +48,7 @@ class Cluster:
         here = self.on_one_host(group, stride)
         hosts = -(-group // here)
         inside = size * (here - 1) / here / self.machine.collective
-        between = size * (hosts - 1) / hosts / (here * self.machine.between)
+        between = size * (hosts - 1) / hosts / (here * (self.collective_between or self.machine.between))
         return max(inside, between) + self.machine.latency
 
     def all_to_all(self, size: float, group: int, stride: int = 1) -> float:

@@ -6,10 +6,11 @@ out, and one sentence. Where a mode has a degree (ranks that share a row, server
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
@@ -35,8 +36,14 @@ NEAR = 1.02
 THREADS = 2
 """Steps that are foreseen at a time: most of the work is the planner's, which runs beside other threads."""
 
+TRIED_STEPS = 4
+"""Steps by which a number of servers is chosen: one step has other rows for each number."""
+
 Progress = Callable[[str, int, int], None]
 """Called with a mode and how many of how many of its steps are done."""
+
+Deal = Callable[[int], Sequence[modes.Step]]
+"""Gives the steps that trainers make of the same documents beside so many servers, which have none."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Comparison:
             "modes": [one.to_json() for one in self.found],
             "left_out": self.left_out,
             "recommendation": recommend(self),
+            "reserve": reserve(self)[0],
         }
 
 
@@ -83,29 +91,49 @@ def compare(
     wanted: Sequence[str] = tuple(MODES),
     servers: int | None = None,
     progress: Progress | None = None,
+    deal: Deal | None = None,
 ) -> Comparison:
-    """Foresee all steps in all modes that are wanted. `servers`: how many are reserved; None: what is best.
+    """Foresee all steps in all modes that are wanted.
 
-    Raises CADConfigError where there is no step.
+    Raises CADConfigError where there is no step, or no mode that can run.
+
+    Args:
+        setting: model, cluster, how it is trained.
+        steps: layouts of their micro-batches.
+        wanted: modes.
+        servers: how many are reserved; None: what is best.
+        progress: hears how far it is.
+        deal: the same documents for fewer trainers; None: rows that servers would have trained are left out, and what
+            is reserved trains other documents than the other modes.
     """
     if not steps or not steps[0]:
         raise CADConfigError("there is no step to foresee")
     found: list[Foreseen] = []
     left_out: dict[str, str] = {}
+    tell = progress or _silent
     for mode in wanted:
-        choices = _choices(setting, steps[0], mode, servers)
+        if mode == "cad reserved":
+            counts = _server_counts(setting, steps[0], servers)
+            if isinstance(counts, str):
+                left_out[mode] = counts
+            else:
+                found.append(_reserved(setting, counts, deal or (lambda count: steps), tell))
+            continue
+        choices = _choices(setting, steps[0], mode)
         if isinstance(choices, str):
             left_out[mode] = choices
             continue
         run, first = _choose(choices, steps[0])
         done = [first]
-        tell = progress or _silent
         tell(mode, 1, len(steps))
         with ThreadPoolExecutor(THREADS) as threads:
             for one in threads.map(run, steps[1:]):
                 done.append(one)
                 tell(mode, len(done), len(steps))
         found.append(mean(done))
+    if not found:
+        reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())
+        raise CADConfigError(f"no mode that is asked for can run on {setting.cluster.ranks} GPUs: {reasons}")
     return Comparison(tuple(found), left_out)
 
 
@@ -113,13 +141,15 @@ def recommend(comparison: Comparison) -> str:
     """One sentence: what to take and why."""
     real = [one for one in comparison.found if one.mode != "packed"]
     fitting = [one for one in real if one.fits]
+    if not real:
+        return "Packing by length is a bound, and no way to reach it is known: ask for other modes beside it."
     if not fitting:
         least = min(real, key=lambda one: one.peak)
         return (
             f"Nothing fits: {label(least)} needs least, {least.peak / 2**30:.0f} GiB a GPU of "
             f"{least.capacity / 2**30:.0f}; it would fit with {what_would_fit(least)}."
         )
-    # Reserved servers were never measured: they are named beside what to take, and taken where nothing else is asked.
+    # Of reserved servers one run was measured: named beside what to take, and taken where nothing else is asked.
     tried = [one for one in fitting if one.mode != "cad reserved"] or fitting
     best = tried[0]
     for one in tried[1:]:
@@ -136,6 +166,22 @@ def recommend(comparison: Comparison) -> str:
     for one in ahead:
         sentence += f" {label(one)} would be {one.tokens_per_second / best.tokens_per_second:.2f} times as fast."
     return sentence
+
+
+def reserve(comparison: Comparison) -> tuple[int, str]:
+    """How many servers to reserve, and one sentence; "" where that was not foreseen beside CAD in place."""
+    found, cad = comparison.of("cad reserved"), comparison.of("cad")
+    if found is None or cad is None:
+        return 0, ""
+    block = f'{found.degree}, "servers": {{"reserved": {found.degree}}}'
+    if not found.fits:
+        return 0, f"Reserve none: with {found.degree} it does not fit."
+    if not cad.fits:
+        return found.degree, f"Reserve {block}: in place it does not fit."
+    ratio = found.tokens_per_second / cad.tokens_per_second
+    if ratio <= NEAR:
+        return 0, f"Reserve none: with {found.degree} it is {ratio:.2f} times as fast as in place."
+    return found.degree, f"Reserve {block}: it is {ratio:.2f} times as fast as in place."
 
 
 def what_would_fit(found: Foreseen) -> str:
@@ -177,7 +223,7 @@ def _reason(comparison: Comparison, best: Foreseen) -> str:
 Run = Callable[[modes.Step], Foreseen]
 
 
-def _choices(setting: Setting, step: modes.Step, mode: str, servers: int | None) -> list[Run] | str:
+def _choices(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     """Ways to run a mode, or why it cannot run."""
     if mode == "plain":
         if any(layout.segments.begin.any() for layout in step):
@@ -203,20 +249,41 @@ def _choices(setting: Setting, step: modes.Step, mode: str, servers: int | None)
         longest = max(int(document_lengths(layout).max(initial=1)) for layout in step)
         degrees = modes.packed_degrees(setting, longest, int(step[0].tokens.max()))
         return [partial(modes.packed, setting, degree=degree) for degree in degrees]
-    if mode == "cad reserved":
-        if setting.pipeline > 1:
-            return "reserved servers together with pipeline stages are not foreseen"
-        if setting.seats < 2:
-            return "one seat cannot be split into trainers and servers"
-        if servers is None:
-            even = _even(setting, step[0])
-            # Where rows are not equally full the fullest trainer sets the pace, and fewer servers are enough.
-            counts = sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
-            return [partial(modes_cad.reserved, setting, servers=count) for count in counts]
-        if not 0 < servers < setting.seats:
-            return f"{servers} servers of {setting.seats} seats leave no server or no trainer"
-        return [partial(modes_cad.reserved, setting, servers=servers)]
     raise CADConfigError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
+
+
+def _server_counts(setting: Setting, step: modes.Step, servers: int | None) -> list[int] | str:
+    """How many seats may be reserved, or why none."""
+    if setting.pipeline > 1:
+        return "reserved servers together with pipeline stages are not foreseen"
+    if setting.seats < 2:
+        return "one seat cannot be split into trainers and servers"
+    if servers is None:
+        even = _even(setting, step[0])
+        # Where rows are not equally full the fullest trainer sets the pace, and fewer servers are enough.
+        return sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
+    if not 0 < servers < setting.seats:
+        return f"{servers} servers of {setting.seats} seats leave no server or no trainer"
+    return [servers]
+
+
+def _reserved(setting: Setting, counts: list[int], deal: Deal, tell: Progress) -> Foreseen:
+    """The best of some numbers of servers."""
+
+    def run(count: int, steps: Sequence[modes.Step]) -> Iterator[Foreseen]:
+        with ThreadPoolExecutor(THREADS) as threads:
+            yield from threads.map(partial(modes_cad.reserved, setting, servers=count), steps)
+
+    steps = {count: deal(count) for count in counts}
+    first = {count: list(run(count, steps[count][:TRIED_STEPS])) for count in counts}
+    tried = [mean(first[count]) for count in counts]
+    # The fastest that fits, else the one that needs least memory.
+    best = _fastest([one for one in tried if one.fits]) or min(tried, key=lambda one: one.peak)
+    found: list[Foreseen] = []
+    for one in chain(first[best.degree], run(best.degree, steps[best.degree][TRIED_STEPS:])):
+        found.append(one)
+        tell("cad reserved", len(found), len(steps[best.degree]))
+    return mean(found)
 
 
 def _recomputing(setting: Setting, step: modes.Step) -> Foreseen:

@@ -16,15 +16,20 @@ HIDDEN_TENSORS = 9.4
 SAVED_MLP = 4.0
 SAVED_HIDDEN = 12.0
 """Tensors that autograd keeps of a layer without checkpointing: counted in transformers' Llama, not measured."""
+LOGITS = 18.0
+"""Bytes of a logit in the last stage of a pipeline, where all of a micro-batch are there at once: one in bf16, four in
+fp32 (the logits, log-softmax, its gradient, and that of all rows). As measured (benchmarks/results)."""
 HEADROOM = 1.25
 """Of a landing area over what it must hold: as in schedule/room.py."""
+LSE = 4.0
+"""Bytes, of a row and head."""
 
 
 def state_bytes(setting: Setting, shards: int) -> float:
     """Weights, gradients and the fp32 state of AdamW, sharded over so many ranks."""
     weights = setting.stage_parameters
     whole = {"zero1": 4.0, "zero2": 2.0, "zero3": 0.0, "fsdp": 0.0}[setting.sharding]
-    sharded = 16.0 - whole
+    whole, sharded = (whole, 16.0 - whole) if setting.held is None else setting.held
     gathered = 0.0
     if setting.sharding in ("zero3", "fsdp"):
         # The layer at work and the one that is fetched, and the gradient of one.
@@ -33,24 +38,63 @@ def state_bytes(setting: Setting, shards: int) -> float:
     return weights * (whole + sharded / shards) + gathered
 
 
-def activation_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> float:
-    """Of `tokens` on a rank, with so many micro-batches between their forward and their backward."""
+def activation_bytes(
+    setting: Setting, tokens: float, in_flight: int = 1, logits: bool = False, waiting: float = 0.0
+) -> float:
+    """Of `tokens` on a rank, with so many micro-batches between their forward and their backward.
+
+    `logits`: all of them are there at once before the layers' backward begins. `waiting`: how many of the tokens are in
+    a part that is being attended, and hold nothing of the MLP, while the other part runs its layers.
+    """
     model = setting.model
-    work = 2.0 * (MLP_TENSORS * model.intermediate + HIDDEN_TENSORS * model.hidden)
+    active = 1.0 - waiting / max(tokens, 1.0)
+    work = 2.0 * (MLP_TENSORS * model.intermediate * active + HIDDEN_TENSORS * model.hidden)
     kept = 2.0 * model.hidden
     if not setting.checkpointing:
         kept = 2.0 * (SAVED_MLP * model.intermediate + SAVED_HIDDEN * model.hidden)
+    if logits:
+        work = max(work, LOGITS * model.vocabulary)
     return tokens * (kept * setting.layers * in_flight + work) / setting.tensor
 
 
 def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> float:
-    """O and LSE that CAD keeps over the recompute."""
+    """O and LSE of a rank's own rows that CAD keeps over the recompute: of all layers but the one that is recomputed,
+    which the working set counts."""
     if not setting.checkpointing or setting.recompute_attention:
         return 0.0
-    row = setting.shape.query_heads * (2.0 * setting.shape.value_dim + 4.0)
-    return tokens * row * setting.layers * in_flight
+    row = setting.shape.query_heads * (2.0 * setting.shape.value_dim + LSE)
+    return tokens * row * (setting.layers * in_flight - 1)
 
 
-def exchange_bytes(traffic: Traffic) -> float:
-    """Landing areas, and what a server makes for others before it is fetched."""
-    return HEADROOM * traffic.landing + traffic.served
+def stage_bytes(setting: Setting, tokens: float, in_flight: tuple[int, int], kept: bool = False) -> float:
+    """Activations of the fuller of the first and the last stage, with so many micro-batches in flight.
+
+    `kept`: with O and LSE that are kept over the recompute.
+    """
+    ends = zip(in_flight, (False, True), strict=True)
+    return max(
+        activation_bytes(setting, tokens, count, logits) + (kept_output_bytes(setting, tokens, count) if kept else 0.0)
+        for count, logits in ends
+    )
+
+
+def served_bytes(setting: Setting, traffic: Traffic) -> float:
+    """What the fullest server keeps until its backward: O and LSE of what it served; without checkpointing Q, K and V
+    too, which do not travel again then."""
+    queries, keys, outputs = traffic.served
+    kept = outputs * (1.0 + LSE / (2.0 * setting.shape.value_dim))
+    if not setting.checkpointing:
+        kept = kept + queries + keys
+    layers = 1 if setting.checkpointing and setting.recompute_attention else setting.layers
+    return float(kept.max(initial=0.0)) * layers
+
+
+def landing_bytes(setting: Setting, traffic: Traffic, with_outputs: bool = False) -> float:
+    """Landing areas: of what a server gets in backward, dO too, and of what comes home. As large on all ranks.
+
+    `with_outputs`: O and LSE travel as well, as where another rank runs the backward (pipelines).
+    """
+    queries, keys, outputs = traffic.served
+    more = 1.0 + LSE / (2.0 * setting.shape.value_dim) if with_outputs else 0.0
+    there = float((queries + keys + outputs * (1.0 + more)).max(initial=0.0))
+    return HEADROOM * (setting.landing_areas * there + traffic.comes_home)

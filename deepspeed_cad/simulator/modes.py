@@ -21,7 +21,7 @@ import numpy as np
 
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.simulator.attention import Both, Floats, document_lengths, of_documents, of_pieces
-from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, state_bytes
+from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, stage_bytes, state_bytes
 from deepspeed_cad.simulator.schedule import Figures, Rows, finish
 from deepspeed_cad.simulator.setting import Setting
 from deepspeed_cad.simulator.step import Foreseen
@@ -178,8 +178,10 @@ def _gathered_bytes(setting: Setting, tokens: Floats, degree: int) -> float:
 
 
 def _peak(setting: Setting, tokens: Floats) -> float:
-    in_flight = min(setting.pipeline, len(tokens))
-    return state_bytes(setting, setting.seats) + activation_bytes(setting, float(tokens.max()), in_flight)
+    state, most = state_bytes(setting, setting.seats), float(tokens.max())
+    if setting.pipeline == 1:
+        return state + activation_bytes(setting, most)
+    return state + stage_bytes(setting, most, (min(setting.pipeline, len(tokens)), 1))
 
 
 def _scale(setting: Setting, groups: int) -> float:

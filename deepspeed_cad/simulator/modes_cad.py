@@ -3,29 +3,49 @@
 In: a setting and the layouts of a step's micro-batches. Out: `Foreseen`.
 
 In place, all ranks meet in every layer, forward and backward. An exchange is hidden behind the attention that a rank
-runs meanwhile (`"overlap": "local_first"`). With reserved servers two parts alternate, so that linear layers hide it
-too, and finish times are equalised: a trainer's linear part is its base load. With pipelines the stages run in
-lockstep rounds, a forward and a backward tick each, and one plan spreads the attention of all stages over all ranks.
+runs meanwhile (`"overlap": "local_first"`). With reserved servers two parts alternate (interleaved.py), so that linear
+layers hide it too, and finish times are equalised: a trainer's linear part is its base load. Where weights are sharded
+(ZeRO-3, FSDP) the parts alternate inside layers, and servers wait while linear layers run. With pipelines the stages
+run in lockstep rounds, a forward and a backward tick each, and one plan spreads the attention of all stages over all
+ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.layout import Ints, Layout, Segments
+from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Plan, PlanInput
 from deepspeed_cad.rounds import Rounds
 from deepspeed_cad.simulator.attention import Both, Floats, of_tasks
 from deepspeed_cad.simulator.finish import done
-from deepspeed_cad.simulator.memory import activation_bytes, exchange_bytes, kept_output_bytes, state_bytes
-from deepspeed_cad.simulator.schedule import Figures, compose, linear_seconds, tensor_seconds
+from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
+from deepspeed_cad.simulator.memory import (
+    activation_bytes,
+    kept_output_bytes,
+    landing_bytes,
+    served_bytes,
+    stage_bytes,
+    state_bytes,
+)
+from deepspeed_cad.simulator.schedule import (
+    Figures,
+    compose,
+    hop_seconds,
+    last_stage_seconds,
+    linear_seconds,
+    tensor_seconds,
+)
 from deepspeed_cad.simulator.setting import Setting
 from deepspeed_cad.simulator.step import Foreseen, Seconds
 from deepspeed_cad.simulator.traffic import Traffic, count_traffic
+from deepspeed_cad.simulator.work import before_attention
 
 EXCHANGES = 2
 """Of a layer's forward or backward: there and back."""
@@ -69,25 +89,19 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         kept = _first_rows(layout, trainers)
         tokens = kept.tokens.astype(np.float64)
         linear, tensor = linear_seconds(setting, tokens), tensor_seconds(setting, tokens)
-        other = linear.total + tensor.total
-        # The planner counts kernels alone; what trainers do besides is made as much shorter.
-        base = other / setting.layers / setting.machine.in_training
-        plan = plan_layout(setting, kept, setting.hosts, base)
-        traffic = count_traffic(plan.tasks, kept.segments, setting.shape, setting.seats, setting.hosts)
-        work = _task_seconds(setting, plan.tasks, setting.seats)
-        busy = work.total + other
-        transfer = (_transfer(setting, traffic.forward) + _transfer(setting, traffic.backward)) * setting.layers
-        slowest = float(busy.max())
-        exchange = max(0.0, float(transfer.max()) - slowest) + _latency(setting)
-        ran += slowest + exchange
+        met = _alternate(setting, kept, trainers) if alternates(setting) else _in_turn(setting, kept, linear + tensor)
+        exchange = met.exchange + _latency(setting)
+        ran += met.ran + exchange
         mean = _add(
             mean,
-            Seconds(float(linear.total.mean()), float(work.total.mean()), exchange, float(tensor.total.mean())),
+            Seconds(float(linear.total.mean()), float(met.attention.mean()), exchange, float(tensor.total.mean())),
         )
-        moved += np.array(traffic.moved) * setting.layers
+        moved += sum((np.array(one.moved) for one in met.traffics), np.zeros(2)) * setting.layers
         trained += float(tokens.sum())
-        trainer = _peak(setting, float(tokens.max()), traffic, trainers)
-        peak = max(peak, trainer, exchange_bytes(traffic))
+        held = sum(landing_bytes(setting, one) + served_bytes(setting, one) for one in met.traffics)
+        most = float(tokens.max())
+        trainer = state_bytes(setting, trainers) + activation_bytes(setting, most, waiting=met.waiting)
+        peak = max(peak, trainer + kept_output_bytes(setting, most) + held)
     moved /= setting.seats
     return compose(
         setting,
@@ -96,8 +110,84 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         mean,
         len(step),
         trained,
-        Figures((float(moved[0]), float(moved[1])), peak, degree=servers, measured=False),
+        Figures((float(moved[0]), float(moved[1])), peak, degree=servers),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Met:
+    """What a micro-batch beside servers is made of."""
+
+    ran: float
+    """Seconds of trainers, but for `exchange`."""
+    exchange: float
+    attention: Floats
+    """[seats]"""
+    traffics: list[Traffic]
+    """Of each part."""
+    waiting: float = 0.0
+    """Tokens of the smaller part at the fullest trainer, which is being attended while the other runs its layers."""
+
+
+def alternates(setting: Setting) -> bool:
+    """Whether linear layers of one part run while servers attend the other: see docs/interleave.md."""
+    return setting.sharding in ("zero1", "zero2")
+
+
+def _in_turn(setting: Setting, kept: Layout, other: Both) -> _Met:
+    """Servers wait while linear layers run, and trainers while servers attend."""
+    plan = plan_layout(setting, kept, setting.hosts)
+    traffic = count_traffic(plan.tasks, kept.segments, setting.shape, setting.seats, setting.hosts)
+    work = _task_seconds(setting, plan.tasks, setting.seats).total
+    transfer = (_transfer(setting, traffic.forward) + _transfer(setting, traffic.backward)) * setting.layers
+    attended = float(work.max())
+    exposed = max(0.0, float(transfer.max()) - attended)
+    return _Met(attended + float(other.total.max()), exposed, work, [traffic])
+
+
+def _alternate(setting: Setting, kept: Layout, trainers: int) -> _Met:
+    """Two parts, cut and planned as training does it, or one where documents span trainers."""
+    each = linear_seconds(setting, np.ones(1)) + tensor_seconds(setting, np.ones(1))
+    # Head and loss are no part of the layers between which servers attend.
+    ends = 0.0 if setting.pipeline > 1 else setting.work.loss
+    each = Both(each.forward / setting.layers, (each.backward - ends) / setting.layers)
+    kinds, per_token = [PlanLayers(setting.cost, None, setting.shape.groups)], float(each.total[0])
+    servers = setting.seats - trainers
+    cut = choose_interleaved_cut(kept, np.ones(setting.seats, np.int64), kinds, servers, per_token, trainers)
+    ticks = (kept.tick(),) if cut is None else kept.cut(cut)
+    parts, traffics, attention = [], [], np.zeros(setting.seats)
+    for tick in ticks:
+        # The planner counts kernels alone; what trainers do besides is made as much shorter.
+        beside: Floats = (kept.tokens - tick.query_tokens) * np.float64(per_token / setting.machine.in_training)
+        tasks = make_plan(_question(setting, tick, setting.hosts, beside)).tasks
+        traffic = count_traffic(tasks, kept.segments, setting.shape, setting.seats, setting.hosts)
+        work = _task_seconds(setting, tasks, setting.seats) * (1.0 / setting.layers)
+        linear = Both(*(tick.query_tokens[:trainers] * way for way in (each.forward, each.backward)))
+        own, served = (Both(work.forward[who], work.backward[who]) for who in (slice(trainers), slice(trainers, None)))
+        parts.append(Part(linear, own, served, *_trips(setting, traffic)))
+        traffics.append(traffic)
+        attention += work.total * setting.layers
+    loss = float(kept.tokens.max()) * ends
+    before = before_attention(setting.model)
+    ran, hidden = (
+        forward_seconds(way, setting.layers, before) + backward_seconds(way, setting.layers, before) + loss
+        for way in (parts, [replace(one, out=(0.0, 0.0), back=(0.0, 0.0)) for one in parts])
+    )
+    fullest = int(kept.tokens.argmax())
+    waiting = 0.0 if cut is None else float(min(tick.query_tokens[fullest] for tick in ticks))
+    return _Met(hidden, max(0.0, ran - hidden), attention, traffics, waiting)
+
+
+def _trips(setting: Setting, traffic: Traffic) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of one layer's exchanges there and back, forward and backward; the busier direction counts."""
+
+    def longest(*amounts: Floats) -> float:
+        return max(float(_transfer(setting, one).max()) for one in amounts)
+
+    there, back = traffic.asked, traffic.answered
+    left, home = traffic.sent, traffic.returned
+    out = longest(there, left), longest(there + back, left + home)
+    return out, (longest(back, home), longest(there, left))
 
 
 def even_servers(setting: Setting, tokens: float, attention: float) -> int:
@@ -114,20 +204,23 @@ def plan_layout(
     setting: Setting,
     layout: Layout,
     hosts: Ints | None,
-    base_load: Floats | None = None,
     waves: tuple[int, ...] = (1,),
 ) -> Plan:
     """The plan of one micro-batch, as training makes it."""
-    return make_plan(
-        PlanInput(
-            layout.tick(),
-            setting.shape,
-            setting.cost if setting.believed is None else setting.believed,
-            tolerance=setting.tolerance,
-            base_load=base_load,
-            hosts=hosts,
-            waves=waves,
-        )
+    return make_plan(_question(setting, layout.tick(), hosts, waves=waves))
+
+
+def _question(
+    setting: Setting, tick: Tick, hosts: Ints | None, base_load: Floats | None = None, waves: tuple[int, ...] = (1,)
+) -> PlanInput:
+    return PlanInput(
+        tick,
+        setting.shape,
+        setting.cost if setting.believed is None else setting.believed,
+        tolerance=setting.tolerance,
+        base_load=base_load,
+        hosts=hosts,
+        waves=waves,
     )
 
 
@@ -136,8 +229,13 @@ def plan_in_place(setting: Setting, layout: Layout, hosts: Ints | None) -> Plan:
     return plan_layout(setting, layout, hosts, waves=(1,) if hosts is None else setting.waves)
 
 
-def _meet(setting: Setting, layout: Layout, tokens: Floats, hosts: Ints | None) -> tuple[float, Seconds, Traffic]:
-    """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
+def _meet(
+    setting: Setting, layout: Layout, tokens: Floats, hosts: Ints | None, loss: Floats | float = 0.0
+) -> tuple[float, Seconds, Traffic]:
+    """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes.
+
+    `loss`: [ranks], head and loss where they are not part of the linear layers.
+    """
     plan = setting.made.get(id(layout)) or plan_in_place(setting, layout, hosts)
     traffic = count_traffic(plan.tasks, layout.segments, setting.shape, layout.ranks, hosts)
     again = setting.checkpointing and setting.recompute_attention
@@ -146,11 +244,12 @@ def _meet(setting: Setting, layout: Layout, tokens: Floats, hosts: Ints | None) 
     links = setting.layers / np.array([setting.machine.copies, setting.machine.between])
     ended = done(traffic, alone, waiting, links, plan.waves, setting.layers).repeated(again)
     work = alone.repeated(again)
-    linear, tensor = linear_seconds(setting, tokens), tensor_seconds(setting, tokens)
+    linear, tensor, hop = linear_seconds(setting, tokens), tensor_seconds(setting, tokens), hop_seconds(setting, tokens)
+    linear = linear + Both(0.0 * tokens, loss + 0.0 * tokens)
     ran = exposed = 0.0
     for own, end, other in (
-        (work.forward, ended.forward, linear.forward + tensor.forward),
-        (work.backward, ended.backward, linear.backward + tensor.backward),
+        (work.forward, ended.forward, linear.forward + tensor.forward + hop),
+        (work.backward, ended.backward, linear.backward + tensor.backward + hop),
     ):
         slowest = float((other + own).max())
         # Ping-pong moves one part while the other runs its linear layers.
@@ -175,16 +274,20 @@ def _in_rounds(setting: Setting, step: Sequence[Layout]) -> Foreseen:
         found = [(stage, rounds.forward(tick, stage)) for stage in range(stages)]
         active = [(stage, m) for stage, m in found if m is not None]
         layout = _side_by_side([step[m] for _, m in active], [stage for stage, _ in active], stages)
-        seconds, parts, traffic = _meet(setting, layout, layout.tokens.astype(np.float64), hosts)
+        tokens = layout.tokens.astype(np.float64)
+        # In the reverse order of stages the last one, with head and loss, is where the first is.
+        loss = last_stage_seconds(setting, np.where(np.arange(len(tokens)) < seats, tokens, 0.0))
+        seconds, parts, traffic = _meet(setting, layout, tokens, hosts, loss)
         ran += seconds
         mean = _add(mean, parts)
         moved += np.array(traffic.moved) * setting.layers * _times(setting)
         traffics.append(traffic)
     moved /= stages * seats
-    in_flight = rounds.in_flight(0)
-    tokens = float(max(layout.tokens.max() for layout in step))
-    peak = state_bytes(setting, seats) + activation_bytes(setting, tokens, in_flight)
-    peak += kept_output_bytes(setting, tokens, in_flight) + max(exchange_bytes(traffic) for traffic in traffics)
+    in_flight = rounds.in_flight(0), rounds.in_flight(stages - 1)
+    most = float(max(layout.tokens.max() for layout in step))
+    peak = state_bytes(setting, seats) + stage_bytes(setting, most, in_flight, kept=True)
+    # Another rank runs the backward of what it serves: servers keep nothing.
+    peak += max(landing_bytes(setting, traffic, with_outputs=True) for traffic in traffics)
     return compose(
         setting,
         "cad",
@@ -192,7 +295,7 @@ def _in_rounds(setting: Setting, step: Sequence[Layout]) -> Foreseen:
         mean,
         count,
         float(sum(layout.tokens.sum() for layout in step)),
-        Figures((float(moved[0]), float(moved[1])), peak, measured=False),
+        Figures((float(moved[0]), float(moved[1])), peak),
     )
 
 
@@ -216,9 +319,10 @@ def _times(setting: Setting) -> float:
     return 1.4 if setting.checkpointing and setting.recompute_attention else 1.0
 
 
-def _peak(setting: Setting, tokens: float, traffic: Traffic, shards: int | None = None) -> float:
-    state = state_bytes(setting, setting.seats if shards is None else shards)
-    return state + activation_bytes(setting, tokens) + kept_output_bytes(setting, tokens) + exchange_bytes(traffic)
+def _peak(setting: Setting, tokens: float, traffic: Traffic) -> float:
+    state = state_bytes(setting, setting.seats)
+    held = landing_bytes(setting, traffic) + served_bytes(setting, traffic)
+    return state + activation_bytes(setting, tokens) + kept_output_bytes(setting, tokens) + held
 
 
 def _first_rows(layout: Layout, ranks: int) -> Layout:

@@ -1,6 +1,7 @@
 """Pipelines: when the stages of a step are done, by one forward and one backward in turn (1F1B).
 
-In: seconds of the forward and backward of each micro-batch at one stage; stages are equal. Out: seconds of the step.
+In: seconds of the forward and backward of each micro-batch at one stage; stages are equal, but for what the last one
+does besides. Out: seconds of the step.
 CAD's own schedule, lockstep rounds, is in `modes_cad.py`, because its stages share their attention.
 """
 
@@ -11,9 +12,13 @@ import numpy as np
 from deepspeed_cad.simulator.attention import Floats
 
 
-def one_forward_one_backward(forward: Floats, backward: Floats, stages: int) -> Floats:
-    """[pipelines]: seconds of a step; `forward` and `backward` are [micro-batches, pipelines], of one stage."""
+def one_forward_one_backward(forward: Floats, backward: Floats, stages: int, last: Floats | float = 0.0) -> Floats:
+    """[pipelines]: seconds of a step; `forward` and `backward` are [micro-batches, pipelines], of one stage.
+
+    `last`: the same shape, what the last stage does before each backward: head and loss.
+    """
     count, pipelines = forward.shape
+    backwards = [backward] * (stages - 1) + [backward + last]
     done = {"F": np.zeros((stages, count, pipelines)), "B": np.zeros((stages, count, pipelines))}
     free = np.zeros((stages, pipelines))
     queues = [_order(stage, stages, count) for stage in range(stages)]
@@ -32,7 +37,7 @@ def one_forward_one_backward(forward: Floats, backward: Floats, stages: int) -> 
                     ready.add(("F", stage + 1, m) if stage + 1 < stages else ("B", stage, m))
                 else:
                     before = done["B"][stage + 1, m] if stage + 1 < stages else done["F"][stage, m]
-                    free[stage] = np.maximum(free[stage], before) + backward[m]
+                    free[stage] = np.maximum(free[stage], before) + backwards[stage][m]
                     ready.add(("B", stage - 1, m))
                 done[kind][stage, m] = free[stage]
                 position[stage] += 1

@@ -44,11 +44,22 @@ class Figures:
 
 
 def linear_seconds(setting: Setting, tokens: Floats) -> Both:
-    """Of one stage: layers, recompute where layers are checkpointed, and its share of head and loss."""
+    """Of one stage: layers, recompute where layers are checkpointed; head and loss too where it is the only one."""
     work, layers = setting.work, setting.layers
     forward = layers * tokens * work.forward
-    backward = layers * tokens * work.backward + tokens * work.loss / setting.pipeline
+    backward = layers * tokens * work.backward + (tokens * work.loss if setting.pipeline == 1 else 0.0)
     return Both(forward, backward).repeated(setting.checkpointing)
+
+
+def last_stage_seconds(setting: Setting, tokens: Floats) -> Floats:
+    """Head and loss, which the last of several stages has beside its layers."""
+    return tokens * setting.work.loss if setting.pipeline > 1 else 0.0 * tokens
+
+
+def hop_seconds(setting: Setting, tokens: Floats) -> Floats:
+    """What a stage waits for the activations of a micro-batch, or for their gradient, once they are made."""
+    each, once = setting.hop
+    return np.where(tokens > 0, tokens * each + once, 0.0) if setting.pipeline > 1 else 0.0 * tokens
 
 
 def tensor_seconds(setting: Setting, tokens: Floats) -> Both:
@@ -84,9 +95,8 @@ def finish(setting: Setting, mode: str, rows: Rows, figures: Figures) -> Foresee
     linear, tensor = linear_seconds(setting, rows.tokens), tensor_seconds(setting, rows.tokens)
     each = linear + tensor + rows.attention + rows.exchange
     if setting.pipeline > 1:
-        hop = setting.cluster.gather(2.0 * setting.model.hidden * float(rows.tokens.max()) / setting.tensor, 2, 10**9)
-        ran = float(one_forward_one_backward(each.forward, each.backward, setting.pipeline).max())
-        ran += 2.0 * (setting.pipeline - 1) * hop
+        hop, last = hop_seconds(setting, rows.tokens), last_stage_seconds(setting, rows.tokens)
+        ran = float(one_forward_one_backward(each.forward + hop, each.backward + hop, setting.pipeline, last).max())
     elif setting.sharding == "zero1":
         ran = float(each.total.sum(0).max())
     else:
@@ -96,7 +106,7 @@ def finish(setting: Setting, mode: str, rows: Rows, figures: Figures) -> Foresee
         mode,
         ran,
         Seconds(
-            linear=float(linear.total.sum(0).mean()),
+            linear=float((linear.total + last_stage_seconds(setting, rows.tokens) / setting.pipeline).sum(0).mean()),
             attention=float(rows.attention.total.sum(0).mean()),
             exchange=float(rows.exchange.total.sum(0).mean()),
             collectives=float(tensor.total.sum(0).mean()),

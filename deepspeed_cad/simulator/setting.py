@@ -51,6 +51,11 @@ class Setting:
     """Plans in place that were made already, by `id` of their layout, which lives as long."""
     optimizer: bool = True
     """Whether a step ends with the optimizer."""
+    held: tuple[float, float] | None = None
+    """Bytes of a weight with its gradient and optimizer state: on every rank, and shared by all. None: bf16 with AdamW
+    in fp32, as `sharding` shares them."""
+    landing_areas: int = 1
+    """In which what goes out lands, in turn. It was two before exchanges went in waves, as in older measured runs."""
 
     def __post_init__(self) -> None:
         """Raise CADConfigError for what cannot be; put the links' speeds into the cost, which plans heed."""
@@ -90,7 +95,7 @@ class Setting:
     @property
     def work(self) -> Work:
         """Seconds per token outside attention."""
-        return work_per_token(self.model, self.machine, self.tensor)
+        return work_per_token(self.model, self.machine, self.tensor, whole_loss=self.pipeline > 1)
 
     @property
     def hosts(self) -> Ints | None:
@@ -110,6 +115,13 @@ class Setting:
     def _hosts(self, count: int) -> Ints | None:
         hosts = self.cluster.hosts[:: self.tensor][:count]
         return hosts if (hosts != hosts[0]).any() else None
+
+    @property
+    def hop(self) -> tuple[float, float]:
+        """Seconds per token, and of nothing, from a pipeline stage to the next: activations, or their gradient."""
+        near = self.cluster.per_host >= self.cluster.ranks
+        size = 2.0 * self.model.hidden / self.tensor
+        return size / (self.machine.collective if near else self.machine.between), self.machine.latency
 
     @property
     def stage_parameters(self) -> float:

@@ -36,6 +36,9 @@ class Traffic:
     """[tasks]: whether a task reads anything that its server does not hold."""
     parts: Ints
     """[ranks]: head groups of documents of which a rank runs such tasks; waves do not cut them."""
+    served: Floats
+    """[3, ranks]: bytes of Q, of K and V, and of O of these tasks; rows of the server's own are among them, which a
+    local copy puts beside what arrives."""
 
     @property
     def forward(self) -> Floats:
@@ -55,16 +58,9 @@ class Traffic:
         return float(inside), float(between)
 
     @property
-    def landing(self) -> float:
-        """Bytes of landing areas of the hottest rank: two for what it serves, one for what comes home."""
-        there = (self.asked + self.answered).sum(0).max(initial=0.0)
-        back = np.maximum(self.sent, self.returned).sum(0).max(initial=0.0)
-        return float(2.0 * there + back)
-
-    @property
-    def served(self) -> float:
-        """Bytes of O, dQ, dK and dV that the hottest server makes for others."""
-        return float((self.asked + self.answered).sum(0).max(initial=0.0))
+    def comes_home(self) -> float:
+        """Bytes of dQ, dK and dV, or of O, that land at the home to which most return."""
+        return float(np.maximum(self.sent, self.returned).sum(0).max(initial=0.0))
 
 
 def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hosts: Ints | None) -> Traffic:
@@ -88,12 +84,7 @@ def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hos
     add(returned, home, moved * shape.output_bytes, server)
 
     # The longest prefix that a server reads of a document and range of groups covers all others.
-    order = np.lexsort((tasks[:, 2], tasks[:, 4], tasks[:, 3], tasks[:, 5], tasks[:, 0]))
-    keys = tasks[order]
-    same = (keys[1:, [0, 3, 4, 5]] == keys[:-1, [0, 3, 4, 5]]).all(1)
-    last = np.ones(len(keys), bool)
-    last[:-1] = ~same
-    keys = keys[last]
+    keys = _longest_prefixes(tasks)
     read, home, count = homes.overlaps(keys[:, 0], np.zeros_like(keys[:, 2]), keys[:, 2])
     server, groups = keys[read, 5], keys[read, 4] - keys[read, 3]
     away = (home != server) & (count > 0)
@@ -108,7 +99,26 @@ def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hos
     remote = np.zeros(len(tasks), bool)
     remote[task[(home != tasks[task, 5]) & (count > 0)]] = True
     parts = _head_groups(tasks[remote], shape.groups, ranks)
-    return Traffic(asked, sent, answered, returned, pairs, remote, parts)
+    served = _served(tasks[remote], shape, ranks)
+    return Traffic(asked, sent, answered, returned, pairs, remote, parts, served)
+
+
+def _served(tasks: Ints, shape: HeadShape, ranks: int) -> Floats:
+    """See Traffic.served."""
+    groups = tasks[:, 4] - tasks[:, 3]
+    rows = np.bincount(tasks[:, 5], (tasks[:, 2] - tasks[:, 1]) * groups, minlength=ranks)
+    keys = _longest_prefixes(tasks)
+    read = np.bincount(keys[:, 5], keys[:, 2] * (keys[:, 4] - keys[:, 3]), minlength=ranks)
+    return np.stack([rows * shape.query_bytes, read * shape.key_value_bytes, rows * shape.output_bytes])
+
+
+def _longest_prefixes(tasks: Ints) -> Ints:
+    """Of the tasks of one server with the same document and head groups, the one that reads the most keys."""
+    order = np.lexsort((tasks[:, 2], tasks[:, 4], tasks[:, 3], tasks[:, 5], tasks[:, 0]))
+    keys = tasks[order]
+    last = np.ones(len(keys), bool)
+    last[:-1] = ~(keys[1:, [0, 3, 4, 5]] == keys[:-1, [0, 3, 4, 5]]).all(1)
+    return keys[last]
 
 
 def _head_groups(tasks: Ints, groups: int, ranks: int) -> Ints:

@@ -21,6 +21,9 @@ RESIDUAL = (12, 12)
 """Per element of the hidden size: two sums."""
 LOSS = 40
 """Per logit: a cross entropy over pieces of rows, in fp32."""
+WHOLE_LOSS = 60
+"""The same where all logits of a micro-batch are there at once, as in the last stage of a pipeline: to fp32,
+log-softmax, its gradient, that of leaving out the last row, and back."""
 OPTIMIZER = 40
 """Per parameter of a shard: AdamW on fp32 state, the gradient to fp32, the weight back to bf16."""
 
@@ -37,7 +40,7 @@ class Work:
     """Head and loss, forward and backward."""
 
 
-def work_per_token(model: ModelShape, machine: Machine, tensor: int = 1) -> Work:
+def work_per_token(model: ModelShape, machine: Machine, tensor: int = 1, whole_loss: bool = False) -> Work:
     """Linear layers shared by `tensor` ranks, norms too (as with sequence parallelism inside the group)."""
     turned = model.head_dim * (model.heads + model.kv_heads)
     forward, backward = (
@@ -47,8 +50,14 @@ def work_per_token(model: ModelShape, machine: Machine, tensor: int = 1) -> Work
     )
     product = 2.0 * model.layer_parameters / machine.matrix_flops
     head = model.hidden * model.vocabulary
-    loss = 6.0 * head / machine.matrix_flops + LOSS * model.vocabulary / machine.memory_rate
+    logits = (WHOLE_LOSS if whole_loss else LOSS) * model.vocabulary
+    loss = 6.0 * head / machine.matrix_flops + logits / machine.memory_rate
     return Work((product + forward) / tensor, (2.0 * product + backward) / tensor, loss / tensor)
+
+
+def before_attention(model: ModelShape) -> float:
+    """Of a layer's linear part the share that lies before its attention: the projections to Q, K and V."""
+    return model.hidden * model.head_dim * (model.heads + 2 * model.kv_heads) / model.layer_parameters
 
 
 def optimizer_seconds(machine: Machine, parameters: float, shards: int) -> float:

@@ -14,6 +14,8 @@ from typing import Any
 
 COMPUTE, ASIDE, STEP = "training stream", "serving stream", "micro-batch"
 NANO_BATCHES = "AB"
+SERVING = tuple(f"serving {name}" for name in NANO_BATCHES)
+"""Of a reserved server: each nano-batch has a stream of its own there, and both may run at a time."""
 NAMELESS = 50e-6
 """Seconds: what lies between two spans and has no name is left out where it is shorter."""
 
@@ -31,13 +33,17 @@ class Span:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def to_events(rank: int, spans: list[Span]) -> list[dict[str, Any]]:
-    """Trace events of one rank: its spans, and names for what the training stream did between them."""
+def to_events(rank: int, spans: list[Span], serves: bool = False) -> list[dict[str, Any]]:
+    """Trace events of one rank: its spans, and names for what the training stream did between them.
+
+    `serves`: the rank is a reserved server.
+    """
     aside = [ASIDE] if any(span.lane == ASIDE for span in spans) else []
-    lanes = [STEP, COMPUTE, *aside, *(f"exchange {name}" for name in NANO_BATCHES)]
+    own = SERVING if serves else (COMPUTE, *aside)
+    lanes = [STEP, *own, *(f"exchange {name}" for name in NANO_BATCHES)]
     lanes += sorted({span.lane for span in spans} - {*lanes})
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name_rank(rank, serves)}},
         {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}},
     ]
     for lane, name in enumerate(lanes):
@@ -63,6 +69,11 @@ def to_events(rank: int, spans: list[Span]) -> list[dict[str, Any]]:
             }
         )
     return events
+
+
+def name_rank(rank: int, serves: bool) -> str:
+    """What the row of a rank is called."""
+    return f"server {rank}" if serves else f"rank {rank}"
 
 
 def name_gaps(compute: list[Span]) -> list[Span]:

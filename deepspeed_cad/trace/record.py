@@ -3,8 +3,8 @@
 In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: a part file
 per rank and, once all parts are there, one file (file.py) with a process row per rank: a lane for what the training
 stream does (the model before and after attention, local and served attention, waits), one for the stream beside it
-where served attention has its own, and one per nano-batch for exchanges. Times are CUDA events on a GPU, wall time on a
-CPU. Without a tracer nothing here runs.
+where served attention has its own, and one per nano-batch for exchanges. A reserved server has one per nano-batch for
+what it serves. Times are CUDA events on a GPU, wall time on a CPU. Without a tracer nothing here runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from deepspeed_cad.trace.file import (
     ASIDE,
     COMPUTE,
     NANO_BATCHES,
+    SERVING,
     STEP,
     Span,
     merge_parts,
@@ -47,8 +48,21 @@ NOT_TRACED: AbstractContextManager[None] = nullcontext()
 class Tracer:
     """Records one process; all methods cost next to nothing before and after the recorded micro-batches."""
 
-    def __init__(self, path: str, steps: int, device: torch.device, rank: int, ranks: int) -> None:
+    def __init__(
+        self, path: str, steps: int, device: torch.device, rank: int, ranks: int, serves: bool = False
+    ) -> None:
+        """Nothing is recorded yet.
+
+        Args:
+            path: of the timeline.
+            steps: micro-batches to record.
+            device: where this rank computes.
+            rank: this one, of those that run attention.
+            ranks: how many there are, reserved servers among them.
+            serves: this one is a reserved server.
+        """
         self.path, self.steps, self.device, self.rank, self.ranks = Path(path), steps, device, rank, ranks
+        self.serves = serves
         self.recording = False
         self.micro_batches = 0
         self._spans: list[Span] = []
@@ -68,12 +82,12 @@ class Tracer:
         """A span of the training stream, or of the one beside it: "dispatch", "local", "served", "return", "wait"."""
         if not self.recording:
             return NOT_TRACED
-        lane = ASIDE if aside else COMPUTE
+        lane = SERVING[nano_batch] if self.serves else ASIDE if aside else COMPUTE
         return self._timed(Span(lane, what, nano_batch, backward, None, details={"layer": label}))
 
     def mark(self, what: str, nano_batch: int | None = None, backward: bool = False, layer: int | None = None) -> None:
         """A moment of the training stream: "layer begins", "layer ends", "attention ends"."""
-        if self.recording:
+        if self.recording and not self.serves:
             now = self._now()
             self._spans.append(Span(COMPUTE, what, nano_batch, backward, now, now, {"layer": layer}))
 
@@ -152,7 +166,7 @@ class Tracer:
         if not self.recording:
             return
         self.recording = False
-        events = to_events(self.rank, self._resolve())
+        events = to_events(self.rank, self._resolve(), self.serves)
         self._spans.clear()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(part_path(self.path, self.rank), {"began": self._began, "traceEvents": events})

@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from lines import BEGUN, FAILED, PASSED, REFUSED  # noqa: E402
-from loops import CASES, IN_WAVES, RIGHT, TIME_OUT, WHILE_GROWING  # noqa: E402
+from loops import CASES, IN_WAVES, RIGHT, TIME_OUT, WHILE_GROWING, names  # noqa: E402
 
 from deepspeed_cad.exchange.watchdog import EXIT_CODE  # noqa: E402
 
@@ -55,9 +55,10 @@ class Launch:
     limit_s: float = 120.0
     hosts: tuple[int, ...] | None = None
     may_end: bool = False
-    """Whether a rank may end its process instead of raising: an error is what is looked for."""
+    """Whether the watchdog may end a rank's process: an error is what is looked for, and a kernel that is launched for
+    the first time while its GPU waits for a dead rank keeps the driver from freeing it."""
     dies: int | None = None
-    """The exit code with which the last rank may end, where it dies on purpose."""
+    """The exit code with which the last rank may end, where it dies on purpose; the others must name it."""
     allocator: str = ""
     """PYTORCH_CUDA_ALLOC_CONF of its processes."""
 
@@ -91,10 +92,12 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
             ("nvlink,nccl,c10d", "nvlink: other sizes", "nccl: other sizes") if cuda else ("c10d", "c10d: other sizes")
         )
         return [Launch(group, case, limit_s=100) for case in cases]
-    if group == "servers":
+    if group in ("servers", "speeds"):
         return [Launch(group, limit_s=100)]
     if group == "streams":
-        return [Launch(group, "nvlink,nccl,nccl/4" if cuda else "c10d,c10d/4", limit_s=200)]
+        # NCCL takes seconds to open among many ranks: there one case each, and every case on two.
+        nccl = "nccl,nccl/4" if ranks == 2 else "nccl/1,nccl/4"
+        return [Launch(group, f"nvlink,{nccl}" if cuda else "c10d,c10d/4", limit_s=200)]
     if group == "loaders":
         return [Launch(group, case, limit_s=100, may_end=case not in RIGHT) for case in CASES]
     if group == "failures":
@@ -102,7 +105,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         before = [f"{how} before its lengths" for how in ("dies", "hangs")]
         cases = [f"nvlink: {how}" for how in (*before, *in_exchange)] + [f"nccl: {how}" for how in in_exchange]
         cases = cases if cuda else [f"c10d: {how}" for how in (before[1], in_exchange[0])]
-        return [Launch(group, case, limit_s=100, dies=7) for case in cases]
+        return [Launch(group, case, limit_s=100, dies=7, may_end="in the exchange" in case) for case in cases]
     if group == "growth":
         cases = ("nvlink", "nvlink: the last rank has no memory left", f"nvlink: {IN_WAVES}")
         kinds = ("", "expandable_segments:True")
@@ -122,16 +125,36 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
 
 GROUPS = (
     "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
-    "pipelines", "servers", "timeouts",
+    "pipelines", "servers", "timeouts", "speeds",
 )  # fmt: skip
 WAVES = (
-    ("kernels", "failures"), ("identity", "timeouts"), ("transports", "loaders"), ("models", "mixed"),
-    ("streams", "exactness"), ("pipelines", "servers"), ("growth",),
+    ("kernels", "failures"), ("pipelines", "servers", "identity", "timeouts"), ("growth",), ("speeds",),
+    ("transports", "loaders"), ("models", "mixed"), ("streams", "exactness"),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
-models take, and what fails mostly waits; a check that fills the memory of GPUs is alone."""
+models take, and what fails mostly waits; checks that fill the memory of GPUs, or time steps, are alone. The last ones
+have the most cases: where time runs out, some of these are left, and no group as a whole."""
 AT_ONCE = ("failures", "loaders", "timeouts")
 """Groups whose launches run at the same time."""
+
+
+def threads(ranks: int) -> int:
+    """For the CPU's work of one process: up to about eight launches run at a time, and more threads would only wait."""
+    return max(1, (os.cpu_count() or 1) // (4 * ranks))
+
+
+def lanes(group: str, wanted: list[Launch], cuda: bool) -> list[list[Launch]]:
+    """Launches of a group that run one after the other; what is in different lists runs at the same time."""
+    if not cuda:
+        return [wanted]
+    if group in AT_ONCE:
+        return [[launch] for launch in wanted]
+    found: dict[tuple[tuple[int, ...] | None, bool], list[Launch]] = {}
+    for launch in wanted:
+        # Those of other hosts, and those that mostly wait, have a list of their own.
+        waits = launch.case.endswith((TIME_OUT, WHILE_GROWING))
+        found.setdefault((launch.hosts, waits), []).append(launch)
+    return list(found.values())
 
 
 def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: float) -> Ended:
@@ -147,7 +170,8 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
             # The store lives here, as with torchrun, so that it outlives a rank that dies.
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
             "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            **({} if options.device == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
+            "OMP_NUM_THREADS": str(threads(options.gpus) if options.device == "cuda" else 1),
+            **({} if options.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
             **({"PYTORCH_CUDA_ALLOC_CONF": launch.allocator} if launch.allocator else {}),
             **({**PRETENDED, "NCCL_HOSTID": f"pretended-{launch.hosts[rank]}"} if launch.hosts else {}),
         }  # fmt: skip
@@ -168,7 +192,7 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
         if rank not in killed and process.returncode in expected and (done or process.returncode):
             continue
         said = _last_words(Path(f"{stem}.{rank}.log")) if process.returncode == EXIT_CODE else ""
-        if launch.may_end and said:
+        if explained(launch, said, options.gpus):
             # Its GPU could not be freed from a wait: then the watchdog says why and ends the process.
             ended.lines.append(
                 {"what": launch.group, "case": launch.case, "state": PASSED, "rank": rank, "seconds": 0.0,
@@ -186,6 +210,11 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
         ended.log = "\n".join(f"--- {launch.label}, rank {rank}\n{text[-3000:]}" for rank, text in tails)
     del store
     return ended
+
+
+def explained(launch: Launch, said: str, ranks: int) -> bool:
+    """Whether a process that the watchdog ended may have ended so, by its last words ("": it did not end so)."""
+    return launch.may_end and bool(said) and (launch.dies is None or names(said, ranks - 1))
 
 
 def _last_words(log: Path) -> str:
@@ -230,10 +259,9 @@ def run_group(group: str, options: argparse.Namespace, folder: Path, until: floa
         _say(f"{launch.label}: {_summary(found.lines)}, {time.monotonic() - begun:.0f} s")
         return found
 
-    if group in AT_ONCE and cuda:
-        with ThreadPoolExecutor(len(wanted)) as pool:
-            return list(pool.map(one, wanted))
-    return [one(launch) for launch in wanted]
+    each = lanes(group, wanted, cuda)
+    with ThreadPoolExecutor(len(each)) as pool:
+        return [ended for lane in pool.map(lambda lane: [one(launch) for launch in lane], each) for ended in lane]
 
 
 def merge(ended: list[Ended]) -> list[dict[str, Any]]:

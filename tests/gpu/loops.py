@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 CASES: dict[str, dict[str, Any]] = {
@@ -20,3 +21,8 @@ IN_WAVES = "the last rank has little memory left, so all take smaller waves"
 """What the group `growth` looks at beside an error on all ranks."""
 TIME_OUT, WHILE_GROWING = "time-out", "time-out while growing"
 """How the last rank leaves an exchange out in the group `timeouts`: all buffers are there, or it makes one."""
+
+
+def names(text: str, rank: int) -> bool:
+    """Whether an error names a rank, alone or among others."""
+    return re.search(rf"\brank (\d+, )*{rank}\b", text) is not None

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def test_rehearsal(tmp_path: Path) -> None:
     """Groups that run without GPUs, with everything they compare."""
-    groups = "kernels,transports,models,streams,exactness,servers"
+    groups = "kernels,transports,models,streams,exactness,servers,speeds"
     command = [sys.executable, str(GPU / "gpu_check.py"), "--device", "cpu", "--patience", "4", "--budget", "550"]
     command += ["--only", groups, "--output", str(tmp_path / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -27,7 +27,7 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert {row["state"] for row in found["table"]} == {"passed"}
     assert f"{len(found['table'])} passed, 0 failed, 0 skipped in " in done.stdout.splitlines()[-1]
     assert {row["what"].split()[0] for row in found["table"]} == {
-        "kernel", "rows", "transport", "model", "two", "exactness", "reserved",
+        "kernel", "rows", "transport", "model", "two", "exactness", "reserved", "speeds",
     }  # fmt: skip
 
 

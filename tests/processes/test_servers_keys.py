@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from pool import WorkerPool
 from served import free_port, play
 
 import deepspeed_cad
+from deepspeed_cad.cli.trace import summary
 from deepspeed_cad.session import close_session
 from deepspeed_cad.trace.record import WARM_UP
 
@@ -58,7 +61,7 @@ def _traced(rank: int, trainers: int, block: dict[str, Any]) -> None:
 
 
 def test_trace(workers: WorkerPool) -> None:
-    """A timeline of the trainers: where each waits for what was served elsewhere."""
+    """One timeline of all ranks: where trainers wait, and what the server attends meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         _run(workers, _traced, trace=str(path), trace_steps=1)
@@ -67,6 +70,20 @@ def test_trace(workers: WorkerPool) -> None:
     for rank in range(2):
         names = {event["name"] for event in events if event["pid"] == rank and event["ph"] == "X"}
         assert {"dispatch A", "dispatch B", "served A", "wait A", "Q, K, V out", "dQ, dK, dV back"} <= names
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2}
+    assert [*lanes.values()] == ["micro-batch", "serving A", "serving B", "exchange A", "exchange B"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1", "server 2"]
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 2]
+    # Two layers, forward and backward, of each part.
+    served = Counter((lanes[e["tid"]], e["cat"]) for e in spans if e["name"] == "served")
+    assert served == {(f"serving {part}", way): 2 for part in "AB" for way in ("forward", "backward")}
+    # On one clock: what is served lies inside the micro-batch of the trainers.
+    steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("micro-batch") and e["pid"] < 2]
+    begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
+    assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= end for e in spans if e["name"] == "served")
+    lines = summary({"traceEvents": events}).splitlines()
+    assert lines[0].split() == ["ms", "per", "rank", "rank", "0", "rank", "1", "server", "2"]
+    assert all(float(ms) > 0 for line in lines if line.startswith("served") for ms in line.split()[-3:])
 
 
 def _exchanged(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +103,25 @@ def test_exchange_of_documents(workers: WorkerPool) -> None:
     assert exchanged["losses"] == pytest.approx(kept["losses"], rel=1e-10)
     for name, gradient in kept["gradients"].items():
         assert np.abs(exchanged["gradients"][name] - gradient).max() < 1e-9, name
+
+
+def _warned(rank: int, trainers: int, block: dict[str, Any]) -> list[str]:
+    """Warnings from before the session opens until a micro-batch was trained."""
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepspeed_cad").addHandler(listener)
+    try:
+        model = deepspeed_cad.apply(training.tiny_llama(), block).train()
+        training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=rank))).backward()
+    finally:
+        logging.getLogger("deepspeed_cad").removeHandler(listener)
+    return [text for text in said if "on reserved servers" in text]
+
+
+def test_trainer_0_says_once_that_servers_do_not_park(workers: WorkerPool) -> None:
+    (first,), second = _run(workers, _warned, keep="host")
+    assert first.startswith('"keep" is "host" and does nothing on reserved servers') and second == []
 
 
 def _refused(rank: int, trainers: int, block: dict[str, Any]) -> tuple[str, int]:

@@ -134,7 +134,11 @@ def test_reserved_ranks_without_the_launcher(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("servers", "words"),
-    [({"reserved": 2}, "at least one must train"), ({"ranks": [5]}, "no rank 5")],
+    [
+        ({"reserved": 2}, "at least one must train"),
+        ({"ranks": [5]}, "no rank 5"),
+        ({"reserved_per_node": 2}, "no trainer would be left on a host of 2 ranks"),
+    ],
 )
 def test_a_reservation_that_does_not_fit(job: Job, servers: dict, words: str) -> None:
     for rank in range(2):
@@ -196,6 +200,18 @@ def test_what_does_not_fit_ends_all_with_the_same_words(job: Job, who: list[int]
     assert 0 not in codes.values(), codes
     for name in job.processes:
         assert words in job.said(name) and "Traceback" not in job.said(name), job.said(name)
+
+
+@pytest.mark.slow
+def test_speeds_for_another_number_of_ranks(job: Job) -> None:
+    """Trainers and servers count alike, and nobody is left waiting."""
+    for rank in range(3):
+        job.launch(rank, 3, "well", "9", block={**BLOCK, "speeds": [1, 1]})
+    codes = job.ends("rank0")
+    assert 0 not in codes.values(), codes
+    for name in job.processes:
+        assert 'key "speeds" has 2 numbers and 3 ranks run attention' in job.said(name), job.said(name)
+        assert "Traceback" not in job.said(name), job.said(name)
 
 
 @pytest.mark.slow

@@ -247,16 +247,16 @@ def test_a_forward_without_gradients_is_none_of_the_announced() -> None:
 
 
 def test_kinds_of_layers_are_learned_for_the_look_ahead() -> None:
-    model, binding = bound(model=tiny_model("gemma2", sliding_window=5))
-    assert binding.feed.keys == []
+    model, binding = bound(model=tiny_model("gemma2", sliding_window=5, num_hidden_layers=3))
+    assert binding.feed.keys == {}
     model(**batch())
-    assert {key.window for key in binding.feed.keys} == {None, 5}
+    assert {key.window: layers for key, layers in binding.feed.keys.items()} == {None: 1, 5: 2}
 
 
 def test_an_evaluation_teaches_nothing() -> None:
     model, binding = bound()
     model.eval()(**batch(), use_cache=False)
-    assert binding.feed.keys == [] and binding.forwards == 0 and binding.trained == 0
+    assert binding.feed.keys == {} and binding.forwards == 0 and binding.trained == 0
 
 
 def test_nothing_is_left_of_a_forward_that_raised() -> None:

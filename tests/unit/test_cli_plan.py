@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,20 @@ def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest
     gains = [a / b for a, b in zip(plain["steps"], cad["steps"], strict=True)]
     assert answer["gain"] == pytest.approx(np.mean(gains)) and cad["between"] > 0
     assert "not measured yet" in shown.err
+    # The default, ZeRO-3, leaves servers nothing to do beside linear layers.
+    assert answer["reserve"] == 0 and "Reserve none: with " in shown.err
+
+
+def test_how_many_to_reserve(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["long-mix", "--ranks", "8", "--steps", "4", "--modes", "cad,cad reserved", "--sharding", "zero1", "--json"]
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    cad, reserved = answer["modes"]
+    ratio = reserved["tokens_per_second_per_gpu"] / cad["tokens_per_second_per_gpu"]
+    assert answer["reserve"] == reserved["degree"] >= 1 and f"it is {ratio:.2f} times as fast as in place" in shown.err
+    # Of the same documents, in more steps.
+    assert reserved["tokens"] * len(reserved["steps"]) == pytest.approx(cad["tokens"] * len(cad["steps"]), rel=0.2)
 
 
 def test_options_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,12 +294,12 @@ def test_options_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None
     assert run("--model", "llama-34b")["plain"]["step_seconds"] > 2 * usual["plain"]["step_seconds"]
     assert run("--recompute-attention")["cad"]["seconds"]["attention"] > usual["cad"]["seconds"]["attention"]
     several = run("--micro-batches", "4", "--pipeline", "4")
-    assert several["plain"]["tokens"] > 0 and not several["cad"]["measured"]
+    assert several["plain"]["tokens"] > 0 and several["cad"]["peak"] > 0
 
 
 def test_servers_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["long-mix", "--ranks", "8", "--steps", "1"]
-    assert "CAD, 3 reserved *" in foresee_steps(capsys, *words, "--reserve", "3")[1]
+    assert "CAD, 3 reserved  " in foresee_steps(capsys, *words, "--reserve", "3")[1]
     assert "reserved *" not in foresee_steps(capsys, *words, "--reserve", "none")[1]
     assert "8 servers of 8 seats leave no" in foresee_steps(capsys, *words, "--reserve", "8")[1]
 
@@ -313,6 +328,14 @@ def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--modes", "plain,nosuch"], "--modes: there is no mode 'nosuch'"),
         (["--reserve", "some"], "--reserve is 'some'; expected"),
         (["--cost", "nosuch.json"], "nosuch.json"),
+        (
+            ["--ranks", "7", "--modes", "ulysses,gathered"],
+            "no mode that is asked for can run on 7 GPUs: Ulysses: 32 query heads and 7 seats have no common divisor; "
+            "all-gather CP: 7 seats cannot be divided by 2",
+        ),
+        (["--modes", "cad reserved", "--reserve", "9"], "9 servers of 8 seats leave no server or no trainer"),
+        (["--output", "nosuch/x.json"], "--output: nosuch/x.json cannot be written: there is no folder nosuch"),
+        (["--plot", "nosuch/x.png"], "--plot: nosuch/x.png cannot be written: there is no folder nosuch"),
     ],
 )
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
@@ -337,6 +360,11 @@ def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 2 and said in shown and "lengths.txt" in shown and shown.count("\n") == 1
 
 
+def test_the_bound_alone_is_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = foresee_steps(capsys, "long-mix", "--ranks", "8", "--steps", "1", "--modes", "packed")
+    assert code == 0 and "ask for other modes beside it" in shown
+
+
 def test_memory_that_cannot_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     code, shown = foresee_steps(capsys, "long-mix", "--ranks", "8", "--steps", "1", "--memory", "20")
     assert code == 0 and "plain does not fit" in shown and "it would fit with rows of at most" in shown
@@ -350,12 +378,13 @@ def test_a_model_that_cad_refuses_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert code == 2 and "CAD does not support MambaForCausalLM" in shown and shown.count("\n") == 1
 
 
-def test_thousands_of_ranks_are_soon_foreseen(capsys: pytest.CaptureFixture[str]) -> None:
-    import time
-
-    begun = time.monotonic()
-    code, _ = foresee_steps(capsys, "long-mix", "--ranks", "4096", "--steps", "1", "--modes", "plain,packed,cad")
-    assert code == 0 and time.monotonic() - begun < 60
+@pytest.mark.parametrize(("packing", "ranks"), [("in_order", 4096), ("zigzag", 2048)])
+def test_thousands_of_ranks_are_soon_foreseen(capsys: pytest.CaptureFixture[str], packing: str, ranks: int) -> None:
+    """Either takes about a second of an idle core; the bound is for busy ones."""
+    begun = time.process_time()
+    words = ["long-mix", "--ranks", str(ranks), "--packing", packing, "--steps", "1", "--modes", "packed,cad"]
+    code, _ = foresee_steps(capsys, *words)
+    assert code == 0 and time.process_time() - begun < 20
 
 
 def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

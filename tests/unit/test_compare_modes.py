@@ -12,7 +12,7 @@ from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.simulator import Cluster, Foreseen, Machine, Seconds, Setting
-from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, what_would_fit
+from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, reserve, what_would_fit
 from deepspeed_cad.simulator.picture import draw_curve, draw_step
 from deepspeed_cad.simulator.sweep import around, sweep
 
@@ -64,7 +64,8 @@ def test_what_cannot_run_is_left_out_with_its_reason(changes: dict[str, Any], mo
 
 
 def test_more_servers_than_seats_and_no_steps() -> None:
-    assert "leave no server or no trainer" in compare(setting(), LONG, ["cad reserved"], 4).left_out["cad reserved"]
+    left_out = compare(setting(), LONG, ["cad", "cad reserved"], 4).left_out
+    assert "leave no server or no trainer" in left_out["cad reserved"]
     with pytest.raises(CADConfigError, match="there is no step"):
         compare(setting(), [])
     with pytest.raises(CADConfigError, match="there is no mode 'nosuch'"):
@@ -134,3 +135,58 @@ def test_pictures(tmp_path: Any) -> None:
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (tmp_path / "curve.svg").read_text()
     with pytest.raises(CADError, match="cannot be written"):
         draw_step(found, str(tmp_path / "none" / "step.png"))
+
+
+@pytest.mark.parametrize(
+    ("found", "servers", "words"),
+    [
+        ([made("cad", 10.0)], 0, ""),
+        ([made("cad", 10.0), made("cad reserved", 9.9)], 0, "Reserve none: with 3 it is 1.01 times"),
+        ([made("cad", 10.0), made("cad reserved", 8.0)], 3, 'Reserve 3, "servers": {"reserved": 3}: it is 1.25 times'),
+        ([made("cad", 10.0), made("cad reserved", 8.0, peak=200.0)], 0, "Reserve none: with 3 it does not fit"),
+        (
+            [made("cad", 10.0, peak=200.0), made("cad reserved", 20.0)],
+            3,
+            'Reserve 3, "servers": {"reserved": 3}: in place it does not fit',
+        ),
+    ],
+)
+def test_how_many_to_reserve(found: list[Foreseen], servers: int, words: str) -> None:
+    many, text = reserve(Comparison(tuple(replace(one, degree=3) for one in found), {}))
+    assert many == servers and text.startswith(words)
+
+
+def test_servers_are_chosen_on_the_same_documents_as_other_modes() -> None:
+    """Left out, the rows that servers would have trained may be those with most attention."""
+    step = [Layout.from_rank_lengths([[1024] * 32, [1024] * 32, [1024] * 32, [32768]])]
+    asked: list[int] = []
+
+    def deal(servers: int) -> list[list[Layout]]:
+        asked.append(servers)
+        rows = [[32768], *[[1024] * 32] * (3 - servers)]
+        return [[Layout.from_rank_lengths([*rows, *[[]] * servers])]]
+
+    own = setting(tolerance=0.01)
+    dealt = compare(own, [step], ["cad reserved"], 1, deal=deal).found[0]
+    cut = compare(own, [step], ["cad reserved"], 1).found[0]
+    assert asked == [1] and dealt.tokens == cut.tokens == 3 * 32768
+    assert dealt.seconds.attention > 2 * cut.seconds.attention
+
+
+def test_the_best_number_of_servers_is_taken_from_several_steps() -> None:
+    """Attention is most of the work, so two of four are better than one; the first step alone has none."""
+    many = [[Layout.from_rank_lengths([[131072]] * 4)]]
+    found = compare(setting(memory=1000.0), ALIKE + many * 3, ["cad reserved"]).found[0]
+    each = [compare(setting(memory=1000.0), ALIKE + many * 3, ["cad reserved"], count).found[0] for count in (1, 2)]
+    assert found.tokens_per_second == max(one.tokens_per_second for one in each) > 0
+    assert len(found.steps) == 4
+
+
+def test_servers_wait_where_weights_are_sharded() -> None:
+    """Linear layers and attention follow one another there."""
+    sharded, whole = (
+        compare(setting(sharding=how, memory=1000.0), [[Layout.from_rank_lengths([[65536]] * 4)]], ["cad reserved"], 2)
+        for how in ("zero3", "zero1")
+    )
+    first, second = sharded.found[0], whole.found[0]
+    assert first.seconds.total > 1.2 * second.seconds.total and first.idle > second.idle + 0.1

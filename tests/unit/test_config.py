@@ -32,6 +32,7 @@ def test_defaults() -> None:
         "keep": "device",
         "cost": "auto",
         "links": "measure",
+        "speeds": None,
         "waves": "auto",
         "memory": "auto",
         "documents": "keep",
@@ -280,3 +281,14 @@ def test_what_going_on_without_a_server_refuses(block: dict, key: str, says: str
     with pytest.raises(CADConfigError, match=says) as caught:
         CADConfig.from_dict({"on_server_failure": "continue", **block})
     assert f'"{key}"' in str(caught.value)
+
+
+@pytest.mark.parametrize("speeds", ["auto", "fast", 0, [], [1.0, 0.0], [1, "x"], [True], [1, float("nan")], {"a": 1}])
+def test_speeds_that_are_none(speeds: object) -> None:
+    with pytest.raises(CADConfigError, match='key "speeds"'):
+        CADConfig.from_dict({"speeds": speeds})
+
+
+def test_speeds() -> None:
+    assert CADConfig.from_dict({"speeds": [1, 2]}).speeds == [1.0, 2.0]
+    assert CADConfig.from_dict({"speeds": "measure"}).speeds == "measure" and CADConfig().speeds is None

@@ -7,11 +7,11 @@ import pytest
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.cut import LayerKind, choose_interleaved_cut
+from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 
 LONG = 65536
 PAIR = CostModel(unit="seconds", pair=1e-12)
-FULL = LayerKind(PAIR, None, 8)
+FULL = PlanLayers(PAIR, None, 8)
 
 
 def _attention(tokens: int) -> float:
@@ -64,7 +64,7 @@ def test_even_documents_are_cut_in_the_middle() -> None:
 def test_windows_count_as_often_as_their_layers() -> None:
     """With a window attention grows with the tokens, and the middle is best; one full layer hardly changes that."""
     linear = _attention(LONG) / LONG
-    window = LayerKind(PAIR, 1024, 8, layers=63)
+    window = PlanLayers(PAIR, 1024, 8, layers=63)
     assert _cut([[LONG]], 1, None, (window,))[0] / LONG == pytest.approx(0.5, abs=0.02)
     mixed = _cut([[LONG]], 1, None, (window, FULL))[0]
     assert _cut([[LONG]], 1, linear)[0] > mixed > _cut([[LONG]], 1, None, (window,))[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -334,7 +335,8 @@ def test_a_process_whose_gpu_cannot_be_freed_ends(monkeypatch: pytest.MonkeyPatc
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
     watched.dog.close()
-    assert "rank 0 stopped: exchange 1 did not end in time" in ended[0] and len(watched.gave_up) == watchdog.AGAIN
+    assert ended[0].startswith("rank 0 waited for exchange 1: rank 1 died or hangs") and "The GPU could not" in ended[0]
+    assert len(watched.gave_up) == watchdog.AGAIN
     freed = Watched(0.1)
     freed.dog.end_process = lambda reason: pytest.fail(reason)
     wait = FakeEvent(False)
@@ -356,7 +358,42 @@ def test_a_process_that_stays_inside_nccl_ends(monkeypatch: pytest.MonkeyPatch) 
         while not ended and time.monotonic() < deadline:
             time.sleep(0.01)
     watched.dog.close()
-    assert "exchange 1 did not end in time. The training thread could not be freed" in ended[0]
+    assert "rank 1 died or hangs" in ended[0] and "The training thread could not be freed" in ended[0]
+
+
+def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to free the GPU waits for it too, and has not come back even where the stream stands no more."""
+    monkeypatch.setattr(watchdog, "LAST_S", 0.1)
+    watched, ended, blocked = Watched(0.1), [], threading.Event()
+    watched.dog.give_up = blocked.wait  # type: ignore[assignment]
+    watched.dog.end_process = ended.append
+    wait = FakeEvent(False)
+    watched.dog.track(FakeEvent(True), wait, "exchange 1")
+    deadline = time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+        wait.done = watched.alarm.sounded
+    blocked.set()
+    watched.dog.close()
+    assert "could not be freed" in ended[0] and watched.dog._given_up == 1
+
+
+def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of three waits for rank 2, and its training thread is stuck with the GPU: the watchdog tells rank 1."""
+    monkeypatch.setattr(liveness, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
+    monkeypatch.setattr(watchdog, "BOARD_S", 0.02)
+    first, second = Watched(0.1), Watched(60.0)
+    for rank, watched in enumerate((first, second)):
+        watched.alarm.liveness = Liveness(first.board, rank, 3)
+        watched.alarm.rank = rank
+        watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
+    second.wait_until_given_up()
+    first.dog.close()
+    second.dog.close()
+    with pytest.raises(CADPeerError, match=r"rank 1 waited for exchange 1: rank 2 died or hangs.*rank 0 stopped"):
+        second.alarm.check()
+    assert second.alarm.why().startswith("rank 1 waited for exchange 1: rank 2 died or hangs")
 
 
 def test_a_wait_is_in_vain_where_a_rank_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def foreseen() -> ModuleType:
 
 FILES = sorted(
     path.relative_to(ROOT / "benchmarks" / "results").as_posix()
-    for kind in ("train_*.json", "fsdp2_*.json")
+    for kind in foreseen().KINDS
     for path in (ROOT / "benchmarks" / "results").glob(f"*/{kind}")
 )
 
@@ -113,9 +113,64 @@ def test_what_cannot_be_foreseen_says_why(tmp_path: Path) -> None:
     _rewrite(path, {"link_GBps": {"inside": 300.0, "between": None}})
     assert "what its links reach" in module.foresee_run(path)[0].note
     _rewrite(path, {"link_GBps": {"inside": None, "between": 20.0}})
-    assert module.foresee_run(path)[-1].tokens is not None
+    usual = module.foresee_run(path)[-1].tokens
+    # Of weights, what they were measured to reach counts, not what CAD's exchanges do.
+    _rewrite(path, {"collective_GBps": {"between": 5.0}})
+    assert module.foresee_run(path)[-1].tokens < 0.9 * usual
+    _rewrite(path, {"settings": settings | {"model": "hybrid"}})
+    assert "no prediction of hybrids" in module.foresee_run(path)[0].note
+    _rewrite(path, {"settings": settings})
     _rewrite(path, {"machine": {"device": "Tomorrow's GPU"}})
     assert module.foresee_run(path)[0].note == "no figures of Tomorrow's GPU"
+
+
+def _of_kind(folder: Path, name: str, change: dict[str, Any]) -> list[Any]:
+    (folder / "new").mkdir(exist_ok=True)
+    content = json.loads((ROOT / "benchmarks/results/h200x2" / name).read_text()) | change
+    (folder / "new" / name).write_text(json.dumps(content))
+    found: list[Any] = foreseen().foresee_run(folder / "new" / name)
+    return found
+
+
+def test_servers_are_compared_with_the_run_in_place_beside_them(tmp_path: Path) -> None:
+    """Alone such a file has nothing to be compared with, so that its ratio is 1."""
+    in_place, reserved = "servers_in-place_nvlink.json", "servers_reserved_nvlink.json"
+    assert _of_kind(tmp_path, reserved, {})[0].ratio == 1.0
+    slow = _of_kind(tmp_path, in_place, {"step_s": 2 * 3.9380980910000005})[0]
+    usual = rows(f"h200x2/{in_place}")[0]
+    assert slow.tokens == pytest.approx(2 * usual.tokens) and slow.ratio == 1.0
+    assert _of_kind(tmp_path, reserved, {})[0].ratio == pytest.approx(rows(f"h200x2/{reserved}")[0].ratio / 2)
+    assert "something else uses" in _of_kind(tmp_path, reserved, {"slowed": 0})[0].note
+
+
+def test_pipelines_may_note_each_step_and_have_limits(tmp_path: Path) -> None:
+    name = "pipeline_pp2_2r_prolong_64k_2r.json"
+    usual = rows(f"h200x2/{name}")
+    seconds = json.loads((ROOT / "benchmarks/results/h200x2" / name).read_text())["seconds"]
+    each = {mode: [value - 0.5, value + 0.5] for mode, value in seconds.items()}
+    found = _of_kind(tmp_path, name, {"step_seconds": each})
+    assert [row.tokens for row in found] == pytest.approx([row.tokens for row in usual])
+    limited = _of_kind(tmp_path, name, {"cad": {"pipeline_in_flight": 2}})
+    assert [row.mode for row in limited if row.note] == ["cad"]
+    assert "were cut" in _of_kind(tmp_path, name, {"tokens": 512})[0].note
+    even = _of_kind(tmp_path, name, {"documents": 8192})
+    assert [row.tokens for row in even] != pytest.approx([row.tokens for row in usual], rel=0.02)
+
+
+def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:
+    path = _rewrite(_copy(tmp_path, {}), {"modes": None})
+    assert foreseen().foresee_run(path)[0].note == "the file lacks 'modes'"
+
+
+@pytest.mark.parametrize("link", ["sockets", "host"])
+def test_what_was_made_by_hand_stands_in_the_table_it_was_made_from(link: str) -> None:
+    folder = ROOT / "benchmarks/results/h200x2"
+    table = (folder / "hosts_prolong_64k_2r_2026-11-22.md").read_text().replace(",", "")
+    made = json.loads((folder / f"hosts_prolong_64k_2r_{link}_2026-11-22.json").read_text())
+    rates = [mode["tokens_per_s_per_gpu"]["median"] for mode in made["modes"].values()]
+    for number in (made["link_GBps"]["between"], *rates, made["machine"]["commit"]):
+        assert f" {number} " in table.replace(" 5b34a40", " 5b34a40 ")
+    assert made["settings"]["steps"] == 4 and "The first 4 steps" in table
 
 
 @pytest.mark.parametrize("lengths", [[65536], [4096] * 16, [719, 64817], [100, 200, 300, 60000, 4936]])

@@ -10,7 +10,7 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from gpu_check import GROUPS, WAVES, Ended, Launch, launches, merge, parse, table
+from gpu_check import GROUPS, WAVES, Ended, Launch, explained, lanes, launches, merge, parse, table
 from lines import Lines, Place
 
 from deepspeed_cad.errors import CADPeerError, CADUnsupportedError
@@ -92,6 +92,33 @@ def test_groups_on_any_number_of_gpus(group: str, gpus: int) -> None:
     assert all(len(one.hosts) == gpus for one in found if one.hosts)
     if group == "mixed":
         assert {one.hosts for one in found} == ({(0, 1)} if gpus == 2 else {(0, 0, 1, 1), (0, 0, 0, 1)})
+
+
+@pytest.mark.parametrize(
+    ("said", "may_end", "dies", "right"),
+    [
+        ("rank 1 waited for an exchange: rank 0, 3 died or hangs", True, 7, True),
+        ("rank 1 waited for an exchange: rank 0 died or hangs", True, 7, False),
+        ("rank 3 waited", False, 7, False),
+        ("rank 1 stopped", True, None, True),
+        ("", True, None, False),
+    ],
+)
+def test_a_process_that_ends_says_who_is_missing(said: str, may_end: bool, dies: int | None, right: bool) -> None:
+    assert explained(Launch("failures", may_end=may_end, dies=dies), said, 4) == right
+
+
+@pytest.mark.parametrize(
+    ("group", "cuda", "sizes"),
+    [("mixed", True, [3, 2, 3, 2]), ("loaders", True, [1] * 7), ("loaders", False, [7]), ("growth", True, [6])],
+)
+def test_what_runs_at_the_same_time(group: str, cuda: bool, sizes: list[int]) -> None:
+    options = parse(["--gpus", "4", "--only", group])
+    wanted = launches(group, 4, cuda, options.hosts)
+    assert isinstance(wanted, list)
+    found = lanes(group, wanted, cuda)
+    assert [len(lane) for lane in found] == sizes
+    assert all(len({launch.hosts for launch in lane}) == 1 for lane in found)
 
 
 def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

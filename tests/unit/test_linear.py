@@ -17,7 +17,7 @@ from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.layout import Layout, LocalSegments
 from deepspeed_cad.planner import HeadShape
-from deepspeed_cad.planner.cut import LayerKind, choose_interleaved_cut
+from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
 from deepspeed_cad.session import Session
 
@@ -107,10 +107,12 @@ def session() -> Iterator[Session]:
     opened.close()
 
 
-def _reserve(session: Session, linear: list[float] | None, helpers: int = 2) -> None:
+def _reserve(session: Session, linear: list[float] | None, helpers: int = 2, speed: float = 1.0) -> None:
+    """One server of this speed."""
     found = None if linear is None else np.array(linear)
-    speed = None if helpers else np.array([0.0, 0.0, 1.0])
-    session.plans.reserved = Reserved(1, None, helpers, lambda model: found, speed)
+    speeds = None if helpers and speed == 1.0 else np.array([helpers / 2, helpers / 2, speed])
+    session.plans.reserved = Reserved(1, None, helpers, lambda model: found, speeds)
+    session.plans.speeds = speeds
 
 
 LENGTHS = [[6000], [5000, 1000]]
@@ -150,14 +152,14 @@ def test_the_cut_knows_servers_layers_and_the_slowest_trainer(
     announcements = [
         Announcement(LocalSegments(np.array([0]), np.array([6000]), np.array([0]), 6000), 1) for _ in range(2)
     ]
-    opened = session.plans.open(announcements, [])
+    opened = session.plans.open(announcements, {})
     layout = opened.layout
     assert layout.ranks == 3 and len(opened.ticks) == 2
-    unit, kinds = np.ones(3, np.int64), [LayerKind(session.plans.cost.cost_for(SHAPE), None, 2)]
+    unit, kinds = np.ones(3, np.int64), [PlanLayers(session.plans.cost.cost_for(SHAPE), None, 2)]
     expected = choose_interleaved_cut(layout, unit, kinds, 1, linear and max(linear), helpers)
     assert expected is not None
     session.plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
-    known = session.plans.open(announcements, [KEY])
+    known = session.plans.open(announcements, {KEY: 1})
     assert known.ticks[0].query_tokens.tolist() == expected.tolist()
     base = [] if linear is None else (np.array([*linear, 0.0]) * (layout.tokens - known.ticks[0].query_tokens))
     load = known.planned[KEY, 0].plan.load
@@ -167,3 +169,46 @@ def test_the_cut_knows_servers_layers_and_the_slowest_trainer(
         assert (load + base).max() < 1.03 * (load + base).mean()
     else:
         assert load.max() < 1.05 * load.mean()
+
+
+def _announced(session: Session, *lengths: int) -> list[Announcement]:
+    session.plans.config = CADConfig.from_dict({"servers": {"reserved": 1}, "granularity": 64})
+    session.plans.transport = lambda: None
+    session.plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
+    return [
+        Announcement(LocalSegments(np.array([0]), np.array([length]), np.array([0]), length), 1) for length in lengths
+    ]
+
+
+def test_the_cut_knows_how_many_layers_each_kind_has(session: Session) -> None:
+    """Layers with a window are best cut in the middle, others far behind it."""
+    _reserve(session, [3e-6, 3e-6])
+    announced, window = _announced(session, 6000, 6000), PlanKey(64, SHAPE)
+    few, many, none = (
+        session.plans.open(announced, keys).ticks[0].query_tokens[0]
+        for keys in ({window: 1, KEY: 1}, {window: 31, KEY: 1}, {window: 1})
+    )
+    assert none <= many < few
+
+
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+def test_plans_and_cuts_know_speeds(session: Session, speed: float) -> None:
+    """A server of half the speed gets half as much beside the same trainers; linear layers are in seconds already."""
+    _reserve(session, [3e-6, 3e-6])
+    announced = _announced(session, 6000, 6000)
+    equal = session.plans.open(announced, {KEY: 1})
+    _reserve(session, [3e-6, 3e-6], speed=speed)
+    found = session.plans.open(announced, {KEY: 1})
+    base = 3e-6 * (found.layout.tokens - found.ticks[0].query_tokens) * np.array([1, 1, 0])
+    finish = found.planned[KEY, 0].plan.load + base
+    assert finish.max() < 1.03 * finish.mean()
+    assert (finish.mean() > (equal.planned[KEY, 0].plan.load + base).mean()) == (speed < 1)
+
+
+def test_the_cut_beside_trainers_that_do_not_serve_knows_the_speed_of_servers(session: Session) -> None:
+    announced = _announced(session, 6000, 6000)
+    cuts = []
+    for speed in (1.0, 0.25):
+        _reserve(session, [3e-6, 3e-6], helpers=0, speed=speed)
+        cuts.append(session.plans.open(announced, {KEY: 1}).ticks[0].query_tokens[0])
+    assert cuts[0] != cuts[1]

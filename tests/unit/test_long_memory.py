@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from long_memory import MEASURED, PAGE, GiB, Measured, Setting, Shape, foreseen, parts, totals  # noqa: E402
+from long_memory import MEASURED, PAGE, GiB, Measured, Setting, foreseen, parts, totals  # noqa: E402
+
+from deepspeed_cad.planner.outlook import ModelShape  # noqa: E402
 
 
 @pytest.mark.parametrize("number", range(len(PAGE)))
@@ -25,21 +27,21 @@ def test_near_what_was_measured(run: Measured) -> None:
 
 
 def test_parameters_of_an_8b_llama() -> None:
-    assert Shape().parameters == pytest.approx(8.03e9, rel=0.001)
+    assert ModelShape().parameters == pytest.approx(8.03e9, rel=0.001)
 
 
 def test_what_is_turned_on_moves_memory_to_the_host() -> None:
     """By what is kept, and by checkpoints: L - 1 layers of each leave the GPU, L lie on the host."""
     on_device = Setting(1 << 20, 4, keep="device", checkpoints="device")
     kept, stored = Setting(1 << 20, 4, keep="host", checkpoints="device"), Setting(1 << 20, 4, keep="device")
-    before = totals(Shape(), on_device)
+    before = totals(ModelShape(), on_device)
     for one in (kept, stored):
-        device, host = totals(Shape(), one)
+        device, host = totals(ModelShape(), one)
         assert (before[0] - device) / (host - before[1]) == pytest.approx(31 / 32)
     unit = (1 << 18) * 4096 * 2
-    assert totals(Shape(), stored)[1] - before[1] == 32 * unit == 64 * GiB
+    assert totals(ModelShape(), stored)[1] - before[1] == 32 * unit == 64 * GiB
 
 
 def test_ulysses_has_no_landing_areas() -> None:
-    names = [part.name for part in parts(Shape(), Setting(1 << 20, 4, exchange=False))]
+    names = [part.name for part in parts(ModelShape(), Setting(1 << 20, 4, exchange=False))]
     assert not any("landing" in name or "attention keeps" in name for name in names)

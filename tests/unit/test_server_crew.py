@@ -16,6 +16,7 @@ from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.server.change import Word
 from deepspeed_cad.server.crew import Crew, why_not_change
+from deepspeed_cad.server.join import speeds_of
 from deepspeed_cad.statistics import Statistics
 
 
@@ -172,3 +173,17 @@ def test_loads_of_more_and_of_fewer_ranks_add_up() -> None:
     earlier = Statistics(load=np.array([1.0, 2.0, 3.0]), load_before=np.array([3.0, 3.0, 0.0]))
     now = Statistics(load=np.array([2.0, 5.0]), load_before=np.array([4.0, 4.0]))
     assert now.since(earlier).load.tolist() == [1.0, 3.0, -3.0]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ((2, 3), [1.0, 2.0, 0.5, 0.25]),
+        ((3,), [1.0, 2.0, 0.25]),  # server 2 died
+        ((3, 4), [1.0, 2.0, 0.25, 0.375]),  # and another came, of which nobody knows how fast it is
+        ((), [1.0, 2.0]),
+    ],
+)
+def test_speeds_follow_servers_that_change(numbers: tuple[int, ...], expected: list[float]) -> None:
+    found = speeds_of(Crew(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25]))
+    assert found.tolist() == expected

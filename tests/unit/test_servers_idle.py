@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from deepspeed_cad import cli
 from deepspeed_cad import words as lines
+from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.session import Session
+from deepspeed_cad.trace.file import COMPUTE, STEP, Span, to_events
+from deepspeed_cad.trace.idle import covered, find_idle
 
 
 @pytest.mark.parametrize(
@@ -63,3 +69,44 @@ def test_it_is_said_once_and_not_of_the_first_micro_batches(session: Session, mo
     train(7.0, 10.0)
     train(7.0, 10.0)
     assert len(said) == 1 and "servers were idle for 30%" in said[0] and "reserve fewer of them, 1 servers" in said[0]
+
+
+def _timeline(*, serves: bool = True) -> dict:
+    """10 s of two micro-batches: trainer 0 waits 1 + 1 s, trainer 1 never, server 2 attends 6.5 s."""
+    steps = [Span(STEP, "micro-batch 2", None, False, 1.0, 6.0), Span(STEP, "micro-batch 3", None, False, 6.0, 11.0)]
+    waits = [Span(COMPUTE, "wait", 0, False, 2.0, 3.0), Span(COMPUTE, "return", 1, True, 7.0, 8.0)]
+    events = to_events(0, steps + waits) + to_events(1, [*steps, Span(COMPUTE, "local", 0, False, 2.0, 9.0)])
+    if serves:
+        served = [(0, 2.0, 4.0), (1, 3.0, 5.0), (0, 6.0, 9.5)]
+        spans = [Span(f"serving {'AB'[part]}", "served", part, False, begin, end) for part, begin, end in served]
+        # It hears of micro-batches early, and its waits are no work.
+        early = [Span(STEP, "micro-batch 2", None, False, 0.0, 11.0), Span("serving A", "wait", 0, False, 9.5, 11.0)]
+        events += to_events(2, [*early, *spans], serves=True)
+    return {"traceEvents": events}
+
+
+def test_idle_in_a_timeline() -> None:
+    found = find_idle(_timeline())
+    assert found.trainers == pytest.approx({0: 0.2, 1: 0.0}) and found.servers == pytest.approx({2: 0.35})
+    assert find_idle({"traceEvents": []}).servers == {}
+    assert covered([(3.0, 4.0), (0.0, 2.0), (1.0, 1.5)]) == 3.0
+
+
+def test_the_doctor_says_who_is_idle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(_timeline()))
+    assert cli.main(["doctor", "--timeline", str(path)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "idle: trainer 0 20%, trainer 1 0%, server 2 35%"
+    assert "servers were idle for 35% and trainers waited for 10% of these micro-batches" in second
+    assert 'none ("servers": "all")' in second
+    assert say_idle(_timeline(serves=False)) == []
+
+
+@pytest.mark.parametrize(("text", "words"), [("{}", "none that deepspeed-cad trace wrote"), (None, "cannot be read")])
+def test_what_is_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: str) -> None:
+    path = tmp_path / "trace.json"
+    if text is not None:
+        path.write_text(text)
+    assert cli.main(["doctor", "--timeline", str(path)]) == 2
+    assert words in capsys.readouterr().err

@@ -16,13 +16,28 @@ from deepspeed_cad.planner.constants import WAVE_SECONDS
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.plan import PlanInput
 from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
 from deepspeed_cad.simulator import Cluster, Machine, Setting, modes, modes_cad
 from deepspeed_cad.simulator.attention import FORWARD_SHARE, Both, of_documents, of_pieces, of_tasks, seconds
 from deepspeed_cad.simulator.finish import done
+from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
 from deepspeed_cad.simulator.lengths import NAMED
-from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, state_bytes
+from deepspeed_cad.simulator.memory import (
+    activation_bytes,
+    kept_output_bytes,
+    landing_bytes,
+    served_bytes,
+    stage_bytes,
+    state_bytes,
+)
 from deepspeed_cad.simulator.pipeline import one_forward_one_backward
-from deepspeed_cad.simulator.schedule import linear_seconds, tensor_seconds, weight_seconds
+from deepspeed_cad.simulator.schedule import (
+    hop_seconds,
+    last_stage_seconds,
+    linear_seconds,
+    tensor_seconds,
+    weight_seconds,
+)
 from deepspeed_cad.simulator.traffic import Traffic, count_traffic
 from deepspeed_cad.simulator.work import work_per_token
 
@@ -132,9 +147,36 @@ def test_where_nothing_moves_there_is_no_traffic() -> None:
     own = setting()
     tasks = make_plan(PlanInput(EVEN.tick(), own.shape, COST)).tasks
     found = count_traffic(tasks, EVEN.segments, own.shape, 4, None)
-    assert found.moved == (0.0, 0.0) and found.landing == 0.0
+    assert found.moved == (0.0, 0.0) and landing_bytes(own, found) == served_bytes(own, found) == 0.0
     none = count_traffic(np.zeros((0, 6), np.int64), EVEN.segments, own.shape, 4, None)
-    assert none.served == 0.0
+    assert not none.served.any()
+
+
+@pytest.mark.parametrize(
+    "layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)], ids=["whole", "spanning"]
+)
+def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
+    """A server's own rows of a task that reads other ranks' keys too are copied beside what arrives."""
+    own = setting()
+    tasks = make_plan(PlanInput(layout.tick(), own.shape, COST)).tasks
+    (wave,) = schedule_waves(layout.tick(), tasks, 0, own.shape.groups, None, Cut(1))
+    found = count_traffic(tasks, layout.segments, own.shape, 4, None)
+    shape = own.shape
+    assert wave.served_rows.any()
+    # Ranges of head groups that overlap in part may be counted twice.
+    assert found.served[0] == pytest.approx(wave.served_rows[:, 0] * shape.query_bytes)
+    assert found.served[1] == pytest.approx(wave.served_rows[:, 1] * shape.key_value_bytes, rel=0.05)
+    assert found.served[2] == pytest.approx(wave.served_rows[:, 0] * shape.output_bytes)
+    back = (wave.landed_rows @ np.array([shape.query_bytes, shape.key_value_bytes])).max()
+    assert found.comes_home == pytest.approx(back, rel=0.05)
+    # A row of a head group that was served: O of 4 heads × 128 in bf16, and their LSE in fp32, in each of 4 layers.
+    row = 4 * (2 * 128 + 4)
+    assert served_bytes(own, found) == pytest.approx(wave.served_rows[:, 0].max() * row * own.layers)
+    assert served_bytes(setting(recompute_attention=True), found) == pytest.approx(wave.served_rows[:, 0].max() * row)
+    assert served_bytes(setting(checkpointing=False), found) > 2 * served_bytes(own, found)
+    two = landing_bytes(replace(own, landing_areas=2), found)
+    assert two > landing_bytes(own, found) > 1.25 * back
+    assert landing_bytes(own, found, with_outputs=True) > landing_bytes(own, found)
 
 
 def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
@@ -143,7 +185,7 @@ def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     asked, sent, answered, returned = (zero.copy() for _ in range(4))
     asked[0, 1:], sent[0, 0], answered[0, 1:], returned[0, 0] = (60, 40), 100, (30, 20), 50
     pairs = np.array([[0, 0], [1, 2], [0, 0], [1, 1]])
-    traffic = Traffic(asked, sent, answered, returned, pairs, np.zeros(0, bool), np.array([0, 2, 2]))
+    traffic = Traffic(asked, sent, answered, returned, pairs, np.zeros(0, bool), np.array([0, 2, 2]), np.zeros((3, 3)))
     own = Both(np.array([10.0, 20.0, 30.0]), np.array([400.0, 20.0, 30.0]))
     waiting = Both(np.array([0.0, 5.0, 0.0]), np.array([0.0, 5.0, 0.0]))
     found = done(traffic, own, waiting, np.array([1.0, 1.0]))
@@ -287,16 +329,50 @@ def test_slow_links_are_seen_by_the_plan_and_by_the_seconds() -> None:
 @pytest.mark.parametrize("documents", [[16384], [2048] * 8], ids=["long", "short"])
 def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]) -> None:
     layout = Layout.from_rank_lengths([documents] * 4)
-    own = setting(tolerance=0.01, figures=machine(latency=0.0), optimizer=False)
+    deep = replace(MODEL, layers=32)
+    own = replace(setting(tolerance=0.01, figures=machine(latency=0.0), optimizer=False), model=deep)
     found, in_place = modes_cad.reserved(own, [layout], 1), modes_cad.in_place(own, [layout])
-    linear = linear_seconds(own, np.array([16384.0])).total[0]
-    attention = of_documents(layout, COST).total[0] * own.shape.groups * MODEL.layers
-    # All work shared, or, where attention is short, trainers with their linear part alone.
-    expected = max(3 * (linear + attention) / 4, linear)
+    linear, loss = linear_seconds(own, np.array([16384.0])).total[0], 16384 * own.work.loss
+    attention = of_documents(layout, COST).total[0] * own.shape.groups * deep.layers
+    # All work of the layers shared, or, where attention is short, trainers with their linear part alone.
+    expected = max(3 * (linear - loss + attention) / 4, linear - loss) + loss
     ratio = found.tokens_per_second / in_place.tokens_per_second
     assert ratio == pytest.approx(3 / 4 * (linear + attention) / expected, rel=0.03)
-    assert found.tokens == 3 * 16384 and not found.measured and found.degree == 1
+    assert found.tokens == 3 * 16384 and found.degree == 1
     assert modes_cad.even_servers(own, 16384, linear) == 2 and modes_cad.even_servers(own, 16384, 0.0) == 1
+
+
+def test_where_weights_are_sharded_servers_wait_while_linear_layers_run() -> None:
+    layout = Layout.from_rank_lengths([[16384]] * 4)
+    alternating, in_turn = (modes_cad.reserved(setting(sharding=one), [layout], 1) for one in ("zero2", "zero3"))
+    linear = linear_seconds(setting(), np.array([16384.0])).total[0]
+    assert in_turn.seconds.total - in_turn.seconds.collectives > linear + in_turn.seconds.attention
+    assert alternating.seconds.total < in_turn.seconds.total
+
+
+def one_part(linear: float, own: float, served: float, trip: float = 0.0) -> Part:
+    """Seconds of one trainer and one server, forward as backward."""
+
+    def both(seconds: float) -> Both:
+        return Both(np.array([seconds]), np.array([seconds]))
+
+    return Part(both(linear), both(own), both(served), (trip, trip), (trip, trip))
+
+
+@pytest.mark.parametrize("run", [forward_seconds, backward_seconds])
+def test_parts_that_alternate(run: Any) -> None:
+    # Alone nothing runs beside anything; of own and served attention the longer one counts.
+    assert run([one_part(4.0, 1.0, 3.0)], 5, 0.25) == pytest.approx(5 * (4 + 3))
+    assert run([one_part(4.0, 6.0, 3.0)], 5, 0.25) == pytest.approx(5 * (4 + 6))
+    assert run([one_part(4.0, 1.0, 3.0, trip=0.5)], 5, 0.25) == pytest.approx(5 * (4 + 3 + 1))
+    # Two alike whose server is as busy as the trainer: what is left is its first and its last wait.
+    parts = [one_part(4.0, 0.0, 4.0)] * 2
+    assert 5 * 8 < run(parts, 5, 0.25) <= 5 * 8 + 4
+    assert run(parts, 50, 0.25) == pytest.approx(50 * 8, rel=0.01)
+    # A server that needs longer than both linear parts sets the pace.
+    assert run([one_part(2.0, 0.0, 4.0)] * 2, 50, 0.25) == pytest.approx(50 * 8, rel=0.02)
+    # A part whose linear layers and attention are longer than a round is what all wait for.
+    assert run([one_part(2.0, 0.0, 6.0), one_part(5.0, 0.0, 1.0)], 50, 0.25) == pytest.approx(50 * 8, rel=0.02)
 
 
 @pytest.mark.parametrize("servers", [0, 4])
@@ -328,8 +404,30 @@ def test_lockstep_rounds_have_as_many_ticks_and_idle_stages_serve() -> None:
     attention = of_documents(step[0], COST).total[0] * own.shape.groups * own.layers
     # Four ticks; in the first and the last one half of the ranks has tokens and all of them serve.
     weights = 2 * own.cluster.gather(2 * own.stage_parameters, 2)
-    assert found.seconds.total - weights == pytest.approx(4 * linear + 3 * attention, rel=0.03)
-    assert found.seconds.total < plain.seconds.total and not found.measured
+    # The last stage has head and loss of three micro-batches besides, and the others wait for it.
+    loss = 3 * last_stage_seconds(own, np.array([16384.0]))[0]
+    hops = 4 * 2 * hop_seconds(own, np.array([16384.0]))[0]
+    assert found.seconds.total - weights == pytest.approx(4 * linear + 3 * attention + loss + hops, rel=0.01)
+    assert found.seconds.total < plain.seconds.total and loss > linear / 4
+    assert last_stage_seconds(replace(own, pipeline=1), np.ones(1)) == hop_seconds(setting(), np.ones(1)) == 0.0
+    far = replace(own, cluster=Cluster(4, 2, own.machine))
+    assert hop_seconds(far, np.ones(1)) == pytest.approx(2 * 4096 / own.machine.between)
+
+
+def test_the_last_of_several_stages_has_head_and_loss_beside_its_layers() -> None:
+    """Two micro-batches of 1 s and 2 s, 4 s of loss each: it is the last stage that all wait for."""
+    ones = np.ones((2, 1))
+    # Forward of stage 0, then of stage 1, loss and backward of both, backward of stage 0.
+    assert one_forward_one_backward(ones, 2 * ones, 2, 4 * ones) == pytest.approx([1 + 2 * (1 + 4 + 2) + 2])
+
+
+def test_the_last_stage_holds_all_logits_of_a_micro_batch() -> None:
+    own = setting(4, pipeline=2)
+    few, many = (replace(own, model=replace(MODEL, vocabulary=count)) for count in (1000, 500_000))
+    assert stage_bytes(few, 1000, (2, 1)) == activation_bytes(few, 1000, 2), "the first is the fuller one"
+    held = 2 * own.model.hidden * own.layers
+    assert stage_bytes(many, 1000, (2, 1)) == pytest.approx(1000 * (held + 18 * 500_000))
+    assert stage_bytes(many, 1000, (2, 1), kept=True) > stage_bytes(many, 1000, (2, 1))
 
 
 # Memory
@@ -342,6 +440,7 @@ def test_state_is_sharded_as_the_stage_says() -> None:
         own = setting(sharding=sharding)  # type: ignore[arg-type]
         assert state_bytes(own, 4) == pytest.approx(weights * (whole + (16 - whole) / 4))
     assert state_bytes(setting(sharding="zero3"), 4) > weights * 4
+    assert state_bytes(replace(setting(), held=(10.0, 8.0)), 4) == pytest.approx(weights * 12)
 
 
 def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> None:
@@ -350,7 +449,8 @@ def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> 
     assert activation_bytes(own, 2000) == pytest.approx(2 * one)
     assert activation_bytes(own, 1000, 3) == pytest.approx(one + 2 * 1000 * 4 * 2 * 4096)
     assert activation_bytes(setting(checkpointing=False), 1000) > 2 * one
-    assert kept_output_bytes(own, 1000) == 1000 * 4 * 32 * (2 * 128 + 4)
+    # Of 4 layers one is recomputed, and its working set holds O already.
+    assert kept_output_bytes(own, 1000) == 1000 * 3 * 32 * (2 * 128 + 4)
     assert kept_output_bytes(setting(recompute_attention=True), 1000) == 0.0
 
 

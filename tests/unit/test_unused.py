@@ -34,6 +34,8 @@ def closed() -> Iterator[None]:
         SERVERS,
         {"straggler_relief": 0},
         {"waves": 1},
+        {"keep": "host"},
+        {**SERVERS, "keep": "device"},
         {**SERVERS, "waves": 1},
         {**SERVERS, "straggler_relief": 0, "trainers_serve": False},
     ],
@@ -49,7 +51,7 @@ def test_nothing_is_said_of_what_was_not_asked_for(block: dict, cost: Profile) -
         ({"trainers_serve": False}, SECONDS, '"trainers_serve" is false and does nothing: no rank is reserved'),
         ({**SERVERS, "straggler_relief": 0.1}, SECONDS, '"straggler_relief" is 0.1 and does nothing: beside reserved'),
         ({**SERVERS, "straggler_relief": 0.1}, PAIRS, '"straggler_relief" is 0.1 and does nothing: beside reserved'),
-        ({**SERVERS, "waves": 4}, PAIRS, '"waves" is 4 and does nothing beside reserved servers'),
+        ({**SERVERS, "keep": "host"}, PAIRS, '"keep" is "host" and does nothing on reserved servers: trainers park'),
         ({"straggler_relief": 0.1}, PAIRS, '"straggler_relief" is 0.1 and does nothing: lateness is measured in sec'),
     ],
 )
@@ -67,12 +69,30 @@ def test_in_a_pipeline_one_line_says_it() -> None:
     assert len(unused_keys(config, PAIRS) + unused_in_pipelines(config, PAIRS)) == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "where", "advice"),
+    [
+        ("waves", 4, "in a pipeline", "Leave it out"),
+        ("waves", 4, "beside reserved servers", "Leave it out"),
+        ("memory", 2, "in a pipeline", "Leave it out; where GPUs run out of memory, use smaller micro-batches"),
+    ],
+)
+def test_where_all_of_a_tick_moves_at_once(key: str, value: int, where: str, advice: str) -> None:
+    piped = where == "in a pipeline"
+    config = CADConfig.from_dict({key: value, **({} if piped else SERVERS)})
+    (said,) = (unused_in_pipelines if piped else unused_keys)(config, SECONDS)
+    assert said.startswith(f'"{key}" is {value}') and f"does nothing {where}" in said
+    assert said.endswith(f". {advice}")
+
+
+def test_memory_acts_beside_reserved_servers() -> None:
+    """It refuses what would not fit."""
+    assert unused_keys(CADConfig.from_dict({**SERVERS, "memory": 2}), SECONDS) == []
+
+
 @pytest.mark.parametrize(("key", "value"), [("waves", 4), ("memory", 2)])
-def test_a_pipeline_moves_all_of_a_tick_at_once(key: str, value: int) -> None:
-    config = CADConfig.from_dict({key: value})
-    (said,) = unused_in_pipelines(config, SECONDS)
-    assert said.startswith(f'"{key}" is {value}') and "does nothing in a pipeline" in said
-    assert unused_keys(config, SECONDS) == []
+def test_what_acts_in_place_is_not_said_there(key: str, value: int) -> None:
+    assert unused_keys(CADConfig.from_dict({key: value}), SECONDS) == []
 
 
 def test_a_key_of_pipelines_is_said_once_of_other_models(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,344 @@
+"""What files of results/ hold, in one form: steps of documents, what they ran on, and what each mode took.
+
+In: JSON of train_step.py, fsdp2_step.py, pipeline.py and servers_step.py, or made by hand in the form of the first
+where only a table is left. Out: `Run`, which foreseen.py foresees. What a prediction needs and a file does not say is
+said in words; nothing is fitted to a file.
+
+Documents come from workloads/, from the result itself, or from results/workloads.json. The last two know, of each row,
+only how many documents it has and how many query-key pairs; documents of geometric lengths with the same figures take
+their place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.outlook import ModelShape
+from deepspeed_cad.profiles import Profile
+from deepspeed_cad.profiles.choice import SHIPPED
+from deepspeed_cad.simulator import Cluster, Foreseen, Machine, Setting, modes, modes_cad, seat_shape
+
+HERE = Path(__file__).resolve().parent
+RESULTS, WORKLOADS = HERE / "results", HERE / "workloads"
+SUMMARIES = RESULTS / "workloads.json"
+KINDS = ("train_*.json", "fsdp2_*.json", "hosts_*.json", "pipeline_*.json", "servers_*.json")
+"""Names of files that are read."""
+MACHINES = {"NVIDIA H200": "h200"}
+"""Machines of the simulator by the name that torch gives their GPU."""
+BEFORE_WAVES = {
+    "20d1bbb", "9e17d32", "aad1172", "bacb716", "0239cdb", "963163a", "5b34a40", "7d0fc83", "4ffabac", "720b9da"
+}  # fmt: skip
+"""Commits of runs that had two landing areas on the way out, where one is enough since exchanges go in waves."""
+USUAL = {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}
+"""Sizes that the benchmarks take where nothing is said; older files do not name all of them."""
+USUAL_KERNEL = "flash_attn_4"
+"""The kernel that "auto" takes on an H200; older files do not name it."""
+PIPELINE_HELD = (10.0, 0.0)
+"""Bytes of a parameter in pipeline.py: bf16, and DeepSpeed's fp32 copy and fp32 gradient; SGD has no state."""
+FSDP_HELD = (0.0, 4.0)
+"""The same in fsdp2_step.py: weight and gradient in bf16, in shards; it has no optimizer."""
+SERVERS_HELD = (4.0, 0.0)
+"""The same in servers_step.py: weight and gradient in bf16."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One mode of a run."""
+
+    name: str
+    run: Callable[[Sequence[Layout]], Foreseen] | str
+    """Foresees a step; or why nothing does."""
+    steps: Sequence[Sequence[Layout]] = ()
+    """Micro-batches of each step."""
+    seconds: float = 0.0
+    """Measured, the sum over the steps."""
+    peak_GiB: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file."""
+
+    file: str
+    modes: Sequence[Mode]
+    first: Mode | None = None
+    """What ratios are to, where it is in another file; else the first of `modes`."""
+    why_not: str = ""
+    """Why nothing of it can be foreseen."""
+
+
+def stand_in(documents: int, pairs: float, tokens: int) -> list[int]:
+    """Lengths in geometric progression, so many, with that sum and that many query-key pairs."""
+    low, high = 0.0, 1.0
+    steps = np.arange(documents)
+    lengths = np.full(documents, tokens / documents)
+    for _ in range(60):
+        factor = 0.5 * (low + high)
+        powers = factor**steps
+        lengths = tokens * powers / powers.sum()
+        # The smaller the factor, the more of the tokens are in the first document.
+        low, high = (low, factor) if (lengths * (lengths + 1) / 2).sum() < pairs else (factor, high)
+    ends = np.maximum.accumulate(np.round(np.cumsum(lengths)).astype(np.int64))
+    ends[-1] = tokens
+    return [int(n) for n in np.diff(ends, prepend=0) if n > 0]
+
+
+def summarise(workload: dict[str, Any]) -> dict[str, Any]:
+    """What results/workloads.json keeps: documents and pairs of every row of every step."""
+
+    def row(lengths: list[int]) -> list[int]:
+        return [len(lengths), sum(n * (n + 1) // 2 for n in lengths)]
+
+    stream = bool(workload.get("stream"))
+    steps = [[row(step)] if stream else [row(one) for one in step] for step in workload["steps"]]
+    kept = {key: workload[key] for key in ("tokens_per_rank", "ranks")}
+    return {**kept, "stream": stream, "documents_and_pairs": steps}
+
+
+@cache
+def summaries() -> dict[str, Any]:
+    """What is known of workloads that do not ship, by name."""
+    return json.loads(SUMMARIES.read_text()) if SUMMARIES.is_file() else {}
+
+
+def find_rows(result: dict[str, Any]) -> tuple[list[list[list[int]]], int, int, bool] | str:
+    """Document lengths of every row of every step, ranks, tokens of a rank, and whether a row is a stream of all ranks;
+    or why they are not known."""
+    name = Path(result["workload"]).stem
+    path = WORKLOADS / f"{name}.json"
+    if path.is_file():
+        found = json.loads(path.read_text())
+        steps = [[step] for step in found["steps"]] if found.get("stream") else found["steps"]
+        return steps, found["ranks"], found["tokens_per_rank"], bool(found.get("stream"))
+    found = result if "documents_and_pairs" in result else summaries().get(name)
+    if found is None:
+        return f"the documents of {name} are not known: see --summarise"
+    tokens = found["tokens_per_rank"] * (found["ranks"] if found["stream"] else 1)
+    steps = [[stand_in(n, pairs, tokens) for n, pairs in step] for step in found["documents_and_pairs"]]
+    return steps, found["ranks"], found["tokens_per_rank"], bool(found["stream"])
+
+
+def find_layouts(result: dict[str, Any], count: int) -> tuple[list[Layout], int] | str:
+    """Layouts of the first `count` steps of a run and its ranks, or why there are none."""
+    found = find_rows(result)
+    if isinstance(found, str):
+        return found
+    steps, ranks, tokens, stream = found
+    if stream:
+        return [Layout.from_stream(step[0], ranks, tokens) for step in steps[:count]], ranks
+    return [Layout.from_rank_lengths(step) for step in steps[:count]], ranks
+
+
+def how_to_run(name: str, block: dict[str, Any], ranks: int) -> Any:
+    """What foresees a mode of the training benchmark, as a function of setting and step; or why nothing does."""
+    kind, _, changes = name.partition("@")
+    if kind in ("dp", "plain"):
+        return modes.plain
+    if kind == "bound_qkv":
+        return modes.without_attention
+    if kind.removesuffix("_joined") in ("ulysses", "allgather_cp"):
+        run = modes.ulysses if kind.startswith("ulysses") else modes.gathered
+        return partial(run, degree=ranks, joined=kind.endswith("_joined"))
+    if kind in ("cad", "cad:recompute"):
+        block = {**block, **(json.loads(changes) if changes else {})}
+        if block.get("overlap") in ("pingpong", "none") or block.get("documents") == "exchange":
+            return "no prediction for this kind of overlap or exchange"
+        servers = block.get("servers", "all")
+        if isinstance(servers, dict) and isinstance(servers.get("reserved"), int):
+            return partial(modes_cad.reserved, servers=servers["reserved"])
+        return modes_cad.in_place if servers == "all" else "no prediction for these servers"
+    if kind == "bound":
+        return "not a way to train: K and V get no gradient"
+    return "no prediction for this mode"
+
+
+def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[str, Any], **more: Any) -> Setting:
+    """What a run was made on; raises ValueError where that is not known."""
+    if device not in MACHINES:
+        raise ValueError(f"no figures of {device}")
+    figures, numbers = Machine.load(MACHINES[device]), (sizes.get("hosts") or "0").split(",")
+    per_host, collective = ranks, None
+    if len(set(numbers)) > 1:
+        per_host = min(numbers.count(one) for one in numbers)
+        links, weights = result.get("link_GBps"), result.get("collective_GBps") or {}
+        if not links or not links.get("between"):
+            raise ValueError("the file does not say what its links reach (link_GBps: {inside, between})")
+        figures = figures.with_links(*(links[key] * 1e9 if links.get(key) else None for key in ("inside", "between")))
+        collective = weights["between"] * 1e9 if weights.get("between") else None
+    sizes = {**USUAL, **{key: value for key, value in sizes.items() if value is not None}}
+    model = ModelShape(
+        sizes["layers"], sizes["hidden"], sizes["ffn"], sizes["vocab"], sizes["heads"], sizes["kv_heads"],
+        sizes["hidden"] // sizes["heads"],
+    )  # fmt: skip
+    kernel = result.get("kernel", USUAL_KERNEL)
+    machine = result.get("machine")
+    commit = result.get("commit") or (machine.get("commit") if isinstance(machine, dict) else None)
+    return Setting(
+        model,
+        Cluster(ranks, per_host, figures, collective_between=collective),
+        Profile.load(SHIPPED / f"{MACHINES[device]}_{kernel}.json").cost_for(seat_shape(model, 1)),
+        checkpointing=not sizes.get("no_checkpointing"),
+        landing_areas=2 if commit in BEFORE_WAVES else 1,
+        **more,
+    )
+
+
+def read_run(path: Path) -> Run:
+    """A file of any kind."""
+    result = json.loads(path.read_text())
+    name = path.relative_to(path.parents[1]).as_posix()
+    try:
+        if "stages" in result:
+            return Run(name, _read_pipeline(result))
+        if "trainers" in result:
+            return _read_servers(name, path, result)
+        return Run(name, _read_training(_as_training(result)))
+    except (ValueError, KeyError) as error:
+        said = f"the file lacks {error}" if isinstance(error, KeyError) else str(error)
+        return Run(name, (), why_not=said)
+
+
+def _read_training(result: dict[str, Any]) -> list[Mode]:
+    """train_step.py; the first steps of the workload, each one micro-batch."""
+    count = max(_steps_of(result, mode) for mode in result["modes"].values())
+    found = find_layouts(result, count)
+    if isinstance(found, str):
+        raise ValueError(found)
+    layouts, ranks = found
+    sizes = result["settings"]
+    if sizes.get("model", "llama") != "llama" or sizes.get("tokens_per_rank"):
+        raise ValueError("no prediction of hybrids, or of rows that were cut")
+    block = sizes.get("cad") or {}
+    setting = make_setting(
+        result["machine"]["device"],
+        ranks,
+        sizes,
+        result,
+        sharding=result.get("sharding", "zero1"),
+        tolerance=block.get("tolerance", 0.05),
+        optimizer=result.get("optimizer", True),
+        held=result.get("held"),
+    )
+    tokens = float(sum(layout.tokens.sum() for layout in layouts)) / ranks
+    modes_found = []
+    for name, measured in result["modes"].items():
+        if name == "bound":
+            continue  # not a way to train: K and V get no gradient
+        run = how_to_run(name, block, ranks)
+        if not isinstance(run, str):
+            own = replace(setting, recompute_attention=":recompute" in name or bool(block.get("recompute_attention")))
+            run = partial(run, own)
+        if "step_seconds" in measured:
+            seconds = sum(measured["step_seconds"])
+        else:
+            seconds = tokens / measured["tokens_per_s_per_gpu"]["median"]
+        modes_found.append(Mode(name, run, [[one] for one in layouts], seconds, measured.get("peak_GiB")))
+    return modes_found
+
+
+def _steps_of(result: dict[str, Any], measured: dict[str, Any]) -> int:
+    return len(measured["step_seconds"]) if "step_seconds" in measured else int(result["settings"]["steps"])
+
+
+def _as_training(result: dict[str, Any]) -> dict[str, Any]:
+    """A file of fsdp2_step.py in the form of those of train_step.py; the latter as they are."""
+    if "gathers_per_step" not in result:
+        return result
+    steps = len(result["losses"]["plain"])
+    peaks = result.get("peak_GiB", {})
+    return {
+        "machine": {"device": "NVIDIA H200"},
+        "settings": {**USUAL, "steps": steps},
+        "kernel": USUAL_KERNEL,
+        **result,
+        "sharding": "fsdp",
+        "optimizer": False,
+        "held": FSDP_HELD,
+        "modes": {
+            name: {"tokens_per_s_per_gpu": {"median": rate}, "peak_GiB": peaks.get(name)}
+            for name, rate in result["tokens_per_s_per_gpu"].items()
+        },
+    }
+
+
+def _read_pipeline(result: dict[str, Any]) -> list[Mode]:
+    """pipeline.py; micro-batches are the rows of its workload in turn."""
+    found = find_rows(result)
+    if isinstance(found, str):
+        raise ValueError(found)
+    if result.get("tokens"):
+        raise ValueError(f"rows were cut to {result['tokens']} tokens: no prediction")
+    steps_of_rows, _, tokens, _ = found
+    rows = [row for step in steps_of_rows for row in step]
+    if result["documents"]:
+        whole, rest = divmod(tokens, result["documents"])
+        rows = [[result["documents"]] * whole + [rest] * (rest > 0)]
+    ranks, stages, count = result["ranks"], result["stages"], result["micro_batches"]
+    replicas = ranks // stages
+    block = result["cad"]
+    setting = make_setting(
+        result["device"],
+        ranks,
+        {**result.get("settings", {}), "layers": result["layers"], "hidden": result["hidden"]},
+        result,
+        pipeline=stages,
+        held=PIPELINE_HELD,
+        optimizer=replicas > 1,
+        tolerance=block.get("tolerance", 0.05),
+    )
+    # Older files hold the median alone, over two steps that were timed once: their mean.
+    by_step = result.get("step_seconds") or {
+        name: [result["seconds"][name]] * len(losses) for name, losses in result["losses"].items()
+    }
+    ways = {"1f1b": modes.plain, "cad": modes_cad.in_place, "none": modes.without_attention}
+    if "pipeline_in_flight" in block:
+        ways.pop("cad")
+    modes_found = []
+    for name, seconds in by_step.items():
+        steps = [
+            [
+                Layout.from_rank_lengths([rows[((s * count + m) * replicas + r) % len(rows)] for r in range(replicas)])
+                for m in range(count)
+            ]
+            for s in range(len(seconds))
+        ]
+        run = partial(ways[name], setting) if name in ways else "no prediction with a limit of what is in flight"
+        peak = max(one[name] for one in result["peak_GiB_by_rank"])
+        modes_found.append(Mode(name, run, steps, sum(seconds), peak or None))
+    return modes_found
+
+
+def _read_servers(name: str, path: Path, result: dict[str, Any]) -> Run:
+    """servers_step.py, one mode a file; ratios are to CAD in place over the same link, in the file beside it."""
+    link = path.stem.rpartition("_")[2]
+    others = [json.loads(other.read_text()) for other in sorted(path.parent.glob(f"servers_*_{link}.json"))]
+    in_place = [one for one in others if one["servers"] == 0]
+    return Run(name, [_one_of_servers(result)], _one_of_servers(in_place[0]) if in_place else None)
+
+
+def _one_of_servers(result: dict[str, Any]) -> Mode:
+    tokens, trainers, servers = result["tokens"], result["trainers"], result["servers"]
+    label = f"cad, {servers} reserved" if servers else "cad"
+    if result.get("slowed") is not None:
+        return Mode(label, "no prediction beside a GPU that something else uses")
+    ranks = trainers + servers
+    setting = make_setting(
+        result["machine"],
+        ranks,
+        {**result.get("settings", {}), "layers": result["layers"], "hidden": result["hidden"]},
+        result,
+        held=SERVERS_HELD,
+    )
+    layout = Layout.from_stream([tokens], trainers, -(-tokens // trainers))
+    layout = Layout(ranks, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))
+    run = partial(modes_cad.reserved, setting, servers=servers) if servers else partial(modes_cad.in_place, setting)
+    peak = max(one["peak"] for one in result["ranks"]) / 2**30
+    return Mode(label, run, [[layout]], result["step_s"], peak or None)

@@ -1,0 +1,76 @@
+"""A matrix product runs beside the last rank: it gets less attention, and a step takes what measured speeds allow.
+
+One long document over all ranks, in place. What is allowed is told in benchmarks/slowed.py: each rank's step without
+attention, and attention of the whole document, are measured while the product runs. In a rehearsal on CPUs times mean
+nothing, so only what is planned is looked at.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from lines import Found, Lines, Place
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]
+
+from slowed import allowed, measure_alone, meet_all, slowed  # noqa: E402
+from train_model import make_model  # noqa: E402
+
+import deepspeed_cad  # noqa: E402
+from deepspeed_cad.session import close_session  # noqa: E402
+
+MARGIN = 1.05
+"""Of the time that measured speeds allow."""
+LAYERS, LEARNING, TIMED = 2, 10, 5
+"""Steps in which kernels compile and lateness is learned, and steps that are timed."""
+
+
+def run(place: Place, lines: Lines, case: str) -> None:
+    """One case: the last rank is slowed."""
+    label = "a product beside the last rank"
+    with slowed(place.rank if place.rank == place.ranks - 1 else None):
+        lines.check("speeds", label, lambda: check(place))
+    close_session()
+
+
+def check(place: Place) -> Found:
+    """A model that is mostly attention."""
+    tokens, hidden = (65536, 2048) if place.on_gpu else (128, 64)
+    longest = tokens * place.ranks
+    dtype = torch.bfloat16 if place.on_gpu else torch.float32
+    model = make_model(LAYERS, hidden, 16, 4, 2 * hidden, 256, longest, place.device, dtype)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    here = torch.arange(place.rank * tokens, (place.rank + 1) * tokens, device=place.device)
+
+    def step() -> None:
+        hidden_TE = model.model(input_ids=(here % 256)[None], position_ids=here[None], use_cache=False)[0]
+        hidden_TE.float().pow(2).mean().backward()
+
+    meet = meet_all(place.device)
+    alone = place.gather(measure_alone(model, step, longest, meet, place.kernel))
+    best = allowed([one["linear_s"] for one in alone], [one["attention_s"] * LAYERS for one in alone])
+    block = {"speeds": "measure", "kernel": place.kernel, "granularity": 128 if place.on_gpu else 16}
+    deepspeed_cad.apply(model, block)
+    session = deepspeed_cad.current_session()
+    assert session is not None and session.speeds is not None
+    seconds = []
+    for _ in range(LEARNING + TIMED):
+        meet()
+        begin = time.perf_counter()
+        step()
+        meet()
+        seconds.append(time.perf_counter() - begin)
+        model.zero_grad()
+    took = median(seconds[LEARNING:])
+    every = torch.tensor([took], device=place.device)
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    took = float(every)
+    speeds = session.speeds.tolist()
+    right = not place.on_gpu or (took <= MARGIN * best and speeds[-1] < 0.9 * max(speeds))
+    words = " ".join(f"{one:.2f}" for one in speeds)
+    return right, f"speeds {words}; step {took * 1e3:.1f} ms, allowed {best * 1e3:.1f} ms, ÷ step {best / took:.3f}"

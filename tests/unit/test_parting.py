@@ -1,0 +1,57 @@
+"""How a process ends while a daemon of this package sits in C++: as its main thread would have it end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import ctypes, logging, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from deepspeed_cad.threads import start_daemon
+
+class EndsSlowly:
+    # While modules are taken down: by then no other thread may enter the interpreter.
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+
+def rendezvous():
+    # The other rank never comes: an exception after a second, on its way back into Python.
+    dist.ProcessGroupGloo(dist.HashStore(), 0, 2, timedelta(seconds=1))
+
+sys.ends_slowly = EndsSlowly()
+start_daemon("opens a group", rendezvous, None)
+time.sleep(0.3)
+print("last words", end="")
+"""
+TERMINATE = "ctypes.CDLL('libstdc++.so.6')._ZSt9terminatev"
+
+
+def _run(ending: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", SCRIPT + ending], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("raise ValueError('no more data')", 1)])
+def test_a_thread_in_a_rendezvous_changes_neither_code_nor_words(ending: str, code: int) -> None:
+    done = _run(ending)
+    assert (done.returncode, done.stdout) == (code, "last words"), done.stderr
+    assert "terminate" not in done.stderr and ("no more data" in done.stderr) == (code == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_what_terminates_for_another_reason_still_aborts(thread: str) -> None:
+    """The main thread while the interpreter goes down, and any thread before that."""
+    ending = {
+        "main": f"EndsSlowly.__del__ = lambda self, end={TERMINATE}: end()",
+        "another": f"import atexit; atexit._run_exitfuncs(); threading.Thread(target={TERMINATE}).start()",
+    }
+    assert _run(ending[thread]).returncode == -signal.SIGABRT

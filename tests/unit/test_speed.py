@@ -1,0 +1,88 @@
+"""Speeds of ranks: what is measured, what it is relative to, and when it is left out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_cad.ahead.pace import allowance
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.profiles import speed
+from deepspeed_cad.profiles.choice import PAIRS
+from deepspeed_cad.profiles.profile import Profile, ShapeCost
+from deepspeed_cad.profiles.speed import TOKENS, call_shape, find_speeds, in_words
+
+CPU = torch.device("cpu")
+PER_PAIR = 1e-9
+SECONDS = Profile("test", "test", (ShapeCost(call_shape(CPU), pair=PER_PAIR),), unit="seconds")
+EXPECTED = PER_PAIR * TOKENS["cpu"] * (TOKENS["cpu"] + 1) / 2
+
+
+def _find(wanted: Any, took: list[float], cost: Profile | None = PAIRS, deterministic: list[bool] | None = None) -> Any:
+    """What rank 0 finds where ranks take so many seconds."""
+    answers = iter([[int(one) for one in deterministic or [False] * len(took)], [round(one * 1e9) for one in took]])
+    return find_speeds(wanted, len(took), CPU, "torch_math", lambda mine: next(answers), False, cost)
+
+
+def test_none_where_none_are_wanted() -> None:
+    assert _find(None, [1.0, 1.0]) is None and in_words(None, None) == ""
+
+
+@pytest.mark.parametrize(
+    ("cost", "expected"),
+    [
+        (PAIRS, [1.0, 0.5, 2.0]),  # beside rank 0
+        (None, [1.0, 0.5, 2.0]),
+        (SECONDS, [0.5, 0.25, 1.0]),  # beside what the costs say: rank 0 is slow itself
+    ],
+)
+def test_what_speeds_are_relative_to(cost: Profile | None, expected: list[float]) -> None:
+    found = _find("measure", [2 * EXPECTED, 4 * EXPECTED, EXPECTED], cost)
+    assert found == pytest.approx(np.array(expected), rel=1e-4)
+
+
+def test_given() -> None:
+    assert _find([1.0, 0.25], [1.0, 1.0]).tolist() == [1.0, 0.25]
+    assert in_words(np.array([1.0, 0.25]), [1.0, 0.25]) == "speeds 1 0.25 (given), "
+
+
+@pytest.mark.parametrize(("wanted", "words"), [([1.0], "1 number and 2 ranks"), ([1.0] * 3, "3 numbers and 2 ranks")])
+def test_a_list_of_another_length(wanted: list[float], words: str) -> None:
+    with pytest.raises(CADConfigError, match=f'key "speeds" has {words} run attention'):
+        _find(wanted, [1.0, 1.0])
+
+
+def test_nothing_is_measured_where_any_rank_is_deterministic() -> None:
+    assert _find("measure", [1.0, 2.0], deterministic=[False, True]) is None
+
+
+def test_a_rank_that_cannot_time_its_kernel_leaves_all_equal(caplog: pytest.LogCaptureFixture) -> None:
+    assert _find("measure", [1.0, 0.0, 1.0]) is None
+    assert "did not run at the start on ranks 1" in caplog.text
+    told: list[int] = []
+
+    def gather(mine: int) -> list[int]:
+        told.append(mine)
+        return [mine]
+
+    assert find_speeds("measure", 1, CPU, "flash_attn_4", gather, False) is None
+    assert told == [0, speed.FAILED]
+
+
+def test_what_is_timed_is_the_call_forward_and_backward() -> None:
+    told: list[int] = []
+    begin = time.perf_counter()
+    find_speeds("measure", 1, CPU, "torch_math", lambda mine: told.append(mine) or [mine], False)  # type: ignore[func-returns-value]
+    assert 0 < told[1] / 1e9 < time.perf_counter() - begin < 10
+
+
+@pytest.mark.parametrize(
+    ("relief", "speeds", "expected"),
+    [(0.03, None, 0.03), (0.03, [1.0, 0.99], 0.03), (0.03, [2.0, 1.0], 0.5), (0.0, [2.0, 1.0], 0.0)],
+)
+def test_relief_goes_as_far_as_speeds_differ(relief: float, speeds: list[float] | None, expected: float) -> None:
+    assert allowance(relief, None if speeds is None else np.array(speeds)) == expected
