@@ -24,5 +24,6 @@ constexpr int64_t kShortSteps = 8;
 constexpr size_t kNear = 4;
 constexpr size_t kReadFrom = 3;
 constexpr double kHelp = 0.1;
+constexpr int64_t kInPlace = 32;
 
 } // namespace cad

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "planner.h"
+#include "planner_constants.h"
 
 namespace cad {
 
@@ -43,6 +44,8 @@ Flows Columns::flows() const {
     std::vector<std::pair<int32_t, int32_t>> runs;
     std::vector<std::pair<int32_t, Cell>> reads;
     Spans needed, apart;
+    std::vector<int64_t> rows_of(p.ranks, 0);
+    for (const Segment& segment : segments) rows_of[segment.home] += segment.end - segment.begin;
     for (size_t at = 0; at < documents.size(); ++at) {
         const Document& document = documents[at];
         const KeySegment* own_keys = keys.data() + document.first_key;
@@ -60,6 +63,7 @@ Flows Columns::flows() const {
             for (size_t read = 0; read < reads.size();) {
                 const int32_t server = reads[read].first;
                 double own = 0.0, others = 0.0;
+                int64_t in_place = 0;
                 needed.clear();
                 apart.clear();
                 for (; read < reads.size() && reads[read].first == server; ++read) {
@@ -68,9 +72,12 @@ Flows Columns::flows() const {
                                          reads[read + 1].second.begin == cell.end;
                     if (!apart.empty() && apart.back().second == cell.begin)
                         apart.back().second = cell.end;
-                    else if (goes_on || cell.home != server ||
-                             !holds(static_cast<int32_t>(at), server, first_key(cell.begin), cell.end))
+                    else if (goes_on || cell.home != server)
                         apart.emplace_back(cell.begin, cell.end);
+                    else if (!holds(static_cast<int32_t>(at), server, first_key(cell.begin), cell.end)) {
+                        apart.emplace_back(cell.begin, cell.end);
+                        if ((cell.end - cell.begin) * kInPlace >= rows_of[server]) in_place += cell.end - cell.begin;
+                    }
                     const int64_t start = first_key(cell.begin);
                     if (!needed.empty() && start <= needed.back().second)
                         needed.back().second = cell.end;
@@ -84,6 +91,7 @@ Flows Columns::flows() const {
                     }
                 }
                 for (const Span& span : apart) found.served[server] += (span.second - span.first) * groups;
+                found.served[server] -= in_place * groups;
                 found.served[p.ranks + server] += keys_read(apart) * groups;
                 bool reached = false;
                 for (int32_t key = 0; key < document.keys; ++key) {

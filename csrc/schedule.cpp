@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "last_error.h"
+#include "planner_constants.h"
 
 namespace cad {
 namespace {
@@ -36,20 +37,27 @@ struct Task {
     int64_t document, begin, end, group_begin, group_end, server;
 };
 
+// Head groups of a task of which a rank runs own rows, in place, with keys of others.
+struct HalfLocal {
+    int64_t server, group_begin, group_end, q_row, q_rows, k_row, k_rows, k_step;
+};
+
 // One head group of a task that reads or computes rows of other ranks.
 struct Remote {
-    int64_t server, document, group, start, begin, end, q_row, held;
-    bool whole;
+    int64_t server, document, group, start, begin, end, task, q_row, held;
+    bool stays, whole;
 };
 
 struct Held {
     int64_t server, document, group, start, end, row;
+    bool behind;
 };
 
 struct Slices {
     std::vector<Slice> table;
     std::vector<Sequence> sequences;
     std::vector<Local> local;
+    std::vector<HalfLocal> half_local;
     std::vector<int64_t> served, landed;  // [ranks][2]
 };
 
@@ -94,12 +102,38 @@ void cut(int64_t kind, const std::vector<Home>& homes, int64_t document, int64_t
     }
 }
 
+// Head groups of one task whose keys follow each other side by side run together.
+std::vector<HalfLocal> join_groups(const std::vector<Remote>& remote, const std::vector<Held>& held) {
+    std::vector<const Remote*> runs;
+    for (const Remote& one : remote)
+        if (one.stays) runs.push_back(&one);
+    std::stable_sort(runs.begin(), runs.end(), [](const Remote* a, const Remote* b) {
+        return std::tie(a->server, a->task, a->group) < std::tie(b->server, b->task, b->group);
+    });
+    std::vector<HalfLocal> joined;
+    int64_t task = -1, next_row = 0;
+    for (const Remote* run : runs) {
+        const Held& keys = held[run->held];
+        const int64_t k_row = keys.row + run->start - keys.start, step = keys.end - keys.start;
+        if (task == run->task && k_row == next_row && step == joined.back().k_step)
+            joined.back().group_end = run->group + 1;
+        else
+            joined.push_back({run->server, run->group, run->group + 1, run->q_row, run->end - run->begin, k_row,
+                              run->end - run->start, step});
+        task = run->task;
+        next_row = k_row + step;
+    }
+    return joined;
+}
+
 Slices build(int64_t ranks, int64_t window, const std::vector<Home>& query, const std::vector<Home>& key,
              int64_t task_count, const Task* tasks) {
     Slices slices;
     slices.served.assign(2 * ranks, 0);
     slices.landed.assign(2 * ranks, 0);
     std::vector<Remote> remote;
+    std::vector<int64_t> own(ranks, 0);
+    for (const Home& home : query) own[home.rank] += home.end - home.begin;
     for (int64_t at = 0; at < task_count; ++at) {
         const Task& task = tasks[at];
         const int64_t start = window ? std::max(task.begin - window + 1, int64_t{0}) : 0;
@@ -110,8 +144,10 @@ Slices build(int64_t ranks, int64_t window, const std::vector<Home>& query, cons
                                     task.end - start});
             continue;
         }
+        const bool stays = q_row >= 0 && (task.end - task.begin) * kInPlace >= own[task.server];
         for (int64_t group = task.group_begin; group < task.group_end; ++group)
-            remote.push_back({task.server, task.document, group, start, task.begin, task.end, 0, 0, false});
+            remote.push_back(
+                {task.server, task.document, group, start, task.begin, task.end, at, q_row, 0, stays, false});
     }
     std::stable_sort(slices.local.begin(), slices.local.end(), [](const Local& a, const Local& b) {
         return std::tie(a.server, a.group_begin, a.group_end, a.q_row) <
@@ -127,15 +163,19 @@ Slices build(int64_t ranks, int64_t window, const std::vector<Home>& query, cons
     for (Remote& one : remote) {
         const bool joins = !held.empty() && held.back().server == one.server && held.back().document == one.document &&
                            held.back().group == one.group && held.back().end >= one.start;
-        if (!joins) held.push_back({one.server, one.document, one.group, one.start, one.end, 0});
+        if (!joins) held.push_back({one.server, one.document, one.group, one.start, one.end, 0, true});
         held.back().end = std::max(held.back().end, one.end);
+        held.back().behind = held.back().behind && one.stays;
         one.held = static_cast<int64_t>(held.size()) - 1;
         one.whole = !joins;  // if its end is the end of the union, too
     }
-    for (Held& one : held) {
-        one.row = slices.served[2 * one.server + kKey];
-        slices.served[2 * one.server + kKey] += one.end - one.start;
-    }
+    // Those that only rows in place read lie behind the others, which fuse into one batch with the rows that land.
+    for (const bool behind : {false, true})
+        for (Held& one : held) {
+            if (one.behind != behind) continue;
+            one.row = slices.served[2 * one.server + kKey];
+            slices.served[2 * one.server + kKey] += one.end - one.start;
+        }
     for (Remote& one : remote) one.whole = one.whole && one.end == held[one.held].end;
 
     // Queries: sequences that read a whole held range first, in its order, so that they fuse into one batch.
@@ -147,7 +187,7 @@ Slices build(int64_t ranks, int64_t window, const std::vector<Home>& query, cons
         for (const bool whole : {true, false})
             for (size_t at = first; at < last; ++at) {
                 Remote& one = remote[at];
-                if (one.whole != whole) continue;
+                if (one.stays || one.whole != whole) continue;
                 one.q_row = rows;
                 rows += one.end - one.begin;
                 const Held& keys = held[one.held];
@@ -157,9 +197,12 @@ Slices build(int64_t ranks, int64_t window, const std::vector<Home>& query, cons
         first = last;
     }
 
+    slices.half_local = join_groups(remote, held);
+
     slices.table.reserve(2 * remote.size());
     for (const Remote& one : remote)
-        cut(kQuery, query, one.document, one.begin, one.end, one.group, one.server, one.q_row, &slices.table);
+        if (!one.stays)
+            cut(kQuery, query, one.document, one.begin, one.end, one.group, one.server, one.q_row, &slices.table);
     for (const Held& one : held)
         cut(kKey, key, one.document, one.start, one.end, one.group, one.server, one.row, &slices.table);
     std::stable_sort(slices.table.begin(), slices.table.end(), [](const Slice& a, const Slice& b) {
@@ -187,7 +230,8 @@ int64_t* copy(const std::vector<Row>& rows, int64_t* target) {
 
 // Builds the slices of all ranks. `sizes`: ranks, window (0: none), number of query segments, of key segments and of
 // tasks. `query` and `key`: document, begin, end, rank and offset of every segment, [5][segments]. `tasks`: [tasks][6].
-// Returns 0, a handle to be freed, and in `counts` the rows of the table, of the sequences and of the local tasks.
+// Returns 0, a handle to be freed, and in `counts` the rows of the table, of the sequences, of the local tasks and of the
+// half-local runs.
 CAD_EXPORT int cad_schedule_build(const int64_t* sizes, const int64_t* query, const int64_t* key, const int64_t* tasks,
                                   void** handle, int64_t* counts) try {
     static_assert(sizeof(cad::Task) == 6 * sizeof(int64_t), "a task is six numbers");
@@ -197,19 +241,22 @@ CAD_EXPORT int cad_schedule_build(const int64_t* sizes, const int64_t* query, co
     counts[0] = static_cast<int64_t>(slices->table.size());
     counts[1] = static_cast<int64_t>(slices->sequences.size());
     counts[2] = static_cast<int64_t>(slices->local.size());
+    counts[3] = static_cast<int64_t>(slices->half_local.size());
     *handle = slices.release();
     return 0;
 } catch (const std::bad_alloc&) {
     return cad::fail(1, "no memory is left to build the schedules");
 }
 
-// Copies the slices out and frees them: table [][8], sequences [][5], local [][7], served and landed rows [ranks][2].
-CAD_EXPORT void cad_schedule_take(void* handle, int64_t* table, int64_t* sequences, int64_t* local, int64_t* served,
-                                  int64_t* landed) {
+// Copies the slices out and frees them: table [][8], sequences [][5], local [][7], half-local [][8], served and landed
+// rows [ranks][2].
+CAD_EXPORT void cad_schedule_take(void* handle, int64_t* table, int64_t* sequences, int64_t* local, int64_t* half_local,
+                                  int64_t* served, int64_t* landed) {
     const std::unique_ptr<cad::Slices> slices(static_cast<cad::Slices*>(handle));
     cad::copy(slices->table, table);
     cad::copy(slices->sequences, sequences);
     cad::copy(slices->local, local);
+    cad::copy(slices->half_local, half_local);
     cad::copy(slices->served, served);
     cad::copy(slices->landed, landed);
 }

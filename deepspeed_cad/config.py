@@ -134,8 +134,9 @@ class CADConfig:
     """GiB on each GPU for what arrives of other ranks' attention. Where a tick of all ranks would bring more, it goes
     in more waves: head groups one after the other and, where one is too much, blocks of its rows. Long documents then
     need little more memory; short waves cost time. "auto": a thirty-second of the GPU's memory, and no more than
-    training leaves free after the first step, on the rank that has least; on CPUs no limit. With reserved servers
-    and in pipelines nothing limits it: use smaller micro-batches there."""
+    training leaves free after the first step, on the rank that has least; on CPUs no limit. Beside reserved servers
+    nothing goes in waves: a number refuses micro-batches that would bring more, and "auto" is no limit. In pipelines
+    nothing limits it: use smaller micro-batches there."""
 
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as

@@ -12,7 +12,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """Raised whenever an exported C function changes; must equal what `cad_abi_version()` in csrc/ returns."""
 
 LIBRARY = Path(__file__).with_name("_native.so")

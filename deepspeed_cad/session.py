@@ -183,8 +183,8 @@ class Session:
         logger.info("%s", self.links)
 
     def _watch_memory(self) -> Memory | None:
-        """The limit of what exchanges take; None where nothing is exchanged, or servers have to be told of waves."""
-        if self.transport is None or self.reserved is not None:
+        """The limit of what exchanges take; None where nothing is exchanged, or ranks and servers know none."""
+        if self.transport is None or (self.reserved is not None and self.config.memory == "auto"):
             return None
         given = None if isinstance(self.config.memory, str) else self.config.memory
         self.gatherer.memory = Memory(

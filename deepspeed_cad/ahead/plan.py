@@ -287,6 +287,7 @@ class Plans:
         return ExchangeMemory(
             memory.now.size / ticks, memory.now.source, config.backward == "keep", config.granularity, ticks,
             lambda size: memory.needs(size * ticks), lambda limit: memory.lacks(limit * ticks),
+            "" if self.reserved is None else "in one wave, as always beside reserved servers",
         )  # fmt: skip
 
     def _linear(self, model: int) -> Floats | None:

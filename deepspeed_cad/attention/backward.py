@@ -16,6 +16,7 @@ from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import Kept, ServedOutputs, as_received
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
 from deepspeed_cad.attention.serve import (
+    HomeRows,
     by_group,
     lse_dtype,
     new_gradients,
@@ -107,7 +108,7 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
         )  # fmt: skip
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
-        made = serve_arrived_backward(setup, wave, started, kept.served[wave], arrived)
+        made = serve_arrived_backward(setup, wave, started, kept.served[wave], arrived, own)
         return None, setup.give_back("dQ, dK, dV back", wave, gradients_back(made, own, landing), backward=True)
 
     if not started.out.count:
@@ -118,15 +119,23 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
 
 
 def serve_arrived_backward(
-    setup: CallSetup, wave: int, started: BackwardStarted, served: ServedOutputs, arrived: list[torch.Tensor]
+    setup: CallSetup,
+    wave: int,
+    started: BackwardStarted,
+    served: ServedOutputs,
+    arrived: list[torch.Tensor],
+    own: Gradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ, dK and dV of what was served in a wave, from the dO that arrived."""
+    """dQ, dK and dV of what was served in a wave, from the dO that arrived; dQ of rows that stayed in place goes into
+    `own`."""
+    kept = started.kept
+    home = HomeRows(started.do_THV, started.q_THD, kept.o_THV, kept.lse_TH, own.dq_THD)
     do_RW, *resent = arrived
     received = served.received or as_received(resent, started.q_THD)
     with setup.span("served", backward=True, aside=setup.aside is not None):
         return run_served_backward(
             setup.schedule.waves[wave], setup.kernel, setup.rule,
-            do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *received, served.o_RGV, served.lse_RG,
+            do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *received, served.o_RGV, served.lse_RG, home,
         )  # fmt: skip
 
 

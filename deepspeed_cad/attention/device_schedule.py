@@ -28,8 +28,10 @@ class Wave:
     host: Schedule
     """As it was planned; transports put on the device what they need of it."""
     served: Batches
+    half_local: Batches
+    """Own rows, in place, with keys that landed."""
     keys_overlap: bool
-    """Whether served batches do not cover the key rows once each: their dK and dV add up, or some have none."""
+    """Whether these batches do not cover the key rows once each: their dK and dV add up, or some have none."""
     group: torch.Tensor
     """[R] head group of every served query row."""
 
@@ -96,7 +98,8 @@ def upload_schedule(
             Wave(
                 part,
                 _sequences(part.served, device),
-                _keys_overlap(part.served) or _keys_missing(part),
+                _sequences(part.half_local, device),
+                _keys_not_once(part),
                 upload(_served_groups(part), device),
             )
             for part in parts
@@ -155,9 +158,18 @@ def _covered_keys(slices: np.ndarray) -> int:
     return int(np.maximum(end - np.maximum(begin, before), 0).sum())
 
 
-def _keys_missing(schedule: Schedule) -> bool:
-    held = sum(batch.k_rows for batch in schedule.served)
-    return held != int(schedule.served_rows[schedule.rank, 1])
+def _keys_not_once(schedule: Schedule) -> bool:
+    """Whether some key row that landed is read by no batch, or by several."""
+    spans = [(b.k_row, b.k_row + b.k_rows) for b in schedule.served]
+    for b in schedule.half_local:
+        begins = (b.k_row + number * b.k_step for number in range(b.group_end - b.group_begin))
+        spans += [(begin, begin + b.k_rows) for begin in begins]
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            return True
+        at = end
+    return at != int(schedule.served_rows[schedule.rank, KEY])
 
 
 def share_out(batches: tuple[Batch, ...], shares: int) -> list[tuple[Batch, ...]]:

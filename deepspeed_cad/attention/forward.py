@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
-from deepspeed_cad.attention.serve import by_group, lse_dtype, new_outputs, run_local, run_served
+from deepspeed_cad.attention.serve import by_group, lse_dtype, new_outputs, run_half_local, run_local, run_served
 from deepspeed_cad.attention.setup import CallSetup, WavesOut
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
@@ -137,7 +137,7 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
         run_local(batches, setup.kernel, setup.rule, q, k, v, o, lse, sinks)
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
-        served = serve_arrived(setup, wave, started, arrived)
+        served = serve_arrived(setup, wave, started, arrived, o, lse)
         return served, setup.give_back("O back", wave, outputs_back(started, served, o, lse))
 
     if not started.out.count:
@@ -147,8 +147,16 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
     return ForwardServed(started, o, lse, served, back)
 
 
-def serve_arrived(setup: CallSetup, wave: int, started: ForwardStarted, arrived: list[torch.Tensor]) -> ServedOutputs:
-    """Run what arrived of a wave from other ranks, and this rank's own rows of its tasks."""
+def serve_arrived(
+    setup: CallSetup,
+    wave: int,
+    started: ForwardStarted,
+    arrived: list[torch.Tensor],
+    o_THV: torch.Tensor,
+    lse_TH: torch.Tensor,
+) -> ServedOutputs:
+    """Run what arrived of a wave from other ranks, and this rank's own rows of its tasks, into `o_THV` and `lse_TH`
+    where these stay in place."""
     part = setup.schedule.waves[wave]
     received = as_received(arrived[:3], started.q_THD)
     sinks_RG = None
@@ -158,6 +166,10 @@ def serve_arrived(setup: CallSetup, wave: int, started: ForwardStarted, arrived:
         sinks_RG = arrived[3] if travelled else by_group_KG[part.group]
     with setup.span("served", aside=setup.aside is not None):
         o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *received, sinks_RG)
+        # Before the return starts: it tells the others that what landed has been read.
+        run_half_local(
+            part, setup.kernel, setup.rule, started.q_THD, *received[1:], o_THV, lse_TH, started.sinks_H
+        )  # fmt: skip
     # Q, K and V lie where a later dispatch lands.
     kept = Received(*(x.clone() for x in received)) if setup.modes.keep_received else None
     return ServedOutputs(o_RGV, lse_RG, kept)

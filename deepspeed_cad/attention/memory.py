@@ -16,7 +16,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room, room_needed
+from deepspeed_cad.schedule.room import Room, room_needed, too_much
 from deepspeed_cad.schedule.waves import Cut, schedule_waves, schedule_within
 
 SMALLER = 0.6
@@ -42,6 +42,8 @@ class ExchangeMemory:
     """Hears what a tick needs."""
     lacked: Callable[[float], None] = lambda limit: None
     """Hears that there is not more than this."""
+    whole: str = ""
+    """Why no tick goes in waves, for an error; empty where it may."""
 
     def schedules(
         self, tick: Tick, plan: Plan, rank: int, window: int | None, shape: HeadShape
@@ -50,6 +52,14 @@ class ExchangeMemory:
         cut = Cut(plan.waves, granularity=self.granularity)
         if math.isinf(self.limit):
             return schedule_waves(tick, plan.tasks, rank, shape.groups, window, cut)
+        if self.whole:
+            schedules = schedule_waves(tick, plan.tasks, rank, shape.groups, window, cut)
+            room = self.room(shape)
+            size, fullest = room_needed(room, [(one.served_rows, one.landed_rows) for one in schedules])
+            if size > room.limit:
+                raise too_much(room, size, fullest, self.whole)
+            self.needed(size)
+            return schedules
         return schedule_within(tick, plan.tasks, rank, shape.groups, window, cut, self.room(shape))
 
     def make_room(
@@ -61,6 +71,8 @@ class ExchangeMemory:
         again: Callable[[], tuple[Schedule, ...]],
     ) -> tuple[Schedule, ...]:
         """Have memory for a tick, in smaller waves (`again` makes them) where a rank has too little. Collective."""
+        if self.whole:
+            return schedules
         while True:
             room = self.room(shape)
             size, _ = room_needed(room, [(one.served_rows, one.landed_rows) for one in schedules])

@@ -8,10 +8,12 @@ group-major: [R, G, D], [S, 1, D].
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from deepspeed_cad.attention.device_schedule import Batches, DeviceSchedule, Wave
-from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 from deepspeed_cad.schedule import Batch
 
 
@@ -70,6 +72,43 @@ def run_local(
         lse_TH[rows, heads] = lse
 
 
+def run_half_local(
+    wave: Wave,
+    kernel: Kernel,
+    rule: MaskRule,
+    q_THD: torch.Tensor,
+    k_S1D: torch.Tensor,
+    v_S1V: torch.Tensor,
+    o_THV: torch.Tensor,
+    lse_TH: torch.Tensor,
+    sinks_H: torch.Tensor | None = None,
+) -> None:
+    """Run the rank's own rows of a wave's tasks where they are, and write their rows and heads of O and LSE.
+
+    Args:
+        wave: says which batches.
+        kernel: runs them.
+        rule: scale, window and soft-cap.
+        q_THD: queries of the rank.
+        k_S1D: keys that arrived.
+        v_S1V: values that arrived.
+        o_THV: written.
+        lse_TH: written.
+        sinks_H: one logit more per head, or None.
+    """
+    share = q_THD.shape[1] // wave.host.groups
+    for batch, sequences in wave.half_local:
+        rows, _, _, heads = _ranges(batch, share)
+        out = o_THV[rows, heads]
+        k, v = keys_by_group(k_S1D, batch), keys_by_group(v_S1V, batch)
+        o, lse = kernel.forward(q_THD[rows, heads], k, v, sequences, rule, out)
+        if sinks_H is not None:
+            o, lse = fold_sinks(o, lse, sinks_H[heads])
+        if o is not out:
+            out.copy_(o)
+        lse_TH[rows, heads] = lse
+
+
 def run_served(
     wave: Wave,
     kernel: Kernel,
@@ -85,8 +124,8 @@ def run_served(
         wave: says which batches, and the head group of every row.
         kernel: runs them.
         rule: scale, window and soft-cap.
-        q_RGD: what arrived, with the rank's own rows of served tasks.
-        k_S1D: likewise.
+        q_RGD: what arrived, with the rank's own rows of served tasks that are not run in place.
+        k_S1D: what arrived, with the rank's own rows.
         v_S1V: likewise.
         sinks_RG: one logit more per row and head, or None.
     """
@@ -164,6 +203,16 @@ def run_local_backward(
                 target.copy_(value)
 
 
+class HomeRows(NamedTuple):
+    """A rank's own rows in the backward, as half-local batches read them; `dq_THD` is written."""
+
+    do_THV: torch.Tensor
+    q_THD: torch.Tensor
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+    dq_THD: torch.Tensor
+
+
 def run_served_backward(
     wave: Wave,
     kernel: Kernel,
@@ -174,37 +223,55 @@ def run_served_backward(
     v_S1V: torch.Tensor,
     o_RGV: torch.Tensor,
     lse_RG: torch.Tensor,
+    home: HomeRows,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ [R, G, D], dK [S, 1, D], dV [S, 1, V] of the served tasks, made here.
+    """dQ [R, G, D], dK [S, 1, D], dV [S, 1, V] of the served and half-local tasks, made here; dQ of half-local ones is
+    written at home.
 
     Args:
         wave: says which batches.
         kernel: runs them.
         rule: scale, window and soft-cap.
-        do_RGV: what arrived, with the rank's own rows of served tasks.
+        do_RGV: what arrived, with the rank's own rows of served tasks that are not run in place.
         q_RGD: likewise, or kept since the forward.
-        k_S1D: likewise.
+        k_S1D: what arrived, with the rank's own rows, or kept since the forward.
         v_S1V: likewise.
         o_RGV: what `run_served` gave.
         lse_RG: likewise.
+        home: own rows.
     """
-    if not wave.served:
+    if not wave.served and not wave.half_local:
         return torch.empty_like(q_RGD), torch.empty_like(k_S1D), torch.empty_like(v_S1V)
-    if len(wave.served) == 1 and not wave.keys_overlap:
+    if len(wave.served) == 1 and not wave.half_local and not wave.keys_overlap:
         _, sequences = wave.served[0]
         return kernel.backward(do_RGV, q_RGD, k_S1D, v_S1V, o_RGV, lse_RG, sequences, rule)
-    wide = _wide(k_S1D.dtype)
     dq = torch.empty(q_RGD.shape, dtype=q_RGD.dtype, device=q_RGD.device)
-    dk = torch.zeros(k_S1D.shape, dtype=wide, device=q_RGD.device)
-    dv = torch.zeros(v_S1V.shape, dtype=wide, device=q_RGD.device)
+    new = torch.zeros if wave.keys_overlap else torch.empty
+    dk, dv = (
+        new(x.shape, dtype=_wide(x.dtype) if wave.keys_overlap else x.dtype, device=x.device) for x in (k_S1D, v_S1V)
+    )
+
+    def run(own: tuple[torch.Tensor, ...], batch: Batch, sequences: Sequences, dq_QHD: torch.Tensor) -> None:
+        k, v, into_k, into_v = (keys_by_group(x, batch) for x in (k_S1D, v_S1V, dk, dv))
+        do, q, o, lse = own
+        into = None if wave.keys_overlap else (dq_QHD, into_k, into_v)
+        made = kernel.backward(do, q, k, v, o, lse, sequences, rule, into)
+        if into is None:
+            dq_QHD.copy_(made[0])
+            into_k += made[1]
+            into_v += made[2]
+        elif made[0] is not into[0]:
+            for target, value in zip(into, made, strict=True):
+                target.copy_(value)
+
     for batch, sequences in wave.served:
-        rows, keys, _, _ = _ranges(batch, 1)
-        dq_b, dk_b, dv_b = kernel.backward(
-            do_RGV[rows], q_RGD[rows], k_S1D[keys], v_S1V[keys], o_RGV[rows], lse_RG[rows], sequences, rule
-        )
-        dq[rows] = dq_b
-        dk[keys] += dk_b
-        dv[keys] += dv_b
+        rows = slice(batch.q_row, batch.q_row + batch.q_rows)
+        run(tuple(x[rows] for x in (do_RGV, q_RGD, o_RGV, lse_RG)), batch, sequences, dq[rows])
+    share = home.q_THD.shape[1] // wave.host.groups
+    for batch, sequences in wave.half_local:
+        rows, _, _, heads = _ranges(batch, share)
+        do, q, o, lse, own_dq = (x[rows, heads] for x in home)
+        run((do, q, o, lse), batch, sequences, own_dq)
     return dq, dk.to(k_S1D.dtype), dv.to(v_S1V.dtype)
 
 
@@ -212,6 +279,14 @@ def by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:
     """[T, K, G·D]: the heads of a group side by side, a view; a copy where the heads of a row are not contiguous."""
     x = x_THD if x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2] else x_THD.contiguous()
     return x.unflatten(1, (k_UKD.shape[1], -1)).flatten(2)
+
+
+def keys_by_group(x_S1D: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[keys, groups, D]: key rows of a batch in a group-major tensor, a view; one group where the batch is served."""
+    row, width = x_S1D.stride(0), x_S1D.shape[2]
+    groups = batch.group_end - batch.group_begin
+    at = x_S1D.storage_offset() + batch.k_row * row
+    return x_S1D.as_strided((batch.k_rows, groups, width), (row, batch.k_step * row, 1), at)
 
 
 def _ranges(batch: Batch, share: int) -> tuple[slice, slice, slice, slice]:

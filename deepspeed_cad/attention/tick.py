@@ -23,11 +23,13 @@ from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.overlap import run_alone, run_tasks
 from deepspeed_cad.attention.parked import Parked, is_saved_plainly
 from deepspeed_cad.attention.serve import (
+    HomeRows,
     by_group,
     fold_sinks,
     lse_dtype,
     new_gradients,
     new_outputs,
+    run_half_local,
     run_local,
     run_local_backward,
     run_served,
@@ -54,7 +56,9 @@ def run_forward(
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
         part = setup.schedule.waves[wave]
         with setup.span("served", aside=setup.aside is not None):
-            o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *as_received(arrived, q_THD))
+            received = as_received(arrived, q_THD)
+            o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *received)
+            run_half_local(part, setup.kernel, setup.rule, q_THD, *received[1:], o, lse)
         back = [
             Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2)),
             Returning(QUERY, lse_RG.contiguous(), lse.unflatten(1, (groups, -1))),
@@ -112,7 +116,7 @@ def run_backward(
         with setup.span("served", backward=True, aside=setup.aside is not None):
             dq_RGD, dk_S1D, dv_S1V = run_served_backward(
                 setup.schedule.waves[wave], setup.kernel, setup.rule, do_RGV, *as_received([q_RW, k_SD, v_SV], q_THD),
-                o_RGV, lse_RG,
+                o_RGV, lse_RG, HomeRows(do_THV, q_THD, o_THV, lse_TH, own.dq_THD),
             )  # fmt: skip
         back = [
             Returning(QUERY, dq_RGD.flatten(1), by_group(own.dq_THD, k_TKD)),

@@ -80,6 +80,10 @@ KEPT = (1, 0)
 """How many first segments of such a document begin at home: each is tried beside a start at home. Spanning trial: 1
 alone burdens the fullest rank by 2 % more with 8 KV heads and by 6 % more with 32, 0 alone by 2 % more with 8; with 2
 as well it is 2 % less with 8 and moves 4 % fewer bytes, and planning takes a third more."""
+FINER = 0.2
+"""Share of the tolerance to which such documents are made even from a start at home. Their rows are many, so the cut is
+fine: 1,048,576 tokens on 4 ranks move 1 % more bytes and end 1.6 % earlier than with the whole tolerance; dealt out
+they are even by themselves."""
 LIGHTER = 0.95
 """Share. A start is taken instead of one before it if it burdens the fullest rank by less than this share of it. A
 choice, so that much is not moved for little. Spanning trial: 1.0 is the same; 0.9, with 8 KV heads, burdens it by 3 %
@@ -98,6 +102,13 @@ exchanges of tiny slices take 56 µs, and the last blocks of a kernel about as l
 FORWARD_SHARE = 0.26
 """Share of the forward in the cost of attention. Measured: whole documents of 32K at 665 and 598 TFLOP/s, forward and
 backward, on an H200 with FlashAttention-4; backward has 2.5 times the work."""
+
+# Rows that stay where they are (also in schedule/)
+
+IN_PLACE = 32
+"""Rows of a rank over the fewest of its own that it runs in place where only their keys come from elsewhere. Each such
+run is a kernel call of its own; shorter ones are copied to the rows of other ranks and run with them. A choice, not
+measured: at 65536 rows a rank, a run of 2048 rows of 32 heads fills an H200 four times."""
 
 # Slow links (in planner/search.py only)
 

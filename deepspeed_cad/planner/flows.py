@@ -14,6 +14,7 @@ import numpy as np
 
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.columns import Columns, Interval
+from deepspeed_cad.planner.constants import IN_PLACE
 from deepspeed_cad.planner.plan import Floats
 
 QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED = range(4)
@@ -35,7 +36,8 @@ class Flows:
     """[ranks]: head groups of documents with such work, which waves do not cut."""
     served: Ints
     """[2, ranks]: query and KV rows times head groups that lie side by side at each server to be run, its own among
-    them; what finds all that it reads at home in one piece runs there and is not among them."""
+    them; what finds all that it reads at home in one piece runs there and is not among them. Nor are query rows of a
+    server's own that only read keys of others, where they are a large share of its rows (IN_PLACE)."""
 
     @cached_property
     def sent(self) -> Ints:
@@ -59,6 +61,9 @@ def count_flows(state: Columns) -> Flows:
     waiting, parts = [0.0] * state.ranks, [0.0] * state.ranks
     served = np.zeros((2, state.ranks), np.int64)
     pairs: dict[tuple[int, int], bool] = {}
+    rows_of = [0] * state.ranks
+    for _, begin, end, home in state.segments:
+        rows_of[home] += end - begin
 
     def send(home: int, server: int, rows: int, keys: int) -> None:
         if home == server or not rows + keys:
@@ -80,15 +85,19 @@ def count_flows(state: Columns) -> Flows:
             while at < len(reads):
                 server, needed, apart = reads[at][0], list[Interval](), list[Interval]()
                 own = others = 0.0
+                in_place = 0
                 while at < len(reads) and reads[at][0] == server:
                     _, begin, end, home = reads[at]
                     at += 1
+                    goes_on = at < len(reads) and reads[at][:2] == (server, end)
                     if apart and apart[-1][1] == begin:
                         apart[-1] = (apart[-1][0], end)
-                    elif home != server or not state.holds(document, server, state.first_key(begin), end):
+                    elif home != server or goes_on:
                         apart.append((begin, end))
-                    elif at < len(reads) and reads[at][:2] == (server, end):
+                    elif not state.holds(document, server, state.first_key(begin), end):
                         apart.append((begin, end))
+                        if (end - begin) * IN_PLACE >= rows_of[server]:
+                            in_place += end - begin
                     start = state.first_key(begin)
                     if needed and start <= needed[-1][1]:
                         needed[-1] = (needed[-1][0], end)
@@ -105,7 +114,8 @@ def count_flows(state: Columns) -> Flows:
                     if rows and home != server:
                         send(home, server, 0, rows * groups)
                         reached = True
-                served[:, server] += groups * np.array([sum(end - begin for begin, end in apart), _read(state, apart)])
+                landed = sum(end - begin for begin, end in apart) - in_place
+                served[:, server] += groups * np.array([landed, _read(state, apart)])
                 waits = others + own if reached else others
                 waiting[server] += waits * groups
                 parts[server] += groups if waits > 0.0 else 0.0

@@ -1,8 +1,9 @@
-"""Own rows: of tasks with a sliding window, the rows that need no other rank become tasks of their own.
+"""Own rows: the rows of a task that need no other rank become tasks of their own.
 
-In: a tick and tasks. Out: tasks that cover the same rows on the same servers. Where a document goes on from the rank
-before, only its first rows here read keys from there: the window's. As one task all of them would wait for these keys,
-and be copied to where they land.
+In: a tick and tasks. Out: tasks that cover the same rows on the same servers. The rank with the begin of a document may
+run rows behind its own of a head group, too; and with a sliding window, where a document goes on from the rank before,
+only its first rows here read keys from there. As one task all of them would wait for rows or keys of others, and be
+copied to where these land.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from deepspeed_cad.layout import Ints, Segments, Tick
 
 
 def split_own_rows(tick: Tick, tasks: Ints, window: int | None, granularity: int) -> Ints:
-    """Cut every task ([n, 6], see Plan.tasks) before the rows that its server finds at home with all that they read."""
+    """Cut every task ([n, 6], see Plan.tasks) at both ends of the rows that its server finds at home with all that they
+    read: before them where there is a window, else they begin their document."""
+    tasks = _cut_behind(tick, tasks)
     if window is None or not len(tasks):
         return tasks
     document, begin, end, _, _, server = tasks.T
@@ -26,6 +29,31 @@ def split_own_rows(tick: Tick, tasks: Ints, window: int | None, granularity: int
     before[cut, 2], behind[:, 1] = at[cut], at[cut]
     both = np.concatenate([before, behind])
     return both[np.lexsort(both.T[::-1])]
+
+
+def _cut_behind(tick: Tick, tasks: Ints) -> Ints:
+    """Cut tasks where the rows end that their server holds, with their keys, from the begin of the document on."""
+    document, begin, end, _, _, server = tasks.T
+    first = np.minimum(end, np.maximum(begin, _held_from_0(tick.query, document, server)))
+    at = np.minimum(first, _held_from_0(tick.key, document, server))
+    cut = (begin < at) & (at < end)
+    if not cut.any():
+        return tasks
+    before, behind = tasks.copy(), tasks[cut]
+    before[cut, 2], behind[:, 1] = at[cut], at[cut]
+    both = np.concatenate([before, behind])
+    return both[np.lexsort(both.T[::-1])]
+
+
+def _held_from_0(where: Segments, document: Ints, rank: Ints) -> Ints:
+    """Where the segment ends in which `rank` holds the first row of a document; 0 where it does not."""
+    first = where.begin == 0
+    order = np.argsort(where.document[first], kind="stable")
+    of, holder, end = (column[first][order] for column in (where.document, where.rank, where.end))
+    if not len(of):
+        return np.zeros(len(document), np.int64)
+    at = np.minimum(np.searchsorted(of, document), len(of) - 1)
+    return np.where((of[at] == document) & (holder[at] == rank), end[at], 0)
 
 
 def _begin_at(where: Segments, document: Ints, end: Ints, rank: Ints) -> Ints:

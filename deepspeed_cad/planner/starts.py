@@ -14,7 +14,7 @@ import numpy as np
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.aim import Aim, Solution, Solve
 from deepspeed_cad.planner.columns import link_weights
-from deepspeed_cad.planner.constants import BAND, KEPT, LIGHTER, READ_FROM
+from deepspeed_cad.planner.constants import BAND, FINER, KEPT, LIGHTER, READ_FROM
 from deepspeed_cad.planner.finish import finish_best
 from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 from deepspeed_cad.planner.levels import finish_times_of
@@ -22,11 +22,12 @@ from deepspeed_cad.planner.plan import Floats, PlanInput
 
 
 def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats, speed: Floats) -> Solution:
-    """The plan that starts at home, or a better one; `base` and `speed` are those of the question, [ranks]."""
+    """`at_home`, the plan that starts there, or a better one; `base` and `speed` are those of the question, [ranks]."""
     if not on_many_ranks(problem):
         return at_home
-    plans = [at_home, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT)]
-    plans = [plan for plan in plans if fits(problem, plan)] or plans
+    even = solve(problem, Aim(FINER * problem.tolerance))
+    plans = [even, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT), at_home]
+    plans = [plan for plan in plans if fits(problem, plan)] or [at_home]
     ends = [end_of(problem, plan, base, speed) for plan in plans]
     alike = min(ends) * (1.0 + BAND * problem.tolerance)
     best, least = None, np.inf

@@ -13,7 +13,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints, Segments, Tick
 from deepspeed_cad.native import load
 from deepspeed_cad.schedule import HOME, SERVER, Batch, Schedule, Slices
-from deepspeed_cad.schedule.reference import break_at_limit, count_in_32_bits
+from deepspeed_cad.schedule.reference import break_at_limit, count_in_32_bits, half_local_batches
 
 
 def is_available() -> bool:
@@ -30,18 +30,18 @@ def build_slices(tick: Tick, tasks: Ints, window: int | None = None) -> Slices:
     tasks = np.ascontiguousarray(tasks, np.int64)
     sizes = np.array([tick.ranks, window or 0, len(tick.query), len(tick.key), len(tasks)], np.int64)
     query, key = _columns(tick.query), _columns(tick.key)
-    handle, counts = ctypes.c_void_p(), np.zeros(3, np.int64)
+    handle, counts = ctypes.c_void_p(), np.zeros(4, np.int64)
     code = library.cad_schedule_build(_at(sizes), _at(query), _at(key), _at(tasks), ctypes.byref(handle), _at(counts))
     if code:
         library.cad_last_error.restype = ctypes.c_char_p
         raise CADError(f"building schedules failed: {library.cad_last_error().decode()}")
-    table, sequences, local = (
-        np.empty((int(rows), columns), np.int64) for rows, columns in zip(counts, (8, 5, 7), strict=True)
+    table, sequences, local, half_local = (
+        np.empty((int(rows), columns), np.int64) for rows, columns in zip(counts, (8, 5, 7, 8), strict=True)
     )
     served, landed = np.empty((tick.ranks, 2), np.int64), np.empty((tick.ranks, 2), np.int64)
     library.cad_schedule_take.restype = None
-    library.cad_schedule_take(handle, _at(table), _at(sequences), _at(local), _at(served), _at(landed))
-    return Slices(table, sequences, local, served, landed)
+    library.cad_schedule_take(handle, _at(table), _at(sequences), _at(local), _at(half_local), _at(served), _at(landed))
+    return Slices(table, sequences, local, half_local, served, landed)
 
 
 def schedule_all(tick: Tick, slices: Slices, groups: int, window: int | None = None) -> list[Schedule]:
@@ -77,6 +77,7 @@ def schedule_all(tick: Tick, slices: Slices, groups: int, window: int | None = N
                 landed_rows=slices.landed_rows,
                 local=local[rank],
                 served=served[rank],
+                half_local=half_local_batches(slices.half_local[slices.half_local[:, 0] == rank]),
             )
         )
     return schedules

@@ -3,9 +3,10 @@
 In: a tick and its plan, equal on every rank. Out: slices to send, slices to receive and fused varlen batches to run.
 
 A server keeps what it receives group-major: one head group of a task after the other, so that every (task, head
-group) is one sequence of a varlen kernel with a single KV head. What a rank runs on its own rows is not moved at all:
-those batches are strided views of its own Q, K and V. A slice is a run of rows of one head group on its way from its
-home to a server; the way back uses the same slices.
+group) is one sequence of a varlen kernel with a single KV head. What a rank runs on its own rows and keys is not moved
+at all: those batches are strided views of its own Q, K and V. Where it runs its own rows with keys of others, only the
+keys lie side by side where they land: Q, O and their gradients stay in place. A slice is a run of rows of one head
+group on its way from its home to a server; the way back uses the same slices.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from deepspeed_cad.cost import window_start
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints, Segments, Tick
+from deepspeed_cad.planner.constants import IN_PLACE
 
 QUERY, KEY = 0, 1
 MOST_ROWS = 2**31 - 1
@@ -43,6 +45,8 @@ class Batch:
     group_begin: int = 0
     """Head groups of the rank's own buffers; served batches have one group, 0."""
     group_end: int = 1
+    k_step: int = 0
+    """Of half-local batches: rows from the keys of one head group to those of the next in the group-major buffer."""
 
     @property
     def q_rows(self) -> int:
@@ -87,6 +91,8 @@ class Schedule:
     """[ranks, 2]: query and key rows that come back to every rank."""
     local: tuple[Batch, ...]
     served: tuple[Batch, ...]
+    half_local: tuple[Batch, ...] = ()
+    """Rows of the rank's own query buffer with keys of the group-major buffer, one sequence each."""
 
     def rows_by_peer(self, table: Ints, peer_column: int, kind: int) -> Ints:
         """[ranks]: rows of one kind that `table` moves from or to each peer."""
@@ -121,6 +127,9 @@ class Slices:
     """[sequences, 5]: server, q row, q rows, k row, k rows in the server's buffers, ordered for fusing."""
     local: Ints
     """[tasks, 7]: server, group begin, group end, q row, q rows, k row, k rows in the server's own buffers."""
+    half_local: Ints
+    """[runs, 8]: server, group begin, group end, q row, q rows in its own buffer; k row, k rows and rows from group to
+    group in its group-major one."""
     served_rows: Ints
     landed_rows: Ints
 
@@ -130,7 +139,7 @@ def padding_rows(parts: Sequence[Schedule]) -> Ints:
     covered = np.zeros((parts[0].query_tokens, parts[0].groups), bool)
     flat = covered.reshape(-1)
     for part in parts:
-        for batch in part.local:
+        for batch in (*part.local, *part.half_local):
             covered[batch.q_row : batch.q_row + batch.q_rows, batch.group_begin : batch.group_end] = True
         flat[part.home_index(part.sends, QUERY)] = True
         flat[part.home_index(part.own, QUERY)] = True
@@ -149,15 +158,18 @@ def build_slices(tick: Tick, tasks: Ints, window: int | None = None) -> Slices:
 
     remote = ~is_local
     count = (group_end - group_begin)[remote]
-    document, begin, end, start, server = (
-        np.repeat(column[remote], count) for column in (document, begin, end, start, server)
+    own = np.bincount(tick.query.rank, weights=tick.query.end - tick.query.begin, minlength=tick.ranks)
+    stays = (query_row >= 0) & ((end - begin) * IN_PLACE >= own[server])
+    task = np.repeat(np.flatnonzero(remote), count)
+    document, begin, end, start, server, stays, query_row = (
+        column[task] for column in (document, begin, end, start, server, stays, query_row)
     )
     group = _expand(group_begin[remote], count)
 
     # Keys: one copy per (server, document, group) of the union of what its sequences read.
     order = np.lexsort((-end, start, group, document, server))
-    document, begin, end, start, server, group = (
-        column[order] for column in (document, begin, end, start, server, group)
+    document, begin, end, start, server, group, task, stays, query_row = (
+        column[order] for column in (document, begin, end, start, server, group, task, stays, query_row)
     )
     fresh = np.ones(len(order), bool)
     running = np.maximum.accumulate(_owner_key(server, document, group, end)) if len(order) else end
@@ -167,22 +179,36 @@ def build_slices(tick: Tick, tasks: Ints, window: int | None = None) -> Slices:
     held = np.cumsum(fresh) - 1
     held_start = start[fresh]
     held_end = np.maximum.reduceat(end, np.flatnonzero(fresh)) if len(order) else end
-    held_row = _rows_from(server[fresh], held_end - held_start, tick.ranks)
+    held_rows = held_end - held_start
+    # Those that only rows in place read lie behind the others, which fuse into one batch with the rows that land.
+    behind = np.logical_and.reduceat(stays, np.flatnonzero(fresh)) if len(order) else stays
+    order = np.lexsort((np.arange(len(behind)), behind, server[fresh]))
+    held_row = np.empty(len(order), np.int64)
+    held_row[order] = _rows_from(server[fresh][order], held_rows[order], tick.ranks)
+    key_at = held_row[held] + start - held_start[held]
 
     # Queries: sequences that read a whole held range first, in its order, so that they fuse into one batch.
     whole = fresh & (start == held_start[held]) & (end == held_end[held])
     order = np.lexsort((np.arange(len(whole)), ~whole, server))
-    query_at = np.empty(len(order), np.int64)
+    order = order[~stays[order]]
+    query_at = np.empty(len(whole), np.int64)
     query_at[order] = _rows_from(server[order], (end - begin)[order], tick.ranks)
-    key_at = held_row[held] + start - held_start[held]
     sequences = np.stack([server, query_at, end - begin, key_at, end - start], axis=1)[order]
+    half_local = np.stack(
+        [server, group, group + 1, query_row, end - begin, key_at, end - start, held_rows[held]], axis=1
+    )  # fmt: skip
+    half_local = _join_groups(half_local[stays], task[stays])
 
+    lands = ~stays
     table = np.concatenate(
         [
-            _slices(QUERY, tick.query, document, begin, end, group, server, query_at),
+            _slices(
+                QUERY, tick.query, document[lands], begin[lands], end[lands], group[lands], server[lands],
+                query_at[lands],
+            ),
             _slices(KEY, tick.key, document[fresh], held_start, held_end, group[fresh], server[fresh], held_row),
         ]
-    )
+    )  # fmt: skip
     table = table[np.lexsort((table[:, SERVER_ROW], table[:, SERVER], table[:, HOME], table[:, KIND]))]
     moved = table[:, HOME] != table[:, SERVER]
     landed = np.zeros((tick.ranks, 2), np.int64)
@@ -192,12 +218,26 @@ def build_slices(tick: Tick, tasks: Ints, window: int | None = None) -> Slices:
         table[of_kind, STAGE_ROW] = _rows_from(table[of_kind, HOME], table[of_kind, ROWS], tick.ranks)
     served = np.stack(
         [
-            np.bincount(server, weights=end - begin, minlength=tick.ranks),
-            np.bincount(server[fresh], weights=held_end - held_start, minlength=tick.ranks),
+            np.bincount(server[lands], weights=(end - begin)[lands], minlength=tick.ranks),
+            np.bincount(server[fresh], weights=held_rows, minlength=tick.ranks),
         ],
         axis=1,
     ).astype(np.int64)
-    return Slices(table, sequences, local, served, landed)
+    return Slices(table, sequences, local, half_local, served, landed)
+
+
+def _join_groups(runs: Ints, task: Ints) -> Ints:
+    """Head groups of one task whose keys follow each other side by side run together."""
+    order = np.lexsort((runs[:, 1], task, runs[:, 0]))
+    runs, task = runs[order], task[order]
+    if not len(runs):
+        return runs
+    before, after = runs[:-1], runs[1:]
+    joins = (task[1:] == task[:-1]) & (after[:, 5] == before[:, 5] + before[:, 7]) & (after[:, 7] == before[:, 7])
+    first = np.flatnonzero(np.concatenate([[True], ~joins]))
+    joined = runs[first]
+    joined[:, 2] = runs[np.append(first[1:], len(runs)) - 1, 2]
+    return joined
 
 
 def schedule_rank(tick: Tick, slices: Slices, rank: int, groups: int, window: int | None = None) -> Schedule:
@@ -221,6 +261,17 @@ def schedule_rank(tick: Tick, slices: Slices, rank: int, groups: int, window: in
         landed_rows=slices.landed_rows,
         local=_fuse(local[:, 1:3], local[:, 3:7]),
         served=_fuse(one_group, sequences[:, 1:5]),
+        half_local=half_local_batches(slices.half_local[slices.half_local[:, 0] == rank]),
+    )
+
+
+def half_local_batches(runs: Ints) -> tuple[Batch, ...]:
+    """One for each of these rows of `Slices.half_local`."""
+    return tuple(
+        Batch(
+            q_row, k_row, count_in_32_bits(np.array([0, rows])), count_in_32_bits(np.array([0, keys])), low, high, step
+        )
+        for _, low, high, q_row, rows, k_row, keys, step in runs.tolist()
     )
 
 

@@ -219,10 +219,11 @@ class Loop:
         started = start_forward(setup, *call.home, call.sinks_H)
         with setup.span("wait"):
             arrived = started.out.wait()
-        with self.busy.timed(self.device):
-            served = serve_arrived(setup, 0, started, arrived)
         q, _, v = call.home
-        call.pending = outputs_back(started, served, *new_outputs(setup.schedule, q, v))
+        o, lse = new_outputs(setup.schedule, q, v)
+        with self.busy.timed(self.device):
+            served = serve_arrived(setup, 0, started, arrived, o, lse)
+        call.pending = outputs_back(started, served, o, lse)
         if call.returns:
             call.served = served
             self._hold(call)
@@ -239,9 +240,9 @@ class Loop:
         started = start_backward(setup, Kept(o, lse, (served,), None, 0), torch.empty_like(o), q, k, v)
         with setup.span("wait", backward=True):
             arrived = started.out.wait()
-        with self.busy.timed(self.device):
-            made = serve_arrived_backward(setup, 0, started, served, arrived)
         own = Gradients(*new_gradients(setup.schedule, q, k, v))
+        with self.busy.timed(self.device):
+            made = serve_arrived_backward(setup, 0, started, served, arrived, own)
         call.pending = gradients_back(made, own, (torch.empty_like(k), torch.empty_like(v)))
         self._free(call)
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_cad.layout import Ints, Segments
+from deepspeed_cad.planner.constants import IN_PLACE
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.simulator.attention import Floats
 
@@ -37,8 +38,8 @@ class Traffic:
     parts: Ints
     """[ranks]: head groups of documents of which a rank runs such tasks; waves do not cut them."""
     served: Floats
-    """[3, ranks]: bytes of Q, of K and V, and of O of these tasks; rows of the server's own are among them, which a
-    local copy puts beside what arrives."""
+    """[3, ranks]: bytes of Q, of K and V, and of O of these tasks. K and V of the server's own are among them, which a
+    local copy puts beside what arrives; its own Q and O only of tasks that do not stay in place."""
 
     @property
     def forward(self) -> Floats:
@@ -99,14 +100,14 @@ def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hos
     remote = np.zeros(len(tasks), bool)
     remote[task[(home != tasks[task, 5]) & (count > 0)]] = True
     parts = _head_groups(tasks[remote], shape.groups, ranks)
-    served = _served(tasks[remote], shape, ranks)
+    served = _served(tasks[remote], homes.stay(tasks[remote], ranks), shape, ranks)
     return Traffic(asked, sent, answered, returned, pairs, remote, parts, served)
 
 
-def _served(tasks: Ints, shape: HeadShape, ranks: int) -> Floats:
-    """See Traffic.served."""
+def _served(tasks: Ints, stay: Bools, shape: HeadShape, ranks: int) -> Floats:
+    """See Traffic.served; `stay`: which tasks run in place."""
     groups = tasks[:, 4] - tasks[:, 3]
-    rows = np.bincount(tasks[:, 5], (tasks[:, 2] - tasks[:, 1]) * groups, minlength=ranks)
+    rows = np.bincount(tasks[:, 5], (tasks[:, 2] - tasks[:, 1]) * groups * ~stay, minlength=ranks)
     keys = _longest_prefixes(tasks)
     read = np.bincount(keys[:, 5], keys[:, 2] * (keys[:, 4] - keys[:, 3]), minlength=ranks)
     return np.stack([rows * shape.query_bytes, read * shape.key_value_bytes, rows * shape.output_bytes])
@@ -138,6 +139,15 @@ class _Homes:
         self.begin, self.end, self.rank = rows.begin[order], rows.end[order], rows.rank[order]
         self.span = int(rows.end.max(initial=0)) + 1
         self.first = rows.document[order] * self.span + self.begin
+
+    def stay(self, tasks: Ints, ranks: int) -> Bools:
+        """Which tasks have all rows in one piece at their server, as a large share of its rows (IN_PLACE)."""
+        held = np.bincount(self.rank, self.end - self.begin, minlength=ranks)
+        task, home, count = self.overlaps(tasks[:, 0], tasks[:, 1], tasks[:, 2])
+        own = np.zeros(len(tasks), np.int64)
+        np.maximum.at(own, task, count * (home == tasks[task, 5]))
+        rows = tasks[:, 2] - tasks[:, 1]
+        return (own == rows) & (rows * IN_PLACE >= held[tasks[:, 5]])
 
     def overlaps(self, document: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
         """For rows [begin, end) of documents: number of the question, a rank that holds some of them, how many."""

@@ -24,6 +24,7 @@ SHAPES = {
     "32/8 × 128": {"heads": 32, "groups": 8, "head": 128},
     "4/1 × 128": {"heads": 4, "groups": 1, "head": 128},
     "view 4/1 of 32/8 × 128": {"heads": 32, "groups": 8, "head": 128, "view": True},
+    "32/8 × 128, keys by head group": {"heads": 32, "groups": 8, "head": 128, "landed": True},
     "8/2 × 64": {"heads": 8, "groups": 2, "head": 64},
     "8/2 × 64, sinks": {"heads": 8, "groups": 2, "head": 64, "sinks": True},
     "8/2 × 64, window 100": {"heads": 8, "groups": 2, "head": 64, "window": 100},
@@ -99,14 +100,24 @@ def check(place: Place, kernel: Kernel, shape: dict) -> Found:
     )  # fmt: skip
     if shape.get("view"):
         q, k, v, do = q[:, 8:12], k[:, 2:3], v[:, 2:3], do[:, 8:12]
+    if shape.get("landed"):
+        # Keys as they lie where they landed, with rows of own queries: one head group behind the other.
+        k, v = (by_group(x, 100) for x in (k, v))
     sinks = torch.randn(q.shape[1], device=device) + 6 if shape.get("sinks") else None
     rule = MaskRule(head**-0.5, shape.get("window"), shape.get("softcap"))
 
     def attend(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> list:
-        o, lse = kernel.forward(q, k, v, sequences, rule)
+        out = into = None
+        if shape.get("landed"):
+            # Places at home, of which these are some heads.
+            out, dq = (torch.zeros(len(x), 2 * heads, x.shape[2], device=device, dtype=x.dtype) for x in (do, q))
+            out, into = out[:, :heads], (dq[:, :heads], *(by_group(torch.zeros_like(x), 100) for x in (k, v)))
+        o, lse = kernel.forward(q, k, v, sequences, rule, out)
+        if out is not None and o is not out:
+            o = out.copy_(o)
         if sinks is not None:
             o, lse = fold_sinks(o, lse, sinks.to(lse.dtype))
-        return [o, lse, *kernel.backward(do, q, k, v, o, lse, sequences, rule)]
+        return [o, lse, *kernel.backward(do, q, k, v, o, lse, sequences, rule, into)]
 
     found, again = attend(kernel, q, k, v, do), attend(kernel, q, k, v, do)
     same = all(torch.equal(one, other) for one, other in zip(found, again))
@@ -118,6 +129,12 @@ def check(place: Place, kernel: Kernel, shape: dict) -> Found:
         right = right and same
     named = ", ".join(f"{name} {error:.4f}" for name, error in zip(("O", "LSE", "dQ", "dK", "dV"), errors))
     return right, f"{named}{'' if same else '; bits differ between runs'}"
+
+
+def by_group(x_SGD: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same, with each group's rows side by side and `gap` rows more from group to group."""
+    rows, groups, width = x_SGD.shape
+    return x_SGD.new_zeros(groups, rows + gap, width)[:, :rows].copy_(x_SGD.transpose(0, 1)).transpose(0, 1)
 
 
 def check_large(place: Place, kernel: Kernel) -> Found:

@@ -137,6 +137,25 @@ def test_alst_and_cad_train_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_longest_document_is_searched(tmp_path: Path) -> None:
+    """As it runs on GPUs: two runs, and a table of both that ends with what was not tried."""
+    pytest.importorskip("deepspeed")
+    sizes = "--tokens 256 512 1048576 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tile 100"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable,
+                   "SIZES": sizes}  # fmt: skip
+    words = ["benchmarks/two_gpus", "longest", str(tmp_path)]
+    run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    # Others on this host may take memory meanwhile.
+    assert re.search(r"^\| 256 \| 2 .* \| (yes|no: host) \|$", run.stdout, re.MULTILINE), run.stdout
+    assert re.search(r"^\| 1,048,576 \| 2 \| not measured: would take \d+ s", run.stdout, re.MULTILINE)
+    for layers in (2, 3):
+        found = json.loads((tmp_path / "longest" / f"{layers}_layers.json").read_text())
+        assert [one["tokens"] for one in found["tries"] if "loss" in one] == [256, 512]
+        assert found["cad"]["keep"] == "host" and found["layers"] == layers
+
+
+@pytest.mark.slow
 def test_hybrid_trains_the_same(tmp_path: Path) -> None:
     """State stays inside documents in every mode; only the attending layers count as attention."""
     size = "--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens-per-rank 256 --scale".split()

@@ -98,6 +98,20 @@ def _contradicting_neighbours(rank: int, world: int) -> None:
     _step(model, batch)
 
 
+def _no_host_memory(rank: int, world: int) -> None:
+    from deepspeed_cad.attention import parking
+
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, {**BLOCK, "keep": "host"})
+    before = parking.available_host_memory
+    if rank == 1:
+        parking.available_host_memory = lambda: parking.RESERVE + (5 << 20)
+    try:
+        _step(model, _batch(rank))
+    finally:
+        parking.available_host_memory = before
+
+
 def _announced_another(rank: int, world: int) -> None:
     from deepspeed_cad.ahead.step import announce
     from deepspeed_cad.session import find_binding
@@ -128,6 +142,16 @@ def test_every_rank_says_why(workers: WorkerPool, function: Any, kind: str, word
         assert error[0] in (kind, "CADPeerError"), error
         for word in words:
             assert word in error[1], (rank, error[1])
+
+
+def test_host_memory_that_runs_out_ends_all(workers: WorkerPool) -> None:
+    """The rank that has none says how much it wanted, holds and has; the others name it."""
+    (other, own), _ = workers.try_run(_no_host_memory, 2)
+    assert own is not None and own[0] == "CADError", own
+    assert (
+        '"keep": "host" needs 64 MiB more host memory beside the 0 MiB' in own[1] and "1029 MiB is available" in own[1]
+    )
+    assert other is not None and other[0] == "CADPeerError" and "rank 1" in other[1], other
 
 
 def _dies(rank: int, world: int, when: str) -> None:

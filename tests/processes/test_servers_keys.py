@@ -122,3 +122,29 @@ def _warned(rank: int, trainers: int, block: dict[str, Any]) -> list[str]:
 def test_trainer_0_says_once_that_servers_do_not_park(workers: WorkerPool) -> None:
     (first,), second = _run(workers, _warned, keep="host")
     assert first.startswith('"keep" is "host" and does nothing on reserved servers') and second == []
+
+
+def _refused(rank: int, trainers: int, block: dict[str, Any]) -> tuple[str, int]:
+    """What the first step says, and what the ticks of one that is allowed needed."""
+    model = deepspeed_cad.apply(training.tiny_llama(), block).train()
+    session = deepspeed_cad.current_session()
+    said = ""
+    try:
+        training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=1))).backward()
+    except deepspeed_cad.CADError as error:
+        said = str(error)
+    return said, int(session.memory.most_needed)
+
+
+def test_memory_refuses_what_would_not_fit(workers: WorkerPool) -> None:
+    """Servers know of no waves: all trainers get one error with the figures before anything is exchanged."""
+    block = {**BLOCK, "overlap": "local_first", "memory": 1e-5}
+    first, second, server = workers.run(play, 3, free_port(), block, _refused, joined=False)
+    (said, needed) = first
+    assert second == first and needed == server.micro_batches == 0
+    assert "in one wave, as always beside reserved servers, what lands at rank" in said
+    least = float(said.split('Set "memory" to at least ')[1].split(" ")[0])
+    assert 1e-5 < least < 1e-3
+    first, second = _run(workers, _refused, overlap="local_first", memory=1.01 * least)
+    assert first == second and first[0] == ""
+    assert first[1] / 2**30 == pytest.approx(least, rel=0.01)

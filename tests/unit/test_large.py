@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_exchange_tables import calls  # noqa: F401
 
+from deepspeed_cad.attention.serve import keys_by_group
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.copies import address_fields, dispatch_pushes, plan_landing, return_pushes
@@ -34,8 +35,24 @@ TASKS = np.array([(0, 64, LONG, 0, 3, 1), (0, 64, LONG, 3, 4, 0), (0, 0, 64, 0, 
 @pytest.mark.skipif(not native.is_available(), reason="the compiled library is not built")
 def test_both_builders_count_alike() -> None:
     one, other = build_slices(TICK, TASKS), native.build_slices(TICK, TASKS)
-    for name in ("table", "sequences", "local", "served_rows", "landed_rows"):
+    for name in ("table", "sequences", "local", "half_local", "served_rows", "landed_rows"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_keys_of_rows_in_place_lie_beyond_2_to_the_31() -> None:
+    """The second rank's own rows of a document read the keys of all head groups, side by side where they landed."""
+    half = LONG // 2
+    tick = Layout.from_stream([LONG], 2, half).tick()
+    tasks = np.array([(0, 0, half, 0, GROUPS, 0), (0, half, LONG, 0, GROUPS, 1)])
+    slices = build_slices(tick, tasks)
+    assert slices.half_local.tolist() == [[1, 0, GROUPS, 0, half, 0, LONG, LONG]]
+    assert slices.served_rows[1].tolist() == [0, GROUPS * LONG] and GROUPS * LONG > 2**32
+    (batch,) = schedule_rank(tick, slices, 1, GROUPS).half_local
+    # Memory that is reserved and never touched but for the last row.
+    landed = torch.empty(GROUPS * LONG, 1, 1, dtype=torch.uint8)
+    landed[-1] = 9
+    keys = keys_by_group(landed, batch)
+    assert keys.shape == (LONG, GROUPS, 1) and keys[-1, -1].tolist() == [9]
 
 
 def test_tables_of_an_exchange() -> None:

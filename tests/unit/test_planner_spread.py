@@ -20,11 +20,13 @@ from deepspeed_cad.planner.aim import Aim, Solution
 from deepspeed_cad.planner.answer import answer
 from deepspeed_cad.planner.checks import check_coverage, check_cuts
 from deepspeed_cad.planner.columns import Columns
+from deepspeed_cad.planner.constants import FINER
 from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
+from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.planner.question import with_links
 from deepspeed_cad.planner.reference import solve
 from deepspeed_cad.planner.spread import Band, bands, stretches
-from deepspeed_cad.planner.starts import best_start, burden, landing
+from deepspeed_cad.planner.starts import best_start, burden, landing, on_many_ranks
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, build_slices
 
 MILLION = 1 << 20
@@ -48,11 +50,15 @@ def start(problem: PlanInput, kept: int) -> Solution:
 
 def burden_of(problem: PlanInput, plan: Plan) -> float:
     """What `starts` weighs, of a plan whichever start it had: the start that gives its tasks."""
-    for kept in (-1, 0, 1):
-        found = start(problem, kept)
-        if np.array_equal(found.tasks, plan.tasks):
+    for found in (even_at_home(problem), *(start(problem, kept) for kept in (-1, 0, 1))):
+        if np.array_equal(split_own_rows(problem.tick, found.tasks, problem.window, 128), plan.tasks):
             return burden(problem, found.flows)
     pytest.fail("the plan has none of the starts")
+
+
+def even_at_home(problem: PlanInput) -> Solution:
+    """The start at home, made more even, as it is tried where documents lie on many ranks."""
+    return solve(problem, Aim(FINER * problem.tolerance))
 
 
 @pytest.mark.parametrize(("ranks", "shape"), [(4, BIG), (8, BIG), (4, MHA), (16, MHA)])
@@ -71,18 +77,19 @@ def test_one_document_moves_what_ulysses_moves(ranks: int, shape: HeadShape) -> 
 
 
 def test_what_a_million_tokens_on_four_ranks_move() -> None:
-    """2.4 GB in and 1.6 GB back for each rank if all rows are dealt out; less if the first rank keeps its own."""
+    """2.4 GB in and 1.6 GB back for each rank if all rows are dealt out; less at home, whose own rows stay in place."""
     problem = ask([MILLION], 4, MILLION // 4)
     dealt_out = start(problem, 0).flows
     assert dealt_out.bytes[QKV_RECEIVED].sum(0).max() == pytest.approx(2.416e9, rel=1e-3)
     assert dealt_out.bytes[O_RECEIVED].sum(0).max() == pytest.approx(1.611e9, rel=1e-3)
-    plan, at_home = make_plan(problem), start(problem, -1)
-    assert plan.received_bytes.max() < dealt_out.received.max() and plan.sent_bytes.sum() < dealt_out.sent.sum()
+    plan, at_home = make_plan(problem), even_at_home(problem)
+    assert plan.received_bytes.max() < dealt_out.received.max() and plan.sent_bytes.sum() < 0.6 * dealt_out.sent.sum()
     kept = start(problem, 1)
-    np.testing.assert_array_equal(plan.tasks, kept.tasks)
+    np.testing.assert_array_equal(plan.tasks, split_own_rows(problem.tick, at_home.tasks, None, 128))
+    assert plan.imbalance <= 1.005
     # The memory that exchanges land in.
     sizes = [out.max() + back.max() for out, back in (landing(problem, x.flows) for x in (kept, at_home))]
-    assert sizes[0] == pytest.approx(7.13 * 2**30, rel=0.02) and sizes[1] == pytest.approx(9.43 * 2**30, rel=0.02)
+    assert sizes[0] == pytest.approx(7.12 * 2**30, rel=0.01) and sizes[1] == pytest.approx(5.93 * 2**30, rel=0.01)
 
 
 @pytest.mark.parametrize("kept", [0, 1])
@@ -132,8 +139,8 @@ def test_the_lighter_start_is_taken_and_is_even(name: str) -> None:
     plan = make_plan(problem)
     mean = plan.load.mean()
     assert plan.load.max() <= 1.02 * mean and plan.load.min() >= 0.98 * mean and not plan.notes
-    at_home = start(problem, -1)
-    assert burden_of(problem, plan) < 0.95 * burden(problem, at_home.flows)
+    starts = [burden(problem, found.flows) for found in (even_at_home(problem), start(problem, 0), start(problem, 1))]
+    assert burden_of(problem, plan) <= min(starts) / 0.95 and burden_of(problem, plan) < 0.95 * max(starts)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +157,11 @@ def test_the_lighter_start_is_taken_and_is_even(name: str) -> None:
 )
 def test_home_stays_the_start(lengths: list[int], ranks: int, shape: HeadShape, fields: dict[str, Any]) -> None:
     problem = ask(lengths, ranks, -(-sum(lengths) // ranks), shape, **fields)
-    found, at_home = make_plan(problem), start(problem, -1)
-    np.testing.assert_array_equal(found.received_bytes, at_home.flows.received)
-    np.testing.assert_array_equal(found.load, at_home.work)
+    found, homes = make_plan(problem), [start(problem, -1), even_at_home(problem)]
+    assert any(
+        np.array_equal(found.received_bytes, home.flows.received) and np.array_equal(found.load, home.work)
+        for home in homes[: 2 if on_many_ranks(problem) else 1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +169,7 @@ def test_home_stays_the_start(lengths: list[int], ranks: int, shape: HeadShape, 
     [
         (Layout.from_rank_lengths([[9000], [3000] * 3, [100], []]), 1),
         (Layout.from_stream([9000, 9000], 4, 4500), 1),
-        (Layout.from_stream([9000, 9000], 6, 3000), 3),
+        (Layout.from_stream([9000, 9000], 6, 3000), 4),
     ],
     ids=["whole documents", "on two ranks", "on three"],
 )
@@ -187,13 +196,13 @@ def test_memory_may_hold_one_start_only() -> None:
 
 
 def test_a_start_that_does_not_fit_is_not_taken() -> None:
-    problem = ask([MILLION], 4, MILLION // 4, memory=np.full(4, 3.0 * 2**30))
+    problem = ask(*CASES["a long one and short ones"], memory=np.full(4, 4.25 * 2**30))
     assert (
-        start(problem, -1).flows.received.max()
-        < 3.0 * 2**30
+        start(problem, 0).flows.received.max()
+        < 4.25 * 2**30
         < make_plan(dataclasses.replace(problem, memory=None)).received_bytes.max()
     )
-    assert make_plan(problem).received_bytes.max() < 3.0 * 2**30
+    assert make_plan(problem).received_bytes.max() < 4.25 * 2**30
 
 
 def test_a_start_that_ends_clearly_later_is_not_taken() -> None:
@@ -275,7 +284,7 @@ def test_a_document_with_gaps_stays() -> None:
     assert bands(Columns(PlanInput(tick, BIG, PAIRS)), 0) == []
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [(2, []), (4, [[0, 1, 2, 3]])])
+@pytest.mark.parametrize(("ranks", "expected"), [(2, []), (8, [[*range(8)]])])
 def test_a_document_in_zigzag_is_dealt_out_too(ranks: int, expected: list[list[int]]) -> None:
     """Each rank has a part from the front of it and one from its end."""
     layout = Layout.from_stream([MILLION], ranks, MILLION // ranks, zigzag=True)

@@ -104,7 +104,7 @@ def test_waves_become_smaller_where_a_rank_has_less_memory_than_was_thought(task
     def again() -> Any:
         return schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
 
-    transport: Any = Landing(4 * 2**30)
+    transport: Any = Landing(5.5 * 2**30)
     found = memory.make_room(transport, again(), SHAPE, 0, again)
     assert len(found) > BACK and transport.asked[-1] <= transport.has < transport.asked[-2]
     assert told == transport.asked[-1:]

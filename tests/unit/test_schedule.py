@@ -83,6 +83,14 @@ def _check(tick: Tick, tasks: np.ndarray, window: int | None) -> list[Schedule]:
                 k = served[KEY][batch.k_row + batch.cu_k[i] : batch.k_row + batch.cu_k[i + 1]]
                 assert len(set(q[:, 2]) | set(k[:, 2])) == 1
                 run(rank, q[:, :2], k[:, :2], q[:1, 2])
+        for batch in schedule.half_local:
+            assert len(batch.cu_q) == len(batch.cu_k) == 2 and batch.k_step >= batch.k_rows
+            q = queries[rank][batch.q_row : batch.q_row + batch.q_rows]
+            for group in range(batch.group_begin, batch.group_end):
+                k_row = batch.k_row + (group - batch.group_begin) * batch.k_step
+                k = served[KEY][k_row : k_row + batch.k_rows]
+                assert set(k[:, 2]) == {group}
+                run(rank, q, k[:, :2], np.array([group]))
         # What comes back lands once, without gaps.
         for kind in (QUERY, KEY):
             mine = schedule.sends[schedule.sends[:, KIND] == kind]

@@ -156,7 +156,8 @@ def test_where_nothing_moves_there_is_no_traffic() -> None:
     "layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)], ids=["whole", "spanning"]
 )
 def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
-    """A server's own rows of a task that reads other ranks' keys too are copied beside what arrives."""
+    """Keys of a server's own that a task reads beside those of other ranks are copied to where these arrive; its own
+    queries stay in place."""
     own = setting()
     tasks = make_plan(PlanInput(layout.tick(), own.shape, COST)).tasks
     (wave,) = schedule_waves(layout.tick(), tasks, 0, own.shape.groups, None, Cut(1))

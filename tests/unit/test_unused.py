@@ -70,19 +70,24 @@ def test_in_a_pipeline_one_line_says_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "advice"),
+    ("key", "value", "where", "advice"),
     [
-        ("waves", 4, "Leave it out"),
-        ("memory", 2, "Leave it out; where GPUs run out of memory, use smaller micro-batches"),
+        ("waves", 4, "in a pipeline", "Leave it out"),
+        ("waves", 4, "beside reserved servers", "Leave it out"),
+        ("memory", 2, "in a pipeline", "Leave it out; where GPUs run out of memory, use smaller micro-batches"),
     ],
 )
-@pytest.mark.parametrize("where", ["in a pipeline", "beside reserved servers"])
-def test_where_all_of_a_tick_moves_at_once(key: str, value: int, advice: str, where: str) -> None:
+def test_where_all_of_a_tick_moves_at_once(key: str, value: int, where: str, advice: str) -> None:
     piped = where == "in a pipeline"
     config = CADConfig.from_dict({key: value, **({} if piped else SERVERS)})
     (said,) = (unused_in_pipelines if piped else unused_keys)(config, SECONDS)
     assert said.startswith(f'"{key}" is {value}') and f"does nothing {where}" in said
     assert said.endswith(f". {advice}")
+
+
+def test_memory_acts_beside_reserved_servers() -> None:
+    """It refuses what would not fit."""
+    assert unused_keys(CADConfig.from_dict({**SERVERS, "memory": 2}), SECONDS) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("waves", 4), ("memory", 2)])
