@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from foreseen import SUMMARIES, WORKLOADS, stand_in  # noqa: E402
+from foreseen_runs import SUMMARIES, WORKLOADS, stand_in  # noqa: E402
 
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
