@@ -142,9 +142,7 @@ class Session:
         if opened is not None:
             self.transport, self.hosts = opened.transport, np.array(opened.hosts, np.int64)
             if self.traffic is not None and self.links.source == "measured":
-                self.transport.transfers = Transfers(
-                    self.rank, opened.hosts, self.links.inside, self.links.between
-                )  # fmt: skip
+                self.transport.transfers = self._count_transfers(opened.hosts)
                 self.traffic.watch(self.transport.transfers)
         self.plans.reserved = self.reserved.planning(
             self.rank, self.linear.seconds, self.speeds, self.hosts, self.transport
@@ -158,6 +156,9 @@ class Session:
             return [value]
         return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
 
+    def _count_transfers(self, hosts: list[int]) -> Transfers:
+        return Transfers(self.rank, hosts, self.links.inside, self.links.between)
+
     def _watch_traffic(self) -> None:
         """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
 
@@ -170,9 +171,7 @@ class Session:
         if self.links.source == DETERMINISTIC and (profile.inside or profile.between):
             self.links = Links(profile.inside, profile.between, f"{profile.source}; {DETERMINISTIC}")
         elif self.links.source == "measured":
-            self.transport.transfers = Transfers(
-                self.rank, self.hosts.tolist(), self.links.inside, self.links.between
-            )  # fmt: skip
+            self.transport.transfers = self._count_transfers(self.hosts.tolist())
         # Trainers also wait for reserved servers that are busy: such waits do not say what exchanges cost.
         weighs = self.cost.unit == "seconds" and self.reserved is None
         self.traffic = Traffic(

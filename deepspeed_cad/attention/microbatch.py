@@ -352,17 +352,9 @@ class MaskDescriptor:
             place = micro_batch.number_layer(module, key), nano_batch
             timed = self.interleaved and self.modes.returns
             make_setup = partial(
-                micro_batch.set_up,
-                place,
-                key,
-                need,
-                self.kernel(need),
-                rule,
-                self.modes,
-                label,
-                sinks is not None,
+                micro_batch.set_up, place, key, need, self.kernel(need), rule, self.modes, label, sinks is not None,
                 timed,
-            )
+            )  # fmt: skip
             if micro_batch.passes is not None:
                 return RepeatableCall(make_setup, micro_batch.passes)
             return AttentionCall(make_setup())
