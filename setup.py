@@ -139,12 +139,17 @@ class EditableWheel(editable_wheel):
 def platform_of(library: Path, platform: str) -> str:
     """The tag of a wheel with this library: manylinux with the glibc that it needs (PEP 600), if it needs no more.
 
-    `platform` is the tag of this machine, such as linux_x86_64, and stays where the C++ runtime is not inside. Names of
-    libraries and of versions of glibc stand in the file as plain text.
+    `platform` is the tag of this machine, such as linux_x86_64, and stays where the C++ runtime is not inside. The
+    versions of symbols that a library needs from others stand in it as plain text; names of libraries do too, but also
+    of those that it only looks for at run time.
     """
     content = library.read_bytes()
     versions = [(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", content)]
-    if not versions or not platform.startswith("linux_") or re.search(rb"lib(stdc\+\+|c\+\+|gcc_s)\.so", content):
+    if (
+        not versions
+        or not platform.startswith("linux_")
+        or re.search(rb"\0(GLIBCXX|CXXABI|GCC)_\d|libc\+\+\.so", content)
+    ):
         return platform
     major, minor = max(versions)
     return platform.replace("linux_", f"manylinux_{major}_{minor}_", 1)

@@ -136,6 +136,7 @@ def test_alst_and_cad_train_the_same(tmp_path: Path) -> None:
     assert re.search(r"^\| alst \|.* 1\.000 ", table, re.MULTILINE) and "| cad |" in table
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_longest_document_is_searched(tmp_path: Path) -> None:
     """As it runs on GPUs: two runs, and a table of both that ends with what was not tried."""
@@ -293,7 +294,7 @@ def test_fine_tuning_side_by_side() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [False, True])
+@pytest.mark.parametrize("hosts", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts: bool) -> None:
     size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens 512 --warmup 1".split()
     launcher = ["benchmarks/run_on_hosts.py", "0,1", "host"] if hosts else ["-m", "deepspeed_cad.run"]
@@ -320,6 +321,7 @@ def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts:
     assert re.search(r"\| reserved_x \| 1 \+ 1 \| c10d \|", table) and "| in-place_x | 2 + 0 | c10d |" in table
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_product_beside_a_rank_and_the_picture_of_a_timeline(tmp_path: Path) -> None:
     size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens 512 --warmup 3".split()

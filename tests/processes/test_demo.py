@@ -133,6 +133,7 @@ def test_example(tmp_path: Path) -> None:
     assert _run(*alone, "-c", load, str(tmp_path / "trained")).split() == ["512", "False"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_example_with_documents_that_span_ranks() -> None:
     losses = _finetune("--span")

@@ -100,6 +100,7 @@ def test_what_moves_stays_off_the_slow_link(tmp_path: Path) -> None:
     assert far < 0.1 * near, (near, far)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_link_that_becomes_100_times_slower_is_named_once() -> None:
     with open_hosts(2) as hosts:
@@ -135,6 +136,7 @@ def test_a_link_that_dies_is_an_error_on_every_rank() -> None:
         assert "rank" in one["error"] and one["after_s"] < timeout_s + ERROR_S, one
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hosts_that_cannot_reach_each_other_are_one_clear_error() -> None:
     """The store is reached by all; two hosts lose their route to each other before CAD is turned on."""

@@ -189,9 +189,12 @@ def _moment(what: str, turn: int) -> tuple[str, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["interleave", "local_first"])
+@pytest.mark.parametrize("overlap", ["interleave", pytest.param("local_first", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("what", "turn"), MOMENTS)
-@pytest.mark.parametrize(("trainers", "servers"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("trainers", "servers"),
+    [(1, 1), pytest.param(1, 2, marks=pytest.mark.long), pytest.param(2, 1, marks=pytest.mark.long), (2, 2)],
+)
 def test_a_server_dies_at_a_moment(
     workers: WorkerPool, tmp_path: Path, trainers: int, servers: int, what: str, turn: int, overlap: str
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_trainer_and_a_server_die_together(job: Job) -> None:
     assert "rank 1 stopped: its process died" in job.said("rank0"), job.said("rank0")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_server_that_comes_too_late_ends_well(job: Job) -> None:
     """Trainers are between two steps for long, and end without another one."""

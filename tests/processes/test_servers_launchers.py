@@ -38,7 +38,7 @@ def test_torchrun(plain: list[float], tmp_path: Path, loop: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_deepspeed(plain: list[float], tmp_path: Path, stage: int) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(zero(stage, stage3_param_persistence_threshold=0)))
     _check(plain, [*deepspeed_launcher(3), "--module", *CAD], tmp_path, "deepspeed", "--json", "ds.json")

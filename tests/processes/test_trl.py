@@ -147,7 +147,7 @@ def _compare(rank: int, world: int, names: list[str], folder: str) -> dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deepspeed", [False, True])
+@pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, deepspeed: bool) -> None:
     """DeepSpeed's cases last, in processes of their own: transformers does not forget a DeepSpeed JSON."""
     names = [name for name in CASES if ("ZeRO" in name) == deepspeed]
