@@ -185,7 +185,13 @@ DENSE, MIXTURE = ("llama", "gemma2", "gpt2"), ("mixtral", "gpt_oss", "deepseek_v
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap, checkpoint", MODES, ids=lambda value: str(value))
-@pytest.mark.parametrize("kind", DENSE + MIXTURE)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.long if kind in ("gemma2", "gpt2", "deepseek_v3") else ())
+        for kind in DENSE + MIXTURE
+    ],
+)
 def test_overlap_and_checkpointing(workers: WorkerPool, kind: str, overlap: str, checkpoint: str | None) -> None:
     """Without ping-pong, and under both kinds of checkpointing, which adds no attention calls."""
     family = next(one for one in FAMILIES if one.kind == kind)
