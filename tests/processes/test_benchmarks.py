@@ -116,6 +116,7 @@ def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
     assert "| cad |" in run.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_alst_and_cad_train_the_same(tmp_path: Path) -> None:
     """Full optimizer steps: losses after the first show gradients too."""
@@ -360,6 +361,7 @@ def test_what_speeds_allow() -> None:
     assert slowed.allowed([9.0, 0.0], [10.0, 5.0]) == pytest.approx(9.0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_exactness_table_without_gpus(tmp_path: Path) -> None:
     output = tmp_path / "exactness.md"

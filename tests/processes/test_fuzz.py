@@ -21,6 +21,7 @@ def test_random_loops(workers: WorkerPool) -> None:
     assert not tally.failures, "\n".join(f"{why}\n  --replay '{case.to_line()}'" for why, case in tally.failures)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_nothing_grows(workers: WorkerPool) -> None:
     for rank, samples in enumerate(workers.run(soak, 2, 240, 12, timeout=120.0)):

@@ -119,6 +119,7 @@ def test_a_link_that_becomes_100_times_slower_is_named_once() -> None:
     assert any(f"rank {rank} on {name} (" in told for rank, name in enumerate(names))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_link_that_dies_is_an_error_on_every_rank() -> None:
     timeout_s = 6.0

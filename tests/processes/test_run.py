@@ -38,6 +38,7 @@ def test_torchrun(plain, tmp_path, loop: str) -> None:
     assert found["argv"][0] == SCRIPT and found["argv"][1] == loop
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_four_processes_with_the_trainer(tmp_path) -> None:
     without = trained(torchrun(4), tmp_path, "trainer")

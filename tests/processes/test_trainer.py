@@ -112,6 +112,7 @@ DDP = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_trainer_with_ddp(fresh_workers: WorkerPool, tmp_path) -> None:
     for found in fresh_workers.run(_compare, WORLD, DDP, str(tmp_path), timeout=140.0):
