@@ -295,7 +295,7 @@ def _read_pipeline(result: dict[str, Any]) -> list[Mode]:
     setting = make_setting(
         result["device"],
         ranks,
-        {**result.get("settings", {}), "layers": result["layers"], "hidden": result["hidden"]},
+        _sizes(result),
         result,
         pipeline=stages,
         held=PIPELINE_HELD,
@@ -324,6 +324,11 @@ def _read_pipeline(result: dict[str, Any]) -> list[Mode]:
     return modes_found
 
 
+def _sizes(result: dict[str, Any]) -> dict[str, Any]:
+    """Of the model; older files of pipelines and servers name only layers and hidden size."""
+    return {**result.get("settings", {}), "layers": result["layers"], "hidden": result["hidden"]}
+
+
 def _read_servers(name: str, path: Path, result: dict[str, Any]) -> Run:
     """servers_step.py, one mode a file; ratios are to CAD in place over the same link, in the file beside it."""
     link = path.stem.rpartition("_")[2]
@@ -343,7 +348,7 @@ def _one_of_servers(result: dict[str, Any]) -> Mode:
     setting = make_setting(
         result["machine"],
         ranks,
-        {**result.get("settings", {}), "layers": result["layers"], "hidden": result["hidden"]},
+        _sizes(result),
         result,
         held=SERVERS_HELD,
     )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
+from deepspeed_cad.trace.idle import covered
 
 
 class Stopwatch:
@@ -56,16 +57,7 @@ class Stopwatch:
             else:
                 spans.setdefault(name, []).append((first.elapsed_time(begin) / 1e3, first.elapsed_time(end) / 1e3))
         self._spans.clear()
-        return {name: (_covered(own), len(own)) for name, own in spans.items()}
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
+        return {name: (covered(own), len(own)) for name, own in spans.items()}
 
 
 class TimedKernel:

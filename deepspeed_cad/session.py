@@ -25,6 +25,7 @@ from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.memory import Memory
 from deepspeed_cad.ahead.pace import Pace, allowance
 from deepspeed_cad.ahead.plan import Plans
+from deepspeed_cad.ahead.plan import Reserved as Planning
 from deepspeed_cad.ahead.step import allow_exchange
 from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.ahead.worker import Worker
@@ -113,10 +114,7 @@ class Session:
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
             self.hosts, lambda: self.aside, self.traffic, self.speeds,
-            None if self.reserved is None else self.reserved.planning(
-                self.rank, self.linear.seconds, self.speeds, self.hosts, self.transport
-            ),
-            self.memory,
+            self._planning(), self.memory,
         )  # fmt: skip
         if self.reserved is not None and self.reserved.changes is not None:
             changes = self.reserved.changes
@@ -144,9 +142,12 @@ class Session:
             if self.traffic is not None and self.links.source == "measured":
                 self.transport.transfers = self._count_transfers(opened.hosts)
                 self.traffic.watch(self.transport.transfers)
-        self.plans.reserved = self.reserved.planning(
-            self.rank, self.linear.seconds, self.speeds, self.hosts, self.transport
-        )
+        self.plans.reserved = self._planning()
+
+    def _planning(self) -> Planning | None:
+        if self.reserved is None:
+            return None
+        return self.reserved.planning(self.rank, self.linear.seconds, self.speeds, self.hosts, self.transport)
 
     def _numbers(self, value: int) -> list[int]:
         """One number of every rank of the CAD group. Collective."""

@@ -70,7 +70,10 @@ def find_speeds(
             )
         return np.array(wanted, np.float64)
     if any(gather(int(deterministic))):
-        logger.info("speeds of ranks are not measured: torch's deterministic algorithms are on, on some rank")
+        logger.warning(
+            '"speeds" is "measure" and does nothing: torch\'s deterministic algorithms are on, on some rank, and plans '
+            "must not depend on measured times. Give a list of speeds, or leave it out"
+        )
         return None
     # All at once: GPUs of one host share power and cooling, and they do so while training.
     took = np.array(gather(_time(device, kernel)), np.float64) / 1e9

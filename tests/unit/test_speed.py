@@ -56,8 +56,9 @@ def test_a_list_of_another_length(wanted: list[float], words: str) -> None:
         _find(wanted, [1.0, 1.0])
 
 
-def test_nothing_is_measured_where_any_rank_is_deterministic() -> None:
+def test_nothing_is_measured_where_any_rank_is_deterministic(caplog: pytest.LogCaptureFixture) -> None:
     assert _find("measure", [1.0, 2.0], deterministic=[False, True]) is None
+    assert '"speeds" is "measure" and does nothing' in caplog.text
 
 
 def test_a_rank_that_cannot_time_its_kernel_leaves_all_equal(caplog: pytest.LogCaptureFixture) -> None:
