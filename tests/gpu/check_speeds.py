@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -23,6 +24,7 @@ from train_model import make_model  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.session import close_session  # noqa: E402
+from deepspeed_cad.statistics import Statistics  # noqa: E402
 
 MARGIN = 1.05
 """Of the time that measured speeds allow."""
@@ -59,7 +61,9 @@ def check(place: Place) -> Found:
     session = deepspeed_cad.current_session()
     assert session is not None and session.speeds is not None
     seconds = []
-    for _ in range(LEARNING + TIMED):
+    for number in range(LEARNING + TIMED):
+        if number == LEARNING:
+            session.take_statistics("check")
         meet()
         begin = time.perf_counter()
         step()
@@ -72,5 +76,20 @@ def check(place: Place) -> Found:
     took = float(every)
     speeds = session.speeds.tolist()
     right = not place.on_gpu or (took <= MARGIN * best and speeds[-1] < 0.9 * max(speeds))
-    words = " ".join(f"{one:.2f}" for one in speeds)
-    return right, f"speeds {words}; step {took * 1e3:.1f} ms, allowed {best * 1e3:.1f} ms, ÷ step {best / took:.3f}"
+    found = session.take_statistics("check")
+    waited = place.gather(found.waited_s / TIMED)
+    text = f"speeds {in_words(speeds)}; step {took * 1e3:.1f} ms, allowed {best * 1e3:.1f} ms, ÷ step {best / took:.3f}"
+    text += f"; waited {in_words(waited, 1e3)} ms a step, late {in_words(session.pace.late, 1e3)} ms a layer, "
+    text += f"planned {in_words(found.load / found.load.mean())} of the mean, before {in_words(as_they_lay(found))}, "
+    text += f"alone {alone}, brake level {session.traffic.brake.level}, links {session.traffic.links}"
+    return right, text
+
+
+def as_they_lay(found: Statistics) -> list[float]:
+    """Attention of each rank as its documents lay, over the mean."""
+    return list(found.load_before / found.load_before.mean())
+
+
+def in_words(numbers: Iterable[float], times: float = 1.0) -> str:
+    """For the table."""
+    return " ".join(f"{times * one:.2f}" for one in numbers)
