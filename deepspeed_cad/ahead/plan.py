@@ -32,6 +32,7 @@ from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADDataError, CADError
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
@@ -190,6 +191,7 @@ class Plans:
             self.gatherer.rank, layout, ticks, self.device,
             partial(self.plan_tick, late=late, now=now, beside=beside, reserved=reserved), partial(self._agree, turn),
             self.transport(), self.counts, aside=self.aside(), turn=turn, era=now and now.era,
+            links=self._known_links(),
             starts=partial(self._starts, late, beside), orders=_open_at_servers(reserved, turn, layout, at),
             memory=self._exchange_memory(len(ticks)),
             linear=None if reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
@@ -281,6 +283,14 @@ class Plans:
         if not several_hosts or self.config.overlap == "none":
             return (1,)
         return tuple(count for count in WAVES if count <= transport.most_waves)
+
+    def _known_links(self) -> Links | None:
+        """What exchanges take now; None where links are as they were at the start, whatever became of them."""
+        transport = self.transport()
+        if self.traffic is None or transport is None:
+            return None
+        # Torch's collectives on GPUs are not timed while training. Copy engines are alone on their links.
+        return None if transport.name == "c10d" and self.device.type == "cuda" else self.traffic.links
 
     def _exchange_memory(self, ticks: int) -> ExchangeMemory | None:
         """What the exchanges of a micro-batch may need at once; nano-batches have memory of their own."""

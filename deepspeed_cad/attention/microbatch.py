@@ -6,6 +6,7 @@ any number of micro-batches can be in flight.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from deepspeed_cad.attention.repeatable import RepeatableCall
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Gain
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
@@ -57,6 +59,8 @@ class MicroBatch:
     """How many micro-batches were opened before it, the same on every rank."""
     era: int | None = None
     """Which settings of how much plans move it was planned with; None: nobody weighs gains against waits."""
+    links: Links | None = None
+    """As they are now, where that is known; None: exchanges may take any time."""
     starts: Callable[[Tick, PlanKey], Starts | None] = lambda tick, key: None
     """When ranks begin, where plans know that they do not begin together."""
     in_forward: bool = True
@@ -140,18 +144,18 @@ class MicroBatch:
 
     def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
         """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""
-        if self.era is None:
-            return None
         plan = self.planned[key, nano_batch].plan
-        if not plan.sent_bytes.any():
+        moved = max(int(plan.sent_bytes.max()), int(plan.received_bytes.max()))
+        if self.era is None or not moved:
             return None
         if (key, nano_batch) not in self._starts:
-            found, none = self.starts(self.ticks[nano_batch], key), np.zeros(len(plan.load))
-            self._starts[key, nano_batch] = found or Starts(none, none)
-        begin, held_up = (one for one in self._starts[key, nano_batch])
-        without = float((plan.load_before + begin).max())
-        gained = without - float(plan.load[self.rank] + begin[self.rank])
-        return Gain(gained / TICKS_PER_LOAD, self.era, float(held_up[self.rank]) / TICKS_PER_LOAD)
+            none = np.zeros(len(plan.load))
+            self._starts[key, nano_batch] = self.starts(self.ticks[nano_batch], key) or Starts(none, none)
+        starts = self._starts[key, nano_batch]
+        without = float((plan.load_before + starts.begin).max())
+        gained = (without - float(plan.load[self.rank] + starts.begin[self.rank])) / TICKS_PER_LOAD
+        most = math.inf if self.links is None else self.links.longest(moved, plan.between_bytes > 0)
+        return Gain(gained, self.era, float(starts.held_up[self.rank]) / TICKS_PER_LOAD, most)
 
     def plan_again(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -21,11 +22,13 @@ class Gain(NamedTuple):
     """Of how many changes the plan knew by which plans move more or less: sums never mix two."""
     held_up: float = 0.0
     """For which this rank is idle, as the plan knows, because it reads keys of a rank that is late."""
+    most: float = math.inf
+    """What its exchange may cost at the most. Longer waits are for a rank that is late, and are there without CAD, too,
+    where gradients are summed."""
 
 
 class Balance(NamedTuple):
-    """What plans promised a rank in the ticks that ended, and what their exchanges made it wait beyond what the plans
-    knew of."""
+    """What plans promised a rank in the ticks that ended, and what their exchanges made it wait."""
 
     era: int
     gained: float
@@ -121,9 +124,10 @@ class Waits:
         self._held_up += known
         if gain.era < self._balance.era:
             return
+        cost = min(seconds, gain.held_up + gain.most) - known
         before = self._balance if gain.era == self._balance.era else Balance(gain.era, 0.0, 0.0, 0)
         self._balance = Balance(
-            gain.era, before.gained + ticks * gain.seconds, before.waited + seconds - known, before.ticks + ticks
+            gain.era, before.gained + ticks * gain.seconds, before.waited + cost, before.ticks + ticks
         )  # fmt: skip
 
     def _expect(self, last: torch.cuda.Event, seconds: Callable[[], float], ticks: int, gain: Gain | None) -> None:

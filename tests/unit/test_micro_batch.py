@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import math
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
 from deepspeed_cad.attention.planned import Starts
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout, Tick
@@ -358,4 +360,8 @@ def test_what_a_plan_promises_counts_what_ranks_are_late_by() -> None:
     one.planned[FULL, 0] = PlannedTick(
         Plan(np.zeros((0, 6), np.int64), np.array([6.0, 6.0]), np.array([9.0, 3.0]), moved, moved), None, 0.0
     )  # type: ignore[arg-type]
-    assert one.gain(FULL, 0).seconds == 1.5  # type: ignore[union-attr]
+    gain = one.gain(FULL, 0)
+    assert gain is not None and gain.seconds == 1.5 and gain.held_up == 0 and math.isinf(gain.most)
+    one.links = Links(1e3, 1e1)
+    gain = one.gain(FULL, 0)
+    assert gain is not None and gain.most == Links(1e3, None).longest(5, crosses=False)
