@@ -226,7 +226,7 @@ def _plan_data(args: argparse.Namespace) -> int:
             replace(outlook, gain=before / after)
             for outlook, before, after in zip(outlooks, other.steps, cad.steps, strict=True)
         ]
-    _say(_table(lengths, outlooks, args, _named(other) if cad else "without it"))
+    _say(_table(lengths, outlooks, args, _named(other) if cad else "without it", setting.hosts is not None))
     _say("\n".join(table(comparison)))
     summary = {
         "documents": len(lengths),
@@ -259,7 +259,8 @@ def _lengths(args: argparse.Namespace, seats: int) -> list[int]:
     return found or read_lengths(args.input, args.tokenizer, args.field, args.limit)
 
 
-def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace, other: str) -> str:
+def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace, other: str, hosts: bool) -> str:
+    """Lines on documents and balance; `hosts`: whether there are several."""
     lines = [
         f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}",
         f"{len(outlooks)} steps of {args.ranks} ranks x {args.context} tokens, packed {args.packing}: "
@@ -275,7 +276,7 @@ def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Names
         ("attention, share of the work %", "attention_share", 0.01, ".1f"),
         ("planning ms", "planning_ms", 1.0, ".2f"),
     ]
-    if args.ranks_per_node:
+    if hosts:
         rows.insert(3, ("MiB moved between hosts", "between_bytes", 2.0**20, ".0f"))
     for label, field, unit, style in rows:
         values = [getattr(outlook, field) / unit for outlook in outlooks]

@@ -334,6 +334,7 @@ def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixt
             "all-gather CP: 7 seats cannot be divided by 2",
         ),
         (["--modes", "cad reserved", "--reserve", "9"], "9 servers of 8 seats leave no server or no trainer"),
+        (["--ranks", "100000000"], "documents would be drawn, more than 2e+07: ask for fewer --ranks"),
         (["--output", "nosuch/x.json"], "--output: nosuch/x.json cannot be written: there is no folder nosuch"),
         (["--plot", "nosuch/x.png"], "--plot: nosuch/x.png cannot be written: there is no folder nosuch"),
     ],
@@ -352,6 +353,8 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: lis
         ("[3, 4, -1]", "entry 2: -1; expected"),
         ("[3, 4", "is not a JSON list of lengths"),
         ("[3, [4]]", "entry 1: [4]; expected"),
+        ("12\nabc\n", "line 2: 'abc'; expected"),
+        ("length\n12\n13\n", "line 1: 'length'; expected"),
     ],
 )
 def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:

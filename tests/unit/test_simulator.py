@@ -19,6 +19,7 @@ from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 from deepspeed_cad.simulator import Cluster, Machine, Setting, modes, modes_cad
 from deepspeed_cad.simulator.attention import FORWARD_SHARE, Both, of_documents, of_pieces, of_tasks, seconds
+from deepspeed_cad.simulator.compare import compare
 from deepspeed_cad.simulator.finish import done
 from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
 from deepspeed_cad.simulator.lengths import NAMED
@@ -290,6 +291,18 @@ def test_gathered_keys_are_cut_documents() -> None:
     row = 2 * 8 * 128 * 2
     assert found.inside == pytest.approx(MODEL.layers * 3 * 4 * 16384 * row * 3 / 4)
     assert not found.measured and found.seconds.waiting == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_degree_is_the_best_for_the_first_steps_not_for_the_first() -> None:
+    """Even rows gain nothing by wider groups; one long document among them gains with each."""
+    even = [Layout.from_rank_lengths([[4096] * 16] * 8)]
+    uneven = [Layout.from_rank_lengths([[65536]] + [[4096] * 16] * 7)]
+    own = setting(8, 8)
+
+    def degree(*steps: list[Layout]) -> int:
+        return compare(own, steps, ["ulysses"]).found[0].degree
+
+    assert (degree(even), degree(uneven), degree(even, uneven)) == (2, 8, 8)
 
 
 def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
