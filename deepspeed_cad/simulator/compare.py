@@ -167,8 +167,9 @@ def recommend(comparison: Comparison) -> str:
         # From the simplest to the least simple: whoever comes later must be clearly faster.
         if one.tokens_per_second > best.tokens_per_second * NEAR:
             best = one
-    # Of CAD beside another mode the reason speaks.
+    # Of CAD beside another mode the reason speaks. Plain is what most have, the fastest what one would take instead.
     others = [one for one in fitting if one.mode != best.mode and not one.mode.startswith("cad")]
+    others.sort(key=lambda one: (one.mode != "plain", -one.tokens_per_second))
     ratios = " and ".join(
         f"{best.tokens_per_second / one.tokens_per_second:.2f} times {_name(one)}" for one in others[:2]
     )
