@@ -135,7 +135,8 @@ def compare(
         # CAD's variant is slower in every step and is there for what fits: one step tells.
         tried = _tried(setting, steps) if len(choices) > 1 and mode != "cad" else steps[:1]
         run, done = _choose(choices, tried)
-        tell(mode, len(done), len(steps))
+        for number in range(len(done)):
+            tell(mode, number + 1, len(steps))
         with ThreadPoolExecutor(THREADS) as threads:
             for one in threads.map(run, steps[len(done) :]):
                 done.append(one)
