@@ -202,7 +202,8 @@ def _plan_data(args: argparse.Namespace) -> int:
     modes, servers = wanted_modes(args)
     progress = Progress(_say)
     lengths = _lengths(args, setting.seats)
-    steps = make_steps(lengths, setting, args.context, args.packing, args.micro_batches, args.steps)
+    rows = (args.context, args.packing, args.micro_batches)
+    steps = make_steps(lengths, setting, *rows, args.steps)
     if not steps:
         raise CADDataError(
             f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks with "
@@ -219,7 +220,7 @@ def _plan_data(args: argparse.Namespace) -> int:
             outlooks = [outlook(layout, plan=one) for layout, one in zip(firsts, plans, strict=True)]
         else:
             outlooks = list(threads.map(outlook, firsts))
-    comparison = compare(setting, steps, modes, servers, progress, deal(lengths, setting, args, len(steps)))
+    comparison = compare(setting, steps, modes, servers, progress, deal(lengths, setting, *rows, len(steps)))
     other, cad = without_cad(comparison), comparison.of("cad")
     if other and cad:
         outlooks = [

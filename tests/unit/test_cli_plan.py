@@ -304,6 +304,21 @@ def test_servers_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 servers of 8 seats leave no" in foresee_steps(capsys, *words, "--reserve", "8")[1]
 
 
+def test_every_point_of_a_curve_has_rows_of_its_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every mode a GPU does more in a second where rows, and so documents, are short."""
+    pytest.importorskip("matplotlib")
+    curves: list[Any] = []
+    monkeypatch.setattr("deepspeed_cad.simulator.picture.draw_curve", lambda curve, path: curves.append(curve))
+    words = ["long-mix", "--ranks", "8", "--steps", "1", "--context", "32768", "--modes", "plain,cad,cad reserved"]
+    assert foresee_steps(capsys, *words, "--pictures", str(tmp_path))[0] == 0
+    over_context = next(curve for curve in curves if curve.over == "tokens a GPU packs")
+    for mode, speeds in over_context.by_mode.items():
+        found = [speed for speed in speeds if speed is not None]
+        assert len(found) > 2 and found[0] > 1.3 * found[-1], mode
+
+
 def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     words = ["long-mix", "--ranks", "4", "--steps", "1", "--context", "16384", "--modes", "plain,cad"]
