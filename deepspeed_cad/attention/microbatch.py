@@ -23,7 +23,7 @@ from deepspeed_cad.attention.linear import LinearTimes, Stretches
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
-from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
+from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick, Starts
 from deepspeed_cad.attention.repeatable import RepeatableCall
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
@@ -57,8 +57,8 @@ class MicroBatch:
     """How many micro-batches were opened before it, the same on every rank."""
     era: int | None = None
     """Which settings of how much plans move it was planned with; None: nobody weighs gains against waits."""
-    late: Callable[[Tick, PlanKey], np.ndarray | None] = lambda tick, key: None
-    """Seconds by which ranks finish later than their attention says, where plans know of any ([ranks])."""
+    starts: Callable[[Tick, PlanKey], Starts | None] = lambda tick, key: None
+    """When ranks begin, where plans know that they do not begin together."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None
@@ -83,7 +83,7 @@ class MicroBatch:
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
-    _late: dict[tuple[PlanKey, int], np.ndarray] = field(default_factory=dict)
+    _starts: dict[tuple[PlanKey, int], Starts] = field(default_factory=dict)
     _layers: dict[int, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
     _kinds: list[PlanKey] = field(default_factory=list)
@@ -145,12 +145,13 @@ class MicroBatch:
         plan = self.planned[key, nano_batch].plan
         if not plan.sent_bytes.any():
             return None
-        if (key, nano_batch) not in self._late:
-            found = self.late(self.ticks[nano_batch], key)
-            self._late[key, nano_batch] = np.zeros(len(plan.load)) if found is None else found
-        late = self._late[key, nano_batch]
-        without = float((plan.load_before + late).max())
-        return Gain((without - float(plan.load[self.rank] + late[self.rank])) / TICKS_PER_LOAD, self.era)
+        if (key, nano_batch) not in self._starts:
+            found, none = self.starts(self.ticks[nano_batch], key), np.zeros(len(plan.load))
+            self._starts[key, nano_batch] = found or Starts(none, none)
+        begin, held_up = (one for one in self._starts[key, nano_batch])
+        without = float((plan.load_before + begin).max())
+        gained = without - float(plan.load[self.rank] + begin[self.rank])
+        return Gain(gained / TICKS_PER_LOAD, self.era, float(held_up[self.rank]) / TICKS_PER_LOAD)
 
     def plan_again(
         self,
@@ -164,7 +165,7 @@ class MicroBatch:
         """Other servers: forget what was planned; a kind of layer is planned again when it is next called."""
         self.generation, self.layout, self.ticks = generation, layout, ticks
         self.make_plan, self.transport, self.orders = make_plan, transport, orders
-        self.planned, self._schedules, self._late = {}, {}, {}
+        self.planned, self._schedules, self._starts = {}, {}, {}
 
     @property
     def keys(self) -> list[PlanKey]:

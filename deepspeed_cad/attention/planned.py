@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from deepspeed_cad.attention.setup import CallOrders, Modes
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
-from deepspeed_cad.planner.plan import HeadShape, Plan
+from deepspeed_cad.planner.plan import Floats, HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
 
 
@@ -39,3 +39,12 @@ class PlannedTick:
     """By waves."""
     seconds: float
     """Time for plan and schedules."""
+
+
+class Starts(NamedTuple):
+    """When ranks begin to attend in a tick, in seconds for its forward and backward together ([ranks] each)."""
+
+    begin: Floats
+    """From then on none is idle, if all goes as planned."""
+    held_up: Floats
+    """Of it, for what a rank is idle although it has come: it reads keys of one that is late."""

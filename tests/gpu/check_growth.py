@@ -22,6 +22,8 @@ from deepspeed_cad.schedule.waves import Cut, schedule_within
 
 LEFT = 256 << 20
 """Bytes that the driver still has when areas grow by several times as much."""
+LEFT_FOR_WAVES = 640 << 20
+"""The same where smaller waves must fit: what `check_waves` exchanges needs 1587 MiB at once, 465 in 12 waves."""
 
 
 ROWS = {"cuda": 200_000, "cpu": 300}
@@ -123,7 +125,7 @@ def check_waves(place: Place, name: str) -> Found:
         one_wave = [(one.served_rows, one.landed_rows) for one in whole]
         memory.limit = 0.5 * room_needed(memory.room(shape), one_wave)[0]
         whole = cut(place.rank)
-    held = hold(place, LEFT) if place.rank == place.ranks - 1 else []
+    held = hold(place, LEFT_FOR_WAVES) if place.rank == place.ranks - 1 else []
     place.gather(None)
     begun = time.perf_counter()
     waves = len(memory.make_room(transport, whole, shape, 0, lambda: cut(place.rank)))

@@ -257,6 +257,10 @@ def run_group(group: str, options: argparse.Namespace, folder: Path, until: floa
         begun = time.monotonic()
         found = start(launch, options, folder, min(launch.limit_s * options.patience, left))
         _say(f"{launch.label}: {_summary(found.lines)}, {time.monotonic() - begun:.0f} s")
+        # Said now as well as in the table: whoever stops the rest has it.
+        for row in merge([found]):
+            if row["state"] == FAILED:
+                _say(f"    FAILED {row['what']}, {row['case']}: rank {row['rank']}: {' '.join(row['detail'].split())}")
         return found
 
     each = lanes(group, wanted, cuda)

@@ -14,6 +14,7 @@ from cases import document_attention
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick, whole_rank_tasks
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
+from deepspeed_cad.attention.planned import Starts
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
@@ -345,11 +346,12 @@ def test_what_a_plan_promises_counts_what_ranks_are_late_by() -> None:
     moved, none = np.array([5, 0]), np.zeros(2, np.int64)
     found: list[float | None] = []
     for sent, era in ((moved, 4), (none, 4), (moved, None)):
-        one = micro_batch([[6], [4]], era=era, late=lambda tick, key: np.array([1.0, 0.0]))
+        starts = Starts(np.array([1.0, 0.5]), np.array([0.25, 0.5]))
+        one = micro_batch([[6], [4]], era=era, starts=lambda tick, key, found=starts: found)
         plan = Plan(np.zeros((0, 6), np.int64), np.array([6.0, 6.5]), np.array([9.0, 3.0]), sent, sent)
         one.planned[FULL, 0] = PlannedTick(plan, None, 0.0)  # type: ignore[arg-type]
         gain = one.gain(FULL, 0)
-        assert gain is None or gain.era == 4
+        assert gain is None or (gain.era, gain.held_up) == (4, 0.125)
         found.append(None if gain is None else gain.seconds)
     assert found == [(10 - 7) / 2, None, None]
     one = micro_batch([[6], [4]], era=0)

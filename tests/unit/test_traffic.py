@@ -84,6 +84,20 @@ def test_waits_are_weighed_by_era() -> None:
     assert waits.take_balance() == Balance(1, 0.0, 0.0, 0)
 
 
+def test_waits_that_plans_know_of_are_no_cost_of_exchanges_and_no_news_of_pace() -> None:
+    waits = Waits()
+    for _ in range(2):
+        with waits.timed(CPU, False, Gain(0.5, 0, 10.0)):  # on the way out; the tick ends with the way back
+            pass
+        with waits.timed(CPU, True, Gain(0.5, 0, 10.0)):
+            pass
+    assert waits.seconds() > 0
+    seconds, ticks = waits.take()
+    assert seconds == pytest.approx(-20.0, abs=0.1) and ticks == 2
+    _, gained, waited, ticks = waits.take_balance()
+    assert (gained, ticks) == (1.0, 2) and waited == pytest.approx(-20.0, abs=0.1)
+
+
 # Corrections
 
 
