@@ -102,11 +102,11 @@ def test_what_cannot_be_foreseen_says_why(tmp_path: Path) -> None:
     module = foreseen()
     modes = {
         name: {"step_seconds": [1.0]}
-        for name in ('cad@{"overlap": "pingpong"}', "tomorrow", 'cad@{"servers": {"reserved": 1}}')
+        for name in ('cad@{"overlap": "pingpong"}', "tomorrow", 'cad@{"servers": {"reserved": 1}}', "dp")
     }
     path = _copy(tmp_path, {"modes": modes})
     notes = [row.note for row in module.foresee_run(path)]
-    assert notes == ["no prediction for this kind of overlap or exchange", "no prediction for this mode", ""]
+    assert notes == ["no prediction for this kind of overlap or exchange", "no prediction for this mode", "", ""]
     settings = json.loads(path.read_text())["settings"]
     _rewrite(path, {"settings": settings | {"hosts": "0,1"}})
     assert "what its links reach" in module.foresee_run(path)[0].note
@@ -140,6 +140,14 @@ def test_servers_are_compared_with_the_run_in_place_beside_them(tmp_path: Path) 
     usual = rows(f"h200x2/{in_place}")[0]
     assert slow.tokens == pytest.approx(2 * usual.tokens) and slow.ratio == 1.0
     assert _of_kind(tmp_path, reserved, {})[0].ratio == pytest.approx(rows(f"h200x2/{reserved}")[0].ratio / 2)
+    # One of another size is no run beside it; one over another link is better than none.
+    assert _of_kind(tmp_path, reserved, {"layers": 7})[0].ratio == 1.0
+    over = "servers_reserved_host.json"
+    content = json.loads((tmp_path / "new" / reserved).read_text()) | {"layers": 6}
+    (tmp_path / "new" / over).write_text(json.dumps(content))
+    assert foreseen().foresee_run(tmp_path / "new" / over)[0].ratio == pytest.approx(
+        rows(f"h200x2/{reserved}")[0].ratio / 2
+    )
     assert "something else uses" in _of_kind(tmp_path, reserved, {"slowed": 0})[0].note
 
 
