@@ -175,9 +175,10 @@ exchanges.
   and sizes; through host memory there is none, and the one over NVLink takes its place.
 - **Pretended hosts.** The two runs of commit 5b34a40 noted the link too slow and no speed of collectives, so tokens/s
   are too low; ratios are right. The table they come from has the bound, not the mode without attention, so that is
-  not compared. Those of commit 7850fb0 noted both. Where much moves CAD is foreseen 2 to 3 % too fast against plain:
-  there ranks were measured to wait for exchanges 3.9 % of a step, and 0.1 % is foreseen. It is not the speed of the
-  link alone: with the 14 GB/s that CAD found while training, instead of 18 at the start, 0.2 % is.
+  not compared. Those of commit 7850fb0 noted both. Where much moves CAD was foreseen 2 to 3 % too fast against plain:
+  ranks were measured to wait for exchanges 3.9 % of a step, and 0.1 % was foreseen. The prediction was right and the
+  code wrong: NCCL's kernels had no priority over attention and ran behind it. Since they have, at commit b064ed1,
+  CAD is as fast as foreseen before that run was made, within 0.2 %, and waits are 0.3 %.
 - **Memory.** At home O and LSE are kept over the recompute, at servers those of what they served, in each layer. Of
   tasks that read keys of several ranks the server's own keys are copied beside those that arrive; its own queries
   stay in place. Runs from before exchanges went in waves copied these too, kept a second O of them, and had two
