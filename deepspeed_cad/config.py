@@ -56,9 +56,10 @@ class CADConfig:
     on_server_failure: str = "stop"
     """What happens when a reserved server dies or fails. "stop": the training ends with an error that names it.
     "continue": trainers drop it, repeat what was under way and go on with the servers that are left, or alone; servers
-    may also come later, by `deepspeed-cad serve`. Only where attention is exchanged through the CPU ("c10d"). Trainers
-    then hold what two or three calls of attention read a little longer, and a cut of a micro-batch stays where it was
-    best for the servers of the start."""
+    may also come later, by `deepspeed-cad serve`. On GPUs by the transports "nvlink" and "nccl"; the host then waits
+    for each exchange before it queues what comes next, which costs time in every layer. Trainers hold what two or three
+    calls of attention read a little longer, and a cut of a micro-batch stays where it was best for the servers of the
+    start."""
 
     tolerance: float = 0.05
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
@@ -292,11 +293,9 @@ def _refuse_combinations(config: CADConfig) -> None:
         if config.servers == "all":
             reason = 'With "servers": "all" every rank trains, and none can be done without.'
             raise _bad("on_server_failure", "continue", '"stop"', reason)
-        if config.transport not in ("auto", "c10d"):
-            reason = (
-                f'With "on_server_failure": "continue" the "{config.transport}" transport cannot go on without a rank.'
-            )
-            raise _bad("transport", config.transport, '"auto" or "c10d"', reason)
+        if config.transport == "mixed":
+            reason = 'With "on_server_failure": "continue" the "mixed" transport cannot go on without a rank.'
+            raise _bad("transport", config.transport, '"auto", "nvlink", "nccl" or, on CPUs, "c10d"', reason)
         if config.recompute_attention:
             reason = (
                 'With "on_server_failure": "continue" attention may run again with other servers, and activation '

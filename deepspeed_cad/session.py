@@ -42,6 +42,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.groups import open_groups
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.profiles.speed import find_speeds
+from deepspeed_cad.server.crew import transports_of
 from deepspeed_cad.server.idle import EVERY
 from deepspeed_cad.server.regroup import Opened
 from deepspeed_cad.shared_cost import share_cost
@@ -128,8 +129,9 @@ class Session:
 
         given = self.config.links if isinstance(self.config.links, Mapping) else None
         self.transport, hosts, self.links = open_transport(
-            self.config.transport, group, self.device, self._numbers, self.liveness, self.config.timeout_s, given
-        )
+            self.config.transport, group, self.device, self._numbers, self.liveness, self.config.timeout_s, given,
+            transports_of(self.config, self.device),
+        )  # fmt: skip
         self.hosts = np.array(hosts, np.int64)
 
     def _change_servers(self, opened: Opened | None) -> None:

@@ -6,8 +6,11 @@ anywhere, also in a collective of the script's own, waiting for a trainer that w
 training thread at its next step of a pass, and runs again every pass that all trainers entered and some did not finish.
 Then the training thread goes on, with the results at hand.
 
-What a pass reads is held until all trainers are known to have finished it. They are known to when this rank meets them
-in the first exchange of a later pass: whatever was finished here before this rank entered that, is finished there too.
+What a pass reads is held until all trainers are known to have finished it. They are known to when this rank has met
+them in the first exchange of a later pass: whatever was finished here before this rank entered that, is finished there.
+
+On a GPU a trainer may be through with the first step of a pass that others have not entered. Where servers change then,
+it begins again there, before anything that the training thread did later: all ranks exchange in the same order.
 
 In: steps of passes, from repeatable.py; halts and decisions, from server/change.py. Nothing here communicates.
 """
@@ -32,6 +35,9 @@ class Pass(Protocol):
     def has_result(self) -> bool:
         """Whether all of it ran."""
 
+    def begin(self) -> None:
+        """Its first step, again."""
+
     def run_again(self) -> None:
         """All of it, with the present servers."""
 
@@ -55,6 +61,13 @@ class Passes:
         """Left here, maybe not elsewhere."""
         self._open: dict[int, frozenset[int]] = {}
         """Passes that were unfinished when another one was entered, by that one."""
+        self._place: dict[Pass, int] = {}
+        """In the order in which the training thread came to them: passes that it has not left."""
+        self._places = 0
+        self._begun: set[Pass] = set()
+        """Whose first step is over, and of which it is not known that all ranks have entered them."""
+        self._undone: list[Pass] = []
+        """Those of them that were taken back: they begin again, in this order."""
         self._changed = threading.Condition()
         self._inside = 0
         self._halted = False
@@ -80,18 +93,44 @@ class Passes:
         """Its first step begins."""
         self.entered += 1
         one.index = self.entered
+        if one not in self._place:
+            self._places += 1
+            self._place[one] = self._places
         self._open[one.index] = frozenset(self._unfinished)
         self._unfinished[one.index] = one
 
+    def begun(self, one: Pass) -> None:
+        """Its first step is over."""
+        self._begun.add(one)
+
+    def follows(self, one: Pass, other: Pass) -> None:
+        """`one`, which is new, is a part of `other`: whatever comes before that comes before this."""
+        if other in self._place:
+            self._place[one] = self._place[other]
+
+    def has_undone(self, before: Pass) -> bool:
+        """Whether a pass has to begin again before a step of this one."""
+        return bool(self._undone) and self._place[self._undone[0]] <= self._place.get(before, self._places)
+
+    def take_undone(self, before: Pass) -> Pass | None:
+        """The first pass that has to begin again before a step of this one, which may be this one itself."""
+        with self._changed:
+            self._wait_while_halted()
+            return self._undone.pop(0) if self.has_undone(before) else None
+
     def met(self, one: Pass) -> None:
         """All ranks have come to its first exchange."""
-        unfinished = self._open.pop(one.index)
+        self._begun.discard(one)
+        unfinished = self._open.pop(one.index, None)
+        if unfinished is None:
+            return
         for index in [index for index in self._finished if index < one.index and index not in unfinished]:
             del self._finished[index]
 
     def leave(self, one: Pass) -> None:
         """Its last step is over."""
         self._finished[one.index] = self._unfinished.pop(one.index)
+        self._place.pop(one, None)
         one.end()
 
     def wait_for_change(self, generation: int) -> None:
@@ -134,6 +173,10 @@ class Passes:
             self._open.pop(index, None)
             one.forget_progress()
             one.index = 0
+            if one in self._begun:
+                self._begun.remove(one)
+                self._undone.append(one)
+        self._undone.sort(key=lambda one: self._place[one])
         self.entered = entered
 
     def change(self, generation: int) -> None:

@@ -32,6 +32,7 @@ from deepspeed_cad.attention.forward import (
     serve_forward,
     start_forward,
 )
+from deepspeed_cad.attention.origin import Origin
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.setup import CallCounts, CallSetup
 from deepspeed_cad.errors import CADError, ServerLostError
@@ -62,14 +63,14 @@ class RepeatableCall(AttentionCall):
         """See AttentionCall."""
         sinks = None if sinks_H is None else sinks_H.clone()  # the parameter itself may change before it runs again
         self._forward, self.state = ForwardPass(self, q_THD, k_UKD, v_UKV, sinks), InPass()
-        self._begin(self._forward)
+        self.begin(self._forward)
 
     def serve_forward(self) -> None:
         """See AttentionCall."""
         self.expect(InPass)
         one = self._forward
         assert one is not None
-        self._step(one, one.serve)
+        self._serve(one)
 
     def collect_forward(self) -> Kept:
         """See AttentionCall."""
@@ -84,14 +85,14 @@ class RepeatableCall(AttentionCall):
         """See AttentionCall; attends again first where its forward ran with other servers."""
         self.state = InPass()
         self._backward = BackwardPass(self, kept, do_THV, q_THD, k_UKD, v_UKV)
-        self._begin(self._backward)
+        self.begin(self._backward)
 
     def serve_backward(self) -> None:
         """See AttentionCall."""
         self.expect(InPass)
         one = self._backward
         assert one is not None
-        self._step(one, one.serve)
+        self._serve(one)
 
     def collect_backward(self) -> tuple[Gradients, Kept]:
         """See AttentionCall."""
@@ -116,9 +117,13 @@ class RepeatableCall(AttentionCall):
 
     # Steps
 
-    def _begin(self, one: ForwardPass | BackwardPass) -> None:
+    def begin(self, one: ForwardPass | BackwardPass) -> None:
+        """The first step of a pass, until it went well."""
         while True:
+            self._begin_undone(one)
             with self._passes.inside() as generation:
+                if self._passes.has_undone(one):
+                    continue
                 ready = one.is_ready(generation)
                 if ready and self._try_to_start(one, generation):
                     return
@@ -127,12 +132,17 @@ class RepeatableCall(AttentionCall):
                 continue
             self._passes.wait_for_change(generation)
             if one.result is not None:
-                # It ran again because all ranks have entered it.
-                with self._passes.inside():
-                    self._passes.met(one)
-                return
-            if one.index:
-                raise CADError(f"{self.setup.label}: its exchange was lost with a server, and did not run again")
+                return  # It ran again because all ranks have entered it.
+            self._check_undone(one)
+
+    def _begin_undone(self, one: ForwardPass | BackwardPass) -> None:
+        """What other ranks had not entered begins again, in the order in which they do."""
+        while (other := self._passes.take_undone(one)) is not None:
+            other.begin()
+
+    def _check_undone(self, one: ForwardPass | BackwardPass) -> None:
+        if one.index:
+            raise CADError(f"{self.setup.label}: its exchange was lost with a server, and did not run again")
 
     def _try_to_start(self, one: ForwardPass | BackwardPass, generation: int) -> bool:
         self.update(generation)
@@ -141,21 +151,37 @@ class RepeatableCall(AttentionCall):
             one.start(self.setup)
         except ServerLostError:
             return False
-        self._passes.met(one)
+        self._passes.begun(one)
         return True
 
+    def _serve(self, one: ForwardPass | BackwardPass) -> None:
+        """What was dispatched has arrived when this is over: all ranks have come to that."""
+        self._step(one, one.serve)
+        with self._passes.inside():
+            self._passes.met(one)
+
     def _step(self, one: ForwardPass | BackwardPass, run: Callable[[CallSetup], None]) -> None:
-        with self._passes.inside() as generation:
+        while True:
+            self._begin_undone(one)
+            with self._passes.inside() as generation:
+                if one.result is not None:
+                    return
+                if self._passes.has_undone(one):
+                    continue
+                try:
+                    run(self.setup)
+                    return
+                except ServerLostError:
+                    self._settle()
+            self._passes.wait_for_change(generation)
             if one.result is not None:
                 return
-            try:
-                run(self.setup)
-                return
-            except ServerLostError:
-                pass
-        self._passes.wait_for_change(generation)
-        if one.result is None:
-            raise CADError(f"{self.setup.label}: its exchange was lost with a server, and did not run again")
+            self._check_undone(one)
+
+    def _settle(self) -> None:
+        """A step ended early: what one of two streams made may be freed, and the other still reads it."""
+        if self.setup.aside is not None:
+            self.setup.aside.wait_stream(torch.cuda.current_stream(self.setup.device))
 
     def _end_forward(self, one: ForwardPass) -> Kept:
         self._step(one, one.collect)
@@ -170,11 +196,14 @@ class RepeatableCall(AttentionCall):
         with self._passes.inside():
             self._passes.leave(one)
 
-    def attend_again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
-        """A forward of this rank's own accord, with the present servers."""
+    def attend_again(
+        self, ahead_of: BackwardPass, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> None:
+        """A forward of this rank's own accord, with the present servers, for a backward that begins."""
         one = ForwardPass(self, q, k, v, sinks)
-        self._begin(one)
-        self._step(one, one.serve)
+        self._passes.follows(one, ahead_of)
+        self.begin(one)
+        self._serve(one)
         self.again = self._end_forward(one)
 
     # While servers change
@@ -221,7 +250,7 @@ class ForwardPass:
         self.index = 0
         self.result: Kept | None = None
         self._call, self._make_setup = call, call.make_setup
-        self._read = q_THD, k_UKD, v_UKV, sinks_H
+        self._read, self._origin = (q_THD, k_UKD, v_UKV, sinks_H), Origin(q_THD.device)
         self._state: ForwardStarted | ForwardServed | None = None
 
     @property
@@ -251,11 +280,17 @@ class ForwardPass:
         self.result, self._state = collect_forward(setup, self._state), None
         self._call.attended, self._call.again = self._call.generation, None
 
+    def begin(self) -> None:
+        """See Pass."""
+        self._call.begin(self)
+
     def run_again(self) -> None:
         """See Pass."""
         setup = self._call.quiet(self._make_setup)
+        self._origin.await_inputs()
         with torch.no_grad():
             kept = collect_forward(setup, serve_forward(setup, start_forward(setup, *self._read)))
+        self._origin.hand_over([*kept.tensors(), kept.sinks_H])
         self._call.took(kept, self._call.generation)
         self.result = kept
 
@@ -284,7 +319,7 @@ class BackwardPass:
         self.result: Gradients | None = None
         self.kept: Kept | None = kept
         self._call, self._make_setup, self._sinks_H = call, call.make_setup, kept.sinks_H
-        self._do_THV, self._read = do_THV, (q_THD, k_UKD, v_UKV)
+        self._do_THV, self._read, self._origin = do_THV, (q_THD, k_UKD, v_UKV), Origin(q_THD.device)
         self._state: BackwardStarted | BackwardServed | None = None
 
     @property
@@ -298,7 +333,7 @@ class BackwardPass:
 
     def prepare(self) -> None:
         """Attend again."""
-        self._call.attend_again(*self._read, self._sinks_H)
+        self._call.attend_again(self, *self._read, self._sinks_H)
 
     def start(self, setup: CallSetup) -> None:
         """Start sending dO."""
@@ -316,13 +351,20 @@ class BackwardPass:
         assert isinstance(self._state, BackwardServed)
         self.result, self._state = collect_backward(setup, self._state), None
 
+    def begin(self) -> None:
+        """See Pass."""
+        self._call.begin(self)
+
     def run_again(self) -> None:
         """See Pass. What servers held for it is gone, so its forward runs first."""
         setup = self._call.quiet(self._make_setup)
+        self._origin.await_inputs()
         with torch.no_grad():
             kept = collect_forward(setup, serve_forward(setup, start_forward(setup, *self._read, self._sinks_H)))
             started = start_backward(setup, kept, self._do_THV, *self._read)
-            self.result = collect_backward(setup, serve_backward(setup, started))
+            result = collect_backward(setup, serve_backward(setup, started))
+        self._origin.hand_over(result)
+        self.result = result
 
     def forget_progress(self) -> None:
         """See Pass."""

@@ -24,6 +24,15 @@ class Alarm:
         """Whether the transport has stopped."""
         return bool(self._waited_for or self._reason)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the others go on without a server that is lost; the same on all ranks of an exchange."""
+        return self.liveness is not None and self.liveness.losses is not None
+
+    def lost(self) -> str:
+        """Why no exchange of the present group can end, where the others go on; else ""."""
+        return "" if self.liveness is None or self.liveness.losses is None else self.liveness.losses.why()
+
     def stop(self, reason: str) -> None:
         """Ranks run different exchanges: say so here and, by the board, on every rank."""
         if not self.sounded:
@@ -73,7 +82,11 @@ class Alarm:
             raise self.explain(self._waited_for, RuntimeError(self._sign))
 
     def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
-        """The error for something that failed while this rank waited for others."""
+        """The error for something that failed while this rank waited for others; ServerLostError where a server that
+        is lost did that, and the others go on."""
+        # An alarm that was sounded has told the others that this rank stopped.
+        if self.goes_on and not self.sounded and self.liveness is not None:
+            return self.liveness.explain(waited_for, error, with_servers=True)
         self.told = True
         if self._reason:
             return CADPeerError(f"rank {self.rank} stopped: {self._reason}")

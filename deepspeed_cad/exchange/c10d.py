@@ -7,7 +7,7 @@ Messages between two ranks hold the slices in table order, which both ends know.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -84,11 +84,12 @@ class C10dTransport:
         """The process group belongs to the session."""
         self._carrier.close()
 
-    def abandon(self) -> None:
-        """Let go of a group one of whose ranks is lost. On the CPU only; nothing is exchanged here any more."""
+    def abandon(self) -> Callable[[], None]:
+        """See Transport.abandon. On the CPU only."""
         assert isinstance(self._carrier, ComparedFirst) and isinstance(self.group, OwnGroup)
         self.group.abandon()
         del self.group, self._carrier
+        return lambda: None
 
     def finish(self, arrival: _Arrival) -> list[torch.Tensor]:
         """Wait for a transfer: one [rows, width] tensor per field. A dead peer is a CADPeerError that names it."""

@@ -60,7 +60,7 @@ def make_buffers(
     and nothing is left behind.
     """
     memory: Any = torch if peers.handle is None else symmetric_memory()
-    tensors, problem = _allocate(memory, sizes, device)
+    tensors, problem = _allocate(memory, sizes, device, meeting.alarm.goes_on)
     # Before the ranks map each other's memory: who waits there for a rank that has none waits for half an hour.
     words = meeting.hold(what, problem)
     told = [f"rank {int(rank)}: {word}" for rank, word in zip(meeting.members, words) if word]
@@ -69,8 +69,10 @@ def make_buffers(
     return [SymmetricBuffer(tensor, peers, device) for tensor in tensors]
 
 
-def _allocate(memory: Any, sizes: list[int], device: torch.device) -> tuple[list[torch.Tensor], str]:
-    """Zeros of these sizes in bytes, or why there are none."""
+def _allocate(
+    memory: Any, sizes: list[int], device: torch.device, this_stream_only: bool
+) -> tuple[list[torch.Tensor], str]:
+    """Zeros of these sizes in bytes, or why there are none. Waits for the GPU, or for the current stream of it only."""
     problem = ""
     for attempt in range(2):
         tensors: list[torch.Tensor] = []
@@ -78,7 +80,10 @@ def _allocate(memory: Any, sizes: list[int], device: torch.device) -> tuple[list
             with torch.cuda.device(device):
                 for size in sizes:
                     tensors.append(memory.empty(size, dtype=torch.uint8, device=device).fill_(0))
-                torch.cuda.synchronize(device)
+                if this_stream_only:
+                    torch.cuda.current_stream(device).synchronize()
+                else:
+                    torch.cuda.synchronize(device)
             return tensors, ""
         except RuntimeError as error:
             problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -161,7 +166,9 @@ def grow_together(areas: list[tuple[LandingArea, Table]]) -> bool:
     first = growing[0][0]
     # Copies and waits under way on this rank end here; making new buffers meets all other ranks, so afterwards nobody
     # can still write into the old ones.
-    torch.cuda.synchronize(first.device)
+    # Where servers change, another stream may wait for a trainer that waits for this one; and new areas replace none.
+    if any(area.capacity for area, _ in growing) or not first.meeting.alarm.goes_on:
+        torch.cuda.synchronize(first.device)
     labels = ", ".join(area.label for area, _ in growing)
     what = f"the growth of landing area{'s' if len(growing) > 1 else ''} {labels}"
     buffers = make_buffers([size for _, size in growing], first.peers, first.device, first.meeting, what)

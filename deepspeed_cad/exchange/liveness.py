@@ -29,6 +29,13 @@ PATIENCE_S = 5.0
 """How long survivors wait for each other's word before they call the silent ranks dead."""
 
 
+class Work(Protocol):
+    """What is needed of dist.Work."""
+
+    def is_completed(self) -> bool:
+        """Whether it is over; it never waits."""
+
+
 class Losses(Protocol):
     """Knows of servers that are lost, where the other ranks go on without them."""
 
@@ -90,18 +97,20 @@ class Liveness:
         """This rank's training thread waits for a collective of its look-ahead thread: the n-th, about `subject`."""
         self._write("blocked", Blocked(self.started(), collectives, subject).to_text())
 
-    def patiently(self, work: dist.Work, waited_for: str, exchange: int = 0, with_servers: bool = False) -> None:
-        """Wait for communication of the CPU; raises CADPeerError as soon as it is certain that it will not end.
+    def patiently(
+        self, work: Work, waited_for: str, exchange: int = 0, with_servers: bool = False, longest_pause_s: float = 1e-3
+    ) -> None:
+        """Wait on the host for communication; raises CADPeerError as soon as it is certain that it will not end.
 
         `exchange`: the number of the exchange that it belongs to; 0: to none. `with_servers`: reserved servers take
-        part; where they may be lost, ServerLostError says that one is.
+        part; where they may be lost, ServerLostError says that one is. `longest_pause_s`: between two looks.
         """
         pause, looked, before = 20e-6, time.monotonic(), ""
         while not work.is_completed():
             if with_servers and self.losses is not None and (lost := self.losses.why()):
                 raise ServerLostError(lost)
             time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            pause = min(2 * pause, longest_pause_s)
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 hopeless = "the session was closed" if self._closed else self.why_hopeless(exchange)

@@ -10,7 +10,7 @@ import time
 
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, ServerLostError
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.liveness import LOOK_S
 from deepspeed_cad.exchange.native_calls import Table
@@ -40,6 +40,8 @@ class Meeting:
             # Asked again and again: waiting inside the store would keep this process's other threads out of it.
             while not self.store.check(keys):
                 self.alarm.check()
+                if lost := self.alarm.lost():
+                    raise ServerLostError(lost)
                 now = time.monotonic()
                 if now - looked > LOOK_S:
                     looked = now

@@ -8,17 +8,19 @@ exchanges, the sizes that they send and expect differ and NCCL may hang in the m
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
 
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, ServerLostError
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import RING, Comparison
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity
+from deepspeed_cad.exchange.liveness import LOOK_S
 from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import (
     NativeCallError,
@@ -59,13 +61,20 @@ def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
         lambda late: late.leave(abort=True),
         device,
         alarm.timeout_s,
+        alarm.lost,
     )
 
 
 def _in_time(
-    make: Callable[[], NcclCalls], drop: Callable[[NcclCalls], None], device: torch.device, timeout_s: float
+    make: Callable[[], NcclCalls],
+    drop: Callable[[NcclCalls], None],
+    device: torch.device,
+    timeout_s: float,
+    lost: Callable[[], str] = lambda: "",
 ) -> NcclCalls:
     """What `make` gives, or an error after `timeout_s`: NCCL cannot be interrupted while it joins ranks.
+
+    `lost` says that a server is lost, and why; then it is a ServerLostError at once.
 
     It runs on a thread of its own, which stays behind in NCCL where it must; what it makes too late is dropped.
     """
@@ -87,11 +96,16 @@ def _in_time(
         drop(found)
 
     thread = start_daemon("joining NCCL", run, device)
-    thread.join(timeout_s)
+    end, why = time.monotonic() + timeout_s, ""
+    while thread.is_alive() and not why and (left := end - time.monotonic()) > 0:
+        thread.join(min(left, LOOK_S))
+        why = lost()
     with over:
         given_up = True
     if errors:
         raise errors[0]
+    if not made and why:
+        raise ServerLostError(why)
     if not made:
         raise UnreachedError(
             f"NCCL did not join the ranks within {timeout_s:g} s, though all of them were there: they cannot reach "
@@ -136,7 +150,7 @@ class Messenger:
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
         """Collective: every rank of the group makes one at the same time."""
         self.device, self.alarm = device, alarm
-        self.rank = rank_of(group)
+        self.rank, self.ranks = rank_of(group), size_of(group)
         self.calls = join_ranks(group, device, alarm)
         self.stream = torch.cuda.Stream(device, priority=PRIORITY)
         self._numbers = torch.zeros(RING, dtype=torch.int64, device=device)
@@ -157,11 +171,16 @@ class Messenger:
         """
         stream = self.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        if not len(messages):
+        everybody = self.alarm.goes_on
+        if not len(messages) and not everybody:
             return None
         row = identity.index % RING
         mine, theirs = self._numbers[row : row + 1], comparison.ring[row]
-        numbers = _number_messages(messages, mine.data_ptr(), theirs.data_ptr())
+        pairs = np.unique(messages[:, :2], axis=0)
+        if everybody:
+            # Who has an exchange behind it knows then that all ranks have come to it: passes are held as long.
+            pairs = np.array([(way, one) for way in (0, 1) for one in range(self.ranks) if one != self.rank], np.int64)
+        numbers = _number_messages(pairs, mine.data_ptr(), theirs.data_ptr())
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             mine.fill_(identity.number)
         before = stream.record_event()
@@ -171,7 +190,8 @@ class Messenger:
         known.record(stream)
         senders = numbers[numbers[:, 0] == 0, 1].tolist()
         watchdog.track(before, known, identity, partial(comparison.arrived, identity, senders))
-        self._queue(identity, messages, watchdog)
+        if len(messages):
+            self._queue(identity, messages, watchdog)
         done.record(stream)
         if transfers is not None and size is not None:
             transfers.expect(known, done, size)
@@ -194,9 +214,8 @@ class Messenger:
             raise self.alarm.explain(str(identity), error) from error
 
 
-def _number_messages(messages: Table, mine: int, theirs: int) -> Table:
-    """A number to every rank that gets messages, and one from every rank that sends some."""
-    pairs = np.unique(messages[:, :2], axis=0)
+def _number_messages(pairs: Table, mine: int, theirs: int) -> Table:
+    """A number to every rank that gets messages, and one from every rank that sends some ([n, 2]: is_send, peer)."""
     address = np.where(pairs[:, 0] == 1, mine, theirs + pairs[:, 1] * NUMBER_BYTES)
     return np.ascontiguousarray(
         np.stack([pairs[:, 0], pairs[:, 1], address, np.full(len(pairs), NUMBER_BYTES)], axis=1), np.int64

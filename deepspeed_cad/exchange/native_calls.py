@@ -7,6 +7,7 @@ own message; `cuda_calls` and `nccl_calls` raise it where the library, the drive
 from __future__ import annotations
 
 import ctypes
+import threading
 from importlib import import_module, util
 from pathlib import Path
 
@@ -114,7 +115,7 @@ class NcclCalls:
     """One NCCL communicator."""
 
     def __init__(self, library: _Library, unique_id: bytes, ranks: int, rank: int) -> None:
-        self._library, self._communicator = library, _P()
+        self._library, self._communicator, self._leaving = library, _P(), threading.Lock()
         library.call("cad_nccl_join", unique_id, ranks, rank, ctypes.byref(self._communicator))
 
     def exchange(self, stream: int, messages: Table) -> None:
@@ -126,9 +127,10 @@ class NcclCalls:
         self._library.call("cad_nccl_check", self._communicator)
 
     def leave(self, abort: bool = False) -> None:
-        """Leave the communicator; harmless when called again."""
-        if self._communicator.value:
+        """Leave the communicator; harmless when called again, by any thread."""
+        with self._leaving:
             communicator, self._communicator = self._communicator, _P()
+        if communicator.value:
             self._library.call("cad_nccl_leave", communicator, int(abort))
 
 

@@ -7,7 +7,7 @@ communicator and a stream of its own: in waves it crosses what is still on its w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.arrival import wait_for
 from deepspeed_cad.exchange.comparison import RING, Comparison
-from deepspeed_cad.exchange.group import Group, rank_of, size_of
+from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.messages import Messenger, TwoWays
@@ -29,6 +30,7 @@ from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.threads import start_daemon
 
 
 class NcclTransport:
@@ -63,6 +65,8 @@ class NcclTransport:
         self._comparison = Comparison(ring, self.rank)
         self._watchdog = Watchdog(self._alarm, self.messages.leave, device, self._comparison)
         self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, KindRows]] = WeakKeyDictionary()
+        self._unfinished: set[_UnderWay] = set()
+        """Where training goes on without a server that is lost: what NCCL may still read and write."""
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
@@ -98,9 +102,35 @@ class NcclTransport:
         finally:
             self.messages.leave()
 
+    def abandon(self) -> Callable[[], None]:
+        """See Transport.abandon."""
+        assert isinstance(self.group, OwnGroup)
+        self._watchdog.abandon()
+        self.group.abandon()
+        held = [self._unfinished]
+        self._unfinished = set()
+
+        def leave() -> None:
+            # Not on the thread that changes servers: to leave may wait for the whole GPU, and another stream of it for
+            # a trainer that waits for this one. Buffers stay until no kernel of NCCL can touch them.
+            try:
+                self.messages.leave()
+            finally:
+                for way in (self.messages.out, self.messages.back):
+                    way.stream.synchronize()
+                held.clear()
+
+        start_daemon("leaves NCCL", leave, self.device)
+        return lambda: None
+
     def finish(self, under_way: _UnderWay) -> None:
         """Queue on the current stream: until the exchange is over."""
         self._alarm.check()
+        if self._alarm.goes_on and under_way.done is not None:
+            wait_for(
+                under_way.done.query, self._alarm, self._watchdog, under_way.identity, under_way.identity.index
+            )  # fmt: skip
+            self._unfinished.discard(under_way)
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record(current)
@@ -138,7 +168,10 @@ class NcclTransport:
         done = way.exchange(
             identity, np.ascontiguousarray(np.concatenate(messages)), self._comparison, self._watchdog, self.transfers
         )
-        return _UnderWay(identity, done, packed, arrived, torch.cuda.current_stream(self.device))
+        under_way = _UnderWay(identity, done, packed, arrived, torch.cuda.current_stream(self.device))
+        if self._alarm.goes_on:
+            self._unfinished.add(under_way)
+        return under_way
 
     def _look_up(self, schedule: Schedule) -> tuple[KindRows, KindRows]:
         found = self._kinds.get(schedule)

@@ -3,7 +3,8 @@
 One C++ call per exchange queues strided copies of every slice straight from the producer's tensors on one stream, and
 behind each peer's copies writes of the exchange's identity and of its number to that peer's flag. Consumers wait for
 their own flags on their own stream. No kernel, no packing, no host synchronisation. What identities say is compared by
-the watchdog's thread (comparison.py).
+the watchdog's thread (comparison.py). Only where training goes on without a server that is lost, the host looks at the
+flags instead of a stream (arrival.py).
 
 Why memory is never overwritten too early. All ranks start the same exchanges in the same order, numbered 1, 2, …; flag
 p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
@@ -22,7 +23,7 @@ Waves of one nano-batch take turns in few lanes (lanes.py), each with memory of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -32,6 +33,7 @@ import torch
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.arrival import Reader, read_numbers, wait_for
 from deepspeed_cad.exchange.comparison import RING, Comparison
 from deepspeed_cad.exchange.copies import (
     PushTable,
@@ -41,7 +43,7 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.group import Group, size_of
+from deepspeed_cad.exchange.group import Group, OwnGroup, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.landing import LandingArea, make_buffers
 from deepspeed_cad.exchange.lanes import Lanes
@@ -50,6 +52,7 @@ from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
 from deepspeed_cad.exchange.peers import PeerGroup, whole_group
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
+from deepspeed_cad.exchange.rows import check_home, check_served
 from deepspeed_cad.exchange.split import near_part
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
@@ -148,6 +151,8 @@ class NvlinkTransport:
         self._lanes = Lanes(peers, device, self._meeting)
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
         self._watchdog = Watchdog(alarm, self._give_up, device, self._comparison)
+        self._reader: Reader | None = None
+        """Of the flags, where the host looks at them."""
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
@@ -159,7 +164,7 @@ class NvlinkTransport:
         shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
         prepared = self._prepare(tables, area, tables.served_rows, shapes)
         for row, f in zip(prepared.addresses, fields):
-            _check_home(f.home, schedule, int(tables.dispatch.source_rows[f.kind]))
+            check_home(f.home, schedule, int(tables.dispatch.source_rows[f.kind]))
             size = f.home.element_size()
             row[1:4] = f.home.data_ptr(), f.home.stride(0) * size, f.home.stride(1) * size
         identity = self._next(moment, nano_batch, False, schedule)
@@ -178,7 +183,7 @@ class NvlinkTransport:
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
         prepared = self._prepare(tables, back.area, tables.landed_rows, shapes)
         for row, f in zip(prepared.addresses, fields):
-            _check_served(f.served, int(tables.served_rows[self.place, f.kind]))
+            check_served(f.served, int(tables.served_rows[self.place, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         identity = self._next(moment, nano_batch, True, schedule)
         done = self._push(identity, tables.give_back, prepared, back.area, lane.dispatch)
@@ -207,13 +212,28 @@ class NvlinkTransport:
             self._lanes.release()
             self._tables.clear()
 
+    def abandon(self) -> Callable[[], None]:
+        """See Transport.abandon. What other ranks still copy into memory of this one lies in their mappings too, and
+        stays until they let go of them; so does the memory of a process that died, into which this rank copies."""
+        assert isinstance(self.group, OwnGroup)
+        self._watchdog.abandon()
+        self.group.abandon()
+        copied = self._copies.record_event()
+
+        def release() -> None:
+            copied.synchronize()
+            self._tables.clear()
+            self._lanes.release()
+
+        return release
+
     def wait(self, under_way: _UnderWay) -> None:
         """Queue on the current stream: until all ranks have pushed this exchange, and its sources have been read."""
         self._alarm.check()
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record(current)
-        self.calls.wait(current.cuda_stream, self._own_flags, under_way.identity.index)
+        self._wait_for_flags(current, under_way.identity.index, under_way.identity)
         for done in under_way.done:
             current.wait_event(done)
             if current != under_way.producer:
@@ -222,6 +242,15 @@ class NvlinkTransport:
         under_way.sources.clear()
         identity = under_way.identity
         self._watchdog.track(before, after, identity, partial(self._comparison.arrived, identity, self._neighbours))
+
+    def _wait_for_flags(self, stream: torch.cuda.Stream, number: int, waited_for: Identity) -> None:
+        """What is queued on a stream from now on begins when all ranks have come to an exchange."""
+        if not self._alarm.goes_on:
+            self.calls.wait(stream.cuda_stream, self._own_flags, number)
+            return
+        if self._reader is None:
+            self._reader = read_numbers(self._flags.tensor[: FLAG_BYTES * self.ranks].view(torch.int32))
+        wait_for(partial(self._reader.reached, number), self._alarm, self._watchdog, waited_for, waited_for.index)
 
     def _begin(self, schedule: Schedule, nano_batch: int, wave: int) -> _Tables:
         self._alarm.check()
@@ -281,7 +310,7 @@ class NvlinkTransport:
         stream = self._copies
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if area.last_operation:
-            self.calls.wait(stream.cuda_stream, self._own_flags, guard)
+            self._wait_for_flags(stream, guard, identity)
         area.last_operation = self.exchanges
         fields = prepared.addresses
         names = self._name_of_rank + self._name_row * (identity.index % RING)
@@ -359,19 +388,3 @@ class _Returned:
             place(self.placements[f.kind], landed, f.served, f.home, f.add)
         self.waited = True
         self.fields = []
-
-
-def _check_home(home: torch.Tensor, schedule: Schedule, rows: int) -> None:
-    if home.dim() != 3 or home.shape[1] != schedule.groups or home.shape[0] < rows or home.stride(2) != 1:
-        raise CADError(
-            f"rank {schedule.rank}: a tensor of shape {tuple(home.shape)} and strides {home.stride()} cannot be "
-            f"dispatched; expected [at least {rows} rows, {schedule.groups} groups, width], contiguous in the last"
-        )
-
-
-def _check_served(served: torch.Tensor, rows: int) -> None:
-    if served.dim() != 2 or served.shape[0] != rows or not served.is_contiguous():
-        raise CADError(
-            f"a served tensor of shape {tuple(served.shape)} and strides {served.stride()} cannot be returned; "
-            f"expected [{rows} rows, width], contiguous"
-        )

@@ -12,7 +12,7 @@ import torch
 from deepspeed_cad.exchange.group import Group, rank_of
 from deepspeed_cad.exchange.links import Links, measure_links
 from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
+from deepspeed_cad.exchange.probe import NAMES, choose_transport, gather_hosts
 from deepspeed_cad.exchange.transport import Transport
 
 DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
@@ -27,6 +27,7 @@ def open_transport(
     liveness: Liveness | None,
     timeout_s: float,
     given: Mapping[str, float] | None,
+    auto: tuple[str, ...] = NAMES,
 ) -> tuple[Transport, list[int], Links]:
     """Open the transport of a group. Collective.
 
@@ -38,9 +39,10 @@ def open_transport(
         liveness: the error board.
         timeout_s: seconds to wait for a rank.
         given: speeds of links in GB/s, "inside" and "between"; None: they are measured.
+        auto: transports that "auto" may take.
     """
     rank = rank_of(group)
-    transport, hosts = open_again(name, group, device, agree, liveness, timeout_s)
+    transport, hosts = open_again(name, group, device, agree, liveness, timeout_s, auto)
     if given is not None:
         return transport, hosts, Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
     if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
@@ -55,10 +57,11 @@ def open_again(
     agree: Callable[[int], list[int]],
     liveness: Liveness | None,
     timeout_s: float,
+    auto: tuple[str, ...] = NAMES,
 ) -> tuple[Transport, list[int]]:
     """The transport and hosts of a group, for a job that knows its links. Collective; arguments as above."""
     hosts = gather_hosts(agree)
     transport = choose_transport(
-        name, group, device, agree=agree, liveness=liveness, timeout_s=timeout_s, host=hosts[rank_of(group)]
+        name, group, device, agree=agree, liveness=liveness, timeout_s=timeout_s, host=hosts[rank_of(group)], auto=auto
     )
     return transport, hosts

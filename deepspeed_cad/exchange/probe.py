@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.errors import CADError, CADUnsupportedError, ServerLostError
 from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
 from deepspeed_cad.exchange.liveness import Liveness
@@ -47,10 +47,12 @@ def choose_transport(
     liveness: Liveness | None = None,
     timeout_s: float = 300.0,
     host: int | None = None,
+    auto: tuple[str, ...] = NAMES,
 ) -> Transport:
     """The transport of a group. Collective: all ranks call it with the same name and get the same kind.
 
     `host`: the number of this rank's host, where it is not to be found out (tests put one host's ranks on several).
+    `auto`: transports that "auto" may take.
     Raises CADUnsupportedError, on every rank, where `name` is a transport that does not work here.
     """
     if name not in ("auto", *NAMES):
@@ -59,7 +61,8 @@ def choose_transport(
     host = host_number() if host is None else host
     hosts = gather(host) if name != "c10d" else []
     refusals: list[str] = []
-    for candidate in _candidates(hosts) if name == "auto" else (name,):
+    wanted = tuple(one for one in _candidates(hosts) if one in auto) if name == "auto" else (name,)
+    for candidate in wanted:
         near: list[int] = []
         reason = _refusal(candidate, device, gather, len(set(hosts)))
         if reason is None and candidate in ("nvlink", "mixed"):
@@ -72,9 +75,11 @@ def choose_transport(
                 _say(found.name, refusals, hosts, near, device.type == "cuda" and rank_of(group) == 0)
                 return found
         refusals.append(f"{candidate}: {reason}")
-    raise CADUnsupportedError(
-        f'transport "{name}" does not work here: {"; ".join(refusals)}. Leave "transport" out to take one that works.'
-    )
+    todo = (
+        'Set "on_server_failure" to "stop" to take another one.' if name == "auto"
+        else 'Leave "transport" out to take one that works.'
+    )  # fmt: skip
+    raise CADUnsupportedError(f'transport "{name}" does not work here: {"; ".join(refusals)}. {todo}')
 
 
 def gather_hosts(gather: Agree) -> list[int]:
@@ -133,11 +138,18 @@ def _make(
             made = NcclTransport(group, device, liveness, timeout_s, several_hosts)
         else:
             made = C10dTransport(group, device, liveness, timeout_s)
+    except ServerLostError:
+        raise
     except UnreachedError as error:
         unreached = error
     except (RuntimeError, OSError, AttributeError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-    answers = gather(_UNREACHED if unreached is not None else int(made is not None))
+    try:
+        answers = gather(_UNREACHED if unreached is not None else int(made is not None))
+    except ServerLostError:
+        if made is not None:
+            made.abandon()()
+        raise
     if min(answers) > 0:
         return made, ""
     if made is not None:

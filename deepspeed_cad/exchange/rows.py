@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.copies import placements
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import Placement, put_on_device, upload
@@ -75,3 +76,21 @@ def _rows(schedule: Schedule, kind: int, device: torch.device) -> KindRows:
         received=schedule.rows_by_peer(schedule.receives, HOME, kind),
         placement=put_on_device(placements(schedule, kind), device),
     )
+
+
+def check_home(home: torch.Tensor, schedule: Schedule, rows: int) -> None:
+    """Raises CADError where copies cannot read `rows` of a tensor at home."""
+    if home.dim() != 3 or home.shape[1] != schedule.groups or home.shape[0] < rows or home.stride(2) != 1:
+        raise CADError(
+            f"rank {schedule.rank}: a tensor of shape {tuple(home.shape)} and strides {home.stride()} cannot be "
+            f"dispatched; expected [at least {rows} rows, {schedule.groups} groups, width], contiguous in the last"
+        )
+
+
+def check_served(served: torch.Tensor, rows: int) -> None:
+    """Raises CADError where a tensor is not what serves as [rows, width]."""
+    if served.dim() != 2 or served.shape[0] != rows or not served.is_contiguous():
+        raise CADError(
+            f"a served tensor of shape {tuple(served.shape)} and strides {served.stride()} cannot be returned; "
+            f"expected [{rows} rows, width], contiguous"
+        )

@@ -11,7 +11,7 @@ raises CADPeerError, on all ranks, where those that met do not belong together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,3 +98,10 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release buffers and communicators."""
+
+    def abandon(self) -> Callable[[], None]:
+        """Let go of a group one of whose servers is lost, or that others take the place of. It meets nobody and waits
+        for nothing, and nothing is exchanged here any more.
+
+        Gives what releases the memory that is left. That may wait for the GPU: to be called when trainers go on.
+        """

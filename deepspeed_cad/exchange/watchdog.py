@@ -76,6 +76,9 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._given_up = 0
         self._gave_up_at = 0.0
+        self.freed = False
+        """Whether a call of the host was ended because a server is lost: what it waited for has not come."""
+        self._lost_since: float | None = None
         self._freeing: threading.Thread | None = None
         self._read_board_at = self._looked_at = 0.0
 
@@ -110,6 +113,10 @@ class Watchdog:
             self.alarm.stop(found)
             self.alarm.check()
 
+    def abandon(self) -> None:
+        """Stop watching: a server is lost, and the transport is given up."""
+        self._stop.set()
+
     def _start(self) -> None:
         if self._thread is None:
             self._thread = start_daemon("watchdog", self._run, self.device)
@@ -123,6 +130,10 @@ class Watchdog:
                 now = time.monotonic()
                 if self.alarm.sounded:
                     self._let_go(now)
+                    continue
+                if self.alarm.lost():
+                    reached = None
+                    self._free_host(now)
                     continue
                 if found := self._differs(now):
                     self.alarm.stop(found)
@@ -187,6 +198,15 @@ class Watchdog:
             self.give_up()
         except Exception as error:
             logger.debug("waits of the exchange could not be ended: %s", error)
+
+    def _free_host(self, now: float) -> None:
+        """A server is lost, the others go on, and the transport will be given up: nothing is an error, however long it
+        lasts. Only a call of the host that does not come back, as NCCL's where it first connects, is to be ended."""
+        self._lost_since = now if self._lost_since is None else self._lost_since
+        if self.freed or (host := self._host) is None or now - max(host[1], self._lost_since) < VAIN_S:
+            return
+        self.freed = True
+        self._freeing = start_daemon("frees the host", self._free, self.device)
 
     def _frees(self) -> bool:
         return self._freeing is not None and self._freeing.is_alive()

@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 
+from deepspeed_cad.attention.origin import stream_beside
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
-from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.liveness import LOOK_S, Liveness
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.notice import notice
@@ -99,6 +99,8 @@ class Changes:
         self._host = host
         self._meeting = Rendezvous(role, config.timeout_s)
         self._transport: Transport | None = None
+        self._given_up: list[Callable[[], None]] = []
+        """Release the memory of transports that were given up."""
         self._install: Callable[[Opened | None], None] = lambda opened: None
         self._wanted = self._admitted = 0
         self._called = -1
@@ -186,6 +188,8 @@ class Changes:
         self.repeated += len(again)
         self.passes.go_on()
         self._say(before, len(again))
+        while self._given_up:
+            self._given_up.pop()()
 
     def _agree(self) -> list[int]:
         """Who is there from now on; gives the passes that have to run again."""
@@ -245,18 +249,19 @@ class Changes:
 
     def _go_on_with(self, again: list[int]) -> bool:
         """Open the group of the new crew and run passes again; whether that went well."""
-        if isinstance(self._transport, C10dTransport):
+        if self._transport is not None:
             self.bytes_sent += self._transport.bytes_sent
-            self._transport.abandon()
+            self._given_up.append(self._transport.abandon())
             self._transport = None
         try:
-            opened = None
-            if self.crew.ranks > 1:
-                opened = regroup(self.role, self.crew, self.config, self.device, self.liveness)
-                self._transport = opened.transport
-            self._install(opened)
-            self.passes.change(self.crew.generation)
-            self.passes.run_again(again)
+            with stream_beside(self.device):
+                opened = None
+                if self.crew.ranks > 1:
+                    opened = regroup(self.role, self.crew, self.config, self.device, self.liveness)
+                    self._transport = opened.transport
+                self._install(opened)
+                self.passes.change(self.crew.generation)
+                self.passes.run_again(again)
         except ServerLostError as lost:
             logger.info("one more: %s", lost)
             return False

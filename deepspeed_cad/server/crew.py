@@ -12,6 +12,10 @@ from typing import Any
 import torch
 
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.exchange.probe import NAMES
+
+CHANGING = ("nvlink", "nccl")
+"""Transports that let go of a server that is lost while GPUs use them."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,20 @@ class Crew:
         return f"server{'s' * (len(self.servers) > 1)} {', '.join(map(str, self.servers))}"
 
 
+def transports_of(config: CADConfig, device: torch.device) -> tuple[str, ...]:
+    """The transports that "auto" may take. Where servers may change on GPUs: those that can be given up."""
+    changes = config.on_server_failure == "continue" and device.type == "cuda"
+    return CHANGING if changes else NAMES
+
+
 def why_not_change(config: CADConfig, device: torch.device) -> str:
     """Why servers cannot change while a job runs on this device, if it asks for that; else ""."""
-    if config.on_server_failure != "continue" or device.type == "cpu":
+    if config.on_server_failure != "continue" or device.type != "cuda":
+        return ""
+    if config.transport in ("auto", *CHANGING):
         return ""
     return (
-        f'"cad": key "on_server_failure" is "continue", and attention runs on {device}: a GPU that waits for a rank '
-        "that died cannot be taken out of that exchange to go on in another one, so this works on CPUs only. Set it to "
-        '"stop", and start again from a checkpoint where a server dies'
+        f'"cad": key "on_server_failure" is "continue", attention runs on {device}, and key "transport" is '
+        f'"{config.transport}", of which nothing can be given up there while a server is waited for. Leave "transport" '
+        'out, set it to "nvlink" or "nccl", or set "on_server_failure" to "stop"'
     )

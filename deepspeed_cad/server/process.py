@@ -23,12 +23,11 @@ import torch
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
-from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.profiles.speed import find_speeds
-from deepspeed_cad.server.crew import Crew, why_not_change
+from deepspeed_cad.server.crew import Crew, transports_of, why_not_change
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.server.meeting import look_for_end, open_board, open_group
 from deepspeed_cad.server.orders import REGROUP
@@ -158,9 +157,10 @@ class _Server:
         """Servers have changed: begin again in a group with those that are there now."""
         crew = Crew.from_head(self.split.trainers, head)
         first = self.transport is None
-        if isinstance(self.transport, C10dTransport):
-            self.transport.abandon()
-        self.transport = None
+        if self.transport is not None:
+            release = self.transport.abandon()
+            self.transport = None
+            release()
         self._links.generation = crew.generation
         opened = regroup(self.split, crew, self.config, self.device, self.liveness)
         self.group, self.transport = opened.group, opened.transport
@@ -192,8 +192,9 @@ class _Server:
 
         given = self.config.links if isinstance(self.config.links, Mapping) else None
         return open_transport(
-            self.config.transport, self.group, self.device, self._numbers, self.liveness, self.config.timeout_s, given
-        )[0]
+            self.config.transport, self.group, self.device, self._numbers, self.liveness, self.config.timeout_s, given,
+            transports_of(self.config, self.device),
+        )[0]  # fmt: skip
 
     def _numbers(self, value: int) -> list[int]:
         """One number of every rank. Collective."""

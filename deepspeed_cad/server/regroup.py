@@ -21,7 +21,7 @@ from deepspeed_cad.exchange.group import OwnGroup, make_group
 from deepspeed_cad.exchange.liveness import LOOK_S, Liveness
 from deepspeed_cad.exchange.opening import open_again
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.server.crew import Crew
+from deepspeed_cad.server.crew import Crew, transports_of
 from deepspeed_cad.server.rendezvous import Rendezvous
 from deepspeed_cad.server.split import Split
 from deepspeed_cad.threads import start_daemon
@@ -67,7 +67,8 @@ def regroup(split: Split, crew: Crew, config: CADConfig, device: torch.device, l
     def agree(value: int) -> list[int]:
         return group.numbers(value, liveness)
 
-    transport, hosts = open_again(config.transport, group, device, agree, liveness, config.timeout_s)
+    auto = transports_of(config, device)
+    transport, hosts = open_again(config.transport, group, device, agree, liveness, config.timeout_s, auto)
     transport.exchanges = crew.exchanges
     return Opened(group, transport, hosts)
 

@@ -272,7 +272,7 @@ def test_parked_and_recomputed_attention_exclude_each_other() -> None:
     ("block", "key", "says"),
     [
         ({}, "on_server_failure", "every rank trains"),
-        ({"servers": {"reserved": 1}, "transport": "nvlink"}, "transport", "cannot go on without a rank"),
+        ({"servers": {"reserved": 1}, "transport": "mixed"}, "transport", "cannot go on without a rank"),
         ({"servers": {"reserved": 1}, "recompute_attention": True}, "recompute_attention", "other servers"),
         ({"servers": {"reserved": 1}, "keep": "host"}, "keep", "may run again"),
     ],

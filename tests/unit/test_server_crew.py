@@ -14,8 +14,9 @@ from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.probe import NAMES
 from deepspeed_cad.server.change import Word
-from deepspeed_cad.server.crew import Crew, why_not_change
+from deepspeed_cad.server.crew import Crew, transports_of, why_not_change
 from deepspeed_cad.server.join import speeds_of
 from deepspeed_cad.statistics import Statistics
 
@@ -133,11 +134,57 @@ def test_words_travel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "device", "refused"), [("stop", "cuda", 0), ("continue", "cpu", 0), ("continue", "cuda", 1)]
+    ("policy", "device", "transport", "refused"),
+    [
+        ("stop", "cuda", "c10d", ""),
+        ("continue", "cpu", "c10d", ""),
+        ("continue", "cuda", "auto", ""),
+        ("continue", "cuda", "nvlink", ""),
+        ("continue", "cuda", "c10d", 'key "transport" is "c10d", of which nothing can be given up'),
+    ],
 )
-def test_where_servers_may_change(policy: str, device: str, refused: int) -> None:
+def test_where_servers_may_change(policy: str, device: str, transport: str, refused: str) -> None:
+    config = CADConfig(servers={"reserved": 1}, on_server_failure=policy, transport=transport)
+    found = why_not_change(config, torch.device(device))
+    assert refused in found and bool(refused) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "expected"),
+    [("stop", "cuda", NAMES), ("continue", "cpu", NAMES), ("continue", "cuda", ("nvlink", "nccl"))],
+)
+def test_what_auto_may_take(policy: str, device: str, expected: tuple[str, ...]) -> None:
     config = CADConfig(servers={"reserved": 1}, on_server_failure=policy)
-    assert bool(why_not_change(config, torch.device(device))) == bool(refused)
+    assert transports_of(config, torch.device(device)) == expected
+
+
+def test_passes_that_others_had_not_entered_begin_again_in_their_order() -> None:
+    passes = Passes()
+    before, first, second = _enter(passes), _enter(passes, met=False), _enter(passes, met=False)
+    for one in (second, first):  # in whatever order their first steps ended
+        passes.begun(one)
+    passes.undo(1)
+    assert not passes.has_undone(before) and passes.take_undone(before) is None, "what came before them goes on"
+    again = Pass()
+    assert passes.has_undone(again), "what is new comes behind them"
+    assert passes.take_undone(first) is first and passes.take_undone(first) is None
+    # The first one needs a forward first, which the second one, not begun again yet, must not overtake.
+    passes.follows(again, first)
+    assert not passes.has_undone(again)
+    passes.enter(again)
+    passes.begun(again)
+    passes.undo(1)
+    assert [passes.take_undone(second) for _ in range(3)] == [again, second, None]
+
+
+def test_what_all_ranks_have_met_in_is_not_taken_back_twice() -> None:
+    passes = Passes()
+    one = _enter(passes, met=False)
+    passes.begun(one)
+    passes.met(one)
+    passes.met(one)
+    passes.undo(1)
+    assert not passes.has_undone(one)
 
 
 class _Lost:

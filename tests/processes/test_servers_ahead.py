@@ -1,0 +1,120 @@
+"""Servers that die where an exchange starts without waiting for the others, as on GPUs: a trainer may be through with
+the first step of passes that another trainer has not entered. They begin again there, in the order of the others.
+
+The transport is that of CPUs, with one change: an exchange is begun at once, and whether all ranks are in the same one
+is compared where it is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_servers_change as change
+import torch
+import torch.distributed as dist
+from pool import WorkerPool
+
+from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.attention.repeatable import RepeatableCall
+from deepspeed_cad.exchange.carriers import ComparedFirst, UnderWay
+from deepspeed_cad.exchange.identity import compare
+from deepspeed_cad.exchange.liveness import Liveness
+
+SLOW_S = 0.08
+
+
+def _start_at_once(
+    self: ComparedFirst, identity: Any, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]
+) -> UnderWay:
+    self.alarm.check()
+    numbers = torch.zeros(len(to_peers), dtype=torch.int64)
+    mine, incoming = torch.tensor([identity.number]), torch.empty(sum(from_peers), dtype=torch.uint8)
+    gathers = dist.all_gather(list(numbers.split(1)), mine, group=self.group, async_op=True)
+    data = dist.all_to_all_single(incoming, outgoing, from_peers, to_peers, group=self.group, async_op=True)
+    found = UnderWay(identity, outgoing, incoming, data, gathers)
+    found.compared = lambda: compare(dict(enumerate(numbers.tolist())))  # type: ignore[attr-defined]
+    return found
+
+
+_finish = ComparedFirst.finish
+
+
+def _finish_both(self: ComparedFirst, under_way: Any) -> torch.Tensor:
+    with Liveness.watch(self.alarm.liveness, str(under_way.identity), with_servers=True):
+        self._wait(under_way.numbers, under_way.identity)
+    if found := under_way.compared():
+        self.alarm.stop(found)
+        self.alarm.check()
+    return _finish(self, under_way)
+
+
+_play = change._play
+
+
+def _play_ahead(rank: int, *args: Any) -> Any:
+    """As a rank of test_servers_change.py; trainer 1 comes late to each pass."""
+    kept = ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, Passes.undo
+    begin, undo = RepeatableCall.begin, Passes.undo
+    undone = [0]
+
+    def late(self: RepeatableCall, one: Any) -> None:
+        time.sleep(SLOW_S)
+        begin(self, one)
+
+    def count(self: Passes, entered: int) -> None:
+        undo(self, entered)
+        undone[0] += len(self._undone)
+
+    ComparedFirst.start, ComparedFirst.finish = _start_at_once, _finish_both  # type: ignore[method-assign]
+    if rank == 1:
+        RepeatableCall.begin = late  # type: ignore[method-assign]
+    Passes.undo = count  # type: ignore[method-assign]
+    try:
+        found = _play(rank, *args)
+        return {**found, "undone": undone[0]} if isinstance(found, dict) else found
+    finally:
+        ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, Passes.undo = kept  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks play with exchanges that start at once."""
+    monkeypatch.setattr(change, "_play", _play_ahead)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("servers", "overlap"),
+    [(1, "interleave"), pytest.param(2, "interleave", marks=pytest.mark.long),
+     pytest.param(1, "local_first", marks=pytest.mark.long), pytest.param(2, "local_first", marks=pytest.mark.long)],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "undone"),
+    [("dispatch", True), ("dispatch served", False), ("return", False), ("backward dispatch", True),
+     ("backward return", False)],
+)  # fmt: skip
+def test_what_one_trainer_had_begun_alone_begins_again(
+    workers: WorkerPool, tmp_path: Path, servers: int, overlap: str, what: str, undone: bool
+) -> None:
+    found = change._run(workers, 2, servers, {2: change._moment(what, 1)}, tmp_path, overlap=overlap)
+    if undone:
+        assert found[0]["undone"] > 0 and found[1]["undone"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["dispatch", "backward dispatch"])
+def test_while_several_micro_batches_are_in_flight(workers: WorkerPool, tmp_path: Path, what: str) -> None:
+    """Their forwards ran with the server: what begins again may have to attend once more first."""
+    change._run(workers, 2, 2, {2: change._moment(what, 1)}, tmp_path, train=change._many)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "second", [pytest.param(("dispatch", 1), marks=pytest.mark.long), ("return", 1), ("backward dispatch", 1)]
+)
+def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tuple[str, int]) -> None:
+    """The second one mostly while passes begin again for the first."""
+    change._run(workers, 2, 2, {2: change._moment("dispatch", 1), 3: change._moment(*second)}, tmp_path)
