@@ -6,6 +6,10 @@ Starts the ranks of servers_step.py itself, the last of them reserved, so that n
 a few steps have run, the server gets SIGKILL half a step after one began. Each of the others must end by itself within
 `--limit` seconds, with an error, and name the server; the exit code is 1 where one does not. What stands behind `--`
 goes to servers_step.py.
+
+With `--continue` the trainers are to go on ("on_server_failure": "continue"): how long the change took is measured by
+when trainer 0 says that it went on, and by the step in which the server died against those before and after. The exit
+code is 1 where one of the trainers ends, or no further step comes within `--limit` seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, help="trainers and the server")
     parser.add_argument("--after", type=int, default=3, help="steps that run before it is killed")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds in which all others must end")
+    parser.add_argument("--continue", dest="goes_on", action="store_true", help="trainers go on without the server")
     parser.add_argument("--cad", type=json.loads, default={}, help='the "cad" block, beside its servers')
     parser.add_argument(
         "--commit", default="", help="where this is not a git checkout: what results name as the commit"
@@ -48,7 +53,8 @@ def start(options: argparse.Namespace, folder: Path) -> list[subprocess.Popen[by
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    block = json.dumps({**options.cad, "servers": {"reserved": 1}})
+    policy = {"on_server_failure": "continue"} if options.goes_on else {}
+    block = json.dumps({**options.cad, **policy, "servers": {"reserved": 1}})
     words = [sys.executable, "-m", "deepspeed_cad.run", "--cad", block, str(HERE / "servers_step.py")]
     path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = []
@@ -72,9 +78,9 @@ def step_seconds(folder: Path, step: int) -> float | None:
     return float(found[1]) if found else None
 
 
-def wait_for_step(folder: Path, processes: list[subprocess.Popen[bytes]], step: int) -> float:
+def wait_for_step(folder: Path, processes: list[subprocess.Popen[bytes]], step: int, limit: float = START_S) -> float:
     """Seconds that it took. Raises RuntimeError where a process ends before, or nothing comes."""
-    end = time.monotonic() + START_S
+    end = time.monotonic() + limit
     while (seconds := step_seconds(folder, step)) is None:
         ended = [rank for rank, process in enumerate(processes) if process.poll() is not None]
         if ended or time.monotonic() > end:
@@ -107,8 +113,51 @@ def watch(
     return found
 
 
+def watch_change(
+    processes: list[subprocess.Popen[bytes]], server: int, folder: Path, killed: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """How trainers went on: seconds until trainer 0 said so, those of the step of the kill, and of as many behind it as
+    there were before."""
+    said: tuple[float, str] | None = None
+    trainers = processes[:server]
+    while said is None and time.monotonic() < killed + options.limit and all(one.poll() is None for one in trainers):
+        words = re.findall(rf"[^\n]*\bserver {server} ended[^\n]*", (folder / "0").read_text(errors="replace"))
+        if words and "Training goes on" in words[0]:
+            said = time.monotonic() - killed, words[0].strip()
+        time.sleep(0.005)
+    steps: list[float] = []
+    problem = ""
+    try:
+        for step in range(options.after, 2 * options.after + 1):
+            steps.append(wait_for_step(folder, trainers, step, max(killed + options.limit - time.monotonic(), 0.1)))
+    except RuntimeError as error:
+        problem = str(error)
+    return {
+        "seconds": None if said is None else said[0], "words": "" if said is None else said[1], "steps": steps,
+        "problem": problem,
+    }  # fmt: skip
+
+
+def report_change(result: dict[str, Any]) -> str:
+    """In words."""
+    change = result["change"]
+    lines = [
+        f"server {result['server']} killed {result['killed_after_s']:.2f} s into a step of {result['step_s']:.2f} s: "
+        f"{'trainers went on' if result['passed'] else 'NOT as it should be'} (limit {result['limit_s']:.0f} s)"
+    ]
+    if change["seconds"] is not None:
+        lines.append(f"trainer 0 went on {change['seconds']:.2f} s after the kill: {change['words'][:200]}")
+    if change["steps"]:
+        first, *others = change["steps"]
+        behind = ", ".join(f"{one:.2f}" for one in others)
+        lines.append(f"the step in which it died took {first:.2f} s, those behind it {behind} s")
+    return "\n".join([*lines, change["problem"]]).strip() + "\n"
+
+
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
+    if "change" in result:
+        return report_change(result)
     lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
     for one in result["killed"]:
         seconds = "still runs" if one["seconds"] is None else f"{one['seconds']:.2f}"
@@ -132,22 +181,30 @@ def main() -> None:
             time.sleep(step / 2)
             processes[server].kill()
             killed = time.monotonic()
-            trainers = watch(processes, server, folder, killed, options.limit)
+            found: dict[str, Any]
+            if options.goes_on:
+                change = watch_change(processes, server, folder, killed, options)
+                found = {"change": change, "passed": change["seconds"] is not None and not change["problem"]}
+            else:
+                trainers = watch(processes, server, folder, killed, options.limit)
+                ended = (
+                    one["seconds"] is not None and one["code"] != 0 and one["names the server"] for one in trainers
+                )
+                found = {"killed": trainers, "passed": all(ended)}
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-    passed = all(one["seconds"] is not None and one["code"] != 0 and one["names the server"] for one in trainers)
     result = {
         "server": server, "step_s": step, "killed_after_s": killed - began, "limit_s": options.limit,
-        "passed": passed, "killed": trainers, "script": options.script,
+        **found, "script": options.script,
         "commit": options.commit, "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }  # fmt: skip
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(table(result))
-    sys.exit(0 if passed else 1)
+    sys.exit(0 if result["passed"] else 1)
 
 
 if __name__ == "__main__":

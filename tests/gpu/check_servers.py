@@ -1,18 +1,30 @@
 """A tiny model beside one reserved server, the last rank, against every document alone in fp64; see check_models.py.
 
 All other ranks train. Linear layers of one part run while the other is attended, with and without checkpointing.
+
+Cases in which a server dies: the last rank starts servers as processes of their own. The first one is killed, by
+itself, when what it serves of a layer has been queued on its GPU; the trainers go on alone, and then beside a server
+that came later. Losses and gradients of every step are compared, also of that in which the server died.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from check_models import Sizes, check, make_block, make_lengths, make_model
+from check_models import Sizes, check, judge, make_block, make_lengths, make_model, references, stream, train
 from lines import Found, Lines, Place
 
+import deepspeed_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.request import VARIABLE, Request
 from deepspeed_cad.server.launch import take_role
@@ -21,10 +33,22 @@ from deepspeed_cad.session import close_session
 OWN_WORLD = True
 """The server is in no world of torch.distributed."""
 RESERVED = {"reserved": 1}
+DIES_AT = 2
+"""The step in which the first server dies; as many run before with it, as many alone after it, and then as many beside
+one that came later."""
+CHANGE_S = 60.0
+"""For the step in which it dies."""
+COME_S = 90.0
+"""For a server to start, or to end."""
 
 
 def run(place: Place, lines: Lines, case: str) -> None:
-    """Transports; every case meets anew, as another attempt of the same launch."""
+    """Transports; every case meets anew, as another attempt of the same launch. Or a case in which a server dies."""
+    if case:
+        transport, how = case.split(": ")
+        part = _keep_servers if place.rank == place.ranks - 1 else _train_on
+        lines.check(f"reserved by {transport}", how, lambda: part(place, transport, how.split()[-1]))
+        return
     known: list[Any] = []
     transports = ["nvlink", "nccl"] if place.on_gpu else ["c10d"]
     cases = [(transport, checkpointing) for transport in transports for checkpointing in (True, False)]
@@ -59,3 +83,85 @@ def _take_part(place: Place, transport: str, checkpointing: bool, known: list[An
     found = check(trainers, model, lengths, transport, checkpointing, known, servers=RESERVED)
     dist.barrier()
     return found
+
+
+def _train_on(place: Place, transport: str, dies_in: str) -> Found:
+    """A trainer, whose server dies and another one comes."""
+    ranks = place.ranks - 1
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if place.on_gpu else "gloo", timeout=timedelta(seconds=120))
+    trainers, sizes = replace(place, ranks=ranks), Sizes(512, 4096) if place.on_gpu else Sizes(64, 192)
+    model, lengths = make_model(trainers, "llama", sizes), make_lengths("rows", ranks, sizes.tokens)
+    known = references(model, lengths)
+    ours = copy.deepcopy(model)
+    block = {"servers": {"joined": 1}, "on_server_failure": "continue"}
+    deepspeed_cad.apply(ours, {**make_block(place, transport), **block})
+    session = deepspeed_cad.current_session()
+    assert session is not None and session.reserved is not None
+    changes = session.reserved.changes
+    assert changes is not None
+    begin = place.rank * sizes.tokens
+    here = [column[begin : begin + sizes.tokens] for column in stream(lengths, place.device)]
+    used, seconds, moved, said = [], [], [], ""
+    for step in range(3 * DIES_AT + 1):
+        if step == 2 * DIES_AT + 1:
+            dist.barrier()
+            _store().set("come", "1")
+            _await(lambda: bool(changes.newcomers) or place.rank > 0, "the second server")
+            dist.barrier()
+        before, begun = session.statistics, time.perf_counter()
+        found = train(ours, *here)
+        place.synchronize()
+        seconds.append(time.perf_counter() - begun)
+        moved.append(session.statistics.since(before).bytes_sent)
+        used.append("none" if session.transport is None else session.transport.name)
+        right, said = judge(trainers, found, *known)
+        if not right:
+            return False, f"step {step}, servers {changes.crew.servers}, {changes.crew.generation} changes: {said}"
+    close_session()
+    alone = slice(DIES_AT + 1, 2 * DIES_AT + 1)
+    right = changes.crew.generation == 2 and changes.crew.servers == (ranks + 1,) and changes.repeated > 0
+    right = right and used[0] == used[-1] == transport and all(moved[:DIES_AT]) and all(moved[alone.stop :])
+    right = right and (ranks > 1 or not any(moved[alone])) and seconds[DIES_AT] < CHANGE_S
+    return right, (
+        f"the step in which it died took {seconds[DIES_AT]:.2f} s, others with it {min(seconds[:DIES_AT]):.2f}, alone "
+        f"{min(seconds[alone]):.2f} s; {changes.repeated} passes ran again; bytes {moved} by {used}; last step: {said}"
+    )
+
+
+def _keep_servers(place: Place, transport: str, dies_in: str) -> Found:
+    """Starts the servers: one that dies, and when the trainers ask for it another one."""
+    script, device = Path(__file__).with_name("server_process.py"), str(place.device)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def serve(*moment: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(script), f"127.0.0.1:{os.environ['MASTER_PORT']}", device, *moment]
+        started.append(subprocess.Popen(command))
+        return started[-1]
+
+    try:
+        first = serve("backward dispatch" if dies_in == "backward" else "dispatch", str(DIES_AT))
+        _await(lambda: first.poll() is not None, "the end of the first server", 2 * COME_S)
+        _await(lambda: _store().check(["come"]), "the trainers, alone,", COME_S + CHANGE_S)
+        second = serve()
+        _await(lambda: second.poll() is not None, "the end of the second server", 2 * COME_S)
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    codes = first.returncode, second.returncode
+    return codes == (-9, 0), f"servers ended with {codes}"
+
+
+def _store() -> dist.Store:
+    """Of the launch, for what is said between these processes."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30))
+    return dist.PrefixStore("check_servers", store)
+
+
+def _await(what: Callable[[], bool], name: str, seconds: float = COME_S) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{name} did not come within {seconds:.0f} s")
+        time.sleep(0.1)

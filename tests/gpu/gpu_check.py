@@ -92,8 +92,12 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
             ("nvlink,nccl,c10d", "nvlink: other sizes", "nccl: other sizes") if cuda else ("c10d", "c10d: other sizes")
         )
         return [Launch(group, case, limit_s=100) for case in cases]
-    if group in ("servers", "speeds"):
+    if group == "speeds":
         return [Launch(group, limit_s=100)]
+    if group == "servers":
+        transports, passes = ("nvlink", "nccl") if cuda else ("c10d",), ("forward", "backward")
+        deaths = [f"{transport}: dies in the {one}" for transport in transports for one in passes]
+        return [Launch(group, limit_s=100), *(Launch(group, case, limit_s=150) for case in deaths)]
     if group == "streams":
         # NCCL takes seconds to open among many ranks: there one case each, and every case on two.
         nccl = "nccl,nccl/4" if ranks == 2 else "nccl/1,nccl/4"
@@ -134,7 +138,7 @@ WAVES = (
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; checks that fill the memory of GPUs, or time steps, are alone. The last ones
 have the most cases: where time runs out, some of these are left, and no group as a whole."""
-AT_ONCE = ("failures", "loaders", "timeouts")
+AT_ONCE = ("failures", "loaders", "timeouts", "servers")
 """Groups whose launches run at the same time."""
 
 

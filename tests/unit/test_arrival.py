@@ -1,0 +1,253 @@
+"""Waits on the host for what comes on a GPU: without one, events and copies are small stand-ins. What a GPU does is
+not shown here; when the host goes on, stops, or says that a server is lost is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADPeerError, ServerLostError
+from deepspeed_cad.exchange import messages, watchdog
+from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.arrival import Reader, wait_for
+from deepspeed_cad.exchange.comparison import Comparison
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.meeting import Meeting
+from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
+from deepspeed_cad.exchange.watchdog import Watchdog
+
+
+class Losses:
+    """Says that a server is lost, once it is told so."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def why(self) -> str:
+        return self.reason
+
+    def wait(self) -> str:
+        return self.reason
+
+
+class Side:
+    """One rank that goes on without a server."""
+
+    def __init__(self, timeout_s: float = 30.0) -> None:
+        self.losses = Losses()
+        self.board = Liveness(dist.HashStore(), 0, 2)
+        self.board.losses, self.board.watched = self.losses, range(1)
+        self.alarm = Alarm(0, self.board, timeout_s)
+        self.freed: list[float] = []
+        self.dog = Watchdog(self.alarm, lambda: self.freed.append(time.monotonic()))
+
+    def wait(self, reached: Callable[[], bool]) -> None:
+        wait_for(reached, self.alarm, self.dog, "exchange 7", 7)
+
+
+class Ring:
+    """Numbers of ranks in device memory; a copy of them takes a few looks."""
+
+    def __init__(self, numbers: list[int], looks: int = 2) -> None:
+        self.numbers, self.host, self.copies, self.looks = (
+            numbers,
+            torch.zeros(len(numbers), dtype=torch.int32),
+            0,
+            looks,
+        )
+        self.reader = Reader(self.host, self.begin)
+
+    def begin(self) -> SimpleNamespace:
+        self.copies += 1
+        left = [self.looks]
+
+        def query() -> bool:
+            left[0] -= 1
+            if left[0] == 0:
+                self.host.copy_(torch.tensor(self.numbers))
+            return left[0] <= 0
+
+        return SimpleNamespace(query=query)
+
+
+def test_a_number_is_reached_when_the_last_rank_is_there() -> None:
+    ring = Ring([3, 2])
+    assert [ring.reader.reached(3) for _ in range(6)] == [False] * 6
+    ring.numbers[1] = 3
+    while not ring.reader.reached(3):
+        assert ring.copies < 9
+    copies = ring.copies
+    assert ring.reader.reached(3) and ring.reader.reached(1) and ring.copies == copies, "known, so nothing is read"
+
+
+def test_nothing_is_taken_from_a_copy_that_is_under_way() -> None:
+    ring = Ring([5, 5], looks=4)
+    assert [ring.reader.reached(5) for _ in range(5)] == [False] * 4 + [True] and ring.copies == 1
+
+
+def test_the_host_goes_on_when_all_is_there() -> None:
+    side, ring = Side(), Ring([7, 6])
+    threading.Timer(0.1, lambda: ring.numbers.__setitem__(1, 7)).start()
+    begin = time.monotonic()
+    side.wait(lambda: ring.reader.reached(7))
+    assert 0.05 < time.monotonic() - begin < 5 and not side.freed
+    side.dog.close()
+
+
+def test_a_server_that_is_lost_ends_the_wait_at_once() -> None:
+    side = Side()
+    threading.Timer(0.1, lambda: setattr(side.losses, "reason", "server 1 ended: its process died")).start()
+    begin = time.monotonic()
+    with pytest.raises(ServerLostError, match="server 1 ended"):
+        side.wait(lambda: False)
+    assert time.monotonic() - begin < 5
+    assert side.board.reason(0) is None, "this rank has not stopped"
+    side.dog.abandon()
+
+
+def test_what_is_there_counts_also_where_a_server_is_lost_meanwhile() -> None:
+    side = Side()
+    side.losses.reason = "server 1 ended"
+    side.wait(lambda: True)
+
+
+def test_a_rank_that_never_comes_is_an_error_in_time_as_on_streams() -> None:
+    side = Side(timeout_s=0.4)
+    with pytest.raises(CADPeerError, match=r"exchange 7.*no sign of it within 0.4 s") as caught:
+        side.wait(lambda: False)
+    assert not isinstance(caught.value, ServerLostError)
+    side.dog.abandon()
+
+
+def test_waits_end_by_force_and_not_because_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To leave NCCL stops its kernel, and the event behind that is reached though nothing came."""
+    monkeypatch.setattr(watchdog, "VAIN_S", 0.3)
+    side = Side()
+    side.dog.give_up = lambda: side.freed.append(time.monotonic())
+    side.losses.reason = "server 1 ended"
+    begin = time.monotonic()
+    with side.dog.inside("a call of NCCL"):
+        while not side.freed:
+            assert time.monotonic() - begin < 10
+            time.sleep(0.01)
+    assert time.monotonic() - begin > 0.25 and not side.alarm.sounded
+    with pytest.raises(ServerLostError):
+        side.wait(lambda: True)
+    side.dog.abandon()
+
+
+def test_a_process_does_not_end_for_a_server_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait of a stream, as NCCL's, lasts until the transport is given up, however long trainers take to agree."""
+    monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
+    monkeypatch.setattr(watchdog, "LAST_S", 0.1)
+    side, ended = Side(timeout_s=0.2), []
+    side.dog.end_process = ended.append
+    side.losses.reason = "server 1 ended"
+    side.dog.track(SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False), "exchange 7")
+    time.sleep(1.0)
+    assert not ended and not side.alarm.sounded and not side.freed
+    side.dog.abandon()
+
+
+def test_a_call_that_fails_with_a_server_says_so() -> None:
+    side = Side()
+    assert not isinstance(side.alarm.explain("exchange 7", NativeCallError("remote error")), ServerLostError)
+    side = Side()
+    side.losses.reason = "server 1 ended"
+    assert isinstance(side.alarm.explain("exchange 7", NativeCallError("remote error")), ServerLostError)
+    side.alarm.stop("ranks differ")
+    assert not isinstance(side.alarm.explain("exchange 7", NativeCallError("x")), ServerLostError)
+
+
+def test_nobody_waits_for_a_lost_server_to_make_memory() -> None:
+    side = Side()
+    one = Meeting(dist.HashStore(), np.arange(2), 0, side.alarm)
+    threading.Timer(0.1, lambda: setattr(side.losses, "reason", "server 1 ended")).start()
+    begin = time.monotonic()
+    with pytest.raises(ServerLostError):
+        one.hold("making it")
+    assert time.monotonic() - begin < 5
+
+
+def test_nobody_waits_for_a_lost_server_to_join_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "LOOK_S", 0.05)
+    late, joined = threading.Event(), []
+    begin = time.monotonic()
+    with pytest.raises(ServerLostError, match="server 1"):
+        messages._in_time(
+            lambda: late.wait(30) and SimpleNamespace(name="late"), joined.append, torch.device("cpu"), 30.0,
+            lambda: "server 1 ended" * (time.monotonic() - begin > 0.1),
+        )  # fmt: skip
+    assert time.monotonic() - begin < 5
+    late.set()
+    while not joined:
+        assert time.monotonic() - begin < 10
+        time.sleep(0.01)
+    assert joined[0].name == "late", "what was made too late is dropped"
+
+
+def test_a_communicator_is_left_once() -> None:
+    calls = object.__new__(NcclCalls)
+    left: list[object] = []
+    calls._library = SimpleNamespace(call=lambda name, *given: left.append(given))  # type: ignore[assignment]
+    calls._leaving, calls._communicator = threading.Lock(), SimpleNamespace(value=17)  # type: ignore[assignment]
+    threads = [threading.Thread(target=lambda: calls.leave(abort=True)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(left) == 1
+
+
+class Queue(messages.Messenger):
+    """Notes what it is to send, with events that are reached at once."""
+
+    def __init__(self, alarm: Alarm) -> None:
+        event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+        self.device, self.alarm, self.rank, self.ranks = torch.device("cpu"), alarm, 1, 4
+        self.stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)
+        self._numbers, self.queued = torch.zeros(messages.RING, dtype=torch.int64), list[np.ndarray]()
+
+    def _queue(self, identity: object, table: np.ndarray, dog: Watchdog) -> None:
+        self.queued.append(table)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("moves", [False, True])
+def test_who_may_lose_a_server_hears_of_all_ranks_in_every_exchange(
+    monkeypatch: pytest.MonkeyPatch, goes_on: bool, moves: bool
+) -> None:
+    for name, fake in (
+        ("current_stream", lambda *_: None), ("device", lambda _: threading.Lock()),
+        ("stream", lambda _: threading.Lock()),
+        ("Event", lambda **_: SimpleNamespace(record=lambda stream: None, query=lambda: True)),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    side = Side()
+    side.board.losses = side.losses if goes_on else None
+    ring = torch.zeros(messages.RING, 4, dtype=torch.int64)
+    comparison = object.__new__(Comparison)
+    comparison.ring, arrived = ring, []
+    comparison.arrived = lambda identity, peers: arrived.append(peers)  # type: ignore[method-assign]
+    queue, table = (
+        Queue(side.alarm),
+        np.array([[1, 2, 64, 8], [0, 2, 128, 8]] if moves else [], np.int64).reshape(-1, 4),
+    )
+    dog = SimpleNamespace(track=lambda before, after, label, then=None: None if then is None else then())
+    done = queue.exchange(SimpleNamespace(index=5, number=9), table, comparison, dog)  # type: ignore[arg-type]
+    others = [0, 2, 3] if goes_on else [2]
+    if not goes_on and not moves:
+        assert done is None and not queue.queued
+        return
+    assert done is not None and arrived == [others]
+    numbers = queue.queued[0]
+    for way in (0, 1):
+        assert sorted(numbers[numbers[:, 0] == way, 1].tolist()) == others
+    assert [len(one) for one in queue.queued[1:]] == ([2] if moves else [])
