@@ -246,6 +246,24 @@ def test_a_server_killed_in_mid_step(tmp_path: Path, limit: int, code: int) -> N
         assert "still runs" in run.stdout
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("limit", "code"), [(60, 0), (0, 1)])
+def test_trainers_that_go_on_without_a_killed_server(tmp_path: Path, limit: int, code: int) -> None:
+    """How long the change took; where no step comes in time, the exit code says so."""
+    command = [sys.executable, "benchmarks/killed_server.py", "--ranks", "3", "--limit", str(limit), "--continue"]
+    script = ["--cad", '{"granularity": 16}', "--output", str(tmp_path / "killed.json"), "--", "--tokens", "512", *TINY]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == code, run.stdout + run.stderr
+    found = json.loads((tmp_path / "killed.json").read_text())
+    assert found["passed"] == (code == 0)
+    if code == 0:
+        assert 0 < found["change"]["seconds"] < limit and len(found["change"]["steps"]) == 4
+        assert "Training goes on with the trainers alone" in run.stdout
+    else:
+        assert "NOT as it should be" in run.stdout
+
+
 def gpus(*words: str, script: str = "gpus", **variables: str) -> subprocess.CompletedProcess[str]:
     """benchmarks/gpus where there are none."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
