@@ -149,7 +149,6 @@ class MixedTransport(NvlinkTransport):
             super().close()
         finally:
             self.messages.leave()
-            self.peers.forget()
 
     def _exchange(self, way: Messenger, under_way: _UnderWay, table: list[Table], packed: list[torch.Tensor]) -> None:
         """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both.

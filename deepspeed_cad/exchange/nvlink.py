@@ -43,14 +43,14 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.group import Group, OwnGroup, size_of
+from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.landing import LandingArea, make_buffers
 from deepspeed_cad.exchange.lanes import Lanes
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
-from deepspeed_cad.exchange.peers import PeerGroup, whole_group
+from deepspeed_cad.exchange.peers import PeerGroup, changed_group, whole_group
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
 from deepspeed_cad.exchange.rows import check_home, check_served
 from deepspeed_cad.exchange.split import near_part
@@ -117,13 +117,19 @@ class NvlinkTransport:
         have their places in what lands, and somebody else brings them.
         """
         self.group, self.device = group, device
-        self.peers = peers = peers or whole_group(group)
+        alarm = alarm or Alarm(rank_of(group), liveness, timeout_s)
+        if peers is None:
+            if isinstance(group, OwnGroup) and alarm.goes_on:
+                peers = changed_group(group, alarm)
+            else:
+                peers = whole_group(group)
+        self.peers = peers
         self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
         self.exchanges = 0
         self.bytes_sent = 0
         self.transfers: Transfers | None = None
         self.register = Register()
-        self._alarm = alarm = alarm or Alarm(self.rank, liveness, timeout_s)
+        self._alarm = alarm
         self._meeting = Meeting(peers.store, peers.members, peers.place, alarm)
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()
@@ -211,6 +217,7 @@ class NvlinkTransport:
         finally:
             self._lanes.release()
             self._tables.clear()
+            self.peers.forget()
 
     def abandon(self) -> Callable[[], None]:
         """See Transport.abandon. What other ranks still copy into memory of this one lies in their mappings too, and
@@ -224,6 +231,7 @@ class NvlinkTransport:
             copied.synchronize()
             self._tables.clear()
             self._lanes.release()
+            self.peers.forget()
 
         return release
 

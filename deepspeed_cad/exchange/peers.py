@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.group import (
     Group,
     OwnGroup,
@@ -22,6 +23,7 @@ from deepspeed_cad.exchange.group import (
     size_of,
     store_of,
 )
+from deepspeed_cad.exchange.memory_store import MemoryStore
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 
 
@@ -39,6 +41,8 @@ class PeerGroup:
     """Where they meet; None: a rank alone."""
     registered: dist.ProcessGroup | None = None
     """Kept alive as long as torch is to find it by the name `handle`."""
+    names: dist.Store | None = None
+    """Likewise, the store of that."""
 
     def forget(self) -> None:
         """Take the name back from torch."""
@@ -56,6 +60,18 @@ def whole_group(group: Group) -> PeerGroup:
         show_to_symmetric_memory(enable, group.name, group.processes, group.store, ranks)
     handle = group.name if isinstance(group, OwnGroup) else group
     return PeerGroup(members, rank_of(group), handle, open_store(group, "nvlink"))
+
+
+def changed_group(group: OwnGroup, alarm: Alarm) -> PeerGroup:
+    """All ranks of a group that was opened because servers changed: some may have come later than others."""
+    members, name = np.arange(size_of(group)), f"{group.name}, its memory"
+    names = MemoryStore(dist.PrefixStore("symmetric memory", group.store), alarm)
+    registered = dist.ProcessGroup(names, group.rank, group.ranks)
+    torch_groups: Any = dist.distributed_c10d
+    torch_groups._register_process_group(name, registered)
+    enable = getattr(symmetric_memory(), "enable_symm_mem_for_group", None)
+    show_to_symmetric_memory(enable, name, registered, names, {int(member): int(member) for member in members})
+    return PeerGroup(members, group.rank, name, open_store(group, "nvlink"), registered, names)
 
 
 def host_group(group: Group, near: list[int]) -> PeerGroup:

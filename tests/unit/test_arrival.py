@@ -20,6 +20,7 @@ from deepspeed_cad.exchange.arrival import Reader, wait_for
 from deepspeed_cad.exchange.comparison import Comparison
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.meeting import Meeting
+from deepspeed_cad.exchange.memory_store import MemoryStore
 from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
 from deepspeed_cad.exchange.watchdog import Watchdog
 
@@ -204,6 +205,42 @@ def test_a_communicator_is_left_once() -> None:
     for thread in threads:
         thread.join()
     assert len(left) == 1
+
+
+def _gather(store: dist.Store, counter: int, rank: int) -> list[bytes]:
+    """As torch's symmetric memory does on one of two ranks, in C++: keys by a counter of the process."""
+    mine = dist.PrefixStore("group", store)
+    mine.set(f"CUDASymmetricMemory/{counter}/{rank}", f"{rank}")
+    keys = [f"CUDASymmetricMemory/{counter}/{one}" for one in range(2)]
+    mine.wait(keys)
+    return mine.multi_get(keys)
+
+
+def test_memory_is_mapped_beside_ranks_that_came_later() -> None:
+    shared, sides = dist.HashStore(), [Side(), Side()]
+    stores = [MemoryStore(shared, side.alarm) for side in sides]
+    found: list[list[list[bytes]]] = [[], []]
+
+    def meet(rank: int, counters: list[int]) -> None:
+        for counter in counters:
+            found[rank].append(_gather(stores[rank], counter, rank))
+
+    threads = [threading.Thread(target=meet, args=args) for args in ((0, [17, 18, 40]), (1, [0, 1, 2]))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == [[[b"0", b"1"]] * 3] * 2
+    assert stores[0].check(["CUDASymmetricMemory/41/1"]) is False, "the next ones have not met yet"
+
+
+def test_mapping_memory_ends_where_a_server_is_lost_or_never_comes() -> None:
+    side = Side()
+    threading.Timer(0.1, lambda: setattr(side.losses, "reason", "server 1 ended")).start()
+    with pytest.raises(ServerLostError, match="server 1"):
+        _gather(MemoryStore(dist.HashStore(), side.alarm), 3, 0)
+    with pytest.raises(CADPeerError, match=r"waited 0.2 s for .*3/1"):
+        _gather(MemoryStore(dist.HashStore(), Side(timeout_s=0.2).alarm), 3, 0)
 
 
 class Queue(messages.Messenger):
