@@ -9,13 +9,18 @@ from deepspeed_cad.attention.setup import CallOrders, Modes
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import WHOLE, Cut
 
 
 class MicroBatchOrders(Protocol):
     """Tells reserved servers of one micro-batch, on the rank that leads them."""
 
-    def plan(self, key: PlanKey, nano_batch: int, plan: Plan) -> None:
-        """What was planned for a kind of layer."""
+    def plan(self, key: PlanKey, nano_batch: int, plan: Plan, cut: Cut) -> None:
+        """What was planned for a kind of layer, and into which waves it is cut; of several the last one counts."""
+
+    def room(self, key: PlanKey, nano_batch: int, room: Room) -> None:
+        """All ranks make room for what was planned, now."""
 
     def call(
         self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
@@ -39,3 +44,5 @@ class PlannedTick:
     """By waves."""
     seconds: float
     """Time for plan and schedules."""
+    cut: Cut = WHOLE
+    """Which waves these are."""
