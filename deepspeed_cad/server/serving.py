@@ -47,6 +47,8 @@ class ServedPass:
     def dispatch(self, wave: int) -> None:
         """A wave goes out. Raises CADError where it is another one's turn."""
         self._expect("dispatch", wave, self.out.started)
+        if wave >= self.returned + OUT:
+            raise CADError(f"{self._words} is told to dispatch wave {wave} before wave {self.returned} was returned")
         if wave >= BACK:
             # Its place on the way back is that of the wave so many before it.
             self._backs.popleft().wait()
@@ -58,7 +60,7 @@ class ServedPass:
         """A wave comes back. Raises CADError where it is another one's turn."""
         self._expect("return", wave, self.returned)
         if self.served == wave:
-            raise CADError(f"{self._words} is told to return wave {wave} before it was dispatched")
+            raise CADError(f"{self._words} is told to return wave {wave} before it was served")
         what = "dQ, dK, dV back" if self.backward else "O back"
         fields, self._ready = self._ready, []
         self._backs.append(self.setup.give_back(what, wave, fields, self.backward))
@@ -80,8 +82,8 @@ class ServedPass:
     def _expect(self, what: str, wave: int, expected: int) -> None:
         if wave != expected or expected == self.out.count:
             raise CADError(
-                f"{self._words} is told of the {what} of wave {wave} where that of wave {expected} of "
-                f"{self.out.count} comes next: orders and plans do not belong together"
+                f"{self._words} is told to {what} wave {wave}, where wave {expected} of {self.out.count} comes next: "
+                "orders and plans do not belong together"
             )
 
     @property
