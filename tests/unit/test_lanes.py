@@ -32,8 +32,9 @@ from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.room import OUT, Room
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
+from deepspeed_cad.server.serving import ServedPass
 
 GROUPS = 3
 
@@ -148,9 +149,30 @@ def gpus(network: Network, monkeypatch: pytest.MonkeyPatch) -> Gpus:  # noqa: F8
     return found
 
 
+def as_trainer(setup: Any, out: WavesOut, serve: Callable[[int, list[torch.Tensor]], list[Returning]]) -> None:
+    """A rank that has tasks of its own and leads."""
+    out.begin()
+    _, back = run_tasks(
+        setup, out, lambda batches: None, lambda wave, arrived: (None, setup.give_back("", wave, serve(wave, arrived)))
+    )
+    back.finish(setup)
+
+
+def as_server(setup: Any, out: WavesOut, serve: Callable[[int, list[torch.Tensor]], list[Returning]]) -> None:
+    """A reserved one, which is told of each exchange."""
+    one = ServedPass(setup, False, out, serve)
+    for wave in range(min(out.count, OUT)):
+        one.dispatch(wave)
+    for wave in range(out.count):
+        one.give_back(wave)
+        if out.started < out.count:
+            one.dispatch(out.started)
+
+
 def queue_tick(
-    gpus: Gpus, transport: NvlinkTransport, parts: tuple[Schedule, ...], aside: Stream | None, turn: int, seed: int
-) -> Callable[[], None]:
+    gpus: Gpus, transport: NvlinkTransport, parts: tuple[Schedule, ...], aside: Stream | None, turn: int, seed: int,
+    play: Callable[..., None],
+) -> Callable[[], None]:  # fmt: skip
     """Queue a tick of one rank: servers send back twice what arrived. Gives a check for the end."""
     rng = torch.Generator().manual_seed(seed * 100 + transport.rank)
     schedule = parts[0]
@@ -170,23 +192,23 @@ def queue_tick(
             parts[wave], [Outgoing(QUERY, q), Outgoing(KEY, k)], 0, Moment(turn, wave=wave)
         ),
     )
-    out.begin()
 
-    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Any]:
+    def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
         made = [torch.full_like(x, float("nan")) for x in arrived]
         for x, y in zip(arrived, made, strict=True):
             gpus.current.add(lambda x=x, y=y: y.copy_(2 * x))
-        back = [Returning(QUERY, made[0], target), Returning(KEY, made[1], sums, add=True)]
-        return None, transport.give_back(parts[wave], back, 0, Moment(turn, wave=wave))
+        return [Returning(QUERY, made[0], target), Returning(KEY, made[1], sums, add=True)]
+
+    def give_back(what: str, wave: int, fields: list[Returning], backward: bool = False) -> Any:
+        return transport.give_back(parts[wave], fields, 0, Moment(turn, wave=wave))
 
     waits = SimpleNamespace(timed=lambda *_: nullcontext(), beside=lambda *_: None)
     setup: Any = SimpleNamespace(
         aside=aside, device=CPU, schedule=SimpleNamespace(local=[()] * (len(parts) + 1)), gain=None,
         span=lambda *_, **__: nullcontext(), counts=SimpleNamespace(waits=waits),
-        modes=SimpleNamespace(local_first=bool(seed % 2)),
+        modes=SimpleNamespace(local_first=bool(seed % 2)), give_back=give_back, label="a layer", turn=turn,
     )  # fmt: skip
-    _, back = run_tasks(setup, out, lambda batches: None, serve)
-    back.finish(setup)
+    play(setup, out, serve)
 
     def check() -> None:
         assert torch.equal(target, torch.where(moved[0] > 0, 2 * q, 0.0)), f"rank {transport.rank}, tick {turn}"
@@ -195,8 +217,9 @@ def queue_tick(
     return check
 
 
-def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int) -> None:
-    tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]]).tick()
+def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int, servers: int = 0) -> None:
+    """`servers`: of the three ranks, the last ones."""
+    tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]][: 3 - servers] + [[]] * servers).tick()
     transports, mains, asides = [], [], []
     for rank in range(3):
         transports.append(NvlinkTransport(group(rank, 3), CPU))
@@ -214,7 +237,8 @@ def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int) -> Non
         for parts in plans:
             transport.make_room(parts[rank], Room(0, (16, 8), (16, 8)), 0)
         for turn, parts in enumerate(plans):
-            checks.append(queue_tick(gpus, transport, parts[rank], asides[rank], turn, seed))
+            play = as_server if rank >= 3 - servers else as_trainer
+            checks.append(queue_tick(gpus, transport, parts[rank], asides[rank], turn, seed, play))
     gpus.run(seed)
     for check in checks:
         check()
@@ -225,6 +249,12 @@ def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int) -> Non
 def test_nothing_lands_on_what_is_still_read(gpus: Gpus, two_streams: bool, seed: int) -> None:
     """Ticks of one wave, of few and of many follow each other on the same memory."""
     run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], two_streams, seed)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_nor_beside_reserved_servers(gpus: Gpus, servers: int, seed: int) -> None:
+    run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], False, seed, servers)
 
 
 def test_without_its_guard_a_dispatch_would(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
