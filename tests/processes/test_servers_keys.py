@@ -17,6 +17,7 @@ from pool import WorkerPool
 from served import free_port, play
 
 import deepspeed_cad
+from deepspeed_cad.ahead.memory import ALL
 from deepspeed_cad.cli.trace import summary
 from deepspeed_cad.session import close_session
 from deepspeed_cad.trace.record import WARM_UP
@@ -125,9 +126,10 @@ def test_trainer_0_says_once_that_servers_do_not_park(workers: WorkerPool) -> No
 
 
 def _refused(rank: int, trainers: int, block: dict[str, Any]) -> tuple[str, int]:
-    """What the first step says, and what the ticks of one that is allowed needed."""
+    """What the first step says, and what the ticks of one that is allowed needed at most."""
     model = deepspeed_cad.apply(training.tiny_llama(), block).train()
     session = deepspeed_cad.current_session()
+    assert session.memory.share == ALL
     said = ""
     try:
         training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=1))).backward()

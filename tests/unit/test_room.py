@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.memory import MARGIN, PAUSED, SHARE, Memory
+from deepspeed_cad.ahead.memory import ALL, MARGIN, PAUSED, SHARE, Memory
 from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory, rows_kept, rows_of_ticks, rows_resent
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.landing import NoRoomError
@@ -179,6 +179,16 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
     assert one.now.size == 100
     one.lacks(50.0)
     assert one.report()[0] == 50
+
+
+def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = SimpleNamespace(yes=False)
+    one = Memory(None, torch.device("cuda", 0), lambda: trained.yes, share=ALL)
+    gpu(monkeypatch, 1 << 29)
+    assert one.report() == (1 << 30, 0)
+    trained.yes = True
+    one.hear(np.array([one.report()]))
+    assert one.now == (int((1 << 29) - MARGIN * 2**30), "what training leaves free on rank 0")
 
 
 def test_given_and_unlimited() -> None:
