@@ -44,7 +44,7 @@ MACHINES = {"NVIDIA H200": "h200"}
 BEFORE_WAVES = {
     "20d1bbb", "9e17d32", "aad1172", "bacb716", "0239cdb", "963163a", "5b34a40", "7d0fc83", "4ffabac", "720b9da"
 }  # fmt: skip
-"""Commits of runs that had two landing areas on the way out, where one is enough since exchanges go in waves."""
+"""Commits of runs from before exchanges went in waves: see Setting.copies_own_rows."""
 USUAL = {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}
 """Sizes that the benchmarks take where nothing is said; older files do not name all of them."""
 USUAL_KERNEL = "flash_attn_4"
@@ -53,8 +53,9 @@ PIPELINE_HELD = (10.0, 0.0)
 """Bytes of a parameter in pipeline.py: bf16, and DeepSpeed's fp32 copy and fp32 gradient; SGD has no state."""
 FSDP_HELD = (0.0, 4.0)
 """The same in fsdp2_step.py: weight and gradient in bf16, in shards; it has no optimizer."""
-SERVERS_HELD = (4.0, 0.0)
-"""The same in servers_step.py: weight and gradient in bf16."""
+SERVERS_HELD = 2.0
+"""The same in servers_step.py: the weight in bf16. Its gradients are made anew in every step: where most is held, when
+backward begins, there are those of the head and of one layer."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[st
         Cluster(ranks, per_host, figures, collective_between=collective),
         Profile.load(SHIPPED / f"{MACHINES[device]}_{kernel}.json").cost_for(seat_shape(model, 1)),
         checkpointing=not sizes.get("no_checkpointing"),
-        landing_areas=2 if commit in BEFORE_WAVES else 1,
+        copies_own_rows=commit in BEFORE_WAVES,
         **more,
     )
 
@@ -330,11 +331,16 @@ def _sizes(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_servers(name: str, path: Path, result: dict[str, Any]) -> Run:
-    """servers_step.py, one mode a file; ratios are to CAD in place over the same link, in the file beside it."""
-    link = path.stem.rpartition("_")[2]
-    others = [json.loads(other.read_text()) for other in sorted(path.parent.glob(f"*in-place_{link}.json"))]
-    in_place = [one for one in others if one.get("servers") == 0]
-    return Run(name, [_one_of_servers(result)], _one_of_servers(in_place[0]) if in_place else None)
+    """servers_step.py, one mode a file; ratios are to CAD in place in a file beside it, of the same commit and sizes,
+    over the same link if there is one."""
+    link, same = path.stem.rpartition("_")[2], ("commit", "layers", "hidden", "tokens", "workload", "slowed")
+    others = {other.stem: json.loads(other.read_text()) for other in sorted(path.parent.glob("*in-place_*.json"))}
+    in_place = [
+        (stem.rpartition("_")[2] != link, stem)
+        for stem, one in others.items()
+        if one.get("servers") == 0 and all(one.get(key) == result.get(key) for key in same)
+    ]
+    return Run(name, [_one_of_servers(result)], _one_of_servers(others[min(in_place)[1]]) if in_place else None)
 
 
 def _one_of_servers(result: dict[str, Any]) -> Mode:
@@ -345,13 +351,11 @@ def _one_of_servers(result: dict[str, Any]) -> Mode:
     if result.get("workload") is not None:
         return Mode(label, "no prediction of rows in several micro-batches")
     ranks = trainers + servers
-    setting = make_setting(
-        result["machine"],
-        ranks,
-        _sizes(result),
-        result,
-        held=SERVERS_HELD,
-    )
+    # One trainer has nobody to sum gradients with.
+    setting = make_setting(result["machine"], ranks, _sizes(result), result, optimizer=trainers > 1)
+    model = setting.model
+    gradients = 2.0 * (model.hidden * model.vocabulary + model.layer_parameters) / setting.stage_parameters
+    setting = replace(setting, held=(SERVERS_HELD + gradients, 0.0))
     layout = Layout.from_stream([tokens], trainers, -(-tokens // trainers))
     layout = Layout(ranks, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))
     run = partial(modes_cad.reserved, setting, servers=servers) if servers else partial(modes_cad.in_place, setting)

@@ -43,6 +43,7 @@ from train_workload import Workload  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.ahead.step import announce  # noqa: E402
+from deepspeed_cad.config import CADConfig  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.request import read_environment  # noqa: E402
@@ -69,10 +70,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--table", type=Path, help="only print a table of the JSON files in this folder")
     parser.add_argument("--slowed", type=int, metavar="GPU", help="run matrix products beside this GPU: see slowed.py")
     parser.add_argument("--alone", action="store_true", help="measure each trainer alone first: see slowed.py")
+    parser.add_argument(
+        "--in-place", metavar="BLOCK", help='the "cad" block, in place; then without -m deepspeed_cad.run'
+    )
     add_sizes(parser)
     options = parser.parse_args()
     if options.workload and options.alone:
         parser.error("--alone measures one document, not a --workload")
+    if options.alone and options.in_place is None:
+        # Under the launcher the first forward that trains turns CAD on, and nothing is measured without it.
+        parser.error("--alone needs --in-place BLOCK")
     return options
 
 
@@ -129,8 +136,11 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     )  # fmt: skip
     model.gradient_checkpointing_enable({"use_reentrant": False})
     request = read_environment()
-    if request is None:
-        raise SystemExit("start this by torchrun -m deepspeed_cad.run --cad '{...}' benchmarks/servers_step.py")
+    if (request is None) == (options.in_place is None):
+        raise SystemExit(
+            "start this by torchrun -m deepspeed_cad.run --cad '{...}' benchmarks/servers_step.py, or give --in-place"
+        )
+    config = CADConfig.from_dict(json.loads(options.in_place)) if request is None else request.config
     parts = make_parts(options, rank, trainers, device)
 
     def compute(part: Part) -> torch.Tensor:
@@ -146,7 +156,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
     meet = meet_all(device)
     alone = measure_alone(model, lambda: compute(parts[0]), options.tokens, meet) if options.alone else None
-    deepspeed_cad.apply(model, request.config)
+    deepspeed_cad.apply(model, config)
     session = deepspeed_cad.current_session()
     assert session is not None
     feed = session.find_binding(model).feed

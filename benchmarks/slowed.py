@@ -5,13 +5,15 @@
     python benchmarks/slowed.py --beside 0          matrix products on GPU 0 for as long as its parent lives
 
 `servers_step.py --slowed GPU` runs such products beside one GPU. What is allowed comes from two things that each rank
-then measures alone, without CAD: its step without attention, and attention of the whole document in one layer. If all
+then measures alone, without CAD: its step without attention, and attention of the whole document in one layer. If
 attention could be shared out at will and moved at no cost, all ranks would end at the time T at which what they
-attended after their linear layers is all there is:
+attended since they could begin is all there is:
 
-    sum over ranks of (T - linear) / attention = 1      with linear = 0 for a reserved server
+    sum over ranks of (T - begin) / attention = 1      with begin = 0 for a reserved server, which has no linear layers
 
-In place T also has the sum of gradients in it, as fast as the rank that came last measured it.
+A rank begins after its linear layers. In place its rows may read keys of a slower rank: then it begins when those are
+there, less what it can do without them (deepspeed_cad/ahead/held_up.py). T also has the sum of gradients in it, as fast
+as the rank that came last measured it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
+from deepspeed_cad.ahead.held_up import begins  # noqa: E402
+from deepspeed_cad.cost import PAIRS, CostModel  # noqa: E402
 from deepspeed_cad.kernels.registry import KERNELS  # noqa: E402
+from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner.levels import finish_time  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
 from deepspeed_cad.profiles.choice import expected_kernel  # noqa: E402
@@ -131,13 +136,21 @@ def measure_alone(
     return {"linear_s": float(np.median(seconds[1:])), "attention_s": attention}
 
 
-def allowed(linear: list[float], attention: list[float]) -> float:
+def allowed(linear: list[float], attention: list[float], in_place: bool) -> float:
     """Seconds in which all is done if all attention is shared out as `linear` and speeds want it.
 
-    `linear`: seconds of each rank besides; `attention`: seconds in which each would attend everything.
+    Args:
+        linear: seconds of each rank besides.
+        attention: seconds in which each would attend everything.
+        in_place: ranks have equal parts of the document in order, and read each other's keys.
     """
-    shared = finish_time(1.0, linear, [1.0 / one for one in attention])
-    return max(shared, *linear)
+    speeds, begin = 1.0 / np.array(attention), np.array(linear)
+    if in_place:
+        rows = 4096
+        tick = Layout.from_stream([rows * len(linear)], len(linear), rows).tick()
+        pairs = float(PAIRS.of([0], [rows * len(linear)])[0])
+        begin = begins(begin, tick, CostModel("one document", "seconds", pair=1.0 / pairs), 1, None, speeds)
+    return max(finish_time(1.0, begin.tolist(), speeds.tolist()), *begin.tolist())
 
 
 def table(folder: Path) -> str:
@@ -157,7 +170,7 @@ def table(folder: Path) -> str:
         parts = len(measured[0]["ranks"]) / run["trainers"]
         linear = [one["linear_s"] * parts if rank < run["trainers"] else 0.0 for rank, one in zip(ranks, each)]
         summing = min(float(np.median(one["summing"])) for one in run["ranks"]) if run["trainers"] > 1 else 0.0
-        best = allowed(linear, [one["attention_s"] * run["layers"] for one in each]) + summing
+        best = allowed(linear, [one["attention_s"] * run["layers"] for one in each], not run["servers"]) + summing
         speeds = run["ranks"][0].get("speeds")
         cells = (
             run["run"], "none" if run.get("slowed") is None else str(run["slowed"]),

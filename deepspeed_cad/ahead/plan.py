@@ -18,18 +18,21 @@ import torch
 
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
+from deepspeed_cad.ahead.held_up import begins
 from deepspeed_cad.ahead.memory import NO_LIMIT, Limit, Memory
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.traffic import Now, Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.linear import LinearTimes
 from deepspeed_cad.attention.memory import ExchangeMemory, RowBytes, rows_kept, rows_resent
-from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey
 from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADDataError, CADError
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
@@ -189,7 +192,8 @@ class Plans:
             self.gatherer.rank, layout, ticks, self.device,
             partial(self.plan_tick, late=late, now=now, beside=beside, reserved=reserved), partial(self._agree, turn),
             self.transport(), self.counts, aside=self.aside(), turn=turn, era=now and now.era,
-            late=partial(self._base_load, late, beside), orders=_open_at_servers(reserved, turn, layout, at),
+            links=self._known_links(),
+            starts=partial(self._starts, late, beside), orders=_open_at_servers(reserved, turn, layout, at),
             memory=self.exchange_memory(self.limit, rows, len(ticks)),
             linear=None if reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
         )  # fmt: skip
@@ -251,7 +255,8 @@ class Plans:
         None: links as the costs say, and linear layers that run beside no attention. `reserved`: the servers that the
         tick is of; None: those that there are.
         """
-        base = self._base_load(late, beside, tick, key)
+        starts = self._starts(late, beside, tick, key)
+        base = None if starts is None else starts.begin
         reserved = reserved or self.reserved
         speed = self.speeds if reserved is None else reserved.speed
         hosts = self.hosts if reserved is None or reserved.passes is None else reserved.hosts
@@ -282,6 +287,14 @@ class Plans:
         if not several_hosts or self.config.overlap == "none":
             return (1,)
         return tuple(count for count in WAVES if count <= transport.most_waves)
+
+    def _known_links(self) -> Links | None:
+        """What exchanges take now; None where links are as they were at the start, whatever became of them."""
+        transport = self.transport()
+        if self.traffic is None or transport is None:
+            return None
+        # Torch's collectives on GPUs are not timed while training. Copy engines are alone on their links.
+        return None if transport.name == "c10d" and self.device.type == "cuda" else self.traffic.links
 
     def exchange_memory(
         self, limit: Limit, rows: Callable[[HeadShape], RowBytes], ticks: int = 1
@@ -343,10 +356,14 @@ class Plans:
                 notice(text) if notable else logger.info(text)
         self.traffic.news.clear()
 
-    def _base_load(self, late: np.ndarray, beside: Beside | None, tick: Tick, key: PlanKey) -> np.ndarray | None:
+    def _starts(self, late: np.ndarray, beside: Beside | None, tick: Tick, key: PlanKey) -> Starts | None:
         if self.reserved is not None:
-            return None if beside is None else beside.seconds(tick)
-        return self.pace.base_load(late, self._mean_attention(tick, key))
+            return None if beside is None else Starts(beside.seconds(tick), np.zeros(len(beside.each)))
+        base = self.pace.base_load(late, self._mean_attention(tick, key))
+        if base is None:
+            return None
+        begin = begins(base, tick, self.cost.cost_for(key.shape), key.shape.groups, key.window, self.speeds)
+        return Starts(begin, begin - base)
 
     def _mean_attention(self, tick: Tick, key: PlanKey) -> float:
         each = self.cost.cost_for(key.shape).of(tick.query.begin, tick.query.end, key.window)

@@ -6,6 +6,7 @@ any number of micro-batches can be in flight.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,11 +24,12 @@ from deepspeed_cad.attention.linear import LinearTimes, Stretches
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
-from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
+from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick, Starts
 from deepspeed_cad.attention.repeatable import RepeatableCall
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Gain
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
@@ -58,8 +60,10 @@ class MicroBatch:
     """How many micro-batches were opened before it, the same on every rank."""
     era: int | None = None
     """Which settings of how much plans move it was planned with; None: nobody weighs gains against waits."""
-    late: Callable[[Tick, PlanKey], np.ndarray | None] = lambda tick, key: None
-    """Seconds by which ranks finish later than their attention says, where plans know of any ([ranks])."""
+    links: Links | None = None
+    """As they are now, where that is known; None: exchanges may take any time."""
+    starts: Callable[[Tick, PlanKey], Starts | None] = lambda tick, key: None
+    """When ranks begin, where plans know that they do not begin together."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None
@@ -84,7 +88,7 @@ class MicroBatch:
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
-    _late: dict[tuple[PlanKey, int], np.ndarray] = field(default_factory=dict)
+    _starts: dict[tuple[PlanKey, int], Starts] = field(default_factory=dict)
     _layers: dict[int, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
     _kinds: list[PlanKey] = field(default_factory=list)
@@ -146,17 +150,18 @@ class MicroBatch:
 
     def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
         """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""
-        if self.era is None:
-            return None
         plan = self.planned[key, nano_batch].plan
-        if not plan.sent_bytes.any():
+        moved = max(int(plan.sent_bytes.max()), int(plan.received_bytes.max()))
+        if self.era is None or not moved:
             return None
-        if (key, nano_batch) not in self._late:
-            found = self.late(self.ticks[nano_batch], key)
-            self._late[key, nano_batch] = np.zeros(len(plan.load)) if found is None else found
-        late = self._late[key, nano_batch]
-        without = float((plan.load_before + late).max())
-        return Gain((without - float(plan.load[self.rank] + late[self.rank])) / TICKS_PER_LOAD, self.era)
+        if (key, nano_batch) not in self._starts:
+            none = np.zeros(len(plan.load))
+            self._starts[key, nano_batch] = self.starts(self.ticks[nano_batch], key) or Starts(none, none)
+        starts = self._starts[key, nano_batch]
+        without = float((plan.load_before + starts.begin).max())
+        gained = (without - float(plan.load[self.rank] + starts.begin[self.rank])) / TICKS_PER_LOAD
+        most = math.inf if self.links is None else self.links.longest(moved, plan.between_bytes > 0)
+        return Gain(gained, self.era, float(starts.held_up[self.rank]) / TICKS_PER_LOAD, most)
 
     def plan_again(
         self,
@@ -170,7 +175,7 @@ class MicroBatch:
         """Other servers: forget what was planned; a kind of layer is planned again when it is next called."""
         self.generation, self.layout, self.ticks = generation, layout, ticks
         self.make_plan, self.transport, self.orders = make_plan, transport, orders
-        self.planned, self._schedules, self._late = {}, {}, {}
+        self.planned, self._schedules, self._starts = {}, {}, {}
 
     @property
     def keys(self) -> list[PlanKey]:
@@ -391,10 +396,3 @@ def _own(x: torch.Tensor) -> torch.Tensor:
     """To be kept until backward: as it is, or a copy where it would keep much more memory alive than it has."""
     x = x.detach()
     return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
-
-
-def whole_rank_tasks(layout: Layout, groups: int) -> np.ndarray:
-    """Tasks of a layout in which every rank runs its own segments: what training without CAD does."""
-    seg = layout.segments
-    columns = [seg.document, seg.begin, seg.end, np.zeros_like(seg.rank), np.full_like(seg.rank, groups), seg.rank]
-    return np.stack(columns, axis=1)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from deepspeed_cad.attention.setup import CallOrders, Modes
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
-from deepspeed_cad.planner.plan import HeadShape, Plan
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.plan import Floats, HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room
 from deepspeed_cad.schedule.waves import WHOLE, Cut
@@ -46,3 +49,19 @@ class PlannedTick:
     """Time for plan and schedules."""
     cut: Cut = WHOLE
     """Which waves these are."""
+
+
+class Starts(NamedTuple):
+    """When ranks begin to attend in a tick, in seconds for its forward and backward together ([ranks] each)."""
+
+    begin: Floats
+    """From then on none is idle, if all goes as planned."""
+    held_up: Floats
+    """Of it, for what a rank is idle although it has come: it reads keys of one that is late."""
+
+
+def whole_rank_tasks(layout: Layout, groups: int) -> np.ndarray:
+    """Tasks of a layout in which every rank runs its own segments: what training without CAD does."""
+    seg = layout.segments
+    columns = [seg.document, seg.begin, seg.end, np.zeros_like(seg.rank), np.full_like(seg.rank, groups), seg.rank]
+    return np.stack(columns, axis=1)

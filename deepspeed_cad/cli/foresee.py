@@ -102,7 +102,7 @@ def make_steps(
 
 
 def deal(
-    lengths: Lengths, setting: Setting, args: argparse.Namespace, most: int
+    lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int
 ) -> Callable[[int], list[list[Layout]]]:
     """Gives the steps of fewer trainers, beside seats that only serve: the same documents, in more steps.
 
@@ -114,7 +114,7 @@ def deal(
         ranks = trainers * setting.tensor * setting.pipeline
         fewer = replace(setting, cluster=Cluster(ranks, min(ranks, cluster.per_host), cluster.machine))
         more = -(-most * setting.seats // trainers)
-        steps = make_steps(lengths, fewer, args.context, args.packing, args.micro_batches, more)
+        steps = make_steps(lengths, fewer, context, packing, micro_batches, more)
         return [[_widen(layout, servers) for layout in step] for step in steps]
 
     return to_trainers
@@ -211,10 +211,11 @@ def draw(
         need = other.seats * context * args.micro_batches * (SWEEP_STEPS + 1)
         # Where the data ends it begins again: the curve is about its lengths.
         data = lengths * (1 + need // sum(lengths))
-        steps = make_steps(data, other, context, args.packing, args.micro_batches, SWEEP_STEPS)
+        rows = (context, args.packing, args.micro_batches)
+        steps = make_steps(data, other, *rows, SWEEP_STEPS)
         if not steps:
             raise CADDataError(f"no step of {ranks} ranks with {context} tokens")
-        return compare(other, steps, modes, servers, deal=deal(data, other, args, len(steps)))
+        return compare(other, steps, modes, servers, deal=deal(data, other, *rows, len(steps)))
 
     unit = setting.tensor * setting.pipeline
     ranks = around(args.ranks, 2 * unit, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))

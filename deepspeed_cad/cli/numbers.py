@@ -17,14 +17,28 @@ NUMBERS = re.compile(r"[\s\[\],\d.eE+-]*\d[\s\[\],\d.eE+-]*")
 """What a file of lengths consists of."""
 LIST = re.compile(r"\s*\[\s*[\d.+-]")
 """How a JSON list of lengths begins."""
+MOST_DRAWN = 20_000_000
+"""Documents of a named distribution: about a gigabyte of numbers."""
+MEAN_OF = 100_000_000
+"""Tokens by which the mean length of a distribution is found."""
 BEGIN = 4096
 """Bytes that are looked at to tell such a file from text."""
 
 
 def draw_named(places: Sequence[str], tokens: int) -> list[int] | None:
-    """Lengths of a distribution that ships with the project, at least so many tokens; None where none is named."""
+    """Lengths of a distribution that ships with the project, at least so many tokens; None where none is named.
+
+    Raises CADDataError where these would be more documents than a laptop has memory for.
+    """
     if len(places) != 1 or places[0] not in NAMED or Path(places[0]).exists():
         return None
+    some = NAMED[places[0]].draw(MEAN_OF)
+    count = tokens * len(some) / sum(some)
+    if count > MOST_DRAWN:
+        raise CADDataError(
+            f"{places[0]}: {count:.1e} documents would be drawn, more than {MOST_DRAWN:.0e}: ask for fewer --ranks, "
+            "--steps or --micro-batches, or a smaller --context"
+        )
     return NAMED[places[0]].draw(tokens)
 
 
@@ -53,9 +67,13 @@ def _is_numbers(path: Path) -> bool:
     if LIST.match(begin.decode("ascii", errors="replace")):
         return True
     try:
-        return NUMBERS.fullmatch(begin.decode("ascii")) is not None
+        if NUMBERS.fullmatch(begin.decode("ascii")):
+            return True
     except UnicodeDecodeError:
         return False
+    # Where every second line is a length the others are mistakes, which are to be named.
+    lines = [line.strip() for line in begin.splitlines() if line.strip()]
+    return 2 * sum(line.isdigit() for line in lines) >= len(lines)
 
 
 def _parse(path: Path) -> list[int]:

@@ -202,7 +202,8 @@ def _plan_data(args: argparse.Namespace) -> int:
     modes, servers = wanted_modes(args)
     progress = Progress(_say)
     lengths = _lengths(args, setting.seats)
-    steps = make_steps(lengths, setting, args.context, args.packing, args.micro_batches, args.steps)
+    rows = (args.context, args.packing, args.micro_batches)
+    steps = make_steps(lengths, setting, *rows, args.steps)
     if not steps:
         raise CADDataError(
             f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks with "
@@ -219,14 +220,14 @@ def _plan_data(args: argparse.Namespace) -> int:
             outlooks = [outlook(layout, plan=one) for layout, one in zip(firsts, plans, strict=True)]
         else:
             outlooks = list(threads.map(outlook, firsts))
-    comparison = compare(setting, steps, modes, servers, progress, deal(lengths, setting, args, len(steps)))
+    comparison = compare(setting, steps, modes, servers, progress, deal(lengths, setting, *rows, len(steps)))
     other, cad = without_cad(comparison), comparison.of("cad")
     if other and cad:
         outlooks = [
             replace(outlook, gain=before / after)
             for outlook, before, after in zip(outlooks, other.steps, cad.steps, strict=True)
         ]
-    _say(_table(lengths, outlooks, args, _named(other) if cad else "without it"))
+    _say(_table(lengths, outlooks, args, _named(other) if cad else "without it", setting.hosts is not None))
     _say("\n".join(table(comparison)))
     summary = {
         "documents": len(lengths),
@@ -259,7 +260,8 @@ def _lengths(args: argparse.Namespace, seats: int) -> list[int]:
     return found or read_lengths(args.input, args.tokenizer, args.field, args.limit)
 
 
-def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace, other: str) -> str:
+def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace, other: str, hosts: bool) -> str:
+    """Lines on documents and balance; `hosts`: whether there are several."""
     lines = [
         f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}",
         f"{len(outlooks)} steps of {args.ranks} ranks x {args.context} tokens, packed {args.packing}: "
@@ -275,7 +277,7 @@ def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Names
         ("attention, share of the work %", "attention_share", 0.01, ".1f"),
         ("planning ms", "planning_ms", 1.0, ".2f"),
     ]
-    if args.ranks_per_node:
+    if hosts:
         rows.insert(3, ("MiB moved between hosts", "between_bytes", 2.0**20, ".0f"))
     for label, field, unit, style in rows:
         values = [getattr(outlook, field) / unit for outlook in outlooks]

@@ -34,6 +34,10 @@ from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.threads import start_daemon
 
 NUMBER_BYTES = 8
+PRIORITY = -2
+"""Of the streams that messages run on: before all attention, which has 0 and -1. NCCL moves data by kernels, and those
+of a stream that is not ahead start only when all blocks of attention that was queued earlier have: the exchange would
+run behind what is there to hide it."""
 
 
 def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
@@ -134,7 +138,7 @@ class Messenger:
         self.device, self.alarm = device, alarm
         self.rank = rank_of(group)
         self.calls = join_ranks(group, device, alarm)
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=PRIORITY)
         self._numbers = torch.zeros(RING, dtype=torch.int64, device=device)
         """Of this rank's exchanges, to be sent from here: as many as a ring holds, so none is overwritten too early."""
 

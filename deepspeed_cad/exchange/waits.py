@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -19,6 +20,11 @@ class Gain(NamedTuple):
     """By which this rank's attention ends sooner than that of the slowest rank would without CAD."""
     era: int
     """Of how many changes the plan knew by which plans move more or less: sums never mix two."""
+    held_up: float = 0.0
+    """For which this rank is idle, as the plan knows, because it reads keys of a rank that is late."""
+    most: float = math.inf
+    """What its exchange may cost at the most. Longer waits are for a rank that is late, and are there without CAD, too,
+    where gradients are summed."""
 
 
 class Balance(NamedTuple):
@@ -35,6 +41,7 @@ class Waits:
 
     def __init__(self) -> None:
         self._seconds = 0.0
+        self._held_up = 0.0
         self._ticks = 0
         self._taken = (0.0, 0)
         self._balance = Balance(0, 0.0, 0.0, 0)
@@ -92,10 +99,11 @@ class Waits:
             return self._seconds
 
     def take(self) -> tuple[float, int]:
-        """Seconds and ticks that ended since this was called last."""
+        """Seconds that no plan knew of, and ticks, that ended since this was called last. Fewer than none where a rank
+        waited less than its plans said."""
         self.seconds()
         with self._lock:
-            now, before = (self._seconds, self._ticks), self._taken
+            now, before = (self._seconds - self._held_up, self._ticks), self._taken
             self._taken = now
         return now[0] - before[0], now[1] - before[1]
 
@@ -110,11 +118,16 @@ class Waits:
     def _add(self, seconds: float, ticks: int, gain: Gain | None) -> None:
         self._seconds += seconds
         self._ticks += ticks
-        if gain is None or gain.era < self._balance.era:
+        if gain is None:
             return
+        known = ticks * gain.held_up
+        self._held_up += known
+        if gain.era < self._balance.era:
+            return
+        cost = min(seconds, gain.held_up + gain.most) - known
         before = self._balance if gain.era == self._balance.era else Balance(gain.era, 0.0, 0.0, 0)
         self._balance = Balance(
-            gain.era, before.gained + ticks * gain.seconds, before.waited + seconds, before.ticks + ticks
+            gain.era, before.gained + ticks * gain.seconds, before.waited + cost, before.ticks + ticks
         )  # fmt: skip
 
     def _expect(self, last: torch.cuda.Event, seconds: Callable[[], float], ticks: int, gain: Gain | None) -> None:

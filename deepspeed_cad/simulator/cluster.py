@@ -25,7 +25,7 @@ class Cluster:
     sizes: tuple[int, ...] = ()
     """GPUs of each host, where they differ."""
     collective_between: float | None = None
-    """Bytes a second of all-gather and reduce-scatter between hosts; None: what other transfers reach there."""
+    """Bytes a second of NCCL's collectives between hosts; None: what other transfers reach there."""
 
     @property
     def hosts(self) -> Ints:
@@ -48,17 +48,23 @@ class Cluster:
         here = self.on_one_host(group, stride)
         hosts = -(-group // here)
         inside = size * (here - 1) / here / self.machine.collective
-        between = size * (hosts - 1) / hosts / (here * (self.collective_between or self.machine.between))
+        between = size * (hosts - 1) / hosts / (here * self._between)
         return max(inside, between) + self.machine.latency
 
     def all_to_all(self, size: float, group: int, stride: int = 1) -> float:
-        """Seconds of an all-to-all of buffers of `size` bytes; both kinds of links work at once."""
+        """Seconds of an all-to-all of buffers of `size` bytes: packed, then moved; both kinds of links work at once."""
         if group < 2:
             return 0.0
         here = self.on_one_host(group, stride)
-        inside = size * (here - 1) / group / self.machine.all_to_all
-        between = size * (group - here) / group / self.machine.between
-        return max(inside, between) + self.machine.latency
+        inside = size * (here - 1) / group / self.machine.collective
+        between = size * (group - here) / group / self._between
+        packing = size * (group - 1) / group * self.machine.packing
+        return max(inside, between) + packing + self.machine.latency
+
+    @property
+    def _between(self) -> float:
+        """Bytes a second of collectives between hosts."""
+        return self.collective_between or self.machine.between
 
     def shares(self, group: int, stride: int = 1) -> tuple[float, float]:
         """Of what a member of a group sends to all, the shares that stay on its host and that leave it."""

@@ -1,7 +1,7 @@
 """All modes beside each other on the same documents, and which one to take.
 
 In: a setting and steps (layouts of their micro-batches). Out: `Comparison`: what each mode would do, why a mode is left
-out, and one sentence. Where a mode has a degree (ranks that share a row, servers) the first step chooses it.
+out, and one sentence. Where a mode has a degree (ranks that share a row, servers) the first steps choose it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ THREADS = 2
 """Steps that are foreseen at a time: most of the work is the planner's, which runs beside other threads."""
 
 TRIED_STEPS = 4
-"""Steps by which a number of servers is chosen: one step has other rows for each number."""
+"""Steps by which a degree is chosen: one step has other rows for each number of servers, and one long document may
+decide it."""
+
+ENOUGH_ROWS = 4096
+"""Rows by which a degree is chosen, at most: a step of so many has documents of all lengths."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a mode and how many of how many of its steps are done."""
@@ -75,6 +79,11 @@ class Comparison:
 
 def label(found: Foreseen) -> str:
     """What tables call a mode with its degree; a star where no run was measured."""
+    return _name(found) + ("" if found.measured else " *")
+
+
+def _name(found: Foreseen) -> str:
+    """A mode with its degree, for sentences."""
     name = MODES.get(found.mode, found.mode)
     if found.mode == "cad reserved":
         name = f"CAD, {found.degree} reserved"
@@ -82,7 +91,7 @@ def label(found: Foreseen) -> str:
         name += f" ×{found.degree}"
     if found.variant:
         name += f", {found.variant}"
-    return name + ("" if found.measured else " *")
+    return name
 
 
 def compare(
@@ -123,11 +132,13 @@ def compare(
         if isinstance(choices, str):
             left_out[mode] = choices
             continue
-        run, first = _choose(choices, steps[0])
-        done = [first]
-        tell(mode, 1, len(steps))
+        # CAD's variant is slower in every step and is there for what fits: one step tells.
+        tried = _tried(setting, steps) if len(choices) > 1 and mode != "cad" else steps[:1]
+        run, done = _choose(choices, tried)
+        for number in range(len(done)):
+            tell(mode, number + 1, len(steps))
         with ThreadPoolExecutor(THREADS) as threads:
-            for one in threads.map(run, steps[1:]):
+            for one in threads.map(run, steps[len(done) :]):
                 done.append(one)
                 tell(mode, len(done), len(steps))
         found.append(mean(done))
@@ -149,17 +160,19 @@ def recommend(comparison: Comparison) -> str:
             f"Nothing fits: {label(least)} needs least, {least.peak / 2**30:.0f} GiB a GPU of "
             f"{least.capacity / 2**30:.0f}; it would fit with {what_would_fit(least)}."
         )
-    # Of reserved servers one run was measured: named beside what to take, and taken where nothing else is asked.
+    # Of reserved servers only one trainer and one server were measured: named beside what to take, and taken where
+    # nothing else is asked.
     tried = [one for one in fitting if one.mode != "cad reserved"] or fitting
     best = tried[0]
     for one in tried[1:]:
         # From the simplest to the least simple: whoever comes later must be clearly faster.
         if one.tokens_per_second > best.tokens_per_second * NEAR:
             best = one
-    # Of CAD beside another mode the reason speaks.
+    # Of CAD beside another mode the reason speaks. Plain is what most have, the fastest what one would take instead.
     others = [one for one in fitting if one.mode != best.mode and not one.mode.startswith("cad")]
+    others.sort(key=lambda one: (one.mode != "plain", -one.tokens_per_second))
     ratios = " and ".join(
-        f"{best.tokens_per_second / one.tokens_per_second:.2f} times {label(one)}" for one in others[:2]
+        f"{best.tokens_per_second / one.tokens_per_second:.2f} times {_name(one)}" for one in others[:2]
     )
     sentence = f"Take {label(best)}{': ' + ratios if ratios else ''}; {_reason(comparison, best)}."
     ahead = [one for one in fitting if one not in tried and one.tokens_per_second > best.tokens_per_second * NEAR]
@@ -275,12 +288,12 @@ def _reserved(setting: Setting, counts: list[int], deal: Deal, tell: Progress) -
             yield from threads.map(partial(modes_cad.reserved, setting, servers=count), steps)
 
     steps = {count: deal(count) for count in counts}
-    first = {count: list(run(count, steps[count][:TRIED_STEPS])) for count in counts}
+    first = {count: list(run(count, _tried(setting, steps[count]))) for count in counts}
     tried = [mean(first[count]) for count in counts]
     # The fastest that fits, else the one that needs least memory.
     best = _fastest([one for one in tried if one.fits]) or min(tried, key=lambda one: one.peak)
     found: list[Foreseen] = []
-    for one in chain(first[best.degree], run(best.degree, steps[best.degree][TRIED_STEPS:])):
+    for one in chain(first[best.degree], run(best.degree, steps[best.degree][len(first[best.degree]) :])):
         found.append(one)
         tell("cad reserved", len(found), len(steps[best.degree]))
     return mean(found)
@@ -297,13 +310,17 @@ def _even(setting: Setting, layout: Layout) -> int:
     return modes_cad.even_servers(setting, float(layout.tokens.mean()), attention)
 
 
-def _choose(choices: list[Run], step: modes.Step) -> tuple[Run, Foreseen]:
-    """The fastest that fits, else the one that needs least memory."""
-    tried = [(run, run(step)) for run in choices]
-    fitting = [pair for pair in tried if pair[1].fits]
-    if fitting:
-        return max(fitting, key=lambda pair: pair[1].tokens_per_second)
-    return min(tried, key=lambda pair: pair[1].peak)
+def _choose(choices: list[Run], steps: Sequence[modes.Step]) -> tuple[Run, list[Foreseen]]:
+    """The fastest that fits, else the one that needs least memory, with what was found of these steps."""
+    tried = [(run, [run(step) for step in steps]) for run in choices]
+    means = [mean(found) for _, found in tried]
+    best = _fastest([one for one in means if one.fits]) or min(means, key=lambda one: one.peak)
+    return tried[means.index(best)]
+
+
+def _tried(setting: Setting, steps: Sequence[modes.Step]) -> Sequence[modes.Step]:
+    """The steps by which a degree is chosen."""
+    return steps[: max(1, min(TRIED_STEPS, ENOUGH_ROWS // setting.seats))]
 
 
 def _silent(mode: str, done: int, steps: int) -> None:

@@ -36,7 +36,8 @@ class Machine:
     copies: float
     """Bytes a second that a rank gets from ranks of its host by peer copies: CAD's exchanges."""
     all_to_all: float
-    """Bytes a second that leave a rank in an all-to-all inside a host, packing included: Ulysses' exchanges."""
+    """Bytes a second that leave a rank in an all-to-all inside a host, packing included: Ulysses' exchanges. NCCL moves
+    them at `collective`; what is left of the time is packing, which no link changes."""
     collective: float
     """Bytes a second of all-gather and reduce-scatter inside a host."""
     between: float
@@ -46,19 +47,22 @@ class Machine:
     sources: Mapping[str, str]
     """By field: where it was measured, or that it is assumed."""
 
+    @property
+    def packing(self) -> float:
+        """Seconds per byte that leaves a rank in an all-to-all, beside the transfer."""
+        return max(0.0, 1.0 / self.all_to_all - 1.0 / self.collective)
+
     def with_links(self, inside: float | None, between: float | None) -> Machine:
         """The same GPUs on other links, bytes a second; None: as measured.
 
         `inside` is what peer copies reach. Collectives keep the share of it that they have on this machine.
         """
-        factor = 1.0 if inside is None else inside / self.copies
-        return dataclasses.replace(
-            self,
-            copies=self.copies * factor,
-            all_to_all=self.all_to_all * factor,
-            collective=self.collective * factor,
-            between=self.between if between is None else between,
-        )
+        own = self if between is None else dataclasses.replace(self, between=between)
+        if inside is None:
+            return own
+        collective = self.collective * inside / self.copies
+        all_to_all = 1.0 / (1.0 / collective + self.packing)
+        return dataclasses.replace(own, copies=inside, all_to_all=all_to_all, collective=collective)
 
     @staticmethod
     def load(name: str) -> Machine:

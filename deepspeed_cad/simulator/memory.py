@@ -97,4 +97,5 @@ def landing_bytes(setting: Setting, traffic: Traffic, with_outputs: bool = False
     queries, keys, outputs = traffic.served
     more = 1.0 + LSE / (2.0 * setting.shape.value_dim) if with_outputs else 0.0
     there = float((queries + keys + outputs * (1.0 + more)).max(initial=0.0))
-    return HEADROOM * (setting.landing_areas * there + traffic.comes_home)
+    areas = 2 if setting.copies_own_rows else 1
+    return HEADROOM * (areas * there + traffic.comes_home)

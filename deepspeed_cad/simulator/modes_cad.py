@@ -110,7 +110,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         mean,
         len(step),
         trained,
-        Figures((float(moved[0]), float(moved[1])), peak, degree=servers),
+        Figures((float(moved[0]), float(moved[1])), peak, degree=servers, holders=trainers),
     )
 
 
@@ -137,7 +137,7 @@ def alternates(setting: Setting) -> bool:
 def _in_turn(setting: Setting, kept: Layout, other: Both) -> _Met:
     """Servers wait while linear layers run, and trainers while servers attend."""
     plan = plan_layout(setting, kept, setting.hosts)
-    traffic = count_traffic(plan.tasks, kept.segments, setting.shape, setting.seats, setting.hosts)
+    traffic = _count(setting, plan.tasks, kept.segments, setting.seats, setting.hosts)
     work = _task_seconds(setting, plan.tasks, setting.seats).total
     transfer = (_transfer(setting, traffic.forward) + _transfer(setting, traffic.backward)) * setting.layers
     attended = float(work.max())
@@ -160,7 +160,7 @@ def _alternate(setting: Setting, kept: Layout, trainers: int) -> _Met:
         # The planner counts kernels alone; what trainers do besides is made as much shorter.
         beside: Floats = (kept.tokens - tick.query_tokens) * np.float64(per_token / setting.machine.in_training)
         tasks = make_plan(_question(setting, tick, setting.hosts, beside)).tasks
-        traffic = count_traffic(tasks, kept.segments, setting.shape, setting.seats, setting.hosts)
+        traffic = _count(setting, tasks, kept.segments, setting.seats, setting.hosts)
         work = _task_seconds(setting, tasks, setting.seats) * (1.0 / setting.layers)
         linear = Both(*(tick.query_tokens[:trainers] * way for way in (each.forward, each.backward)))
         own, served = (Both(work.forward[who], work.backward[who]) for who in (slice(trainers), slice(trainers, None)))
@@ -176,6 +176,10 @@ def _alternate(setting: Setting, kept: Layout, trainers: int) -> _Met:
     fullest = int(kept.tokens.argmax())
     waiting = 0.0 if cut is None else float(min(tick.query_tokens[fullest] for tick in ticks))
     return _Met(hidden, max(0.0, ran - hidden), attention, traffics, waiting)
+
+
+def _count(setting: Setting, tasks: Ints, rows: Segments, ranks: int, hosts: Ints | None) -> Traffic:
+    return count_traffic(tasks, rows, setting.shape, ranks, hosts, setting.copies_own_rows)
 
 
 def _trips(setting: Setting, traffic: Traffic) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -237,7 +241,7 @@ def _meet(
     `loss`: [ranks], head and loss where they are not part of the linear layers.
     """
     plan = setting.made.get(id(layout)) or plan_in_place(setting, layout, hosts)
-    traffic = count_traffic(plan.tasks, layout.segments, setting.shape, layout.ranks, hosts)
+    traffic = _count(setting, plan.tasks, layout.segments, layout.ranks, hosts)
     again = setting.checkpointing and setting.recompute_attention
     alone = _task_seconds(setting, plan.tasks, layout.ranks)
     waiting = _task_seconds(setting, plan.tasks[traffic.remote], layout.ranks)

@@ -41,6 +41,8 @@ class Figures:
     peak: float
     degree: int = 1
     measured: bool = True
+    holders: int | None = None
+    """Seats that hold the model, where others only serve."""
 
 
 def linear_seconds(setting: Setting, tokens: Floats) -> Both:
@@ -71,12 +73,13 @@ def tensor_seconds(setting: Setting, tokens: Floats) -> Both:
     return Both(once, once).repeated(setting.checkpointing)
 
 
-def weight_seconds(setting: Setting, passes: int, layer: Both) -> float:
+def weight_seconds(setting: Setting, passes: int, layer: Both, seats: int) -> float:
     """What gathering weights and scattering gradients adds to a step in which `passes` micro-batches run.
 
-    `layer`: seconds of one layer's forward and backward, behind which the next layer's weights are fetched.
+    `layer`: seconds of one layer's forward and backward, behind which the next layer's weights are fetched. `seats`:
+    how many share the model's state.
     """
-    cluster, tensor, seats = setting.cluster, setting.tensor, setting.seats
+    cluster, tensor = setting.cluster, setting.tensor
     whole = cluster.gather(2.0 * setting.stage_parameters, seats, tensor)
     if setting.sharding == "zero1":
         return 2.0 * whole
@@ -128,10 +131,9 @@ def compose(
         np.array([(mean.linear / 4 + mean.attention / 4) / passes / setting.layers]),
         np.array([(mean.linear + mean.attention) * 0.75 / passes / setting.layers]),
     )
-    weights = weight_seconds(setting, passes, layer)
-    optimizer = (
-        optimizer_seconds(setting.machine, setting.stage_parameters, setting.seats) if setting.optimizer else 0.0
-    )
+    holders = setting.seats if figures.holders is None else figures.holders
+    weights = weight_seconds(setting, passes, layer, holders)
+    optimizer = optimizer_seconds(setting.machine, setting.stage_parameters, holders) if setting.optimizer else 0.0
     if not setting.optimizer and setting.sharding == "zero1":
         weights = 0.0
     seconds = Seconds(
@@ -150,7 +152,7 @@ def compose(
         inside=figures.moved[0],
         between=figures.moved[1],
         peak=figures.peak,
-        state=state_bytes(setting, setting.seats),
+        state=state_bytes(setting, holders),
         capacity=setting.machine.memory,
         degree=figures.degree,
         measured=figures.measured,

@@ -64,8 +64,13 @@ class Traffic:
         return float(np.maximum(self.sent, self.returned).sum(0).max(initial=0.0))
 
 
-def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hosts: Ints | None) -> Traffic:
-    """See the module. A server gets each row of K and V once that its tasks of a document and groups read."""
+def count_traffic(
+    tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hosts: Ints | None, copied: bool = False
+) -> Traffic:
+    """See the module. A server gets each row of K and V once that its tasks of a document and groups read.
+
+    `copied`: no rows stay in place (see Setting.copies_own_rows).
+    """
     where = np.zeros(ranks, np.int64) if hosts is None else hosts
     homes = _Homes(rows)
     asked, sent, answered, returned = (np.zeros((2, ranks)) for _ in range(4))
@@ -100,7 +105,8 @@ def count_traffic(tasks: Ints, rows: Segments, shape: HeadShape, ranks: int, hos
     remote = np.zeros(len(tasks), bool)
     remote[task[(home != tasks[task, 5]) & (count > 0)]] = True
     parts = _head_groups(tasks[remote], shape.groups, ranks)
-    served = _served(tasks[remote], homes.stay(tasks[remote], ranks), shape, ranks)
+    stay = homes.stay(tasks[remote], ranks) & (not copied)
+    served = _served(tasks[remote], stay, shape, ranks)
     return Traffic(asked, sent, answered, returned, pairs, remote, parts, served)
 
 

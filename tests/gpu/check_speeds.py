@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from lines import Found, Lines, Place
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]
@@ -23,6 +24,7 @@ from train_model import make_model  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.session import close_session  # noqa: E402
+from deepspeed_cad.statistics import Statistics  # noqa: E402
 
 MARGIN = 1.05
 """Of the time that measured speeds allow."""
@@ -32,13 +34,32 @@ LAYERS, LEARNING, TIMED = 2, 10, 5
 
 def run(place: Place, lines: Lines, case: str) -> None:
     """One case: the last rank is slowed."""
-    label = "a product beside the last rank"
-    with slowed(place.rank if place.rank == place.ranks - 1 else None):
-        lines.check("speeds", label, lambda: check(place))
-    close_session()
+    lines.check("speeds", "a product beside the last rank", lambda: check(place))
+
+
+class Measured(NamedTuple):
+    """A few steps with CAD, beside what its ranks do alone."""
+
+    step_s: float
+    allowed_s: float
+    speeds: list[float]
+    words: str
 
 
 def check(place: Place) -> Found:
+    """Whether a slowed rank costs more than its speed says. What attention in parts, exchanges and a GPU that never
+    idles cost besides is there without a slowed rank, too."""
+    even = measure(place)
+    with slowed(place.rank if place.rank == place.ranks - 1 else None):
+        found = measure(place)
+    usual = even.allowed_s / even.step_s
+    right = found.step_s * min(usual, 1.0) <= MARGIN * found.allowed_s and found.speeds[-1] < 0.9 * max(found.speeds)
+    share = found.allowed_s / found.step_s
+    text = f"allowed ÷ step {share:.3f} where it is {usual:.3f} without; {found.words}; without: {even.words}"
+    return right or not place.on_gpu, text
+
+
+def measure(place: Place) -> Measured:
     """A model that is mostly attention."""
     tokens, hidden = (65536, 2048) if place.on_gpu else (128, 64)
     longest = tokens * place.ranks
@@ -53,24 +74,44 @@ def check(place: Place) -> Found:
 
     meet = meet_all(place.device)
     alone = place.gather(measure_alone(model, step, longest, meet, place.kernel))
-    best = allowed([one["linear_s"] for one in alone], [one["attention_s"] * LAYERS for one in alone])
+    best = allowed([one["linear_s"] for one in alone], [one["attention_s"] * LAYERS for one in alone], True)
     block = {"speeds": "measure", "kernel": place.kernel, "granularity": 128 if place.on_gpu else 16}
     deepspeed_cad.apply(model, block)
     session = deepspeed_cad.current_session()
     assert session is not None and session.speeds is not None
     seconds = []
-    for _ in range(LEARNING + TIMED):
+    for number in range(LEARNING + TIMED):
+        if number == LEARNING:
+            session.take_statistics("check")
         meet()
         begin = time.perf_counter()
         step()
         meet()
         seconds.append(time.perf_counter() - begin)
         model.zero_grad()
-    took = median(seconds[LEARNING:])
-    every = torch.tensor([took], device=place.device)
-    dist.all_reduce(every, dist.ReduceOp.MAX)
-    took = float(every)
+    took = max(place.gather(median(seconds[LEARNING:])))
     speeds = session.speeds.tolist()
-    right = not place.on_gpu or (took <= MARGIN * best and speeds[-1] < 0.9 * max(speeds))
-    words = " ".join(f"{one:.2f}" for one in speeds)
-    return right, f"speeds {words}; step {took * 1e3:.1f} ms, allowed {best * 1e3:.1f} ms, ÷ step {best / took:.3f}"
+    found = session.take_statistics("check")
+    waited = place.gather(found.waited_s / TIMED)
+    text = f"speeds {in_words(speeds)}, step {took * 1e3:.1f} ms, allowed {best * 1e3:.1f} ms, "
+    text += f"waited {in_words(waited, 1e3)} ms a step, late {in_words(session.pace.late, 1e3)} ms a layer, "
+    text += f"planned {in_words(found.load / found.load.mean())} of the mean, before {in_words(as_they_lay(found))}, "
+    text += f"alone {as_alone(alone)} s, "
+    text += f"brake level {session.traffic.brake.level}, {session.traffic.links}"
+    close_session()
+    return Measured(took, best, speeds, text)
+
+
+def as_they_lay(found: Statistics) -> list[float]:
+    """Attention of each rank as its documents lay, over the mean."""
+    return list(found.load_before / found.load_before.mean())
+
+
+def in_words(numbers: Iterable[float], times: float = 1.0) -> str:
+    """For the table."""
+    return " ".join(f"{times * one:.2f}" for one in numbers)
+
+
+def as_alone(alone: Iterable[dict[str, float]]) -> str:
+    """Linear layers of all layers and attention of one, by ranks."""
+    return " ".join(f"{one['linear_s']:.3f}+{one['attention_s']:.3f}" for one in alone)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -15,19 +16,26 @@ import torch.distributed as dist
 from cases import random_tasks
 from lines import Found, Lines, Place
 from loops import TIME_OUT
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange import probe
 from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.links import measure_links
 from deepspeed_cad.exchange.transfers import Transfers
-from deepspeed_cad.exchange.transport import Outgoing, Returning, Transport
+from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returning, Transport
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER, Schedule, build_slices, schedule_rank
 
 GROUPS = 4
 LANES = ((0, 0), (1, 0), (0, 1), (1, 1))
 """Nano-batches and waves of exchanges that are under way at once."""
+
+ATTENDED = 49152
+"""Tokens of a document whose attention takes some 50 ms on an H200."""
+PASSED_AFTER = 0.5
+"""Share of that time. An exchange alone takes a few ms; what waits behind attention comes after all of it."""
 
 Agree = Callable[[int], "list[int]"]
 
@@ -61,6 +69,13 @@ def run(place: Place, lines: Lines, case: str) -> None:
         transport.close()
         return found
 
+    def passes(name: str) -> Found:
+        transport = probe.choose_transport(name, group, device, agree)
+        found = check_passes(transport, place)
+        agree(0)
+        transport.close()
+        return found
+
     def choice() -> Found:
         transport = probe.choose_transport("auto", group, device, agree)
         transport.close()
@@ -77,6 +92,9 @@ def run(place: Place, lines: Lines, case: str) -> None:
     for name in names:
         lines.check(f"transport {name}", f"exchanges{where}", partial(exchanges, name))
         lines.check(f"transport {name}", f"links{where}", partial(links, name))
+        # Torch's collectives have a stream of torch's own, of no priority.
+        if place.on_gpu and name != "c10d":
+            lines.check(f"transport {name}", f"passes attention{where}", partial(passes, name))
 
 
 def expected_choice(place: Place) -> str:
@@ -106,6 +124,17 @@ def home_tensor(schedule: Schedule, kind: int, width: int, dtype: torch.dtype, s
     return torch.randn(rows, GROUPS, width + 8, generator=generator, device=device).to(dtype)[..., :width]
 
 
+@dataclass
+class Arrived:
+    """A dispatch that was waited for."""
+
+    tensors: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        """What arrived."""
+        return self.tensors
+
+
 class Round:
     """One dispatch and return with known answers."""
 
@@ -121,7 +150,7 @@ class Round:
 
     def start(self, transport: Transport) -> None:
         fields = [Outgoing(kind, home) for (kind, _, _), home in zip(self.FIELDS, self.homes[self.rank])]
-        self.out = transport.dispatch(self.own, fields, self.nano_batch, self.moment)
+        self.out: Dispatched = transport.dispatch(self.own, fields, self.nano_batch, self.moment)
 
     def serve(self, transport: Transport) -> None:
         """Check what arrived; what goes back is what arrived times a number of this rank."""
@@ -226,6 +255,38 @@ def check_links(transport: Transport, place: Place, agree: Agree) -> Found:
     right = known and place.gather(found) == [found] * place.ranks
     right = right and seconds < 8 and bool(noted[0] + noted[2] > 0) == timed
     return right, f"{found}, {seconds:.2f} s; noted {noted.tolist()}"
+
+
+def check_passes(transport: Transport, place: Place) -> Found:
+    """An exchange that starts when attention already has more blocks than the GPU can hold is over long before that
+    attention: else nothing would be hidden behind it."""
+    plans = make_schedules(place.ranks, 1, 3000)
+    aside = torch.cuda.Stream(place.device, priority=-1)
+    begun, moved, attended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    heads_BHTD = torch.randn(1, 32, ATTENDED, 128, device=place.device, dtype=torch.bfloat16)
+    shares, wrong = [], []
+    for seed in range(4):
+        one = Round(plans, place.rank, seed, 0, place.device)
+        place.synchronize()
+        place.gather(None)
+        begun.record()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            scaled_dot_product_attention(heads_BHTD, heads_BHTD, heads_BHTD, is_causal=True)
+        attended.record()
+        with torch.cuda.stream(aside):
+            one.start(transport)
+            arrived = one.out.wait()
+            moved.record()
+        place.synchronize()
+        # The first one opens connections and makes room.
+        shares.append(begun.elapsed_time(moved) / begun.elapsed_time(attended))
+        one.out = Arrived(arrived)
+        one.serve(transport)
+        one.collect()
+        wrong += one.wrong
+    worst, took = max(max(place.gather(shares[1:]))), begun.elapsed_time(attended)
+    text = f"arrived after {worst:.2f} of {took:.0f} ms of attention, {int(torch.stack(wrong).sum())} values wrong"
+    return worst < PASSED_AFTER and not torch.stack(wrong).any(), text
 
 
 def check_timeout(name: str, warm: bool, group: dist.ProcessGroup, place: Place, agree: Agree) -> Found:

@@ -327,14 +327,16 @@ def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts:
 def test_a_product_beside_a_rank_and_the_picture_of_a_timeline(tmp_path: Path) -> None:
     size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens 512 --warmup 3".split()
     trace = {"trace": str(tmp_path / "timeline" / "trace.json"), "trace_steps": 2}
-    for name, block, more in (
-        ("in-place", {}, ["--slowed", "0", "--alone"]),
-        ("reserved", {"servers": {"reserved": 1}, **trace}, ["--slowed", "1"]),
-    ):
-        block["speeds"] = "measure"
-        script = ["--cad", json.dumps(block), "benchmarks/servers_step.py", *size, *more]
-        run = torchrun(2, "-m", "deepspeed_cad.run", *script, "--output", str(tmp_path / f"{name}.json"))
+    script = ["benchmarks/servers_step.py", *size]
+    alone = [*script, "--slowed", "0", "--alone", "--in-place", json.dumps({"speeds": "measure"})]
+    block = {"speeds": "measure", "servers": {"reserved": 1}, **trace}
+    beside = ["-m", "deepspeed_cad.run", "--cad", json.dumps(block), *script, "--slowed", "1"]
+    for name, command in (("in-place", alone), ("reserved", beside)):
+        run = torchrun(2, *command, "--output", str(tmp_path / f"{name}.json"))
         assert run.returncode == 0, run.stderr[-4000:]
+        planned = re.search(r"CAD is done: (\d+) micro-batches", run.stderr)
+        # Three steps to warm up and two timed: what is measured alone is measured without CAD.
+        assert planned and int(planned[1]) == 5, run.stderr[-2000:]
     found = json.loads((tmp_path / "in-place.json").read_text())
     assert all(one["alone"]["linear_s"] > 0 < one["alone"]["attention_s"] for one in found["ranks"])
     command = [sys.executable, ROOT / "benchmarks/slowed.py", "--table", tmp_path]
@@ -354,11 +356,15 @@ def test_a_product_beside_a_rank_and_the_picture_of_a_timeline(tmp_path: Path) -
 
 def test_what_speeds_allow() -> None:
     # 10 s of attention by either rank of which one has 1 s and the other 3 s besides: (T - 1 + T - 3) / 10 = 1
-    assert slowed.allowed([1.0, 3.0], [10.0, 10.0]) == pytest.approx(7.0)
+    assert slowed.allowed([1.0, 3.0], [10.0, 10.0], False) == pytest.approx(7.0)
     # half the speed: (T - 1) / 10 + (T - 3) / 20 = 1
-    assert slowed.allowed([1.0, 3.0], [10.0, 20.0]) == pytest.approx(25 / 3)
+    assert slowed.allowed([1.0, 3.0], [10.0, 20.0], False) == pytest.approx(25 / 3)
     # a server beside a trainer that has no time left
-    assert slowed.allowed([9.0, 0.0], [10.0, 5.0]) == pytest.approx(9.0)
+    assert slowed.allowed([9.0, 0.0], [10.0, 5.0], False) == pytest.approx(9.0)
+    # in place, the first half is late: nothing can begin before its keys are there
+    assert slowed.allowed([3.0, 1.0], [20.0, 10.0], True) == pytest.approx(3 + 20 / 3)
+    # the second half is late: the first has a fourth of everything to do, 2.5 s, and needs none of its keys
+    assert slowed.allowed([1.0, 3.0], [10.0, 10.0], True) == pytest.approx(7.0)
 
 
 @pytest.mark.long

@@ -304,6 +304,21 @@ def test_servers_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 servers of 8 seats leave no" in foresee_steps(capsys, *words, "--reserve", "8")[1]
 
 
+def test_every_point_of_a_curve_has_rows_of_its_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every mode a GPU does more in a second where rows, and so documents, are short."""
+    pytest.importorskip("matplotlib")
+    curves: list[Any] = []
+    monkeypatch.setattr("deepspeed_cad.simulator.picture.draw_curve", lambda curve, path: curves.append(curve))
+    words = ["long-mix", "--ranks", "8", "--steps", "1", "--context", "32768", "--modes", "plain,cad,cad reserved"]
+    assert foresee_steps(capsys, *words, "--pictures", str(tmp_path))[0] == 0
+    over_context = next(curve for curve in curves if curve.over == "tokens a GPU packs")
+    for mode, speeds in over_context.by_mode.items():
+        found = [speed for speed in speeds if speed is not None]
+        assert len(found) > 2 and found[0] > 1.3 * found[-1], mode
+
+
 def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     words = ["long-mix", "--ranks", "4", "--steps", "1", "--context", "16384", "--modes", "plain,cad"]
@@ -334,6 +349,7 @@ def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixt
             "all-gather CP: 7 seats cannot be divided by 2",
         ),
         (["--modes", "cad reserved", "--reserve", "9"], "9 servers of 8 seats leave no server or no trainer"),
+        (["--ranks", "100000000"], "documents would be drawn, more than 2e+07: ask for fewer --ranks"),
         (["--output", "nosuch/x.json"], "--output: nosuch/x.json cannot be written: there is no folder nosuch"),
         (["--plot", "nosuch/x.png"], "--plot: nosuch/x.png cannot be written: there is no folder nosuch"),
     ],
@@ -352,6 +368,8 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: lis
         ("[3, 4, -1]", "entry 2: -1; expected"),
         ("[3, 4", "is not a JSON list of lengths"),
         ("[3, [4]]", "entry 1: [4]; expected"),
+        ("12\nabc\n", "line 2: 'abc'; expected"),
+        ("length\n12\n13\n", "line 1: 'length'; expected"),
     ],
 )
 def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:

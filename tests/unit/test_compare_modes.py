@@ -95,6 +95,10 @@ def made(mode: str, total: float, peak: float = 10.0, **parts: float) -> Foresee
             "CAD, 1 reserved * would be 1.40 times as fast.",
         ),
         ([made("cad reserved", 5.0)], "Take CAD, 1 reserved"),
+        (
+            [made("plain", 10.0), made("ulysses", 9.0), replace(made("gathered", 8.0), measured=False), made("cad", 5)],
+            "Take CAD in place: 2.00 times plain and 1.60 times all-gather CP; ",
+        ),
     ],
 )
 def test_the_sentence(found: list[Foreseen], words: str) -> None:

@@ -110,7 +110,7 @@ def test_a_process_that_ends_says_who_is_missing(said: str, may_end: bool, dies:
 
 @pytest.mark.parametrize(
     ("group", "cuda", "sizes"),
-    [("mixed", True, [3, 2, 3, 2]), ("loaders", True, [1] * 7), ("loaders", False, [7]), ("growth", True, [6])],
+    [("mixed", True, [3, 2, 3, 2]), ("loaders", True, [1] * 7), ("loaders", False, [7]), ("growth", True, [2])],
 )
 def test_what_runs_at_the_same_time(group: str, cuda: bool, sizes: list[int]) -> None:
     options = parse(["--gpus", "4", "--only", group])

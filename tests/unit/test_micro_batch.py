@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import math
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
 
 from deepspeed_cad.attention.layer import LayerInput
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick, whole_rank_tasks
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
+from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout, Tick
@@ -345,15 +348,20 @@ def test_what_a_plan_promises_counts_what_ranks_are_late_by() -> None:
     moved, none = np.array([5, 0]), np.zeros(2, np.int64)
     found: list[float | None] = []
     for sent, era in ((moved, 4), (none, 4), (moved, None)):
-        one = micro_batch([[6], [4]], era=era, late=lambda tick, key: np.array([1.0, 0.0]))
+        starts = Starts(np.array([1.0, 0.5]), np.array([0.25, 0.5]))
+        one = micro_batch([[6], [4]], era=era, starts=lambda tick, key, found=starts: found)
         plan = Plan(np.zeros((0, 6), np.int64), np.array([6.0, 6.5]), np.array([9.0, 3.0]), sent, sent)
         one.planned[FULL, 0] = PlannedTick(plan, None, 0.0)  # type: ignore[arg-type]
         gain = one.gain(FULL, 0)
-        assert gain is None or gain.era == 4
+        assert gain is None or (gain.era, gain.held_up) == (4, 0.125)
         found.append(None if gain is None else gain.seconds)
     assert found == [(10 - 7) / 2, None, None]
     one = micro_batch([[6], [4]], era=0)
     one.planned[FULL, 0] = PlannedTick(
         Plan(np.zeros((0, 6), np.int64), np.array([6.0, 6.0]), np.array([9.0, 3.0]), moved, moved), None, 0.0
     )  # type: ignore[arg-type]
-    assert one.gain(FULL, 0).seconds == 1.5  # type: ignore[union-attr]
+    gain = one.gain(FULL, 0)
+    assert gain is not None and gain.seconds == 1.5 and gain.held_up == 0 and math.isinf(gain.most)
+    one.links = Links(1e3, 1e1)
+    gain = one.gain(FULL, 0)
+    assert gain is not None and gain.most == Links(1e3, None).longest(5, crosses=False)

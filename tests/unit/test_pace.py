@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_cad.ahead.held_up import begins
 from deepspeed_cad.ahead.pace import ENOUGH, GAIN, PAUSED, TICKS_PER_LOAD, Pace
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
+from deepspeed_cad.exchange.waits import Gain, Waits
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import HeadShape, PlanInput
@@ -55,6 +57,73 @@ def test_relief_is_bounded() -> None:
     mean = attention.mean()
     assert 0.95 * mean < attention[1] < 0.98 * mean
     assert attention.max() < 1.035 * mean
+
+
+def run_of_one_document(extra_s: list[float], speed: list[float], steps: int) -> tuple[np.ndarray, ...]:
+    """Lateness as learned, and waits, attention and seconds of the last step, of ranks that share one document."""
+    ranks, there, speeds = len(extra_s), np.array(extra_s), np.array(speed)
+    tick = Layout.from_stream([16384 * ranks], ranks, 16384).tick()
+    waits = [Waits() for _ in range(ranks)]
+    paces = [Pace(ranks, one.take, 0.6) for one in waits]
+    mean = float(COST.of(tick.query.begin, tick.query.end).sum()) * SHAPE.groups / sum(speed)
+    for _ in range(steps):
+        reports = np.array([pace.report() for pace in paces])
+        for pace in paces:
+            pace.hear(reports[:, 0], reports[:, 1])
+            pace.expect(mean)
+        base = paces[0].base_load(paces[0].late, mean)
+        base = np.zeros(ranks) if base is None else base
+        begin = begins(base, tick, COST, SHAPE.groups, None, speeds)
+        plan = make_plan(PlanInput(tick, SHAPE, COST, tolerance=0.002, base_load=begin, speed=speeds))
+        attention = plan.load - begin
+        # Rows of a rank read keys of all ranks before it; what else it serves needs no less.
+        finish = np.maximum.accumulate(there) + attention
+        idle = (finish.max() - attention - there) / TICKS_PER_LOAD
+        for rank, one in enumerate(waits):
+            gain = Gain(0.0, 0, float(begin[rank] - base[rank]) / TICKS_PER_LOAD)
+            for _ in range(ENOUGH):
+                with one.timed(torch.device("cpu"), True, gain):
+                    pass
+                one._add(float(idle[rank]), 0, None)
+    return paces[0].late, finish.max() - finish, attention, finish.max()
+
+
+def test_no_attention_is_taken_from_a_rank_whose_keys_the_others_wait_for() -> None:
+    """All rows behind it read its keys, so from when they are there all have the same time to the end."""
+    speed, extra = [0.5, 1.0], [8e-3, 0.0]
+    late, waits, attention, took = run_of_one_document(extra, speed, steps=40)
+    total = float(attention @ speed)
+    assert attention == pytest.approx([total / 1.5] * 2, rel=0.01)
+    assert took == pytest.approx(8e-3 + total / 1.5, rel=0.01)
+    assert waits.max() < 0.01 * took
+    # What is learned is how late it is, and no more however long it takes: the waits are those that plans know of.
+    assert late == pytest.approx([4e-3, -4e-3], rel=0.15)
+
+
+def test_a_rank_that_reads_no_keys_of_the_late_one_works_meanwhile() -> None:
+    """The second half of the document is late: rows of the first do not wait for it."""
+    late, _, attention, _ = run_of_one_document([0.0, 8e-3], [1.0, 1.0], steps=40)
+    assert attention[0] - attention[1] == pytest.approx(8e-3, rel=0.15)
+    assert late == pytest.approx([-4e-3, 4e-3], rel=0.15)
+
+
+def test_when_ranks_begin() -> None:
+    """Of three ranks the first two share document 1, the last two document 3; each part of that has 2048 rows."""
+    tick = Layout.from_stream([4096, 16384, 2048, 4096], 3, 12288).tick()
+    assert tick.query.rank.tolist() == [0, 0, 1, 1, 1, 2]
+    # What rank 1 can do without rank 0: document 2, and its part of document 3.
+    meanwhile = 2 * COST.of([0], [2048])[0] * SHAPE.groups
+
+    def of(*late: float, window: int | None = None, speed: list[float] | None = None) -> list[float]:
+        speeds = None if speed is None else np.array(speed)
+        return begins(np.array(late), tick, COST, SHAPE.groups, window, speeds).tolist()
+
+    assert of(0.0, 0.0, 0.0) == [0.0, 0.0, 0.0]
+    assert of(1.0, 0.0, 0.0) == pytest.approx([1.0, 1.0 - meanwhile, 0.0], rel=1e-9)
+    assert of(1.0, 0.0, 0.0, speed=[1.0, 0.5, 1.0])[1] == pytest.approx(1.0 - 2 * meanwhile, rel=1e-9)
+    assert of(1.0, 1.0 - meanwhile / 2, 0.0)[1] == 1.0 - meanwhile / 2  # it has more to do than it has to wait
+    assert of(0.0, 1.0, 0.0) == [0.0, 1.0, 1.0]  # earlier rows read no later ones, and rank 2 has nothing else
+    assert of(1.0, 0.0, 0.0, window=1) == [1.0, 0.0, 0.0]  # with such a window nobody reads another rank's keys
 
 
 def test_nothing_learned_where_it_is_off_or_too_little_was_measured() -> None:

@@ -19,6 +19,7 @@ from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 from deepspeed_cad.simulator import Cluster, Machine, Setting, modes, modes_cad
 from deepspeed_cad.simulator.attention import FORWARD_SHARE, Both, of_documents, of_pieces, of_tasks, seconds
+from deepspeed_cad.simulator.compare import compare
 from deepspeed_cad.simulator.finish import done
 from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
 from deepspeed_cad.simulator.lengths import NAMED
@@ -44,6 +45,7 @@ from deepspeed_cad.simulator.work import work_per_token
 MODEL = ModelShape(layers=4, hidden=4096, intermediate=14336, vocabulary=32000)
 COST = CostModel("test", "seconds", pair=1.1e-11, row=6.5e-9, key=2.4e-9)
 EVEN = Layout.from_rank_lengths([[8192] * 2] * 4)
+EMPTY = Both(np.zeros(1), np.zeros(1))
 UNEVEN = Layout.from_rank_lengths([[16384], [4096] * 4, [1024] * 16, [8192, 8192]])
 
 
@@ -67,7 +69,10 @@ def test_collectives_on_one_host_and_on_several() -> None:
     assert two.gather(800.0, 8) == pytest.approx(max(800 * 3 / 4 / 100, 800 / 2 / (4 * 10)))
     assert two.gather(800.0, 2, stride=4) == pytest.approx(800 / 2 / 10), "one rank of each host"
     assert here.all_to_all(400.0, 4) == pytest.approx(400 * 3 / 4 / 50)
-    assert two.all_to_all(800.0, 8) == pytest.approx(max(800 * 3 / 8 / 50, 800 * 4 / 8 / 10))
+    # NCCL moves at 100 inside and 10 between hosts; packing takes a hundredth of a second for each byte that leaves.
+    assert two.all_to_all(800.0, 8) == pytest.approx(max(800 * 3 / 8 / 100, 800 * 4 / 8 / 10) + 800 * 7 / 8 / 100)
+    measured = Cluster(8, 4, own, collective_between=20.0)
+    assert measured.all_to_all(800.0, 8) == pytest.approx(800 * 4 / 8 / 20 + 800 * 7 / 8 / 100)
     assert two.shares(8) == (3 / 8, 4 / 8)
 
 
@@ -75,7 +80,9 @@ def test_links_that_a_user_gives_replace_those_of_the_machine() -> None:
     own = Machine.load("h200")
     other = own.with_links(own.copies / 2, 25e9)
     assert (other.copies, other.between) == (own.copies / 2, 25e9)
-    assert other.all_to_all == pytest.approx(own.all_to_all / 2)
+    assert other.collective == pytest.approx(own.collective / 2)
+    # Packing takes as long as before.
+    assert own.all_to_all / 2 < other.all_to_all < own.all_to_all and other.packing == pytest.approx(own.packing)
     assert own.with_links(None, None) == own
 
 
@@ -175,7 +182,10 @@ def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
     assert served_bytes(own, found) == pytest.approx(wave.served_rows[:, 0].max() * row * own.layers)
     assert served_bytes(setting(recompute_attention=True), found) == pytest.approx(wave.served_rows[:, 0].max() * row)
     assert served_bytes(setting(checkpointing=False), found) > 2 * served_bytes(own, found)
-    two = landing_bytes(replace(own, landing_areas=2), found)
+    copied = count_traffic(tasks, layout.segments, own.shape, 4, None, copied=True)
+    assert (copied.served[0] >= found.served[0]).all() and (copied.served[1] == found.served[1]).all()
+    assert (copied.served[0].sum() > found.served[0].sum()) == bool((layout.segments.begin > 0).any())
+    two = landing_bytes(replace(own, copies_own_rows=True), found)
     assert two > landing_bytes(own, found) > 1.25 * back
     assert landing_bytes(own, found, with_outputs=True) > landing_bytes(own, found)
 
@@ -255,9 +265,9 @@ def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: f
     weights = own.cluster.gather(2.0 * MODEL.layer_parameters, 16)
     fast, slow = (Both(np.array([share * weights]), np.array([share * weights])) for share in (0.5, 10.0))
     first = (1 + gradients) * weights  # what nothing comes before, and nothing after
-    assert weight_seconds(own, 3, slow) == pytest.approx(3 * first)
+    assert weight_seconds(own, 3, slow, 16) == pytest.approx(3 * first)
     late = MODEL.layers * (0.5 + 0.5 + gradients) * weights
-    assert weight_seconds(own, 3, fast) == pytest.approx(3 * (late + first))
+    assert weight_seconds(own, 3, fast, 16) == pytest.approx(3 * (late + first))
 
 
 def test_ulysses_shares_each_row_and_pays_for_it() -> None:
@@ -281,6 +291,18 @@ def test_gathered_keys_are_cut_documents() -> None:
     row = 2 * 8 * 128 * 2
     assert found.inside == pytest.approx(MODEL.layers * 3 * 4 * 16384 * row * 3 / 4)
     assert not found.measured and found.seconds.waiting == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_degree_is_the_best_for_the_first_steps_not_for_the_first() -> None:
+    """Even rows gain nothing by wider groups; one long document among them gains with each."""
+    even = [Layout.from_rank_lengths([[4096] * 16] * 8)]
+    uneven = [Layout.from_rank_lengths([[65536]] + [[4096] * 16] * 7)]
+    own = setting(8, 8)
+
+    def degree(*steps: list[Layout]) -> int:
+        return compare(own, steps, ["ulysses"]).found[0].degree
+
+    assert (degree(even), degree(uneven), degree(even, uneven)) == (2, 8, 8)
 
 
 def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
@@ -341,6 +363,15 @@ def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]
     assert ratio == pytest.approx(3 / 4 * (linear + attention) / expected, rel=0.03)
     assert found.tokens == 3 * 16384 and found.degree == 1
     assert modes_cad.even_servers(own, 16384, linear) == 2 and modes_cad.even_servers(own, 16384, 0.0) == 1
+
+
+def test_servers_hold_no_weights_that_would_be_gathered() -> None:
+    layout = Layout.from_rank_lengths([[4096] * 2] * 4)
+    slow = machine(between=1e9)
+    one, two = (modes_cad.reserved(setting(4, 1, figures=slow), [layout], servers) for servers in (3, 2))
+    assert one.seconds.collectives == 0.0
+    assert two.seconds.collectives == pytest.approx(weight_seconds(setting(4, 1, figures=slow), 1, EMPTY, 2))
+    assert one.state == pytest.approx(state_bytes(setting(), 1)) and two.state < one.state
 
 
 def test_where_weights_are_sharded_servers_wait_while_linear_layers_run() -> None:

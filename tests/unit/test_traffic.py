@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from deepspeed_cad.ahead.brake import DROPPED, FACTORS, LONGEST_PROBE, PROBE, WINDOW, Brake
 from deepspeed_cad.ahead.traffic import COLUMNS, ENOUGH, FASTER, GAIN, Traffic
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.exchange.links import Links
+from deepspeed_cad.exchange.links import AT_MOST, STARTED_S, Links
 from deepspeed_cad.exchange.transfers import BETWEEN, INSIDE, LEAST_S, Size, Transfers
 from deepspeed_cad.exchange.waits import Balance, Gain, Waits
 from deepspeed_cad.layout import Layout
@@ -82,6 +84,36 @@ def test_waits_are_weighed_by_era() -> None:
     era, gained, waited, ticks = waits.take_balance()
     assert (era, gained, ticks) == (1, 0.5, 1) and 0 < waited < 0.1
     assert waits.take_balance() == Balance(1, 0.0, 0.0, 0)
+
+
+def test_waits_that_plans_know_of_are_no_cost_of_exchanges_and_no_news_of_pace() -> None:
+    waits = Waits()
+    for _ in range(2):
+        with waits.timed(CPU, False, Gain(0.5, 0, 10.0)):  # on the way out; the tick ends with the way back
+            pass
+        with waits.timed(CPU, True, Gain(0.5, 0, 10.0)):
+            pass
+    assert waits.seconds() > 0
+    seconds, ticks = waits.take()
+    assert seconds == pytest.approx(-20.0, abs=0.1) and ticks == 2
+    _, gained, waited, ticks = waits.take_balance()
+    assert (gained, ticks) == (1.0, 2) and waited == pytest.approx(-20.0, abs=0.1)
+
+
+def test_longer_waits_than_exchanges_can_take_are_not_their_cost() -> None:
+    """A rank that is slower than plans may relieve makes the others wait, in every tick, with CAD and without."""
+    links = Links(2e9, 1e9)
+    assert links.longest(10**9, crosses=False) == pytest.approx(AT_MOST / 2 + STARTED_S)
+    assert links.longest(10**9, crosses=True) == pytest.approx(AT_MOST + STARTED_S)
+    assert links.longest(10**9, crosses=False) < links.longest(2 * 10**9, crosses=False)
+    assert math.isinf(Links(None, 1e9).longest(10**9, crosses=False))
+    waits = Waits()
+    waits._add(5.0, 1, Gain(0.5, 0, most=0.25))
+    assert waits.take_balance() == Balance(0, 0.5, 0.25, 1)
+    assert waits.take() == (5.0, 1), "it is what others are late"
+    waits._add(5.0, 1, Gain(0.5, 0, held_up=3.0, most=0.25))
+    assert waits.take_balance() == Balance(0, 0.5, 0.25, 1)
+    assert waits.take() == (2.0, 1)
 
 
 # Corrections
