@@ -13,9 +13,9 @@ from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
 
 from deepspeed_cad.attention.layer import LayerInput
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick, whole_rank_tasks
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
-from deepspeed_cad.attention.planned import Starts
+from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.links import Links
