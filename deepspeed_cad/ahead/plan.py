@@ -289,9 +289,9 @@ class Plans:
         return tuple(count for count in WAVES if count <= transport.most_waves)
 
     def _known_links(self) -> Links | None:
-        """What exchanges take now; None where links are as they were at the start, whatever became of them."""
+        """What exchanges take now; None where figures are those of the start, or given, whatever became of links."""
         transport = self.transport()
-        if self.traffic is None or transport is None:
+        if self.traffic is None or transport is None or not self.traffic.corrects:
             return None
         # Torch's collectives on GPUs are not timed while training. Copy engines are alone on their links.
         return None if transport.name == "c10d" and self.device.type == "cuda" else self.traffic.links

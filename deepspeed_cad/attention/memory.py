@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Tick
@@ -112,10 +112,18 @@ class ExchangeMemory:
                 transport.make_room(schedules, room, nano_batch)
             except NoRoomError as error:
                 # All ranks are here: none has started this tick, and each keeps the memory that it had.
+                if not size:
+                    # Nothing lands: what is missing is the least that a transport has, and no cut needs less.
+                    raise CADError(
+                        f"{error} Nothing is exchanged in this tick, so smaller waves do not help"
+                    ) from error
                 self.limit, self.source = SMALLER * size, "what is free"
                 self.lacked(self.limit)
                 try:
                     schedules = again()
+                except CADPeerError:
+                    # A server has died that was to be told: memory is not why.
+                    raise
                 except CADError as why:
                     raise CADError(f"{error} Smaller waves do not help: {why}") from error
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -365,3 +366,6 @@ def test_what_a_plan_promises_counts_what_ranks_are_late_by() -> None:
     one.links = Links(1e3, 1e1)
     gain = one.gain(FULL, 0)
     assert gain is not None and gain.most == Links(1e3, None).longest(5, crosses=False)
+    one.planned[FULL, 0] = replace(one.planned[FULL, 0], plan=replace(one.planned[FULL, 0].plan, between_bytes=2))
+    gain = one.gain(FULL, 0)
+    assert gain is not None and gain.most == Links(None, 1e1).longest(5, crosses=True)

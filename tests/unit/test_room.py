@@ -11,7 +11,8 @@ import torch
 
 from deepspeed_cad.ahead.memory import ALL, MARGIN, PAUSED, SHARE, Memory
 from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory, rows_kept, rows_of_ticks, rows_resent
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.attention.planned import whole_rank_tasks
+from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape
@@ -148,6 +149,33 @@ def test_no_memory_at_all_names_rank_figures_and_key(tasks: np.ndarray) -> None:
     with pytest.raises(CADError, match="rank 2: 7 MiB were wanted, 3 are free. Smaller waves do not help: .*memory"):
         memory.make_room(Landing(0), again(), SHAPE, 0, again)  # type: ignore[arg-type]
     assert NO_LIMIT.limit == float("inf"), "shared by all that have none"
+
+
+def test_a_tick_that_moves_nothing_is_not_tried_for_ever() -> None:
+    """Landing areas have a least size: where not even that is there, no cut needs less."""
+    layout = Layout.from_rank_lengths([[64], [64]])
+    memory = ExchangeMemory(2**30, "a test")
+
+    def again() -> Any:
+        assert transport.asked == [0.0], "tried again though nothing can be smaller"
+        return schedule_within(layout.tick(), whole_rank_tasks(layout, 8), 0, 8, None, Cut(), memory.room(SHAPE))
+
+    schedules = schedule_within(layout.tick(), whole_rank_tasks(layout, 8), 0, 8, None, Cut(), memory.room(SHAPE))
+    transport: Any = Landing(-1)
+    with pytest.raises(CADError, match="rank 2: 7 MiB were wanted, 3 are free. Nothing is exchanged in this tick"):
+        memory.make_room(transport, schedules, SHAPE, 0, again)
+
+
+def test_a_server_that_died_meanwhile_is_not_a_lack_of_memory(tasks: np.ndarray) -> None:
+    memory, died = ExchangeMemory(100 * 2**30, "a test"), CADPeerError("server 2 has died")
+
+    def again() -> Any:
+        raise died
+
+    schedules = schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
+    with pytest.raises(CADPeerError) as found:
+        memory.make_room(Landing(0), schedules, SHAPE, 0, again)  # type: ignore[arg-type]
+    assert found.value is died
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, peak: int = 0) -> None:
