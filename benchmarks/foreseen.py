@@ -26,13 +26,7 @@ __all__ = ["stand_in", "summarise"]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "foreseen.md"
 LIMITS = {"ratio": 0.03, "tokens": 0.07, "memory": 0.10}
 """How far predicted over measured may be from 1."""
-KNOWN: dict[tuple[str, str, str], str] = {
-    ("h200x2/hosts_prolong_64k_2r_sockets_2026-11-22.json", "dp", "tokens"): (
-        "the collectives of the weights are foreseen at the speed that CAD's exchanges were noted to reach, because "
-        "the file has no other; that commit noted it too slow (it timed the making of tables too), and collectives of "
-        "NCCL are faster than exchanges over the same link (25 against 18 GB/s in hosts_prolong_64k_2r_host_7850fb0)"
-    )
-}
+KNOWN: dict[tuple[str, str, str], str] = {}
 """(file, mode, figure): why a prediction is beyond its limit, where one is."""
 
 
@@ -173,12 +167,12 @@ exchanges.
   turn from forward to backward, for head and loss, and where a part's layers and attention are longer than a round.
   Servers hold no weights, so collectives are of the trainers alone. Ratios are to a run in place of the same commit
   and sizes; through host memory there is none, and the one over NVLink takes its place.
-- **Pretended hosts.** The two runs of commit 5b34a40 noted the link too slow and no speed of collectives, so tokens/s
-  are too low; ratios are right. The table they come from has the bound, not the mode without attention, so that is
-  not compared. Those of commit 7850fb0 noted both. Where much moves CAD was foreseen 2 to 3 % too fast against plain:
-  ranks were measured to wait for exchanges 3.9 % of a step, and 0.1 % was foreseen. The prediction was right and the
-  code wrong: NCCL's kernels had no priority over attention and ran behind it. Since they have, at commit b064ed1,
-  CAD is as fast as foreseen before that run was made, within 0.2 %, and waits are 0.3 %.
+- **Pretended hosts.** Each run notes what exchanges and what collectives reach on its link, and is foreseen at those
+  speeds. At commit 7850fb0, where much moves, CAD was foreseen 2 to 3 % too fast against plain: ranks were measured to
+  wait for exchanges 3.9 % of a step, and 0.1 % was foreseen. The prediction was right and the code wrong: kernels of
+  NCCL had no priority over attention and ran behind it. Since they have, at commit b064ed1, CAD is as fast as was
+  foreseen before those runs were made, within 0.2 %, through host memory and through sockets. An older table, of commit
+  5b34a40, is not compared: its link was timed together with the making of tables, and it has no speed of collectives.
 - **Memory.** At home O and LSE are kept over the recompute, at servers those of what they served, in each layer. Of
   tasks that read keys of several ranks the server's own keys are copied beside those that arrive; its own queries
   stay in place. Runs from before exchanges went in waves copied these too, kept a second O of them, and had two

@@ -1,8 +1,7 @@
 """What files of results/ hold, in one form: steps of documents, what they ran on, and what each mode took.
 
-In: JSON of train_step.py, fsdp2_step.py, pipeline.py and servers_step.py, or made by hand in the form of the first
-where only a table is left. Out: `Run`, which foreseen.py foresees. What a prediction needs and a file does not say is
-said in words; nothing is fitted to a file.
+In: JSON of train_step.py, fsdp2_step.py, pipeline.py and servers_step.py. Out: `Run`, which foreseen.py foresees. What
+a prediction needs and a file does not say is said in words; nothing is fitted to a file.
 
 Documents come from workloads/, from the result itself, or from results/workloads.json. The last two know, of each row,
 only how many documents it has and how many query-key pairs; documents of geometric lengths with the same figures take

@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
 
 from deepspeed_cad.attention.device_schedule import Batches, upload_schedule  # noqa: E402
-from deepspeed_cad.attention.microbatch import whole_rank_tasks  # noqa: E402
+from deepspeed_cad.attention.planned import whole_rank_tasks  # noqa: E402
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402

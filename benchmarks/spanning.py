@@ -31,7 +31,7 @@ from deepspeed_cad.planner.constants import FINER, READ_FROM
 from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
 from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.planner.plan import Plan
-from deepspeed_cad.planner.starts import on_many_ranks
+from deepspeed_cad.planner.starts import most_ranks
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED
 from deepspeed_cad.schedule.waves import Cut, slice_waves
@@ -91,7 +91,7 @@ def rows(name: str, layout: Layout, shape: HeadShape) -> list[str]:
         label: solve(problem, Aim(problem.tolerance, kept=kept))
         for label, kept in (("home", -1), ("dealt out", 0), ("but the first rows", 1))
     }
-    if on_many_ranks(problem):
+    if most_ranks(problem) > 1:
         starts["home, even"] = solve(problem, Aim(FINER * problem.tolerance))
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
         starts["dealt out"] = also_on_two(problem)

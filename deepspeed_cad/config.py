@@ -129,15 +129,14 @@ class CADConfig:
     """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
     while another is computed. "auto": 1 on one host or by "c10d"; on several hosts the number from 1 to 8 with which
     the plan says that a step ends first. A number is the least, for measurements: memory may ask for more (see
-    "memory"). With reserved servers and in pipelines it is always 1."""
+    "memory"). "auto" is 1 with reserved servers and in pipelines."""
 
     memory: str | float = "auto"
     """GiB on each GPU for what arrives of other ranks' attention. Where a tick of all ranks would bring more, it goes
     in more waves: head groups one after the other and, where one is too much, blocks of its rows. Long documents then
     need little more memory; short waves cost time. "auto": a thirty-second of the GPU's memory, and no more than
     training leaves free after the first step, on the rank that has least; on CPUs no limit. Beside reserved servers
-    nothing goes in waves: a number refuses micro-batches that would bring more, and "auto" is no limit. In pipelines
-    nothing limits it: use smaller micro-batches there."""
+    "auto" is only what training leaves free. Where no cut fits, all ranks and servers end with one error."""
 
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as

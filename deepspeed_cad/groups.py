@@ -81,7 +81,7 @@ def _open_in_place(
     timeout = timedelta(seconds=config.timeout_s)
     try:
         cpu = dist.new_group(members, timeout=timeout, backend="gloo")
-        exchange = dist.new_group(members, timeout=timeout, backend="nccl" if device.type == "cuda" else "gloo")
+        exchange = open_exchange(members, timeout, device)
     except RuntimeError as error:
         raise CADPeerError(
             f"rank {rank} on {socket.gethostname()} cannot connect to all other ranks within "
@@ -90,6 +90,17 @@ def _open_in_place(
             "connects them, and look at routes and firewalls"
         ) from error
     return Groups(cpu, exchange, open_board(cpu, rank, ranks, config.timeout_s))
+
+
+def open_exchange(members: list[int] | None, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
+    """The group that transports exchange over where all ranks train; `members` None: all. Collective."""
+    if device.type != "cuda":
+        return dist.new_group(members, timeout=timeout, backend="gloo")
+    options = dist.ProcessGroupNCCL.Options()
+    # As the streams of messages in exchange/messages.py: behind attention nothing would be hidden.
+    options.is_high_priority_stream = True
+    options._timeout = timeout
+    return dist.new_group(members, timeout=timeout, backend="nccl", pg_options=options)
 
 
 def _open_with_servers(

@@ -22,7 +22,7 @@ from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.linear import Linear
 from deepspeed_cad.ahead.loader import LookAheadLoader
-from deepspeed_cad.ahead.memory import Memory
+from deepspeed_cad.ahead.memory import ALL, SHARE, Memory
 from deepspeed_cad.ahead.pace import Pace, allowance
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.plan import Reserved as Planning
@@ -114,8 +114,7 @@ class Session:
         self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
             config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self.hosts, lambda: self.aside, self.traffic, self.speeds,
-            self._planning(), self.memory,
+            self.hosts, lambda: self.aside, self.traffic, self.speeds, self._planning(), self.memory,
         )  # fmt: skip
         if self.reserved is not None and self.reserved.changes is not None:
             changes = self.reserved.changes
@@ -185,13 +184,12 @@ class Session:
         logger.info("%s", self.links)
 
     def _watch_memory(self) -> Memory | None:
-        """The limit of what exchanges take; None where nothing is exchanged, or ranks and servers know none."""
-        if self.transport is None or (self.reserved is not None and self.config.memory == "auto"):
+        """The limit of what exchanges take; None where nothing is exchanged."""
+        if self.transport is None:
             return None
         given = None if isinstance(self.config.memory, str) else self.config.memory
-        self.gatherer.memory = Memory(
-            given, self.device, lambda: self.counts.backwards > 0, torch.are_deterministic_algorithms_enabled
-        )
+        share, pauses = SHARE if self.reserved is None else ALL, torch.are_deterministic_algorithms_enabled
+        self.gatherer.memory = Memory(given, self.device, lambda: self.counts.backwards > 0, pauses, share)
         return self.gatherer.memory
 
     def _take_linear(self, model: int) -> tuple[list[float], list[float]]:

@@ -21,7 +21,6 @@ def unused_keys(config: CADConfig, cost: Profile) -> list[str]:
             'servers ("servers"), or leave it out'
         )
     if reserved:
-        said += _in_one_piece(config, "beside reserved servers, whose orders do not name waves", ("waves",))
         if config.keep == "host":
             said.append(
                 '"keep" is "host" and does nothing on reserved servers: trainers park what they keep, servers hold it '
@@ -45,7 +44,7 @@ def unused_keys(config: CADConfig, cost: Profile) -> list[str]:
 
 def unused_in_pipelines(config: CADConfig, cost: Profile) -> list[str]:
     """Of a DeepSpeed pipeline, beside what `unused_keys` says."""
-    said = _in_one_piece(config, "in a pipeline, whose ticks are planned in one wave", ("waves", "memory"))
+    said = []
     if _asks_for_relief(config) and cost.unit == "seconds":
         said.append(
             f'"straggler_relief" is {config.straggler_relief} and does nothing in a pipeline: waits tell of its '
@@ -62,19 +61,6 @@ def unused_outside_pipelines(config: CADConfig) -> list[str]:
         f'"pipeline_in_flight" is {config.pipeline_in_flight} and does nothing: the model is not a DeepSpeed '
         "PipelineModule. Leave it out, or cut the model into stages (deepspeed_cad.to_pipeline)"
     ]
-
-
-def _in_one_piece(config: CADConfig, where: str, keys: tuple[str, ...]) -> list[str]:
-    """Which of these keys about exchanges that go in waves were set, where they go whole."""
-    said = []
-    if "waves" in keys and config.waves not in ("auto", 1):
-        said.append(f'"waves" is {config.waves} and does nothing {where}: exchanges go whole. Leave it out')
-    if "memory" in keys and config.memory != "auto":
-        said.append(
-            f'"memory" is {config.memory} and does nothing {where}: exchanges go whole, whatever they need. Leave it '
-            "out; where GPUs run out of memory, use smaller micro-batches"
-        )
-    return said
 
 
 def _asks_for_relief(config: CADConfig) -> bool:

@@ -4,7 +4,8 @@ In: the key "memory", and what this rank sees of its GPU. Out: one limit, the sa
 least. What ranks see travels with the lengths of a micro-batch, so all of them learn it at the same point.
 
 "auto" is a share of the GPU's memory from the start, because waves cost little where they are long: then longer
-documents need hardly more. After the first backward it is no more than what training leaves free.
+documents need hardly more. After the first backward it is no more than what training leaves free. Beside reserved
+servers it is only that: waves would hold up the linear layers that hide what servers do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ PAUSED = -1
 SHARE = 1 / 32
 """Of a GPU's memory, with "auto". A choice: 4.4 GiB of an H200, which one wave of 64K tokens of an 8B Llama does not
 need."""
+ALL = 1.0
+"""Where only what training leaves free counts."""
 MARGIN = 0.03
 """Of a GPU's memory that stays free beyond the peak of the steps so far: steps differ, and memory is fragmented."""
 
@@ -46,6 +49,7 @@ class Memory:
         device: torch.device,
         has_trained: Callable[[], bool] = lambda: False,
         pauses: Callable[[], bool] = lambda: False,
+        share: float = SHARE,
     ) -> None:
         """Before anything is learned.
 
@@ -54,8 +58,9 @@ class Memory:
             device: whose memory it is; only GPUs have a limit by themselves.
             has_trained: whether a backward ran, so that the peak of training is known.
             pauses: while it holds on any rank, nothing depends on measured memory.
+            share: of a GPU's memory, at most, with "auto".
         """
-        self.given, self.device = given, device
+        self.given, self.device, self.share = given, device, share
         self._has_trained, self._pauses = has_trained, pauses
         self.most_needed = 0.0
         """Bytes that the largest tick so far needed."""
@@ -69,7 +74,7 @@ class Memory:
             most = min(most, self.given * 2**30)
         elif self.device.type == "cuda":
             left, whole = torch.cuda.mem_get_info(self.device)
-            most = min(most, SHARE * whole)
+            most = min(most, self.share * whole)
             if self._pauses():
                 free = PAUSED
             elif self._has_trained():

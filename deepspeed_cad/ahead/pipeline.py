@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from deepspeed_cad.ahead.gather import Subject, What
+from deepspeed_cad.ahead.memory import NO_LIMIT
 from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.ahead.traffic import Now
 from deepspeed_cad.attention.layer import LayerKind
+from deepspeed_cad.attention.memory import rows_of_ticks
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallSetup, Modes
@@ -118,6 +120,7 @@ class StepPlans:
         """[replica]: in which order its micro-batches are trained, as numbers of those that it loaded."""
         self._documents: Documents | None = None
         self._links: Now | None = None
+        self._limit = NO_LIMIT
         self._gathered = plans.worker.submit(partial(self._gather, gather))
         self._phases: dict[tuple[int, bool], Future[PlannedPhase]] = {}
         self._fingerprint = 0
@@ -148,8 +151,9 @@ class StepPlans:
 
     def _gather(self, gather: Callable[[], Documents | None]) -> bool:
         given = gather()
-        # What was learned of links travelled with the documents: now it is the same on all ranks.
+        # What was learned of links and memory travelled with the documents: now it is the same on all ranks.
         self._links = None if self.plans.traffic is None else self.plans.traffic.now
+        self._limit = self.plans.limit
         self.plans.say_news()
         if given is None:
             return False
@@ -179,7 +183,7 @@ class StepPlans:
             part = MicroBatch(
                 plans.gatherer.rank, layout, (layout.tick(),), plans.device,
                 partial(self._plan_tick, backward), self._remember, plans.transport(), plans.counts,
-                aside=plans.aside(), turn=turn,
+                aside=plans.aside(), turn=turn, memory=plans.exchange_memory(self._limit, rows_of_ticks),
             )  # fmt: skip
             part.plan_all(list(dict.fromkeys(key_of(tick.kind) for tick in self.program if tick.stages == stages)))
             parts[stages] = part
@@ -193,7 +197,7 @@ class StepPlans:
         return make_plan(
             PlanInput(
                 tick, key.shape, tick_cost(cost.cost_for(key.shape), backward), key.window, plans.config.tolerance,
-                plans.config.granularity, speed=plans.speeds, hosts=plans.hosts,
+                plans.config.granularity, speed=plans.speeds, hosts=plans.hosts, waves=plans.given_waves(),
             )
         )  # fmt: skip
 

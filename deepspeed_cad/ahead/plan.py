@@ -19,15 +19,15 @@ import torch
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.held_up import begins
-from deepspeed_cad.ahead.memory import Memory
+from deepspeed_cad.ahead.memory import NO_LIMIT, Limit, Memory
 from deepspeed_cad.ahead.pace import Pace
 from deepspeed_cad.ahead.traffic import Now, Traffic
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.linear import LinearTimes
-from deepspeed_cad.attention.memory import ExchangeMemory
-from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey, whole_rank_tasks
+from deepspeed_cad.attention.memory import ExchangeMemory, RowBytes, rows_kept, rows_resent
+from deepspeed_cad.attention.microbatch import MicroBatch, MicroBatchOrders, PlanKey
 from deepspeed_cad.attention.passes import Passes
-from deepspeed_cad.attention.planned import Starts
+from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
@@ -39,7 +39,7 @@ from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import WAVES
 from deepspeed_cad.planner.cut import PlanLayers, choose_cut, choose_interleaved_cut
-from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
+from deepspeed_cad.planner.plan import Floats, HeadShape, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
 
 logger = logging.getLogger("deepspeed_cad")
@@ -187,13 +187,14 @@ class Plans:
         beside = None
         if linear is not None and at is not None:
             beside = Beside(np.append(linear, np.zeros(idle)), layout.tokens)
+        rows = rows_kept if self.config.backward == "keep" else rows_resent
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device,
             partial(self.plan_tick, late=late, now=now, beside=beside, reserved=reserved), partial(self._agree, turn),
             self.transport(), self.counts, aside=self.aside(), turn=turn, era=now and now.era,
             links=self._known_links(),
             starts=partial(self._starts, late, beside), orders=_open_at_servers(reserved, turn, layout, at),
-            memory=self._exchange_memory(len(ticks)),
+            memory=self.exchange_memory(self.limit, rows, len(ticks)),
             linear=None if reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
         )  # fmt: skip
         if reserved is not None and reserved.passes is not None:
@@ -272,36 +273,49 @@ class Plans:
         # Statistics speak of attention, not of when ranks finish.
         return replace(plan, load=plan.load - base, load_before=plan.load_before - base)
 
+    def given_waves(self) -> tuple[int, ...]:
+        """In how many waves they move where nobody looks for the best number."""
+        return (1 if self.transport() is None or isinstance(self.config.waves, str) else self.config.waves,)
+
     def _waves(self) -> tuple[int, ...]:
         """In how many waves plans may move; the same on every rank."""
         transport = self.transport()
-        if transport is None or self.reserved is not None:
-            return (1,)  # the orders of reserved servers do not name waves
-        if not isinstance(self.config.waves, str):
-            return (self.config.waves,)
+        # Beside reserved servers linear layers hide what travels, and more waves would hide less of it.
+        if transport is None or self.reserved is not None or not isinstance(self.config.waves, str):
+            return self.given_waves()
         several_hosts = self.hosts is not None and len(np.unique(self.hosts)) > 1
         if not several_hosts or self.config.overlap == "none":
             return (1,)
         return tuple(count for count in WAVES if count <= transport.most_waves)
 
     def _known_links(self) -> Links | None:
-        """What exchanges take now; None where links are as they were at the start, whatever became of them."""
+        """What exchanges take now; None where figures are those of the start, or given, whatever became of links."""
         transport = self.transport()
-        if self.traffic is None or transport is None:
+        if self.traffic is None or transport is None or not self.traffic.corrects:
             return None
         # Torch's collectives on GPUs are not timed while training. Copy engines are alone on their links.
         return None if transport.name == "c10d" and self.device.type == "cuda" else self.traffic.links
 
-    def _exchange_memory(self, ticks: int) -> ExchangeMemory | None:
-        """What the exchanges of a micro-batch may need at once; nano-batches have memory of their own."""
-        memory, config = self.memory, self.config
+    def exchange_memory(
+        self, limit: Limit, rows: Callable[[HeadShape], RowBytes], ticks: int = 1
+    ) -> ExchangeMemory | None:
+        """What the exchanges of a micro-batch may need at once; None where nobody looks after that.
+
+        `limit`: as all ranks knew it when the micro-batch was gathered; `rows`: what travels of each row; `ticks`:
+        nano-batches, which have memory of their own.
+        """
+        memory = self.memory
         if memory is None:
             return None
         return ExchangeMemory(
-            memory.now.size / ticks, memory.now.source, config.backward == "keep", config.granularity, ticks,
+            limit.size / ticks, limit.source, rows, self.config.granularity, ticks,
             lambda size: memory.needs(size * ticks), lambda limit: memory.lacks(limit * ticks),
-            "" if self.reserved is None else "in one wave, as always beside reserved servers",
         )  # fmt: skip
+
+    @property
+    def limit(self) -> Limit:
+        """Of what exchanges may need, as it is known now."""
+        return NO_LIMIT if self.memory is None else self.memory.now
 
     def _linear(self, model: int) -> Floats | None:
         """Seconds per token of every trainer's linear layers, where plans know of them and costs are seconds too."""

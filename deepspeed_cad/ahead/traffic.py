@@ -114,6 +114,11 @@ class Traffic:
         return Now(inside, between, None if self._waits is None else self.brake.era)
 
     @property
+    def corrects(self) -> bool:
+        """Whether figures follow what transfers take; given ones stay as they are, whatever links carry."""
+        return self._transfers is not None
+
+    @property
     def links(self) -> Links:
         """Figures as they are now, without the brake."""
         if self._paused:

@@ -70,6 +70,20 @@ def start_backward(
     v_UKV: torch.Tensor,
 ) -> BackwardStarted:
     """Start sending dO, and Q, K, V if they were not kept."""
+    started = ready_backward(setup, kept, do_THV, q_THD, k_UKD, v_UKV)
+    setup.begin(started.out, backward=True)
+    return started
+
+
+def ready_backward(
+    setup: CallSetup,
+    kept: Kept,
+    do_THV: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_UKD: torch.Tensor,
+    v_UKV: torch.Tensor,
+) -> BackwardStarted:
+    """A backward that sends nothing before its first wave is started."""
     what, fields = "dO out", [Outgoing(QUERY, by_group(do_THV, k_UKD))]
     if kept.served and kept.served[0].received is None:
         what = "dO, Q, K, V out"

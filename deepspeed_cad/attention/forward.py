@@ -119,6 +119,19 @@ def start_forward(
     sinks_H: torch.Tensor | None,
 ) -> ForwardStarted:
     """Start sending Q, K, V."""
+    started = ready_forward(setup, q_THD, k_UKD, v_UKV, sinks_H)
+    setup.begin(started.out)
+    return started
+
+
+def ready_forward(
+    setup: CallSetup,
+    q_THD: torch.Tensor,
+    k_UKD: torch.Tensor,
+    v_UKV: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+) -> ForwardStarted:
+    """A forward that sends nothing before its first wave is started."""
     fields = [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
     if sinks_H is not None and setup.modes.sinks_travel:
         # One row per token: transports take rows of all fields alike.

@@ -2,6 +2,8 @@
 
 In: the limit that all ranks agreed on, plans. Out: schedules that fit. The limit may shrink while a micro-batch runs,
 where some rank has less memory than was thought: every rank learns that at the same exchange, from the same words.
+Reserved servers make no plans and know no limit: they are told how each plan is cut, and make room when they are told
+to (`tell`), at the same exchange as trainers do.
 """
 
 from __future__ import annotations
@@ -9,19 +11,52 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room, room_needed, too_much
-from deepspeed_cad.schedule.waves import Cut, schedule_waves, schedule_within
+from deepspeed_cad.schedule.room import Room, room_needed
+from deepspeed_cad.schedule.waves import Cut, Waves, schedule_waves, waves_within
 
 SMALLER = 0.6
 """Share of what did not fit that is tried next: few tries, each of which costs a meeting of all ranks."""
 LSE_BYTES = 4
+"""At least: fp64 has more."""
+
+
+class RowBytes(NamedTuple):
+    """What travels of one query row and of one key row of a head group, in the pass that has more."""
+
+    out: tuple[int, int]
+    back: tuple[int, int]
+
+
+def rows_resent(shape: HeadShape) -> RowBytes:
+    """Where a server receives Q, K and V again with dO."""
+    q, o, lse, kv = _bytes_of(shape)
+    # Forward: Q and, beside servers, sinks, which are as wide as LSE. Backward: dO and Q.
+    return RowBytes((max(q + lse, q + o), kv), (max(q, o + lse), kv))
+
+
+def rows_kept(shape: HeadShape) -> RowBytes:
+    """Where it keeps them."""
+    q, o, lse, kv = _bytes_of(shape)
+    return RowBytes((max(q + lse, o), kv), (max(q, o + lse), kv))
+
+
+def rows_of_ticks(shape: HeadShape) -> RowBytes:
+    """In a pipeline, where a backward takes all that it needs along: dO, Q, O and LSE."""
+    q, o, lse, kv = _bytes_of(shape)
+    return RowBytes((q + 2 * o + lse, kv), (max(q, o + lse), kv))
+
+
+def _bytes_of(shape: HeadShape) -> tuple[int, int, int, int]:
+    lse = max(LSE_BYTES, shape.bytes_per_element) * shape.heads_per_group
+    return shape.query_bytes, shape.output_bytes, lse, shape.key_value_bytes
 
 
 @dataclass(eq=False)
@@ -32,8 +67,8 @@ class ExchangeMemory:
     """Bytes on each rank for each nano-batch; infinite where there is no limit."""
     source: str = ""
     """Where it comes from, for an error."""
-    keep: bool = False
-    """Whether servers keep Q, K and V, so that they do not travel again in the backward."""
+    rows: Callable[[HeadShape], RowBytes] = rows_resent
+    """What travels of each row."""
     granularity: int = 128
     """Rows: where head groups have to be cut, blocks are multiples of it."""
     parts: int = 1
@@ -42,25 +77,13 @@ class ExchangeMemory:
     """Hears what a tick needs."""
     lacked: Callable[[float], None] = lambda limit: None
     """Hears that there is not more than this."""
-    whole: str = ""
-    """Why no tick goes in waves, for an error; empty where it may."""
 
-    def schedules(
-        self, tick: Tick, plan: Plan, rank: int, window: int | None, shape: HeadShape
-    ) -> tuple[Schedule, ...]:
+    def waves(self, tick: Tick, plan: Plan, rank: int, window: int | None, shape: HeadShape) -> Waves:
         """This rank's part of a plan, in as many waves as fit. Raises CADError on all ranks where none do."""
         cut = Cut(plan.waves, granularity=self.granularity)
         if math.isinf(self.limit):
-            return schedule_waves(tick, plan.tasks, rank, shape.groups, window, cut)
-        if self.whole:
-            schedules = schedule_waves(tick, plan.tasks, rank, shape.groups, window, cut)
-            room = self.room(shape)
-            size, fullest = room_needed(room, [(one.served_rows, one.landed_rows) for one in schedules])
-            if size > room.limit:
-                raise too_much(room, size, fullest, self.whole)
-            self.needed(size)
-            return schedules
-        return schedule_within(tick, plan.tasks, rank, shape.groups, window, cut, self.room(shape))
+            return Waves(cut, schedule_waves(tick, plan.tasks, rank, shape.groups, window, cut))
+        return waves_within(tick, plan.tasks, rank, shape.groups, window, cut, self.room(shape))
 
     def make_room(
         self,
@@ -69,21 +92,38 @@ class ExchangeMemory:
         shape: HeadShape,
         nano_batch: int,
         again: Callable[[], tuple[Schedule, ...]],
+        tell: Callable[[Room], None] = lambda room: None,
     ) -> tuple[Schedule, ...]:
-        """Have memory for a tick, in smaller waves (`again` makes them) where a rank has too little. Collective."""
-        if self.whole:
-            return schedules
+        """Have memory for a tick, in smaller waves where a rank has too little. Collective.
+
+        Args:
+            transport: has the memory.
+            schedules: of the tick, by waves.
+            shape: of the layer's heads.
+            nano_batch: 0 or 1.
+            again: makes smaller waves.
+            tell: called before each try: ranks that only follow are to take part in it.
+        """
         while True:
             room = self.room(shape)
             size, _ = room_needed(room, [(one.served_rows, one.landed_rows) for one in schedules])
+            tell(room)
             try:
                 transport.make_room(schedules, room, nano_batch)
             except NoRoomError as error:
                 # All ranks are here: none has started this tick, and each keeps the memory that it had.
+                if not size:
+                    # Nothing lands: what is missing is the least that a transport has, and no cut needs less.
+                    raise CADError(
+                        f"{error} Nothing is exchanged in this tick, so smaller waves do not help"
+                    ) from error
                 self.limit, self.source = SMALLER * size, "what is free"
                 self.lacked(self.limit)
                 try:
                     schedules = again()
+                except CADPeerError:
+                    # A server has died that was to be told: memory is not why.
+                    raise
                 except CADError as why:
                     raise CADError(f"{error} Smaller waves do not help: {why}") from error
             else:
@@ -91,11 +131,8 @@ class ExchangeMemory:
                 return schedules
 
     def room(self, shape: HeadShape) -> Room:
-        """The limit, and what travels of one row in the pass that has more."""
-        q, o, kv = shape.query_bytes, shape.output_bytes, shape.key_value_bytes
-        lse = LSE_BYTES * shape.heads_per_group
-        out = (max(q, o), kv) if self.keep else (q + o, kv)
-        return Room(self.limit, out, (max(q, o + lse), kv), self.source, self.parts)
+        """The limit, and what travels of one row."""
+        return Room(self.limit, *self.rows(shape), self.source, self.parts)
 
 
 NO_LIMIT = ExchangeMemory()

@@ -36,6 +36,7 @@ from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.waves import Waves
 
 
 @dataclass(eq=False)
@@ -116,31 +117,36 @@ class MicroBatch:
             for nano_batch, tick in enumerate(self.ticks):
                 begin = time.perf_counter()
                 plan = self.make_plan(tick, key)
-                schedules = self._in_waves(key, nano_batch, plan)
-                self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin)
+                cut, schedules = self._in_waves(key, nano_batch, plan)
+                self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin, cut)
                 digest = (digest * 1000003 + plan.fingerprint() + len(schedules)) & ((1 << 62) - 1)
         self.agree(digest, "plan")
         if self.orders is not None:
             for key in keys:
                 for nano_batch in range(len(self.ticks)):
-                    self.orders.plan(key, nano_batch, self.planned[key, nano_batch].plan)
+                    planned = self.planned[key, nano_batch]
+                    self.orders.plan(key, nano_batch, planned.plan, planned.cut)
 
-    def _in_waves(self, key: PlanKey, nano_batch: int, plan: Plan) -> tuple[Schedule, ...]:
+    def _in_waves(self, key: PlanKey, nano_batch: int, plan: Plan) -> Waves:
         """This rank's schedules of a plan."""
         memory = NO_LIMIT if self.memory is None else self.memory
-        return memory.schedules(self.ticks[nano_batch], plan, self.rank, key.window, key.shape)
+        return memory.waves(self.ticks[nano_batch], plan, self.rank, key.window, key.shape)
 
     def _with_room(self, key: PlanKey, nano_batch: int) -> tuple[Schedule, ...]:
         """This rank's schedules of a tick, for which all ranks have memory now."""
-        planned = self.planned[key, nano_batch]
+        planned, orders = self.planned[key, nano_batch], self.orders
         if self.memory is None or self.transport is None:
             return planned.schedules
-        schedules = self.memory.make_room(
-            self.transport, planned.schedules, key.shape, nano_batch,
-            lambda: self._in_waves(key, nano_batch, planned.plan),
-        )  # fmt: skip
-        self.planned[key, nano_batch] = replace(planned, schedules=schedules)
-        return schedules
+
+        def again() -> tuple[Schedule, ...]:
+            cut, schedules = self._in_waves(key, nano_batch, planned.plan)
+            self.planned[key, nano_batch] = replace(planned, schedules=schedules, cut=cut)
+            if orders is not None:
+                orders.plan(key, nano_batch, planned.plan, cut)
+            return schedules
+
+        tell = (lambda room: None) if orders is None else partial(orders.room, key, nano_batch)
+        return self.memory.make_room(self.transport, planned.schedules, key.shape, nano_batch, again, tell)
 
     def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
         """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""
@@ -390,10 +396,3 @@ def _own(x: torch.Tensor) -> torch.Tensor:
     """To be kept until backward: as it is, or a copy where it would keep much more memory alive than it has."""
     x = x.detach()
     return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
-
-
-def whole_rank_tasks(layout: Layout, groups: int) -> np.ndarray:
-    """Tasks of a layout in which every rank runs its own segments: what training without CAD does."""
-    seg = layout.segments
-    columns = [seg.document, seg.begin, seg.end, np.zeros_like(seg.rank), np.full_like(seg.rank, groups), seg.rank]
-    return np.stack(columns, axis=1)

@@ -5,17 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from deepspeed_cad.attention.setup import CallOrders, Modes
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
+from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import Floats, HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import WHOLE, Cut
 
 
 class MicroBatchOrders(Protocol):
     """Tells reserved servers of one micro-batch, on the rank that leads them."""
 
-    def plan(self, key: PlanKey, nano_batch: int, plan: Plan) -> None:
-        """What was planned for a kind of layer."""
+    def plan(self, key: PlanKey, nano_batch: int, plan: Plan, cut: Cut) -> None:
+        """What was planned for a kind of layer, and into which waves it is cut; of several the last one counts."""
+
+    def room(self, key: PlanKey, nano_batch: int, room: Room) -> None:
+        """All ranks make room for what was planned, now."""
 
     def call(
         self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
@@ -39,6 +47,8 @@ class PlannedTick:
     """By waves."""
     seconds: float
     """Time for plan and schedules."""
+    cut: Cut = WHOLE
+    """Which waves these are."""
 
 
 class Starts(NamedTuple):
@@ -48,3 +58,10 @@ class Starts(NamedTuple):
     """From then on none is idle, if all goes as planned."""
     held_up: Floats
     """Of it, for what a rank is idle although it has come: it reads keys of one that is late."""
+
+
+def whole_rank_tasks(layout: Layout, groups: int) -> np.ndarray:
+    """Tasks of a layout in which every rank runs its own segments: what training without CAD does."""
+    seg = layout.segments
+    columns = [seg.document, seg.begin, seg.end, np.zeros_like(seg.rank), np.full_like(seg.rank, groups), seg.rank]
+    return np.stack(columns, axis=1)

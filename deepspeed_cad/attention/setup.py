@@ -56,11 +56,11 @@ class Modes:
 class CallOrders(Protocol):
     """Tells reserved servers of one call, ahead of each of its exchanges."""
 
-    def dispatch(self, backward: bool) -> None:
-        """Q, K, V or dO go out next."""
+    def dispatch(self, backward: bool, wave: int) -> None:
+        """Q, K, V or dO of a wave go out next."""
 
-    def give_back(self, backward: bool) -> None:
-        """O, or dQ, dK, dV come back next."""
+    def give_back(self, backward: bool, wave: int) -> None:
+        """O, or dQ, dK, dV of a wave come back next."""
 
 
 @dataclass(eq=False)
@@ -121,22 +121,24 @@ class CallSetup:
         return self.schedule.padding.device
 
     def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> WavesOut:
-        """Start the exchanges out of the first waves; later ones start as these end, from `fields` as they are then.
+        """The exchanges out of a pass, none of which has started; each sends `fields` as they are then.
 
         `what` names them on the timeline.
         """
         count = 0 if self.transport is None else len(self.schedule.waves)
-        out = WavesOut(count, lambda wave: self._dispatch(what, wave, fields, backward))
-        if count:
+        return WavesOut(count, lambda wave: self._dispatch(what, wave, fields, backward))
+
+    def begin(self, out: WavesOut, backward: bool = False) -> None:
+        """Start the exchanges out of the first waves; later ones start as these end."""
+        if out.count:
             with self.span("dispatch", backward):
                 out.begin()
-        return out
 
     def _dispatch(self, what: str, wave: int, fields: list[Outgoing], backward: bool) -> Dispatched:
         transport, tracer = self.transport, self.counts.tracer
         assert transport is not None
         if self.orders is not None:
-            self.orders.dispatch(backward)
+            self.orders.dispatch(backward, wave)
         moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
 
         def start() -> Dispatched:
@@ -149,7 +151,7 @@ class CallSetup:
         transport, tracer = self.transport, self.counts.tracer
         assert transport is not None  # nothing was served without one
         if self.orders is not None:
-            self.orders.give_back(backward)
+            self.orders.give_back(backward, wave)
         moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
 
         def start() -> Returned:

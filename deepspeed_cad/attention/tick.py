@@ -49,6 +49,7 @@ def run_forward(
     groups = k_TKD.shape[1]
     fields = [Outgoing(QUERY, by_group(q_THD, k_TKD)), Outgoing(KEY, k_TKD), Outgoing(KEY, v_TKV)]
     out = setup.dispatch("Q, K, V out", fields)
+    setup.begin(out)
 
     def run(batches: Batches) -> None:
         run_local(batches, setup.kernel, setup.rule, q_THD, k_TKD, v_TKV, o, lse)
@@ -103,6 +104,7 @@ def run_backward(
     rows = [by_group(x, k_TKD) for x in (do_THV, q_THD, o_THV)]
     fields = [Outgoing(QUERY, x) for x in (*rows, lse_TKG)] + [Outgoing(KEY, x) for x in (k_TKD, v_TKV)]
     out = setup.dispatch("dO, Q, O, LSE, K, V out", fields, backward=True)
+    setup.begin(out, backward=True)
 
     def run(batches: Batches) -> None:
         run_local_backward(

@@ -81,9 +81,13 @@ KEPT = (1, 0)
 alone burdens the fullest rank by 2 % more with 8 KV heads and by 6 % more with 32, 0 alone by 2 % more with 8; with 2
 as well it is 2 % less with 8 and moves 4 % fewer bytes, and planning takes a third more."""
 FINER = 0.2
-"""Share of the tolerance to which such documents are made even from a start at home. Their rows are many, so the cut is
-fine: 1,048,576 tokens on 4 ranks move 1 % more bytes and end 1.6 % earlier than with the whole tolerance; dealt out
-they are even by themselves."""
+"""Share of the tolerance to which documents on several ranks are made even from a start at home. Their rows are many,
+so the cut is fine: 1,048,576 tokens on 4 ranks move 1 % more bytes and end 1.6 % earlier than with the whole tolerance,
+524,288 on 2 ranks 1.6 % and 1.6 %; dealt out they are even by themselves."""
+WORTH = 0.5
+"""Share of time that a share of bytes is worth on two ranks. A choice: inside a host a byte of a long document is
+hidden many times over, and short documents, which are cut coarsely, would move half as much again for a tenth of the
+time."""
 LIGHTER = 0.95
 """Share. A start is taken instead of one before it if it burdens the fullest rank by less than this share of it. A
 choice, so that much is not moved for little. Spanning trial: 1.0 is the same; 0.9, with 8 KV heads, burdens it by 3 %

@@ -1,7 +1,8 @@
 """Starts: whether documents on many ranks are left at home or dealt out by head groups before ranks are made even.
 
 In: a question, the plan that starts at home, and a core. Out: the plan that ends first, transfers included; of those
-that end alike, the one that is lightest on the rank that it burdens most.
+that end alike, the one that is lightest on the rank that it burdens most. Where documents lie on several ranks
+something travels in any case, so ranks are made more even than the tolerance says.
 
 Which is lighter depends on sizes: dealing out moves Q and O of most rows, and K and V of a document once over all ranks
 instead of once to each; where few ranks share a document, or it has few KV heads, home is the better start.
@@ -14,7 +15,7 @@ import numpy as np
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.aim import Aim, Solution, Solve
 from deepspeed_cad.planner.columns import link_weights
-from deepspeed_cad.planner.constants import BAND, FINER, KEPT, LIGHTER, READ_FROM
+from deepspeed_cad.planner.constants import BAND, FINER, KEPT, LIGHTER, READ_FROM, WORTH
 from deepspeed_cad.planner.finish import finish_best
 from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 from deepspeed_cad.planner.levels import finish_times_of
@@ -23,9 +24,12 @@ from deepspeed_cad.planner.plan import Floats, PlanInput
 
 def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats, speed: Floats) -> Solution:
     """`at_home`, the plan that starts there, or a better one; `base` and `speed` are those of the question, [ranks]."""
-    if not on_many_ranks(problem):
+    ranks = most_ranks(problem)
+    if ranks < 2:
         return at_home
     even = solve(problem, Aim(FINER * problem.tolerance))
+    if ranks < READ_FROM or problem.shape.groups == 1:
+        return even if fits(problem, even) and pays(even, at_home, base, speed) else at_home
     plans = [even, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT), at_home]
     plans = [plan for plan in plans if fits(problem, plan)] or [at_home]
     ends = [end_of(problem, plan, base, speed) for plan in plans]
@@ -41,6 +45,13 @@ def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats
     return best
 
 
+def pays(plan: Solution, other: Solution, base: Floats, speed: Floats) -> bool:
+    """Whether `plan` ends so much sooner than `other` as it moves more."""
+    ends = [float((base + one.work / np.where(speed > 0, speed, 1.0)).max()) for one in (plan, other)]
+    moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (plan, other)]
+    return 1.0 - ends[0] / ends[1] > WORTH * (moved[0] / moved[1] - 1.0)
+
+
 def end_of(problem: PlanInput, plan: Solution, base: Floats, speed: Floats) -> float:
     """When the slowest rank is done, transfers included; plans within the band of the tolerance count as as even."""
     load = float((base + plan.work / np.where(speed > 0, speed, 1.0)).max())
@@ -51,11 +62,11 @@ def end_of(problem: PlanInput, plan: Solution, base: Floats, speed: Floats) -> f
     return max(load, mean * (1.0 + BAND * problem.tolerance)) + waits
 
 
-def on_many_ranks(problem: PlanInput) -> bool:
-    """Whether a document lies on so many ranks that it may be dealt out: a quick look at what spread.py decides."""
-    if problem.shape.groups == 1 or not len(problem.tick.query):
-        return False
-    return bool((np.unique(problem.tick.query.document, return_counts=True)[1] >= READ_FROM).any())
+def most_ranks(problem: PlanInput) -> int:
+    """On how many ranks, at the most, a document lies: a quick look at what spread.py decides."""
+    rows = problem.tick.query
+    pairs = np.unique(np.stack([rows.document, rows.rank]), axis=1)
+    return int(np.unique(pairs[0], return_counts=True)[1].max(initial=0))
 
 
 def fits(problem: PlanInput, plan: Solution) -> bool:

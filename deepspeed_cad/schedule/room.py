@@ -63,13 +63,13 @@ def room_needed(room: Room, waves: Sequence[tuple[Ints, Ints]]) -> tuple[float, 
     return needed, int(fullest.argmax()) if len(fullest) else 0
 
 
-def too_much(room: Room, needed: float, rank: int, how: str = "cut into the smallest waves") -> CADError:
-    """The error where the parts of a tick do not fit; `how` they are."""
+def too_much(room: Room, needed: float, rank: int) -> CADError:
+    """The error where no cut of a tick fits."""
     needed, limit = needed * room.parts, room.limit * room.parts
     over = needed - limit
     return CADError(
-        f"the attention that ranks exchange does not fit: {how}, what lands at rank {rank} needs "
-        f"{_size(needed)} at once, {_size(over)} more than the {_size(limit)} that {room.source} allows. Set "
+        f"the attention that ranks exchange does not fit: cut into the smallest waves, what lands at rank {rank} "
+        f"needs {_size(needed)} at once, {_size(over)} more than the {_size(limit)} that {room.source} allows. Set "
         f'"memory" to at least {needed / 2**30:.3g} (GiB), use shorter documents or more ranks, or free GPU memory by '
         "more checkpointing"
     )

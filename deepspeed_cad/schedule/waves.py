@@ -46,6 +46,19 @@ class Cut(NamedTuple):
     """Rows: blocks are multiples of it from the begin of their task."""
 
 
+WHOLE = Cut()
+"""One wave."""
+
+
+class Waves(NamedTuple):
+    """One rank's part of a tick."""
+
+    cut: Cut
+    """The same on every rank: whoever has the tasks and this makes the same waves."""
+    schedules: tuple[Schedule, ...]
+    """By waves."""
+
+
 def schedule_waves(
     tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut
 ) -> tuple[Schedule, ...]:
@@ -57,7 +70,13 @@ def schedule_waves(
 def schedule_within(
     tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut, room: Room
 ) -> tuple[Schedule, ...]:
-    """The same in as many waves, at least those of `cut`, as make what lands on any rank fit into `room`.
+    """The same in as many waves, at least those of `cut`, as make what lands on any rank fit into `room`: see
+    `waves_within`."""
+    return waves_within(tick, tasks, rank, groups, window, cut, room).schedules
+
+
+def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut, room: Room) -> Waves:
+    """The first cut, from `cut` on, with which what lands on any rank fits into `room`, and one rank's schedules.
 
     Raises CADError, the same on every rank, where nothing fits.
     """
@@ -66,7 +85,7 @@ def schedule_within(
         parts = slice_waves(tick, tasks, window, one)
         found = room_needed(room, [(part.served_rows, part.landed_rows) for part in parts])
         if found[0] <= room.limit:
-            return tuple(schedule_rank(tick, part, rank, groups, window) for part in parts)
+            return Waves(one, tuple(schedule_rank(tick, part, rank, groups, window) for part in parts))
         least = min(least, found)
     raise too_much(room, *least)
 

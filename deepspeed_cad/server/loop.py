@@ -1,8 +1,8 @@
 """What a server does: follow the leader's orders, exchange by exchange, and run what arrives.
 
 In: orders, in the order in which all trainers exchange. Out: exchanges, with tensors of no rows as this rank's own.
-What is dispatched runs as soon as it is there; results go back when the order for that comes. On a GPU each nano-batch
-has a stream of its own, so what one has to wait for does not hold up the other.
+What is dispatched runs in the order of its waves (serving.py); results go back when the order for that comes. On a GPU
+each nano-batch has a stream of its own, so what one has to wait for does not hold up the other.
 
 What backward needs is held by (micro-batch, layer, nano-batch) from the forward until its backward ran, or until the
 leader says that no backward can come any more.
@@ -11,10 +11,12 @@ leader says that no backward can come any more.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,30 +25,33 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.backward import (
     Gradients,
     gradients_back,
+    ready_backward,
     serve_arrived_backward,
-    start_backward,
 )
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.forward import (
     Kept,
     ServedOutputs,
     outputs_back,
+    ready_forward,
     serve_arrived,
-    start_forward,
 )
 from deepspeed_cad.attention.layer import LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.attention.serve import lse_dtype, new_gradients, new_outputs
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.transport import Returning, Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.planner.plan import HeadShape
-from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
-from deepspeed_cad.schedule import native as schedule_native
+from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
 from deepspeed_cad.server.busy import Busy
-from deepspeed_cad.server.orders import DISPATCH, OPEN, PLAN, RELEASE, RETURN, TRACE
+from deepspeed_cad.server.orders import DISPATCH, OPEN, PLAN, RELEASE, RETURN, ROOM, TRACE
+from deepspeed_cad.server.serving import ServedPass
 from deepspeed_cad.server.wire import Frame
 from deepspeed_cad.trace.record import Tracer
 
@@ -65,17 +70,10 @@ class Call:
     home: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Q, K and V of this rank: no rows, but the shapes of rows."""
     sinks_H: torch.Tensor | None
-    served: ServedOutputs | None = None
-    """Held for backward."""
-    pending: list[Returning] | None = None
-    """Results that the leader has not asked for yet."""
-
-    def held_bytes(self) -> int:
-        """Memory that is held for backward."""
-        if self.served is None:
-            return 0
-        tensors = [self.served.o_RGV, self.served.lse_RG, *(self.served.received or ())]
-        return sum(one.numel() * one.element_size() for one in tensors)
+    served: list[ServedOutputs] = field(default_factory=list)
+    """Held for backward, by waves."""
+    running: ServedPass | None = None
+    """Of which some wave has not come back."""
 
 
 @dataclass(eq=False)
@@ -83,7 +81,8 @@ class Opened:
     """One micro-batch."""
 
     ticks: tuple[Tick, ...]
-    schedules: dict[tuple[PlanKey, int], Future[Schedule]] = field(default_factory=dict)
+    schedules: dict[tuple[PlanKey, int], Future[tuple[Schedule, ...]]] = field(default_factory=dict)
+    """By waves."""
     uploaded: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     calls: dict[Place, Call] = field(default_factory=dict)
 
@@ -118,8 +117,8 @@ class Loop:
         self._opened: dict[int, Opened] = {}
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
         self._act: dict[str, Callable[[dict[str, Any], list[Ints]], None]] = {
-            OPEN: self._open, PLAN: self._plan, DISPATCH: self._dispatch, RETURN: self._give_back,
-            RELEASE: self._release, TRACE: self._trace,
+            OPEN: self._open, PLAN: self._plan, ROOM: self._make_room, DISPATCH: self._dispatch,
+            RETURN: self._give_back, RELEASE: self._release, TRACE: self._trace,
         }  # fmt: skip
 
     def begin_again(self, rank: int, transport: Transport) -> None:
@@ -141,20 +140,31 @@ class Loop:
 
     def _plan(self, head: dict[str, Any], arrays: list[Ints]) -> None:
         opened, key, nano_batch = self._opened[head["turn"]], _key(head["key"]), head["nano_batch"]
-        tick, tasks = opened.ticks[nano_batch], arrays[0]
-
-        def make() -> Schedule:
-            build = schedule_native.build_slices if schedule_native.is_available() else build_slices
-            slices = build(tick, tasks, key.window)
-            return schedule_rank(tick, slices, self.rank, key.shape.groups, key.window)
-
+        make = partial(
+            schedule_waves, opened.ticks[nano_batch], arrays[0], self.rank, key.shape.groups, key.window,
+            Cut(*head["cut"]),
+        )  # fmt: skip
         opened.schedules[key, nano_batch] = self.worker.submit(make)
 
-    def _schedule(self, opened: Opened, key: PlanKey, nano_batch: int) -> DeviceSchedule:
+    def _make_room(self, head: dict[str, Any], arrays: list[Ints]) -> None:
+        opened, key, nano_batch = self._opened[head["turn"]], _key(head["key"]), head["nano_batch"]
+        assert self.transport is not None
+        # How much there may be trainers know: this cut fits into it.
+        room = Room(math.inf, tuple(head["out"]), tuple(head["back"]))
+        try:
+            self.transport.make_room(self._schedules(opened, key, nano_batch), room, nano_batch)
+        except NoRoomError as error:
+            # All ranks have it. Trainers cut into smaller waves and say so, or they end, and this server with them.
+            logger.info("server %d: %s", self.rank, error)
+
+    def _schedules(self, opened: Opened, key: PlanKey, nano_batch: int) -> tuple[Schedule, ...]:
+        return self.worker.wait(opened.schedules[key, nano_batch], "a schedule")
+
+    def _uploaded(self, opened: Opened, key: PlanKey, nano_batch: int) -> DeviceSchedule:
         found = opened.uploaded.get((key, nano_batch))
         if found is None:
-            schedule = self.worker.wait(opened.schedules[key, nano_batch], "a schedule")
-            found = opened.uploaded[key, nano_batch] = upload_schedule(schedule, self.device)
+            found = upload_schedule(self._schedules(opened, key, nano_batch), self.device)
+            opened.uploaded[key, nano_batch] = found
         return found
 
     def _release(self, head: dict[str, Any], arrays: list[Ints]) -> None:
@@ -183,14 +193,40 @@ class Loop:
     def _dispatch(self, head: dict[str, Any], arrays: list[Ints]) -> None:
         opened, place = self._opened[head["turn"]], (head["layer"], head["nano_batch"])
         with self._on_stream(place[1]):
-            if head["backward"]:
-                self._run_backward(opened.calls[place])
-                return
-            self.micro_batches += not opened.calls
-            if place in opened.calls:  # a checkpointed layer runs again
-                self._free(opened.calls[place])
-            call = opened.calls[place] = self._new_call(opened, head)
-            self._run_forward(call)
+            if head["wave"] == 0:
+                self._begin_pass(opened, place, head)
+            self._running(opened.calls[place], head).dispatch(head["wave"])
+
+    def _give_back(self, head: dict[str, Any], arrays: list[Ints]) -> None:
+        call = self._opened[head["turn"]].calls[head["layer"], head["nano_batch"]]
+        with self._on_stream(head["nano_batch"]):
+            running = self._running(call, head)
+            running.give_back(head["wave"])
+            if running.is_over:
+                call.running = None
+                if running.backward:
+                    self._free(call)
+
+    def _begin_pass(self, opened: Opened, place: Place, head: dict[str, Any]) -> None:
+        if head["backward"]:
+            call = opened.calls[place]
+            call.running = self._backward(call)
+            return
+        self.micro_batches += not opened.calls
+        if place in opened.calls:  # a checkpointed layer runs again
+            self._free(opened.calls[place])
+        call = opened.calls[place] = self._new_call(opened, head)
+        call.running = self._forward(call)
+
+    def _running(self, call: Call, head: dict[str, Any]) -> ServedPass:
+        """The pass that an order means."""
+        if call.running is None or call.running.backward != head["backward"]:
+            way = "backward" if head["backward"] else "forward"
+            raise CADError(
+                f"server {self.rank} is told of wave {head['wave']} of a {way} of {call.setup.label} in micro-batch "
+                f"{call.setup.turn} that does not run"
+            )
+        return call.running
 
     def _new_call(self, opened: Opened, head: dict[str, Any]) -> Call:
         key = _key(head["key"])
@@ -201,7 +237,7 @@ class Loop:
             self._kernels[need] = self._choose(need)
         modes = Modes(False, False, head["keep"], sinks_travel=True, returns=head["returns"])
         setup = CallSetup(
-            self._schedule(opened, key, head["nano_batch"]), self._kernels[need], self.transport, rule, modes,
+            self._uploaded(opened, key, head["nano_batch"]), self._kernels[need], self.transport, rule, modes,
             self.counts, head["nano_batch"], f"layer {head['layer']}", None, head["turn"], head["layer"],
         )  # fmt: skip
         home = tuple(
@@ -214,50 +250,43 @@ class Loop:
         sinks = torch.zeros(shape.query_heads, dtype=lse_dtype(dtype), device=self.device) if head["sinks"] else None
         return Call(setup, head["returns"], (home[0], home[1], home[2]), sinks)
 
-    def _run_forward(self, call: Call) -> None:
-        setup = call.setup
-        started = start_forward(setup, *call.home, call.sinks_H)
-        with setup.span("wait"):
-            arrived = started.out.wait()
-        q, _, v = call.home
+    def _forward(self, call: Call) -> ServedPass:
+        setup, (q, _, v) = call.setup, call.home
+        started = ready_forward(setup, *call.home, call.sinks_H)
         o, lse = new_outputs(setup.schedule, q, v)
-        with self.busy.timed(self.device):
-            served = serve_arrived(setup, 0, started, arrived, o, lse)
-        call.pending = outputs_back(started, served, o, lse)
-        if call.returns:
-            call.served = served
-            self._hold(call)
 
-    def _run_backward(self, call: Call) -> None:
-        setup, served = call.setup, call.served
-        if served is None:
+        def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
+            with self.busy.timed(self.device):
+                served = serve_arrived(setup, wave, started, arrived, o, lse)
+            if call.returns:
+                call.served.append(served)
+                self._hold(served)
+            return outputs_back(started, served, o, lse)
+
+        return ServedPass(setup, False, started.out, serve)
+
+    def _backward(self, call: Call) -> ServedPass:
+        setup, (q, k, v) = call.setup, call.home
+        if len(call.served) != len(setup.schedule.waves):
             raise CADError(
                 f"server {self.rank}: a backward of {setup.label} in micro-batch {setup.turn} came, and what its "
                 "forward left is freed: with reserved servers each forward has one backward"
             )
-        q, k, v = call.home
-        o, lse = new_outputs(setup.schedule, q, v)
-        started = start_backward(setup, Kept(o, lse, (served,), None, 0), torch.empty_like(o), q, k, v)
-        with setup.span("wait", backward=True):
-            arrived = started.out.wait()
-        own = Gradients(*new_gradients(setup.schedule, q, k, v))
-        with self.busy.timed(self.device):
-            made = serve_arrived_backward(setup, 0, started, served, arrived, own)
-        call.pending = gradients_back(made, own, (torch.empty_like(k), torch.empty_like(v)))
-        self._free(call)
+        kept = Kept(*new_outputs(setup.schedule, q, v), tuple(call.served), None, 0)
+        started = ready_backward(setup, kept, torch.empty_like(kept.o_THV), q, k, v)
+        own, landing = Gradients(*new_gradients(setup.schedule, q, k, v)), (torch.empty_like(k), torch.empty_like(v))
 
-    def _give_back(self, head: dict[str, Any], arrays: list[Ints]) -> None:
-        call = self._opened[head["turn"]].calls[head["layer"], head["nano_batch"]]
-        fields, call.pending = call.pending, None
-        assert fields is not None
-        with self._on_stream(head["nano_batch"]):
-            what = "dQ, dK, dV back" if head["backward"] else "O back"
-            call.setup.give_back(what, 0, fields, head["backward"]).wait()
+        def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
+            with self.busy.timed(self.device):
+                made = serve_arrived_backward(setup, wave, started, kept.served[wave], arrived, own)
+            return gradients_back(made, own, landing)
+
+        return ServedPass(setup, True, started.out, serve)
 
     # Memory
 
-    def _hold(self, call: Call) -> None:
-        self.held += call.held_bytes()
+    def _hold(self, served: ServedOutputs) -> None:
+        self.held += _bytes_of(served)
         self.most_held = max(self.most_held, self.held)
         if self.budget is not None and self.held > self.budget:
             raise CADError(
@@ -267,11 +296,16 @@ class Loop:
             )
 
     def _free(self, call: Call) -> None:
-        self.held -= call.held_bytes()
-        call.served = None
+        self.held -= sum(_bytes_of(one) for one in call.served)
+        call.served.clear()
 
     def _on_stream(self, nano_batch: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[nano_batch]) if self._streams else nullcontext()
+
+
+def _bytes_of(served: ServedOutputs) -> int:
+    tensors = [served.o_RGV, served.lse_RG, *(served.received or ())]
+    return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def _key(fields: list[Any]) -> PlanKey:

@@ -1,7 +1,9 @@
 """What the leader tells reserved servers: of micro-batches, of their plans, and of every exchange before it starts.
 
 Servers are told plans and do not make them: then nothing that a plan depends on (costs, paces, speeds) has to be equal
-there too. Whether both ends mean the same is compared in every exchange, because its identity covers the schedule.
+there too. Nor do they know how much memory there may be: they are told the cut that trainers found, and make the same
+waves of the same tasks. Each order names its wave. Whether both ends mean the same is compared in every exchange,
+because its identity covers the wave and the schedule.
 
 In: plans and calls of trainer 0. Out: frames to all servers, in the order of its exchanges, which is that of all ranks.
 """
@@ -19,8 +21,10 @@ from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.plan import Plan
+from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import Cut
 
-OPEN, PLAN, DISPATCH, RETURN, RELEASE = "open", "plan", "dispatch", "return", "release"
+OPEN, PLAN, ROOM, DISPATCH, RETURN, RELEASE = "open", "plan", "room", "dispatch", "return", "release"
 REGROUP, DROPPED = "regroup", "dropped"
 """Servers have changed: open another group with these ranks; or, to a server, that it is none of them."""
 TRACE = "trace"
@@ -66,10 +70,14 @@ class MicroBatchTold:
     def __init__(self, leader: Leader, turn: int) -> None:
         self._leader, self.turn = leader, turn
 
-    def plan(self, key: PlanKey, nano_batch: int, plan: Plan) -> None:
-        """What was planned for a kind of layer."""
-        head = {"do": PLAN, "turn": self.turn, "key": key_to_list(key), "nano_batch": nano_batch}
+    def plan(self, key: PlanKey, nano_batch: int, plan: Plan, cut: Cut) -> None:
+        """What was planned for a kind of layer, and into which waves it is cut; of several the last one counts."""
+        head = {"do": PLAN, "turn": self.turn, "key": key_to_list(key), "nano_batch": nano_batch, "cut": list(cut)}
         self._leader.tell(head, (plan.tasks,))
+
+    def room(self, key: PlanKey, nano_batch: int, room: Room) -> None:
+        """All ranks make room for what was planned, now."""
+        self.tell({"do": ROOM, "key": key_to_list(key), "nano_batch": nano_batch, "out": room.out, "back": room.back})
 
     def call(
         self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
@@ -99,14 +107,14 @@ class CallTold:
         self._micro_batch, self._words = micro_batch, words
         self._place = {"layer": place[0], "nano_batch": place[1]}
 
-    def dispatch(self, backward: bool) -> None:
-        """Q, K, V or dO go out next."""
-        words = {} if backward else self._words
-        self._micro_batch.tell({"do": DISPATCH, **self._place, "backward": backward, **words})
+    def dispatch(self, backward: bool, wave: int) -> None:
+        """Q, K, V or dO of a wave go out next."""
+        words = {} if backward or wave else self._words
+        self._micro_batch.tell({"do": DISPATCH, **self._place, "backward": backward, "wave": wave, **words})
 
-    def give_back(self, backward: bool) -> None:
-        """O, or dQ, dK, dV come back next."""
-        self._micro_batch.tell({"do": RETURN, **self._place, "backward": backward})
+    def give_back(self, backward: bool, wave: int) -> None:
+        """O, or dQ, dK, dV of a wave come back next."""
+        self._micro_batch.tell({"do": RETURN, **self._place, "backward": backward, "wave": wave})
 
 
 def key_to_list(key: PlanKey) -> list[int | None]:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from check_transports import GROUPS, Round
 from lines import Found, Lines, Place
-from loops import IN_WAVES
 
 from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.errors import CADError
@@ -31,14 +30,13 @@ ROWS = {"cuda": 200_000, "cpu": 300}
 
 
 def run(place: Place, lines: Lines, case: str) -> None:
-    """`case`: a transport, and whether the last rank has no memory left."""
-    transport, _, full = case.partition(": ")
-    if full == IN_WAVES:
-        lines.check(f"growth by {transport}", full, lambda: check_waves(place, transport))
-    elif full:
-        lines.check(f"growth by {transport}", full, lambda: check_full(place, transport))
-    else:
-        lines.check(f"growth by {transport}", "allocator holds the memory", lambda: check_held(place, transport))
+    """`case`: a transport. What ends in an error comes last."""
+    what = f"growth by {case}"
+    lines.check(what, "allocator holds the memory", lambda: check_held(place, case))
+    few = "the last rank has little memory left, so all take smaller waves"
+    lines.check(what, few, lambda: check_waves(place, case))
+    if place.on_gpu:
+        lines.check(what, "the last rank has no memory left", lambda: check_full(place, case))
 
 
 def make_swap(ranks: int, rows: int) -> list[Schedule]:

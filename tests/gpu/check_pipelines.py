@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pipelines
@@ -32,12 +33,14 @@ def run(place: Place, lines: Lines, case: str) -> None:
         for dtype, kernel in ((torch.float32, "torch_math"), (torch.bfloat16, place.kernel)):
             name = f"{stages} stages, {place.ranks // stages} replicas, {str(dtype).split('.')[1]}"
             if place.on_gpu or dtype == torch.float32:
-                lines.check("pipelines", name, lambda s=stages, d=dtype, k=kernel: compare(place, s, d, k))
+                lines.check("pipelines", name, partial(compare, place, stages, dtype, kernel))
+                # More than have memory at once.
+                lines.check("pipelines", f"{name}, 5 waves", partial(compare, place, stages, dtype, kernel, waves=5))
 
 
-def compare(place: Place, stages: int, dtype: torch.dtype, kernel: str) -> Found:
-    """One step with CAD and one without."""
-    loss, own = step(stages, dtype, {"cost": "pairs", "granularity": 16, "kernel": kernel})
+def compare(place: Place, stages: int, dtype: torch.dtype, kernel: str, **more: Any) -> Found:
+    """One step with CAD and one without; `more`: keys of the "cad" block."""
+    loss, own = step(stages, dtype, {"cost": "pairs", "granularity": 16, "kernel": kernel, **more})
     close_session()
     expected, theirs = step(stages, dtype, None)
     largest = max(float(value.abs().max()) for value in theirs.values())

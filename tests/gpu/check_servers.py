@@ -1,6 +1,7 @@
 """A tiny model beside one reserved server, the last rank, against every document alone in fp64; see check_models.py.
 
-All other ranks train. Linear layers of one part run while the other is attended, with and without checkpointing.
+All other ranks train. Linear layers of one part run while the other is attended, with and without checkpointing, at
+once and in more waves than have memory at once.
 
 Cases in which a server dies: the last rank starts servers as processes of their own. The first one is killed, by
 itself, when what it serves of a layer has been queued on its GPU; the trainers go on alone, and then beside a server
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +53,17 @@ def run(place: Place, lines: Lines, case: str) -> None:
         return
     known: list[Any] = []
     transports = ["nvlink", "nccl"] if place.on_gpu else ["c10d"]
-    cases = [(transport, checkpointing) for transport in transports for checkpointing in (True, False)]
-    for attempt, (transport, checkpointing) in enumerate(cases):
+    ways: list[tuple[bool, int | str]] = [(True, "auto"), (False, "auto"), (True, 5), (False, 5)]
+    cases = [(transport, *way) for transport in transports for way in ways]
+    for attempt, (transport, checkpointing, waves) in enumerate(cases):
         label = f"{place.ranks - 1} + 1, llama{', checkpointing' * checkpointing}"
+        label += "" if waves == "auto" else f", {waves} waves"
+        more = {"servers": RESERVED, "waves": waves}
         surrounding = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         os.environ.update(surrounding)
         try:
-            lines.check(
-                f"reserved by {transport}", label, lambda t=transport, c=checkpointing: _take_part(place, t, c, known)
-            )
+            part = partial(_take_part, place, transport, checkpointing, known, more)
+            lines.check(f"reserved by {transport}", label, part)
         finally:
             close_session()
             if dist.is_initialized():
@@ -68,9 +72,9 @@ def run(place: Place, lines: Lines, case: str) -> None:
             os.environ.update(surrounding)
 
 
-def _take_part(place: Place, transport: str, checkpointing: bool, known: list[Any]) -> Found:
+def _take_part(place: Place, transport: str, checkpointing: bool, known: list[Any], more: dict[str, Any]) -> Found:
     """As trainer or server, whichever the launcher of CAD makes of this rank."""
-    config = CADConfig.from_dict({**make_block(place, transport), "servers": RESERVED})
+    config = CADConfig.from_dict({**make_block(place, transport), **more})
     request, code = take_role(Request(config, "gpu_check"))
     if code is not None:
         return code == 0, f"the server ended with {code}"
@@ -80,7 +84,7 @@ def _take_part(place: Place, transport: str, checkpointing: bool, known: list[An
     sizes = Sizes(512, 4096) if place.on_gpu else Sizes(64, 192)
     model = make_model(trainers, "llama", sizes)
     lengths = make_lengths("rows", trainers.ranks, sizes.tokens)
-    found = check(trainers, model, lengths, transport, checkpointing, known, servers=RESERVED)
+    found = check(trainers, model, lengths, transport, checkpointing, known, **more)
     dist.barrier()
     return found
 

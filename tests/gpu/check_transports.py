@@ -25,6 +25,7 @@ from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.links import measure_links
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returning, Transport
+from deepspeed_cad.groups import open_exchange
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER, Schedule, build_slices, schedule_rank
 
@@ -47,7 +48,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
     whatever runs there later.
     """
     device, ranks = place.device, place.ranks
-    group = dist.new_group(backend="nccl" if place.on_gpu else "gloo")
+    group = open_exchange(None, timedelta(seconds=300), device)
     talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
 
     def agree(value: int) -> list[int]:
@@ -92,8 +93,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
     for name in names:
         lines.check(f"transport {name}", f"exchanges{where}", partial(exchanges, name))
         lines.check(f"transport {name}", f"links{where}", partial(links, name))
-        # Torch's collectives have a stream of torch's own, of no priority.
-        if place.on_gpu and name != "c10d":
+        if place.on_gpu:
             lines.check(f"transport {name}", f"passes attention{where}", partial(passes, name))
 
 

@@ -17,8 +17,6 @@ CASES: dict[str, dict[str, Any]] = {
 RIGHT = ("equal loaders", "one rank evaluates between")
 """Cases in which an error is wrong."""
 
-IN_WAVES = "the last rank has little memory left, so all take smaller waves"
-"""What the group `growth` looks at beside an error on all ranks."""
 TIME_OUT, WHILE_GROWING = "time-out", "time-out while growing"
 """How the last rank leaves an exchange out in the group `timeouts`: all buffers are there, or it makes one."""
 

@@ -21,7 +21,7 @@ from deepspeed_cad.attention.tick import TickCall
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, assemble
 from deepspeed_cad.planner.plan import HeadShape
-from deepspeed_cad.schedule import build_slices, schedule_rank
+from deepspeed_cad.schedule.waves import WHOLE, Cut, schedule_waves
 
 
 def _layout(name: str, idle: int | None) -> Layout:
@@ -39,7 +39,7 @@ def _layout(name: str, idle: int | None) -> Layout:
 
 def _run(
     rank: int, world: int, name: str, seed: int, window: int | None, sinks: bool, checkpointed: bool,
-    dtype: torch.dtype = torch.float64, parked: bool = False,
+    dtype: torch.dtype = torch.float64, parked: bool = False, cut: Cut = WHOLE,
 ) -> float:  # fmt: skip
     lot = Parking(torch.device("cpu"), 1024) if parked else None
     layout = _layout(name, world - 1)
@@ -54,9 +54,7 @@ def _run(
 
     def phase(backward: bool) -> Phase:
         tasks = cases.random_tasks(tick, GROUPS, rng)
-        schedule = upload_schedule(
-            schedule_rank(tick, build_slices(tick, tasks, window), rank, GROUPS, window), torch.device("cpu")
-        )
+        schedule = upload_schedule(schedule_waves(tick, tasks, rank, GROUPS, window, cut), torch.device("cpu"))
         setup = CallSetup(schedule, LseTransposed(), transport, rule, Modes(bool(seed % 2), parking=lot), counts)
         return Phase(program, [0] if layout.tokens[rank] else [], lambda tick, label: setup, backward)
 
@@ -64,7 +62,7 @@ def _run(
     if not layout.tokens[rank]:
         for one in (forward, backward):
             one.finish()
-        assert transport.exchanges == 4
+        assert transport.exchanges == 4 * cut.waves
         if sinks:
             dist.all_reduce(torch.zeros(HEADS, dtype=torch.float64))
         return 0.0
@@ -81,7 +79,7 @@ def _run(
     o = call(leaves["q"], leaves["k"], leaves["v"], sink)
     o.backward(mine["do"])
     backward.finish()
-    assert transport.exchanges == 4 and counts.replays == int(checkpointed) and call.kept is None
+    assert transport.exchanges == 4 * cut.waves and counts.replays == int(checkpointed) and call.kept is None
     return worst_error(rank, expected_of(layout, rule, sink, dtype), o, leaves, sink)
 
 
@@ -95,6 +93,18 @@ def test_two_plans_are_exact(
     """Rows whose backward runs on another rank than their forward, and a rank without rows that only serves."""
     world = cases.layouts()[name].ranks + 1
     assert max(workers.run(_run, world, name, int(sinks) + 2, window, sinks, checkpointed)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "cut"),
+    [("odd", None, Cut(3)), ("one", 19, Cut(5, 4, 2)), ("a tail of padding", None, Cut(8, 2, 2))],
+    ids=str,
+)
+def test_in_waves(workers: WorkerPool, name: str, window: int | None, cut: Cut) -> None:
+    """By head groups, and by blocks of their rows: each wave serves and returns on its own."""
+    world = cases.layouts()[name].ranks + 1
+    args = (name, 2, window, True, True, torch.float64, False, cut)
+    assert max(workers.run(_run, world, *args)) < 1e-10
 
 
 def test_bf16(workers: WorkerPool) -> None:

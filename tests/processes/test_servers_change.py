@@ -116,7 +116,7 @@ def _found() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _die_at(what: str, turn: int, layer: int) -> None:
+def _die_at(what: str, turn: int, layer: int, wave: int = 0) -> None:
     """Let this server die at a moment of its loop."""
 
     def end() -> None:
@@ -125,7 +125,7 @@ def _die_at(what: str, turn: int, layer: int) -> None:
     class Mortal(loop.Loop):
         def follow(self, order: Any) -> None:
             head = order.head
-            here = head.get("turn") == turn and head.get("layer", layer) == layer
+            here = head.get("turn") == turn and head.get("layer", layer) == layer and head.get("wave", wave) == wave
             way = "backward " if head.get("backward") else ""
             name = f"{way}{head['do']}"
             if here and what == name:
@@ -234,6 +234,26 @@ def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tup
 @pytest.mark.parametrize("what", ["dispatch served", "backward dispatch served"])
 def test_modes(workers: WorkerPool, tmp_path: Path, block: dict[str, Any], what: str) -> None:
     found = _run(workers, 2, 2, {3: _moment(what, 1)}, tmp_path, **block)
+    assert found[0]["repeated"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["interleave", pytest.param("local_first", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("what", "wave"),
+    [
+        ("dispatch served", 0),
+        pytest.param("dispatch", 1, marks=pytest.mark.long),
+        ("return", 1),
+        pytest.param("dispatch", 3, marks=pytest.mark.long),
+        pytest.param("return", 3, marks=pytest.mark.long),
+        pytest.param("backward dispatch", 1, marks=pytest.mark.long),
+        ("backward return", 2),
+    ],
+)
+def test_between_waves(workers: WorkerPool, tmp_path: Path, what: str, wave: int, overlap: str) -> None:
+    """All waves of a pass run again, with others in the new plan."""
+    found = _run(workers, 2, 2, {3: (*_moment(what, 1), wave)}, tmp_path, overlap=overlap, waves=4)
     assert found[0]["repeated"] > 0
 
 

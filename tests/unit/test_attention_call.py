@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_cad.attention.call import Released
 from deepspeed_cad.attention.forward import ForwardServed
 from deepspeed_cad.attention.layer import LayerInput
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, whole_rank_tasks
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel, MaskRule

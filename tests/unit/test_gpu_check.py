@@ -114,7 +114,7 @@ def test_a_process_that_ends_says_who_is_missing(said: str, may_end: bool, dies:
         ("mixed", True, [3, 2, 3, 2]),
         ("loaders", True, [1] * 7),
         ("loaders", False, [7]),
-        ("growth", True, [6]),
+        ("growth", True, [2]),
         ("servers", True, [1] * 5),
         ("servers", False, [3]),
     ],

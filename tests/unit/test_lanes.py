@@ -32,8 +32,9 @@ from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.room import OUT, Room
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
+from deepspeed_cad.server.serving import ServedPass
 
 GROUPS = 3
 
@@ -148,10 +149,39 @@ def gpus(network: Network, monkeypatch: pytest.MonkeyPatch) -> Gpus:  # noqa: F8
     return found
 
 
+Serve = Callable[[int, list[torch.Tensor]], list[Returning]]
+
+
+def as_trainer(setup: Any, out: WavesOut, serve: Serve) -> Iterator[None]:
+    """A rank that has tasks of its own and leads; in three steps, between which another nano-batch may run."""
+    out.begin()
+    yield
+    _, back = run_tasks(
+        setup, out, lambda batches: None, lambda wave, arrived: (None, setup.give_back("", wave, serve(wave, arrived)))
+    )
+    yield
+    back.finish(setup)
+
+
+def as_server(setup: Any, out: WavesOut, serve: Serve) -> Iterator[None]:
+    """A reserved one, which is told of each exchange, in the same steps."""
+    one = ServedPass(setup, False, out, serve)
+    for wave in range(min(out.count, OUT)):
+        one.dispatch(wave)
+    yield
+    for wave in range(out.count):
+        one.give_back(wave)
+        if out.started < out.count:
+            one.dispatch(out.started)
+    yield
+
+
 def queue_tick(
-    gpus: Gpus, transport: NvlinkTransport, parts: tuple[Schedule, ...], aside: Stream | None, turn: int, seed: int
-) -> Callable[[], None]:
-    """Queue a tick of one rank: servers send back twice what arrived. Gives a check for the end."""
+    gpus: Gpus, transport: NvlinkTransport, parts: tuple[Schedule, ...], aside: Stream | None, turn: int, seed: int,
+    play: Callable[..., Iterator[None]], nano_batch: int = 0,
+) -> tuple[Iterator[None], Callable[[], None]]:  # fmt: skip
+    """A tick of one rank: servers send back twice what arrived. Gives the steps that queue it, and a check for the
+    end."""
     rng = torch.Generator().manual_seed(seed * 100 + transport.rank)
     schedule = parts[0]
     q = torch.randn(schedule.query_tokens, GROUPS, 4, generator=rng)
@@ -167,36 +197,36 @@ def queue_tick(
     out = WavesOut(
         len(parts),
         lambda wave: transport.dispatch(
-            parts[wave], [Outgoing(QUERY, q), Outgoing(KEY, k)], 0, Moment(turn, wave=wave)
+            parts[wave], [Outgoing(QUERY, q), Outgoing(KEY, k)], nano_batch, Moment(turn, wave=wave)
         ),
     )
-    out.begin()
 
-    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Any]:
+    def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
         made = [torch.full_like(x, float("nan")) for x in arrived]
         for x, y in zip(arrived, made, strict=True):
             gpus.current.add(lambda x=x, y=y: y.copy_(2 * x))
-        back = [Returning(QUERY, made[0], target), Returning(KEY, made[1], sums, add=True)]
-        return None, transport.give_back(parts[wave], back, 0, Moment(turn, wave=wave))
+        return [Returning(QUERY, made[0], target), Returning(KEY, made[1], sums, add=True)]
+
+    def give_back(what: str, wave: int, fields: list[Returning], backward: bool = False) -> Any:
+        return transport.give_back(parts[wave], fields, nano_batch, Moment(turn, wave=wave))
 
     waits = SimpleNamespace(timed=lambda *_: nullcontext(), beside=lambda *_: None)
     setup: Any = SimpleNamespace(
         aside=aside, device=CPU, schedule=SimpleNamespace(local=[()] * (len(parts) + 1)), gain=None,
         span=lambda *_, **__: nullcontext(), counts=SimpleNamespace(waits=waits),
-        modes=SimpleNamespace(local_first=bool(seed % 2)),
+        modes=SimpleNamespace(local_first=bool(seed % 2)), give_back=give_back, label="a layer", turn=turn,
     )  # fmt: skip
-    _, back = run_tasks(setup, out, lambda batches: None, serve)
-    back.finish(setup)
 
     def check() -> None:
         assert torch.equal(target, torch.where(moved[0] > 0, 2 * q, 0.0)), f"rank {transport.rank}, tick {turn}"
         torch.testing.assert_close(sums, 2 * k * moved[1], rtol=1e-5, atol=1e-5)
 
-    return check
+    return play(setup, out, serve), check
 
 
-def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int) -> None:
-    tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]]).tick()
+def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int, servers: int = 0) -> None:
+    """`servers`: of the three ranks, the last ones."""
+    tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]][: 3 - servers] + [[]] * servers).tick()
     transports, mains, asides = [], [], []
     for rank in range(3):
         transports.append(NvlinkTransport(group(rank, 3), CPU))
@@ -214,7 +244,10 @@ def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int) -> Non
         for parts in plans:
             transport.make_room(parts[rank], Room(0, (16, 8), (16, 8)), 0)
         for turn, parts in enumerate(plans):
-            checks.append(queue_tick(gpus, transport, parts[rank], asides[rank], turn, seed))
+            play = as_server if rank >= 3 - servers else as_trainer
+            steps, check = queue_tick(gpus, transport, parts[rank], asides[rank], turn, seed, play)
+            deque(steps, maxlen=0)
+            checks.append(check)
     gpus.run(seed)
     for check in checks:
         check()
@@ -225,6 +258,52 @@ def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int) -> Non
 def test_nothing_lands_on_what_is_still_read(gpus: Gpus, two_streams: bool, seed: int) -> None:
     """Ticks of one wave, of few and of many follow each other on the same memory."""
     run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], two_streams, seed)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_nor_beside_reserved_servers(gpus: Gpus, servers: int, seed: int) -> None:
+    run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], False, seed, servers)
+
+
+def finish_first(gpus: Gpus, under_way: deque[tuple[Stream, Iterator[None]]]) -> None:
+    """Queue the rest of a tick on its stream."""
+    gpus.current, steps = under_way.popleft()
+    deque(steps, maxlen=0)
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_nor_where_nano_batches_alternate(gpus: Gpus, servers: int, seed: int) -> None:
+    """A server has a stream for each of them."""
+    tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]][: 3 - servers] + [[]] * servers).tick()
+    transports = [NvlinkTransport(group(rank, 3), CPU) for rank in range(3)]
+    rng, checks = np.random.default_rng(seed), []
+    counts = [4, 1, 2, 7, 3, 3]
+    tasks = [cases.random_tasks(tick, GROUPS, rng) for _ in counts]
+    for rank, transport in enumerate(transports):
+        serves = rank >= 3 - servers
+        streams = [Stream(gpus), Stream(gpus)] if serves else [Stream(gpus)] * 2
+        play = as_server if serves else as_trainer
+        cuts = [Cut(count, 2 * (seed % 2), 4) for count in counts]
+        plans = [schedule_waves(tick, one, rank, GROUPS, None, cut) for one, cut in zip(tasks, cuts)]
+        for turn, parts in enumerate(plans):
+            transport.make_room(parts, Room(0, (16, 8), (16, 8)), turn % 2)
+        under_way = deque[tuple[Stream, Iterator[None]]]()
+        for turn, parts in enumerate(plans):
+            # A part goes on when the other one is on its way.
+            if len(under_way) == 2:
+                finish_first(gpus, under_way)
+            gpus.current = streams[turn % 2]
+            steps, check = queue_tick(gpus, transport, parts, None, turn, seed, play, turn % 2)
+            next(steps)
+            under_way.append((gpus.current, steps))
+            checks.append(check)
+        while under_way:
+            finish_first(gpus, under_way)
+    gpus.run(seed)
+    for check in checks:
+        check()
 
 
 def test_without_its_guard_a_dispatch_would(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

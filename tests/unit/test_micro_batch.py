@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
 
 from deepspeed_cad.attention.layer import LayerInput
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick, whole_rank_tasks
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
-from deepspeed_cad.attention.planned import Starts
+from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.links import Links
@@ -365,3 +366,6 @@ def test_what_a_plan_promises_counts_what_ranks_are_late_by() -> None:
     one.links = Links(1e3, 1e1)
     gain = one.gain(FULL, 0)
     assert gain is not None and gain.most == Links(1e3, None).longest(5, crosses=False)
+    one.planned[FULL, 0] = replace(one.planned[FULL, 0], plan=replace(one.planned[FULL, 0].plan, between_bytes=2))
+    gain = one.gain(FULL, 0)
+    assert gain is not None and gain.most == Links(None, 1e1).longest(5, crosses=True)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.memory import MARGIN, PAUSED, SHARE, Memory
-from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.ahead.memory import ALL, MARGIN, PAUSED, SHARE, Memory
+from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory, rows_kept, rows_of_ticks, rows_resent
+from deepspeed_cad.attention.planned import whole_rank_tasks
+from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape
@@ -84,6 +85,34 @@ def test_a_fixed_number_of_waves_is_the_least() -> None:
     assert len(schedule_within(layout.tick(), tasks, 0, 4, None, Cut(2), room)) == 2
 
 
+def test_bytes_of_a_row_are_those_of_the_pass_that_has_more() -> None:
+    """4 query heads of 128 in bf16 are 1024 bytes, K and V of a head 512, LSE 16."""
+    assert rows_resent(SHAPE) == ((2048, 512), (1040, 512)), "dO and Q; O and LSE"
+    assert rows_kept(SHAPE) == ((1040, 512), (1040, 512)), "Q and sinks, which are as wide as LSE"
+    assert rows_of_ticks(SHAPE) == ((3088, 512), (1040, 512)), "dO, Q, O and LSE"
+    # In fp64 LSE is too; here dQ is wider than O with LSE.
+    wide = HeadShape(4, 2, 64, 16, 8)
+    assert rows_kept(wide) == ((1040, 640), (1024, 640)) and rows_of_ticks(wide).out == (1024 + 2 * 256 + 16, 640)
+
+
+def test_ranks_that_only_follow_are_told_before_each_try(tasks: np.ndarray) -> None:
+    memory, events = ExchangeMemory(100 * 2**30, "a test"), list[str]()
+
+    def again() -> Any:
+        events.append("cut")
+        return schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
+
+    class Told(Landing):
+        def make_room(self, *given: Any) -> None:
+            events.append("try")
+            super().make_room(*given)
+
+    transport: Any = Told(5.5 * 2**30)
+    memory.make_room(transport, again(), SHAPE, 0, again, lambda room: events.append(f"told {room.out}"))
+    assert events[:3] == ["cut", "told (2048, 512)", "try"] and len(events) > 3
+    assert events == events[:3] * (len(events) // 3)
+
+
 class Landing:
     """A transport that has memory for so many bytes."""
 
@@ -122,6 +151,33 @@ def test_no_memory_at_all_names_rank_figures_and_key(tasks: np.ndarray) -> None:
     assert NO_LIMIT.limit == float("inf"), "shared by all that have none"
 
 
+def test_a_tick_that_moves_nothing_is_not_tried_for_ever() -> None:
+    """Landing areas have a least size: where not even that is there, no cut needs less."""
+    layout = Layout.from_rank_lengths([[64], [64]])
+    memory = ExchangeMemory(2**30, "a test")
+
+    def again() -> Any:
+        assert transport.asked == [0.0], "tried again though nothing can be smaller"
+        return schedule_within(layout.tick(), whole_rank_tasks(layout, 8), 0, 8, None, Cut(), memory.room(SHAPE))
+
+    schedules = schedule_within(layout.tick(), whole_rank_tasks(layout, 8), 0, 8, None, Cut(), memory.room(SHAPE))
+    transport: Any = Landing(-1)
+    with pytest.raises(CADError, match="rank 2: 7 MiB were wanted, 3 are free. Nothing is exchanged in this tick"):
+        memory.make_room(transport, schedules, SHAPE, 0, again)
+
+
+def test_a_server_that_died_meanwhile_is_not_a_lack_of_memory(tasks: np.ndarray) -> None:
+    memory, died = ExchangeMemory(100 * 2**30, "a test"), CADPeerError("server 2 has died")
+
+    def again() -> Any:
+        raise died
+
+    schedules = schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
+    with pytest.raises(CADPeerError) as found:
+        memory.make_room(Landing(0), schedules, SHAPE, 0, again)  # type: ignore[arg-type]
+    assert found.value is died
+
+
 def gpu(monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, peak: int = 0) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
@@ -151,6 +207,16 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
     assert one.now.size == 100
     one.lacks(50.0)
     assert one.report()[0] == 50
+
+
+def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = SimpleNamespace(yes=False)
+    one = Memory(None, torch.device("cuda", 0), lambda: trained.yes, share=ALL)
+    gpu(monkeypatch, 1 << 29)
+    assert one.report() == (1 << 30, 0)
+    trained.yes = True
+    one.hear(np.array([one.report()]))
+    assert one.now == (int((1 << 29) - MARGIN * 2**30), "what training leaves free on rank 0")
 
 
 def test_given_and_unlimited() -> None:

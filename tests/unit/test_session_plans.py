@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Subject, What
 from deepspeed_cad.ahead.plan import Reserved
+from deepspeed_cad.ahead.traffic import Traffic
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.exchange.links import Links
+from deepspeed_cad.exchange.transfers import Transfers
+from deepspeed_cad.layout import Layout, LocalSegments
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.session import Session
 
@@ -88,7 +92,8 @@ def test_waves_where_links_between_hosts_carry_them(
     plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
     plans.reserved = Reserved(0, None, 0, lambda model: None)
     plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
-    assert [problem.waves for problem in asked] == [expected, (1,)]
+    # Beside reserved servers only a number counts.
+    assert [problem.waves for problem in asked] == [expected, (config.get("waves", 1),)]
 
 
 def test_plans_are_compared_under_the_number_of_their_micro_batch(session: Session, monkeypatch) -> None:
@@ -106,6 +111,45 @@ def test_late_ranks_get_less_and_loads_speak_of_attention(session: Session) -> N
     plan = session.plans.plan_tick(TICK, key, late)
     assert 0.93 < plan.load[2] / plan.load[[0, 1, 3]].mean() < 0.97
     assert plan.load.sum() == pytest.approx(4 * mean) and plan.load_before.sum() == pytest.approx(4 * mean)
+
+
+def test_a_plan_knows_who_waits_for_keys_of_a_late_rank(session: Session) -> None:
+    """Rows behind the late rank read its keys: nobody is relieved, and all that the others wait is known."""
+    tick = Layout.from_stream([40000], 2, 20000).tick()
+    session.pace.most, session.gatherer.ranks = 0.1, 2
+    key, plans = PlanKey(None, SHAPE), session.plans
+    mean = plans.plan_tick(tick, key, np.zeros(2)).load.mean()
+    plan = plans.plan_tick(tick, key, np.array([0.05 * mean, 0.0]))
+    assert plan.load == pytest.approx([mean, mean], rel=0.02)
+    starts = plans._starts(np.array([0.05 * mean, 0.0]), None, tick, key)
+    assert starts is not None and starts.held_up == pytest.approx([0.0, 0.05 * mean])
+    plan = plans.plan_tick(tick, key, np.array([0.0, 0.05 * mean]))
+    assert 0.93 < plan.load[1] / plan.load[0] < 0.97, "earlier rows read no later ones"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "noted", "known"),
+    [("nccl", "cuda", True, True), ("nccl", "cuda", False, False), ("nvlink", "cuda", True, True),
+     ("nvlink", "cuda", False, False), ("c10d", "cuda", True, False), ("c10d", "cpu", True, True)],
+)  # fmt: skip
+def test_what_exchanges_can_take_is_known_where_links_are_corrected(
+    session: Session, monkeypatch: pytest.MonkeyPatch, name: str, device: str, noted: bool, known: bool
+) -> None:
+    """Given figures say what a user thinks of links: a wait that is longer must not pass for that of a late rank."""
+    links, hosts = Links(1e11, 1e10), [0, 1]
+    transfers = Transfers(0, hosts, 1e11, 1e10) if noted else None
+    traffic = Traffic(links, links, transfers, session.counts.waits, ["a", "b"], lambda: False)
+    plans = session.plans
+    plans.traffic, plans.device = traffic, torch.device(device)
+    plans.transport = lambda: SimpleNamespace(name=name)  # type: ignore[assignment]
+    assert plans._known_links() == (links if known else None)
+
+
+def test_a_micro_batch_knows_the_links(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = Links(1e11, 1e10)
+    monkeypatch.setattr(session.plans, "_known_links", lambda: links)
+    local = LocalSegments(np.array([0]), np.array([64]), np.array([0]), 64)
+    assert session.plans.open([Announcement(local)], {}).links is links
 
 
 def test_ranks_compare_costs_and_configuration(session: Session) -> None:

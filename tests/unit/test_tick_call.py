@@ -12,7 +12,7 @@ from test_attention_call import GROUPS, HEADS, inputs
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_cad.attention.device_schedule import upload_schedule
-from deepspeed_cad.attention.microbatch import whole_rank_tasks
+from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.tick import TickCall
 from deepspeed_cad.errors import CADError

@@ -69,30 +69,11 @@ def test_in_a_pipeline_one_line_says_it() -> None:
     assert len(unused_keys(config, PAIRS) + unused_in_pipelines(config, PAIRS)) == 1
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "where", "advice"),
-    [
-        ("waves", 4, "in a pipeline", "Leave it out"),
-        ("waves", 4, "beside reserved servers", "Leave it out"),
-        ("memory", 2, "in a pipeline", "Leave it out; where GPUs run out of memory, use smaller micro-batches"),
-    ],
-)
-def test_where_all_of_a_tick_moves_at_once(key: str, value: int, where: str, advice: str) -> None:
-    piped = where == "in a pipeline"
-    config = CADConfig.from_dict({key: value, **({} if piped else SERVERS)})
-    (said,) = (unused_in_pipelines if piped else unused_keys)(config, SECONDS)
-    assert said.startswith(f'"{key}" is {value}') and f"does nothing {where}" in said
-    assert said.endswith(f". {advice}")
-
-
-def test_memory_acts_beside_reserved_servers() -> None:
-    """It refuses what would not fit."""
-    assert unused_keys(CADConfig.from_dict({**SERVERS, "memory": 2}), SECONDS) == []
-
-
 @pytest.mark.parametrize(("key", "value"), [("waves", 4), ("memory", 2)])
-def test_what_acts_in_place_is_not_said_there(key: str, value: int) -> None:
-    assert unused_keys(CADConfig.from_dict({key: value}), SECONDS) == []
+@pytest.mark.parametrize("beside", [{}, SERVERS], ids=["in place", "beside servers"])
+def test_waves_and_memory_act_everywhere(key: str, value: int, beside: dict) -> None:
+    config = CADConfig.from_dict({key: value, **beside})
+    assert unused_keys(config, SECONDS) == unused_in_pipelines(config, SECONDS) == []
 
 
 def test_a_key_of_pipelines_is_said_once_of_other_models(caplog: pytest.LogCaptureFixture) -> None:

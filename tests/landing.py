@@ -1,0 +1,91 @@
+"""What lands on a rank through the CPU transport, counted as it happens: bytes that have to be there at once.
+
+What was dispatched is there from the start of its exchange until its return starts, what comes back until it was
+waited for; between nano-batches and waves nothing is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_cad.exchange import c10d
+from deepspeed_cad.exchange.c10d import C10dTransport
+from deepspeed_cad.exchange.landing import NoRoomError
+from deepspeed_cad.exchange.transport import UNNAMED
+from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import Room, room_needed
+
+
+@dataclass
+class Landing:
+    """Of one process."""
+
+    now: int = 0
+    most: int = 0
+    """Bytes at once."""
+    waves: dict[tuple[int, int, int, bool], int] = field(default_factory=dict)
+    """By micro-batch, layer, nano-batch and direction."""
+    tried: int = 0
+    """How often ranks made room."""
+
+    def takes(self, size: int) -> None:
+        """So much is there from now on."""
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Fewest and most waves of any pass."""
+        return (min(self.waves.values()), max(self.waves.values())) if self.waves else (0, 0)
+
+
+def _size(schedule: Schedule, fields: Sequence[Any], tensors: Sequence[Any], rows: Any) -> int:
+    return sum(
+        int(rows[schedule.rank, f.kind]) * x.shape[-1] * x.element_size() for f, x in zip(fields, tensors, strict=True)
+    )
+
+
+@contextmanager
+def counted(has: float = float("inf")) -> Iterator[Landing]:
+    """Count in this process. `has`: bytes for which its transports find memory when ranks make room; they all have as
+    much, so all fail alike."""
+    found, landed = Landing(), dict[tuple[int, int], int]()
+    before = C10dTransport.dispatch, C10dTransport.give_back, C10dTransport.make_room, c10d._Returned.wait
+
+    def dispatch(self: Any, schedule: Schedule, fields: list, nano_batch: int, moment: Any = UNNAMED) -> Any:
+        size = _size(schedule, fields, [f.home for f in fields], schedule.served_rows)
+        landed[nano_batch, moment.wave] = size
+        found.takes(size)
+        key = moment.turn, moment.layer, nano_batch, moment.backward
+        found.waves[key] = max(found.waves.get(key, 0), moment.wave + 1)
+        return before[0](self, schedule, fields, nano_batch, moment)
+
+    def give_back(self: Any, schedule: Schedule, fields: list, nano_batch: int, moment: Any = UNNAMED) -> Any:
+        size = _size(schedule, fields, [f.home for f in fields], schedule.landed_rows)
+        found.takes(size - landed.pop((nano_batch, moment.wave)))
+        back = before[1](self, schedule, fields, nano_batch, moment)
+        back.size = size
+        return back
+
+    def wait(self: Any) -> None:
+        before[3](self)
+        found.now -= self.size
+
+    def make_room(self: Any, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+        found.tried += 1
+        size, _ = room_needed(room, [(one.served_rows, one.landed_rows) for one in schedules])
+        if size > has:
+            raise NoRoomError("rank 2: 7 MiB were wanted, 3 are free.")
+        before[2](self, schedules, room, nano_batch)
+
+    names = (C10dTransport, "dispatch"), (C10dTransport, "give_back"), (C10dTransport, "make_room")
+    for (where, name), new in zip((*names, (c10d._Returned, "wait")), (dispatch, give_back, make_room, wait)):
+        setattr(where, name, new)
+    try:
+        yield found
+    finally:
+        for (where, name), old in zip((*names, (c10d._Returned, "wait")), before):
+            setattr(where, name, old)

@@ -1,0 +1,165 @@
+"""Waves beside reserved servers, in real processes: exact, in as little memory as was asked for, and one error on all
+where there is too little."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import training
+from jobs import BLOCK, Job, job
+from landing import counted
+from model_cases import tiny_model
+from pool import WorkerPool
+from served import Served, free_port, play
+
+import deepspeed_cad
+
+__all__ = ["job"]
+
+LENGTHS = [[420, 3, 39], [60, 1, 230, 37], []]
+KIB = 2**-20
+"""In GiB."""
+
+
+class Counted(NamedTuple):
+    """What a process gives."""
+
+    result: Any
+    most: int
+    """Bytes that were landing at once."""
+    waves: tuple[int, int]
+    """Fewest and most of any pass."""
+    tried: int
+
+
+def _play(rank: int, world: int, has: float, *args: Any) -> Counted:
+    with counted(has) as landing:
+        result = play(rank, world, *args)
+    assert landing.now == 0
+    return Counted(result, landing.most, landing.span, landing.tried)
+
+
+def _run(
+    workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, has: float = float("inf"), **block: Any
+) -> list[Counted]:
+    given = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, "servers": {"reserved": servers}, **block}
+    found = workers.run(_play, trainers + servers, has, free_port(), given, train, *args, joined=False)
+    for one in found[trainers:]:
+        served: Served = one.result
+        assert served.code == 0 and served.held == 0 and served.opened <= 2, served
+        assert (served.micro_batches > 0) == (one.waves[0] > 0)
+    return found
+
+
+def _family(rank: int, trainers: int, block: dict[str, Any], kind: str, checkpoint: bool) -> dict[str, Any]:
+    """The worst error of outputs and gradients against each document alone, relative."""
+    changes = {"sliding_window": 12, "max_position_embeddings": 512, "num_key_value_heads": 4, "num_attention_heads": 8}
+    model, reference = (tiny_model(kind, torch.float64, **changes).train() for _ in range(2))
+    deepspeed_cad.apply(model, block)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    worst = 0.0
+    for step in range(2):
+        lengths = LENGTHS[(rank + step) % 3]
+        docs = [torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+        model.zero_grad()
+        reference.zero_grad()
+        batch = training.pack(docs)
+        del batch["labels"]
+        logits = model(**batch, use_cache=False).logits[0]
+        logits.square().sum().backward()
+        for doc, part in zip(docs, logits.detach().split(lengths)):
+            found = reference(input_ids=doc[None], position_ids=torch.arange(len(doc))[None], use_cache=False).logits[0]
+            found.square().sum().backward()
+            worst = max(worst, float((part - found).abs().max() / found.abs().max()))
+        for ours, theirs in zip(model.parameters(), reference.parameters()) if docs else ():
+            if theirs.grad is not None:
+                scale = theirs.grad.abs().max().clamp(min=1e-3)
+                worst = max(worst, float((ours.grad - theirs.grad).abs().max() / scale))
+    return {"worst": worst, "landing": session.statistics.landing_bytes}
+
+
+def _check(found: list[Counted], trainers: int, limit: float) -> None:
+    """Exact, in as many waves on every process, and within the limit (bytes)."""
+    assert all(one.result["worst"] < 1e-10 for one in found[:trainers]), found
+    assert all(0 < one.most <= limit for one in found), found
+    assert len({(one.waves, one.tried) for one in found}) == 1 and found[0].waves[1] >= 3, found
+
+
+SLOW = [pytest.mark.slow]
+LONG = [pytest.mark.slow, pytest.mark.long]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "servers", "kib", "checkpoint", "block"),
+    [
+        (2, 1, 510, False, {"overlap": "interleave", "backward": "resend"}),
+        (1, 2, 260, False, {"overlap": "local_first", "backward": "keep"}),
+        pytest.param(2, 1, 510, False, {"overlap": "interleave", "backward": "keep", "waves": 3}, marks=SLOW),
+        pytest.param(1, 2, 620, True, {"overlap": "interleave", "backward": "resend"}, marks=SLOW),
+        pytest.param(1, 2, 560, True, {"overlap": "pingpong", "waves": 3}, marks=LONG),
+        pytest.param(2, 1, 380, False, {"overlap": "local_first", "backward": "keep"}, marks=LONG),
+        pytest.param(2, 1, 380, True, {"overlap": "local_first", "recompute_attention": True}, marks=LONG),
+        pytest.param(2, 1, 760, False, {"trainers_serve": False}, marks=LONG),
+        pytest.param(2, 1, 380, True, {"overlap": "none", "keep": "host"}, marks=LONG),
+        pytest.param(1, 1, 380, False, {"overlap": "local_first", "on_server_failure": "continue"}, marks=LONG),
+    ],
+    ids=str,
+)
+def test_exact_within_the_limit(
+    workers: WorkerPool, trainers: int, servers: int, kib: int, checkpoint: bool, block: dict[str, Any]
+) -> None:
+    """Sinks, a window in every second layer; head groups in waves of their own, and blocks of their rows."""
+    found = _run(workers, trainers, servers, _family, "gpt_oss", checkpoint, memory=kib * KIB, **block)
+    _check(found, trainers, kib * 1024)
+    assert all(0 < one.result["landing"] <= kib * 1024 for one in found[:trainers])
+    assert found[0].waves[0] >= block.get("waves", 1)
+
+
+def test_more_at_once_without_a_limit(workers: WorkerPool) -> None:
+    """What the limit is measured by: as much as this is more than any limit above."""
+    found = _run(workers, 1, 2, _family, "gpt_oss", False, overlap="local_first")
+    assert {one.waves for one in found} == {(1, 1)} and max(one.most for one in found) > 260 * 1024
+
+
+def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> None:
+    """Nothing is asked for, and not all is there: trainers cut again, servers hear of it and cut alike."""
+    has = 450 * 1024
+    found = _run(workers, 2, 1, _family, "gpt_oss", False, has=has, overlap="local_first")
+    _check(found, 2, has)
+    assert found[0].tried > 4, "more often than there are plans"
+
+
+NO_MEMORY = """
+from deepspeed_cad.exchange.c10d import C10dTransport
+from deepspeed_cad.exchange.landing import NoRoomError
+
+def make_room(self, schedules, room, nano_batch):
+    raise NoRoomError("rank 2: 7 MiB were wanted, 3 are free.")
+
+C10dTransport.make_room = make_room
+"""
+"""For every process: none finds memory, however small the waves."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block", "first", "says"),
+    [
+        ({"memory": 1e-6}, "", "does not fit: cut into the smallest waves, what lands at rank"),
+        ({}, NO_MEMORY, "rank 2: 7 MiB were wanted, 3 are free. Smaller waves do not help: the attention"),
+    ],
+    ids=["a limit that is too small", "no memory"],
+)
+def test_too_little_is_one_error_on_every_process(job: Job, block: dict[str, Any], first: str, says: str) -> None:
+    for rank in range(3):
+        job.launch(rank, 3, "well", "9", block={**BLOCK, **block}, first=first)
+    codes = job.ends("rank0")
+    assert 0 not in codes.values(), codes
+    for name in codes:
+        assert says in job.said(name) and '"memory" to at least' in job.said(name), job.said(name)
+    assert "micro-batches served" not in job.said("rank2") or "is done: 0 micro" in job.said("rank2")
