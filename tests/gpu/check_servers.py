@@ -40,7 +40,7 @@ DIES_AT = 2
 one that came later."""
 CHANGE_S = 60.0
 """For the step in which it dies."""
-COME_S = 90.0
+COME_S = 120.0
 """For a server to start, or to end."""
 
 
@@ -98,7 +98,7 @@ def _train_on(place: Place, transport: str, dies_in: str) -> Found:
     model, lengths = make_model(trainers, "llama", sizes), make_lengths("rows", ranks, sizes.tokens)
     known = references(model, lengths)
     ours = copy.deepcopy(model)
-    block = {"servers": {"joined": 1}, "on_server_failure": "continue"}
+    block = {"servers": {"joined": 1}, "on_server_failure": "continue", "timeout_s": 100.0}
     deepspeed_cad.apply(ours, {**make_block(place, transport), **block})
     session = deepspeed_cad.current_session()
     assert session is not None and session.reserved is not None

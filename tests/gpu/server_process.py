@@ -43,5 +43,5 @@ if __name__ == "__main__":
     rendezvous, device, *moment = sys.argv[1:]
     if moment:
         die_after(moment[0], int(moment[1]))
-    role, config = take_place(rendezvous, 90.0, None, __version__)
+    role, config = take_place(rendezvous, 120.0, None, __version__)
     sys.exit(start_server(role, config, os.environ, device))

@@ -118,3 +118,10 @@ def test_while_several_micro_batches_are_in_flight(workers: WorkerPool, tmp_path
 def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tuple[str, int]) -> None:
     """The second one mostly while passes begin again for the first."""
     change._run(workers, 2, 2, {2: change._moment("dispatch", 1), 3: change._moment(*second)}, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["dispatch", "return", "backward dispatch"])
+def test_in_waves(workers: WorkerPool, tmp_path: Path, what: str) -> None:
+    """More of them than have memory at once: some start only while others are served."""
+    change._run(workers, 2, 2, {2: change._moment(what, 1)}, tmp_path, waves=5)
