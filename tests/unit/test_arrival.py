@@ -3,8 +3,10 @@ not shown here; when the host goes on, stops, or says that a server is lost is."
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -18,10 +20,13 @@ from deepspeed_cad.exchange import messages, watchdog
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.arrival import Reader, wait_for
 from deepspeed_cad.exchange.comparison import Comparison
+from deepspeed_cad.exchange.group import OwnGroup
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.memory_store import MemoryStore
 from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
+from deepspeed_cad.exchange.nccl import NcclTransport
+from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.watchdog import Watchdog
 
 
@@ -288,3 +293,63 @@ def test_who_may_lose_a_server_hears_of_all_ranks_in_every_exchange(
     for way in (0, 1):
         assert sorted(numbers[numbers[:, 0] == way, 1].tolist()) == others
     assert [len(one) for one in queue.queued[1:]] == ([2] if moves else [])
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_no_stream_waits_for_flags_where_a_server_may_be_lost(goes_on: bool) -> None:
+    side, ring = Side(), Ring([7, 7])
+    side.board.losses = side.losses if goes_on else None
+    nvlink, queued = object.__new__(NvlinkTransport), list[tuple[object, ...]]()
+    nvlink._alarm, nvlink._watchdog, nvlink._reader = side.alarm, side.dog, ring.reader
+    nvlink._own_flags, nvlink.calls = np.arange(2), SimpleNamespace(wait=lambda *given: queued.append(given))  # type: ignore
+    nvlink._wait_for_flags(SimpleNamespace(cuda_stream=3), 7, SimpleNamespace(index=7))  # type: ignore[arg-type]
+    assert bool(queued) != goes_on and bool(ring.copies) == goes_on
+    side.dog.abandon()
+
+
+class Given(OwnGroup):
+    """A group that notes that it is given up."""
+
+    def __init__(self, said: list[str]) -> None:
+        object.__setattr__(self, "abandon", lambda: said.append("group"))
+
+
+def test_memory_of_copies_is_released_when_trainers_go_on() -> None:
+    nvlink, side, said = object.__new__(NvlinkTransport), Side(), list[str]()
+    nvlink.group, nvlink._watchdog, nvlink._tables = Given(said), side.dog, {}  # type: ignore[assignment]
+    copied = SimpleNamespace(synchronize=lambda: said.append("copied"))
+    nvlink._copies = SimpleNamespace(record_event=lambda: copied)  # type: ignore[assignment]
+    nvlink._lanes = SimpleNamespace(release=lambda: said.append("memory"))  # type: ignore[assignment]
+    nvlink.peers = SimpleNamespace(forget=lambda: said.append("name"))  # type: ignore[assignment]
+    release = nvlink.abandon()
+    assert said == ["group"] and side.dog._stop.is_set(), "nobody is met, and nothing is waited for"
+    release()
+    assert said == ["group", "copied", "memory", "name"]
+
+
+def test_nccl_is_left_beside_and_its_buffers_stay_until_then() -> None:
+    nccl, side, said = object.__new__(NcclTransport), Side(), list[str]()
+    nccl.group, nccl._watchdog, nccl.device = Given(said), side.dog, torch.device("cpu")
+    stuck = threading.Event()
+    way = SimpleNamespace(stream=SimpleNamespace(synchronize=lambda: said.append("drained")))
+
+    def leave() -> None:
+        stuck.wait(20)
+        said.append("left")
+
+    nccl.messages = SimpleNamespace(leave=leave, out=way, back=way)  # type: ignore[assignment]
+
+    class UnderWay: ...
+
+    one = UnderWay()
+    nccl._unfinished, held = {one}, weakref.ref(one)  # type: ignore[arg-type]
+    del one
+    nccl.abandon()()
+    gc.collect()
+    assert said == ["group"] and held() is not None, "a kernel of NCCL may still write into them"
+    stuck.set()
+    end = time.monotonic() + 10
+    while held() is not None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert said == ["group", "left", "drained", "drained"]
