@@ -93,7 +93,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         )
         return [Launch(group, case, limit_s=100) for case in cases]
     if group in ("servers", "speeds"):
-        return [Launch(group, limit_s=100)]
+        return [Launch(group, limit_s=150)]
     if group == "streams":
         # NCCL takes seconds to open among many ranks: there one case each, and every case on two.
         nccl = "nccl,nccl/4" if ranks == 2 else "nccl/1,nccl/4"
