@@ -8,9 +8,10 @@ same, and they compare fingerprints.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,6 @@ from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADDataError, CADError
-from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
@@ -187,13 +187,13 @@ class Plans:
         beside = None
         if linear is not None and at is not None:
             beside = Beside(np.append(linear, np.zeros(idle)), layout.tokens)
+        starts = cache(partial(self._starts, late, beside))
         rows = rows_kept if self.config.backward == "keep" else rows_resent
         micro_batch = MicroBatch(
             self.gatherer.rank, layout, ticks, self.device,
-            partial(self.plan_tick, late=late, now=now, beside=beside, reserved=reserved), partial(self._agree, turn),
+            partial(self.plan_tick, starts=starts, now=now, reserved=reserved), partial(self._agree, turn),
             self.transport(), self.counts, aside=self.aside(), turn=turn, era=now and now.era,
-            links=self._known_links(),
-            starts=partial(self._starts, late, beside), orders=_open_at_servers(reserved, turn, layout, at),
+            longest=self._longest(), starts=starts, orders=_open_at_servers(reserved, turn, layout, at),
             memory=self.exchange_memory(self.limit, rows, len(ticks)),
             linear=None if reserved is None else self.counts.linear.setdefault(model, LinearTimes()),
         )  # fmt: skip
@@ -222,7 +222,9 @@ class Plans:
             beside = Beside(np.append(gathered.linear, idle), layout.tokens)
         micro_batch.plan_again(
             reserved.generation, layout, (layout.tick(),) if at is None else layout.cut(at),
-            partial(self.plan_tick, late=gathered.late, now=gathered.now, beside=beside, reserved=reserved),
+            partial(
+                self.plan_tick, starts=partial(self._starts, gathered.late, beside), now=gathered.now, reserved=reserved
+            ),
             reserved.transport, _open_at_servers(reserved, gathered.turn, layout, at),
         )  # fmt: skip
 
@@ -244,19 +246,17 @@ class Plans:
         self,
         tick: Tick,
         key: PlanKey,
-        late: np.ndarray,
+        starts: Callable[[Tick, PlanKey], Starts | None],
         now: Now | None = None,
-        beside: Beside | None = None,
         reserved: Reserved | None = None,
     ) -> Plan:
         """The plan of one tick for layers of one kind.
 
-        `late`, `now`, `beside`: pace, links and linear layers as they were known when the micro-batch was gathered;
-        None: links as the costs say, and linear layers that run beside no attention. `reserved`: the servers that the
-        tick is of; None: those that there are.
+        `starts`, `now`: when ranks begin, and links, as they were known when the micro-batch was gathered; None: links
+        as the costs say. `reserved`: the servers that the tick is of; None: those that there are.
         """
-        starts = self._starts(late, beside, tick, key)
-        base = None if starts is None else starts.begin
+        known = starts(tick, key)
+        base = None if known is None else known.begin
         reserved = reserved or self.reserved
         speed = self.speeds if reserved is None else reserved.speed
         hosts = self.hosts if reserved is None or reserved.passes is None else reserved.hosts
@@ -288,13 +288,13 @@ class Plans:
             return (1,)
         return tuple(count for count in WAVES if count <= transport.most_waves)
 
-    def _known_links(self) -> Links | None:
-        """What exchanges take now; None where figures are those of the start, or given, whatever became of links."""
+    def _longest(self) -> Callable[[Plan], float]:
+        """What the exchanges of a plan's tick take at the most, where that is known."""
         transport = self.transport()
-        if self.traffic is None or transport is None or not self.traffic.corrects:
-            return None
-        # Torch's collectives on GPUs are not timed while training. Copy engines are alone on their links.
-        return None if transport.name == "c10d" and self.device.type == "cuda" else self.traffic.links
+        # Torch's collectives on GPUs are not timed while training.
+        if self.traffic is None or transport is None or (transport.name == "c10d" and self.device.type == "cuda"):
+            return lambda plan: math.inf
+        return partial(self.traffic.longest, copies=transport.name == "nvlink")
 
     def exchange_memory(
         self, limit: Limit, rows: Callable[[HeadShape], RowBytes], ticks: int = 1

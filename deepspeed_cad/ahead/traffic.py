@@ -6,6 +6,7 @@ In: how long transfers took and what waits cost on every rank, which travels wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.transfers import BETWEEN, INSIDE, Transfers
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.plan import Plan
 
 COLUMNS = 9
 """Of a report: whether it pauses; nanoseconds and bytes inside, the same between; era, nanoseconds gained and waited,
@@ -113,10 +115,19 @@ class Traffic:
         inside, between = (None if speed is None else speed / self.brake.factor for speed in self._speeds)
         return Now(inside, between, None if self._waits is None else self.brake.era)
 
-    @property
-    def corrects(self) -> bool:
-        """Whether figures follow what transfers take; given ones stay as they are, whatever links carry."""
-        return self._transfers is not None
+    def longest(self, plan: Plan, copies: bool) -> float:
+        """Seconds that the exchanges of one tick take at the very most; infinite where figures do not follow that.
+
+        Given ones stay as they are, whatever links carry, and what is too small to be noted may take any time.
+        `copies`: copy engines move all of it, which are alone on their links.
+        """
+        if self._transfers is None:
+            return math.inf
+        crosses = plan.between_bytes > 0
+        moved = max(int(plan.sent_bytes.max()), int(plan.received_bytes.max()))
+        # There and back, by waves.
+        noted = copies or self._transfers.notes(BETWEEN if crosses else INSIDE, moved / (2 * plan.waves))
+        return self.links.longest(moved, crosses) if noted else math.inf
 
     @property
     def links(self) -> Links:

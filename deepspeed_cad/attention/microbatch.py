@@ -29,7 +29,6 @@ from deepspeed_cad.attention.repeatable import RepeatableCall
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.cost import TICKS_PER_LOAD
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Gain
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
@@ -60,8 +59,8 @@ class MicroBatch:
     """How many micro-batches were opened before it, the same on every rank."""
     era: int | None = None
     """Which settings of how much plans move it was planned with; None: nobody weighs gains against waits."""
-    links: Links | None = None
-    """As they are now, where that is known; None: exchanges may take any time."""
+    longest: Callable[[Plan], float] = lambda plan: math.inf
+    """Seconds that the exchanges of a plan's tick take at the most, as links are now."""
     starts: Callable[[Tick, PlanKey], Starts | None] = lambda tick, key: None
     """When ranks begin, where plans know that they do not begin together."""
     in_forward: bool = True
@@ -151,8 +150,7 @@ class MicroBatch:
     def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
         """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""
         plan = self.planned[key, nano_batch].plan
-        moved = max(int(plan.sent_bytes.max()), int(plan.received_bytes.max()))
-        if self.era is None or not moved:
+        if self.era is None or not plan.sent_bytes.any():
             return None
         if (key, nano_batch) not in self._starts:
             none = np.zeros(len(plan.load))
@@ -160,8 +158,7 @@ class MicroBatch:
         starts = self._starts[key, nano_batch]
         without = float((plan.load_before + starts.begin).max())
         gained = (without - float(plan.load[self.rank] + starts.begin[self.rank])) / TICKS_PER_LOAD
-        most = math.inf if self.links is None else self.links.longest(moved, plan.between_bytes > 0)
-        return Gain(gained, self.era, float(starts.held_up[self.rank]) / TICKS_PER_LOAD, most)
+        return Gain(gained, self.era, float(starts.held_up[self.rank]) / TICKS_PER_LOAD, self.longest(plan))
 
     def plan_again(
         self,

@@ -89,6 +89,7 @@ def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, n
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
+            options.is_high_priority_stream = True  # see groups.open_exchange
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", shared), rank, ranks, options)
             processes._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         named: Any = processes

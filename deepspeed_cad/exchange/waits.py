@@ -28,7 +28,8 @@ class Gain(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """What plans promised a rank in the ticks that ended, and what their exchanges made it wait."""
+    """What plans promised a rank in the ticks that ended, and what their exchanges made it wait: less than nothing
+    where plans expected it to wait longer for late ranks than it did."""
 
     era: int
     gained: float

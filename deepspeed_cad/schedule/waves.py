@@ -67,14 +67,6 @@ def schedule_waves(
     return tuple(schedule_rank(tick, part, rank, groups, window) for part in parts)
 
 
-def schedule_within(
-    tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut, room: Room
-) -> tuple[Schedule, ...]:
-    """The same in as many waves, at least those of `cut`, as make what lands on any rank fit into `room`: see
-    `waves_within`."""
-    return waves_within(tick, tasks, rank, groups, window, cut, room).schedules
-
-
 def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut, room: Room) -> Waves:
     """The first cut, from `cut` on, with which what lands on any rank fits into `room`, and one rank's schedules.
 

@@ -17,7 +17,7 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
 from deepspeed_cad.schedule.room import room_needed
-from deepspeed_cad.schedule.waves import Cut, schedule_within
+from deepspeed_cad.schedule.waves import Cut, waves_within
 
 LEFT = 256 << 20
 """Bytes that the driver still has when areas grow by several times as much."""
@@ -115,7 +115,7 @@ def check_waves(place: Place, name: str) -> Found:
     memory = ExchangeMemory(granularity=64)
 
     def cut(rank: int) -> tuple[Schedule, ...]:
-        return schedule_within(tick, tasks, rank, GROUPS, None, Cut(granularity=64), memory.room(shape))
+        return waves_within(tick, tasks, rank, GROUPS, None, Cut(granularity=64), memory.room(shape)).schedules
 
     whole = cut(place.rank)
     if not place.on_gpu:

@@ -28,6 +28,8 @@ from deepspeed_cad.statistics import Statistics  # noqa: E402
 
 MARGIN = 1.05
 """Of the time that measured speeds allow."""
+USUAL = 0.85
+"""The least that is allowed ÷ step where no rank is slowed."""
 LAYERS, LEARNING, TIMED = 2, 10, 5
 """Steps in which kernels compile and lateness is learned, and steps that are timed."""
 
@@ -53,7 +55,11 @@ def check(place: Place) -> Found:
     with slowed(place.rank if place.rank == place.ranks - 1 else None):
         found = measure(place)
     usual = even.allowed_s / even.step_s
-    right = found.step_s * min(usual, 1.0) <= MARGIN * found.allowed_s and found.speeds[-1] < 0.9 * max(found.speeds)
+    right = (
+        usual >= USUAL
+        and found.step_s * min(usual, 1.0) <= MARGIN * found.allowed_s
+        and found.speeds[-1] < 0.9 * max(found.speeds)
+    )
     share = found.allowed_s / found.step_s
     text = f"allowed ÷ step {share:.3f} where it is {usual:.3f} without; {found.words}; without: {even.words}"
     return right or not place.on_gpu, text

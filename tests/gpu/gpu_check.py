@@ -93,11 +93,11 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         )
         return [Launch(group, case, limit_s=100) for case in cases]
     if group == "speeds":
-        return [Launch(group, limit_s=100)]
+        return [Launch(group, limit_s=150)]
     if group == "servers":
         transports, passes = ("nvlink", "nccl") if cuda else ("c10d",), ("forward", "backward")
         deaths = [f"{transport}: dies in the {one}" for transport in transports for one in passes]
-        return [Launch(group, limit_s=100), *(Launch(group, case, limit_s=240) for case in deaths)]
+        return [Launch(group, limit_s=150), *(Launch(group, case, limit_s=240) for case in deaths)]
     if group == "streams":
         # NCCL takes seconds to open among many ranks: there one case each, and every case on two.
         nccl = "nccl,nccl/4" if ranks == 2 else "nccl/1,nccl/4"

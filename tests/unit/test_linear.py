@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -124,7 +125,7 @@ def test_trainers_and_servers_end_together(session: Session) -> None:
     _reserve(session, [3e-6, 1.5e-6])
     beside = Beside(np.array([3e-6, 1.5e-6, 0.0]), layout.tokens)
     for tick, other in zip(ticks, (6000 - 3328, 3328)):
-        plan = session.plans.plan_tick(tick, KEY, np.zeros(2), beside=beside)
+        plan = session.plans.plan_tick(tick, KEY, partial(session.plans._starts, np.zeros(2), beside))
         base = np.array([3e-6, 1.5e-6, 0.0]) * other
         finish = plan.load + base
         assert finish.max() < 1.03 * finish.mean()
@@ -136,7 +137,8 @@ def test_trainers_that_have_no_time_get_no_attention(session: Session) -> None:
     tick = layout.cut(np.array([3328, 3328, 0]))[0]
     _reserve(session, [1e-4, 1e-4])
     whole = 1e-9 * SHAPE.groups * sum(n * (n + 1) / 2 for n in (3328, 3328))
-    plan = session.plans.plan_tick(tick, KEY, np.zeros(2), beside=Beside(np.array([1e-4, 1e-4, 0.0]), layout.tokens))
+    beside = Beside(np.array([1e-4, 1e-4, 0.0]), layout.tokens)
+    plan = session.plans.plan_tick(tick, KEY, partial(session.plans._starts, np.zeros(2), beside))
     assert plan.load[:2].sum() < 1e-3 * whole
     assert plan.load.sum() == pytest.approx(whole)  # attention only, for statistics
 

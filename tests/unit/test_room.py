@@ -17,7 +17,7 @@ from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.schedule.room import BACK, HEADROOM, Room, lane_bytes, room_needed
-from deepspeed_cad.schedule.waves import Cut, schedule_within, slice_waves
+from deepspeed_cad.schedule.waves import Cut, slice_waves, waves_within
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
@@ -54,7 +54,7 @@ def test_a_million_tokens_fit_where_they_should(tasks: np.ndarray, limit_gib: fl
     """Every rank cuts alike, and no more than it must."""
     memory = ExchangeMemory(limit_gib * 2**30, "a test")
     room = memory.room(SHAPE)
-    ranks = [schedule_within(LONG.tick(), tasks, rank, 8, None, Cut(), room) for rank in (0, 3)]
+    ranks = [waves_within(LONG.tick(), tasks, rank, 8, None, Cut(), room).schedules for rank in (0, 3)]
     assert len(ranks[0]) == len(ranks[1]) <= most
     found = room_needed(room, [(one.served_rows, one.landed_rows) for one in ranks[0]])[0]
     assert found <= room.limit
@@ -69,20 +69,20 @@ def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> N
     said = []
     for rank in range(4):
         with pytest.raises(CADError, match="smallest waves") as error:
-            schedule_within(LONG.tick(), tasks, rank, 8, None, Cut(), room)
+            waves_within(LONG.tick(), tasks, rank, 8, None, Cut(), room)
         said.append(str(error.value))
     assert len(set(said)) == 1
     # The figure that it names is enough.
     least = float(said[0].split('"memory" to at least ')[1].split(" ")[0])
     assert "0.2" not in said[0].split("at least")[1] and "204.8 MiB" in said[0].replace("205 MiB", "204.8 MiB")
-    schedule_within(LONG.tick(), tasks, 0, 8, None, Cut(), room._replace(limit=(least + 0.01) * 2**30))
+    waves_within(LONG.tick(), tasks, 0, 8, None, Cut(), room._replace(limit=(least + 0.01) * 2**30))
 
 
 def test_a_fixed_number_of_waves_is_the_least() -> None:
     layout = Layout.from_rank_lengths([[64], [8]])
     tasks = np.array([(0, 0, 64, 0, 4, 1), (1, 0, 8, 0, 4, 1)])
     room = ExchangeMemory(1e9, "a test").room(HeadShape(8, 4, 8, 8, 2))
-    assert len(schedule_within(layout.tick(), tasks, 0, 4, None, Cut(2), room)) == 2
+    assert len(waves_within(layout.tick(), tasks, 0, 4, None, Cut(2), room).schedules) == 2
 
 
 def test_bytes_of_a_row_are_those_of_the_pass_that_has_more() -> None:
@@ -100,7 +100,7 @@ def test_ranks_that_only_follow_are_told_before_each_try(tasks: np.ndarray) -> N
 
     def again() -> Any:
         events.append("cut")
-        return schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
+        return waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE)).schedules
 
     class Told(Landing):
         def make_room(self, *given: Any) -> None:
@@ -131,7 +131,7 @@ def test_waves_become_smaller_where_a_rank_has_less_memory_than_was_thought(task
     memory = ExchangeMemory(100 * 2**30, "a test", needed=told.append, lacked=lacked.append)
 
     def again() -> Any:
-        return schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
+        return waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE)).schedules
 
     transport: Any = Landing(5.5 * 2**30)
     found = memory.make_room(transport, again(), SHAPE, 0, again)
@@ -144,7 +144,7 @@ def test_no_memory_at_all_names_rank_figures_and_key(tasks: np.ndarray) -> None:
     memory = ExchangeMemory(100 * 2**30, "a test")
 
     def again() -> Any:
-        return schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
+        return waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE)).schedules
 
     with pytest.raises(CADError, match="rank 2: 7 MiB were wanted, 3 are free. Smaller waves do not help: .*memory"):
         memory.make_room(Landing(0), again(), SHAPE, 0, again)  # type: ignore[arg-type]
@@ -158,9 +158,11 @@ def test_a_tick_that_moves_nothing_is_not_tried_for_ever() -> None:
 
     def again() -> Any:
         assert transport.asked == [0.0], "tried again though nothing can be smaller"
-        return schedule_within(layout.tick(), whole_rank_tasks(layout, 8), 0, 8, None, Cut(), memory.room(SHAPE))
+        return waves_within(layout.tick(), whole_rank_tasks(layout, 8), 0, 8, None, Cut(), memory.room(SHAPE)).schedules
 
-    schedules = schedule_within(layout.tick(), whole_rank_tasks(layout, 8), 0, 8, None, Cut(), memory.room(SHAPE))
+    schedules = waves_within(
+        layout.tick(), whole_rank_tasks(layout, 8), 0, 8, None, Cut(), memory.room(SHAPE)
+    ).schedules
     transport: Any = Landing(-1)
     with pytest.raises(CADError, match="rank 2: 7 MiB were wanted, 3 are free. Nothing is exchanged in this tick"):
         memory.make_room(transport, schedules, SHAPE, 0, again)
@@ -172,7 +174,7 @@ def test_a_server_that_died_meanwhile_is_not_a_lack_of_memory(tasks: np.ndarray)
     def again() -> Any:
         raise died
 
-    schedules = schedule_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE))
+    schedules = waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), memory.room(SHAPE)).schedules
     with pytest.raises(CADPeerError) as found:
         memory.make_room(Landing(0), schedules, SHAPE, 0, again)  # type: ignore[arg-type]
     assert found.value is died

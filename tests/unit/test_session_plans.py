@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,13 +20,18 @@ from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.transfers import Transfers
-from deepspeed_cad.layout import Layout, LocalSegments
+from deepspeed_cad.layout import Layout, LocalSegments, Tick
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.session import Session
 
 SHAPE = HeadShape(8, 2, 64, 64, 2)
 BLOCK = {"tolerance": 0.02, "granularity": 64}
 TICK = Layout.from_rank_lengths([[30000], [20000, 64], [1024] * 4, []]).tick()
+
+
+def none_late(tick: Tick, key: PlanKey) -> None:
+    """All ranks begin together."""
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def session() -> Iterator[Session]:
 @pytest.mark.parametrize("window", [None, 512])
 def test_a_plan_is_that_of_the_layer_and_the_configuration(session: Session, window: int | None) -> None:
     """Planned without its window, the layer's long documents would seem to cost twenty times as much."""
-    found = session.plans.plan_tick(TICK, PlanKey(window, SHAPE), session.pace.late)
+    found = session.plans.plan_tick(TICK, PlanKey(window, SHAPE), none_late)
     asked = PlanInput(TICK, SHAPE, session.cost.cost_for(SHAPE), window, tolerance=0.02, granularity=64)
     assert found.fingerprint() == make_plan(asked).fingerprint()
     others = [
@@ -51,7 +58,7 @@ def test_a_plan_is_that_of_the_layer_and_the_configuration(session: Session, win
 def test_hosts_reach_the_planner(session: Session) -> None:
     tick = Layout.from_rank_lengths([[30000], [], [], [], [30000], [], [], []]).tick()
     session.gatherer.ranks, session.plans.hosts = 8, np.arange(8) // 4
-    plan = session.plans.plan_tick(tick, PlanKey(None, SHAPE), np.zeros(8))
+    plan = session.plans.plan_tick(tick, PlanKey(None, SHAPE), none_late)
     asked = PlanInput(tick, SHAPE, session.cost.cost_for(SHAPE), None, 0.02, 64, hosts=np.arange(8) // 4)
     assert plan.fingerprint() == make_plan(asked).fingerprint()
 
@@ -65,7 +72,7 @@ def test_the_planner_knows_whether_servers_keep_what_they_received(
         "deepspeed_cad.ahead.plan.make_plan", lambda problem: asked.append(problem) or make_plan(problem)
     )
     session.plans.config = dataclasses.replace(session.config, backward=backward)
-    session.plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
+    session.plans.plan_tick(TICK, PlanKey(None, SHAPE), none_late)
     assert [problem.keep for problem in asked] == [keep]
 
 
@@ -89,9 +96,9 @@ def test_waves_where_links_between_hosts_carry_them(
     plans = session.plans
     plans.hosts, plans.transport = np.array(hosts), lambda: SimpleNamespace(most_waves=most)  # type: ignore[assignment]
     plans.config = dataclasses.replace(session.config, **config)
-    plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
+    plans.plan_tick(TICK, PlanKey(None, SHAPE), none_late)
     plans.reserved = Reserved(0, None, 0, lambda model: None)
-    plans.plan_tick(TICK, PlanKey(None, SHAPE), session.pace.late)
+    plans.plan_tick(TICK, PlanKey(None, SHAPE), none_late)
     # Beside reserved servers only a number counts.
     assert [problem.waves for problem in asked] == [expected, (config.get("waves", 1),)]
 
@@ -106,9 +113,9 @@ def test_plans_are_compared_under_the_number_of_their_micro_batch(session: Sessi
 def test_late_ranks_get_less_and_loads_speak_of_attention(session: Session) -> None:
     session.pace.most, session.gatherer.ranks = 0.1, 4
     key = PlanKey(None, SHAPE)
-    mean = session.plans.plan_tick(TICK, key, np.zeros(4)).load.mean()
+    mean = session.plans.plan_tick(TICK, key, none_late).load.mean()
     late = np.array([0.0, 0.0, 0.05 * mean, 0.0])
-    plan = session.plans.plan_tick(TICK, key, late)
+    plan = session.plans.plan_tick(TICK, key, partial(session.plans._starts, late, None))
     assert 0.93 < plan.load[2] / plan.load[[0, 1, 3]].mean() < 0.97
     assert plan.load.sum() == pytest.approx(4 * mean) and plan.load_before.sum() == pytest.approx(4 * mean)
 
@@ -118,12 +125,12 @@ def test_a_plan_knows_who_waits_for_keys_of_a_late_rank(session: Session) -> Non
     tick = Layout.from_stream([40000], 2, 20000).tick()
     session.pace.most, session.gatherer.ranks = 0.1, 2
     key, plans = PlanKey(None, SHAPE), session.plans
-    mean = plans.plan_tick(tick, key, np.zeros(2)).load.mean()
-    plan = plans.plan_tick(tick, key, np.array([0.05 * mean, 0.0]))
+    mean = plans.plan_tick(tick, key, none_late).load.mean()
+    plan = plans.plan_tick(tick, key, partial(plans._starts, np.array([0.05 * mean, 0.0]), None))
     assert plan.load == pytest.approx([mean, mean], rel=0.02)
     starts = plans._starts(np.array([0.05 * mean, 0.0]), None, tick, key)
     assert starts is not None and starts.held_up == pytest.approx([0.0, 0.05 * mean])
-    plan = plans.plan_tick(tick, key, np.array([0.0, 0.05 * mean]))
+    plan = plans.plan_tick(tick, key, partial(plans._starts, np.array([0.0, 0.05 * mean]), None))
     assert 0.93 < plan.load[1] / plan.load[0] < 0.97, "earlier rows read no later ones"
 
 
@@ -138,18 +145,24 @@ def test_what_exchanges_can_take_is_known_where_links_are_corrected(
     """Given figures say what a user thinks of links: a wait that is longer must not pass for that of a late rank."""
     links, hosts = Links(1e11, 1e10), [0, 1]
     transfers = Transfers(0, hosts, 1e11, 1e10) if noted else None
-    traffic = Traffic(links, links, transfers, session.counts.waits, ["a", "b"], lambda: False)
     plans = session.plans
-    plans.traffic, plans.device = traffic, torch.device(device)
-    plans.transport = lambda: SimpleNamespace(name=name)  # type: ignore[assignment]
-    assert plans._known_links() == (links if known else None)
+    plans.traffic = Traffic(links, links, transfers, session.counts.waits, ["a", "b"], lambda: False)
+    plans.device, plans.transport = torch.device(device), lambda: SimpleNamespace(name=name)  # type: ignore[assignment]
+    small, large = np.array([10**6, 0]), np.array([10**9, 0])
+    plan = Plan(np.zeros((0, 6), np.int64), np.zeros(2), np.zeros(2), large, large, between_bytes=1)
+    assert plans._longest()(plan) == (links.longest(10**9, crosses=True) if known else math.inf)
+    inside = dataclasses.replace(plan, between_bytes=0)
+    assert plans._longest()(inside) == (links.longest(10**9, crosses=False) if known else math.inf)
+    # What nobody times may take any time; copy engines take what they take.
+    few = dataclasses.replace(plan, sent_bytes=small, received_bytes=small)
+    assert plans._longest()(few) == (links.longest(10**6, crosses=True) if known and name == "nvlink" else math.inf)
 
 
-def test_a_micro_batch_knows_the_links(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    links = Links(1e11, 1e10)
-    monkeypatch.setattr(session.plans, "_known_links", lambda: links)
+def test_a_micro_batch_knows_what_its_exchanges_can_take(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = lambda plan: 7.0  # noqa: E731
+    monkeypatch.setattr(session.plans, "_longest", lambda: known)
     local = LocalSegments(np.array([0]), np.array([64]), np.array([0]), 64)
-    assert session.plans.open([Announcement(local)], {}).links is links
+    assert session.plans.open([Announcement(local)], {}).longest is known
 
 
 def test_ranks_compare_costs_and_configuration(session: Session) -> None:
