@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -253,7 +253,7 @@ class Session:
         return Feed(self.plans, fingerprint, number=len(self.bindings))
 
     def find_binding(self, model: torch.nn.Module) -> Any:
-        """What was bound to a model, through any wrapper; None where CAD is off for it."""
+        """What was bound to a model, through any wrapper, or None."""
         return next((self.bindings[module] for module in model.modules() if module in self.bindings), None)
 
     def look_ahead(
@@ -273,11 +273,10 @@ class Session:
             if not global_loss:
                 raise CADConfigError(NOT_GLOBAL)
             allow_exchange(binding.feed, model)
-        engine: Any = model
+        says, engine = getattr(model, "gradient_accumulation_steps", lambda: 1), cast(Any, model)
         if accumulation is None:
-            says = getattr(engine, "gradient_accumulation_steps", None)
             accumulation = int(says()) if callable(says) else 1
-        trained = (lambda: int(engine.micro_steps)) if hasattr(engine, "micro_steps") else None
+        trained = (lambda: int(engine.micro_steps)) if hasattr(model, "micro_steps") else None
         return LookAheadLoader(loader, binding.feed, accumulation, trained)
 
     # Statistics
