@@ -30,7 +30,8 @@ MARGIN = 1.05
 """Of the time that measured speeds allow."""
 USUAL = 0.85
 """The least that is allowed ÷ step where no rank is slowed."""
-LAYERS, LEARNING, TIMED = 2, 10, 5
+LAYERS = 2
+LEARNING, TIMED = {"cuda": 10, "cpu": 2}, {"cuda": 5, "cpu": 1}
 """Steps in which kernels compile and lateness is learned, and steps that are timed."""
 
 
@@ -86,8 +87,9 @@ def measure(place: Place) -> Measured:
     session = deepspeed_cad.current_session()
     assert session is not None and session.speeds is not None
     seconds = []
-    for number in range(LEARNING + TIMED):
-        if number == LEARNING:
+    learning, timed = LEARNING[place.device.type], TIMED[place.device.type]
+    for number in range(learning + timed):
+        if number == learning:
             session.take_statistics("check")
         meet()
         begin = time.perf_counter()
@@ -95,10 +97,10 @@ def measure(place: Place) -> Measured:
         meet()
         seconds.append(time.perf_counter() - begin)
         model.zero_grad()
-    took = max(place.gather(median(seconds[LEARNING:])))
+    took = max(place.gather(median(seconds[learning:])))
     speeds = session.speeds.tolist()
     found = session.take_statistics("check")
-    waited = place.gather(found.waited_s / TIMED)
+    waited = place.gather(found.waited_s / timed)
     text = f"speeds {in_words(speeds)}, step {took * 1e3:.1f} ms, allowed {best * 1e3:.1f} ms, "
     text += f"waited {in_words(waited, 1e3)} ms a step, late {in_words(session.pace.late, 1e3)} ms a layer, "
     text += f"planned {in_words(found.load / found.load.mean())} of the mean, before {in_words(as_they_lay(found))}, "

@@ -214,7 +214,8 @@ def check_transport(transport: Transport, place: Place) -> Found:
     wrong: list[torch.Tensor] = []
     kept: dict[int, list[Schedule]] = {}
     rounds, begun = 24, time.perf_counter()
-    for step in range(rounds):
+    # In a rehearsal one of each size.
+    for step in range(rounds) if place.on_gpu else (0, 5, 6, 14):
         seed = step % 9
         longest = 200 if step < 6 else 3000 if step < 14 else 900
         plans = kept.setdefault(seed * 10000 + longest, make_schedules(ranks, seed, longest))
