@@ -50,6 +50,11 @@ class Segments:
         """The segments that a boolean mask or an index array names, in that order."""
         return Segments(*(column[rows] for column in (self.document, self.begin, self.end, self.rank, self.offset)))
 
+    def count_ranks(self) -> tuple[Ints, Ints]:
+        """The documents, and on how many ranks each has rows."""
+        pairs = np.unique(np.stack([self.document, self.rank]), axis=1)
+        return np.unique(pairs[0], return_counts=True)
+
     def to_array(self) -> Ints:
         """Columns document, begin, end, rank, offset as an [n, 5] array."""
         return np.stack([self.document, self.begin, self.end, self.rank, self.offset], axis=1)

@@ -36,11 +36,12 @@ from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.links import Links
-from deepspeed_cad.exchange.opening import DETERMINISTIC
+from deepspeed_cad.exchange.opening import DETERMINISTIC, open_transport
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.groups import open_groups
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
+from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.profiles.speed import find_speeds
 from deepspeed_cad.server.crew import transports_of
 from deepspeed_cad.server.idle import EVERY
@@ -124,8 +125,6 @@ class Session:
     # Opening and closing
 
     def _open_transport(self, group: Group) -> None:
-        from deepspeed_cad.exchange.opening import open_transport
-
         given = self.config.links if isinstance(self.config.links, Mapping) else None
         self.transport, hosts, self.links = open_transport(
             self.config.transport, group, self.device, self._numbers, self.liveness, self.config.timeout_s, given,
@@ -343,8 +342,6 @@ class Session:
     def kernel(self, need: KernelNeed) -> Kernel:
         """The kernel for a layer, chosen once per need."""
         if need not in self._kernels:
-            from deepspeed_cad.kernels.registry import choose
-
             self._kernels[need] = choose(self.config.kernel, need)
         return self._kernels[need]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_cad.cost import CostModel, window_start
-from deepspeed_cad.layout import Ints, Tick
+from deepspeed_cad.layout import Tick
 from deepspeed_cad.planner.plan import Floats
 
 
@@ -48,16 +48,10 @@ def _keys_there(late: Floats, tick: Tick, window: int | None) -> Floats:
     """[segments] when the last keys are there that the rows of a segment read, on whatever ranks."""
     rows, keys = tick.query, tick.key
     found = late[rows.rank]
-    for document in _on_several_ranks(rows.document, rows.rank):
+    documents, ranks = rows.count_ranks()
+    for document in documents[ranks > 1]:
         own, theirs = np.flatnonzero(rows.document == document), np.flatnonzero(keys.document == document)
         first = window_start(rows.begin[own], window)
         reads = (keys.begin[theirs] < rows.end[own, None]) & (keys.end[theirs] > first[:, None])
         found[own] = np.maximum(found[own], np.where(reads, late[keys.rank[theirs]], 0.0).max(axis=1, initial=0.0))
     return found
-
-
-def _on_several_ranks(document: Ints, rank: Ints) -> Ints:
-    """Documents that have rows on more than one rank."""
-    pairs = np.unique(np.stack([document, rank]), axis=1)[0]
-    found, count = np.unique(pairs, return_counts=True)
-    return found[count > 1]

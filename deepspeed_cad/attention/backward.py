@@ -68,27 +68,16 @@ def start_backward(
     q_THD: torch.Tensor,
     k_UKD: torch.Tensor,
     v_UKV: torch.Tensor,
+    at_once: bool = True,
 ) -> BackwardStarted:
-    """Start sending dO, and Q, K, V if they were not kept."""
-    started = ready_backward(setup, kept, do_THV, q_THD, k_UKD, v_UKV)
-    setup.begin(started.out, backward=True)
-    return started
-
-
-def ready_backward(
-    setup: CallSetup,
-    kept: Kept,
-    do_THV: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_UKD: torch.Tensor,
-    v_UKV: torch.Tensor,
-) -> BackwardStarted:
-    """A backward that sends nothing before its first wave is started."""
+    """Start sending dO, and Q, K, V if they were not kept; `at_once` as in start_forward."""
     what, fields = "dO out", [Outgoing(QUERY, by_group(do_THV, k_UKD))]
     if kept.served and kept.served[0].received is None:
         what = "dO, Q, K, V out"
         fields += [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
     out = setup.dispatch(what, fields, backward=True)
+    if at_once:
+        setup.begin(out, backward=True)
     return BackwardStarted(do_THV, q_THD, k_UKD, v_UKV, kept, out)
 
 

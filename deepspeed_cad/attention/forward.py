@@ -117,27 +117,17 @@ def start_forward(
     k_UKD: torch.Tensor,
     v_UKV: torch.Tensor,
     sinks_H: torch.Tensor | None,
+    at_once: bool = True,
 ) -> ForwardStarted:
-    """Start sending Q, K, V."""
-    started = ready_forward(setup, q_THD, k_UKD, v_UKV, sinks_H)
-    setup.begin(started.out)
-    return started
-
-
-def ready_forward(
-    setup: CallSetup,
-    q_THD: torch.Tensor,
-    k_UKD: torch.Tensor,
-    v_UKV: torch.Tensor,
-    sinks_H: torch.Tensor | None,
-) -> ForwardStarted:
-    """A forward that sends nothing before its first wave is started."""
+    """Start sending Q, K, V; without `at_once` nothing goes out before its first wave is started."""
     fields = [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
     if sinks_H is not None and setup.modes.sinks_travel:
         # One row per token: transports take rows of all fields alike.
         rows_TH = sinks_H.to(lse_dtype(q_THD.dtype)).expand(q_THD.shape[0], -1)
         fields.append(Outgoing(QUERY, rows_TH.unflatten(1, (k_UKD.shape[1], -1)).contiguous()))
     out = setup.dispatch("Q, K, V out", fields)
+    if at_once:
+        setup.begin(out)
     return ForwardStarted(q_THD, k_UKD, v_UKV, None if sinks_H is None else sinks_H.clone(), out)
 
 

@@ -87,7 +87,6 @@ class MicroBatch:
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
-    _starts: dict[tuple[PlanKey, int], Starts] = field(default_factory=dict)
     _layers: dict[int, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
     _kinds: list[PlanKey] = field(default_factory=list)
@@ -152,10 +151,8 @@ class MicroBatch:
         plan = self.planned[key, nano_batch].plan
         if self.era is None or not plan.sent_bytes.any():
             return None
-        if (key, nano_batch) not in self._starts:
-            none = np.zeros(len(plan.load))
-            self._starts[key, nano_batch] = self.starts(self.ticks[nano_batch], key) or Starts(none, none)
-        starts = self._starts[key, nano_batch]
+        none = np.zeros(len(plan.load))
+        starts = self.starts(self.ticks[nano_batch], key) or Starts(none, none)
         without = float((plan.load_before + starts.begin).max())
         gained = (without - float(plan.load[self.rank] + starts.begin[self.rank])) / TICKS_PER_LOAD
         return Gain(gained, self.era, float(starts.held_up[self.rank]) / TICKS_PER_LOAD, self.longest(plan))
@@ -172,7 +169,7 @@ class MicroBatch:
         """Other servers: forget what was planned; a kind of layer is planned again when it is next called."""
         self.generation, self.layout, self.ticks = generation, layout, ticks
         self.make_plan, self.transport, self.orders = make_plan, transport, orders
-        self.planned, self._schedules, self._starts = {}, {}, {}
+        self.planned, self._schedules = {}, {}
 
     @property
     def keys(self) -> list[PlanKey]:

@@ -25,16 +25,16 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.backward import (
     Gradients,
     gradients_back,
-    ready_backward,
     serve_arrived_backward,
+    start_backward,
 )
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.forward import (
     Kept,
     ServedOutputs,
     outputs_back,
-    ready_forward,
     serve_arrived,
+    start_forward,
 )
 from deepspeed_cad.attention.layer import LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import PlanKey
@@ -252,7 +252,7 @@ class Loop:
 
     def _forward(self, call: Call) -> ServedPass:
         setup, (q, _, v) = call.setup, call.home
-        started = ready_forward(setup, *call.home, call.sinks_H)
+        started = start_forward(setup, *call.home, call.sinks_H, at_once=False)
         o, lse = new_outputs(setup.schedule, q, v)
 
         def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
@@ -273,7 +273,7 @@ class Loop:
                 "forward left is freed: with reserved servers each forward has one backward"
             )
         kept = Kept(*new_outputs(setup.schedule, q, v), tuple(call.served), None, 0)
-        started = ready_backward(setup, kept, torch.empty_like(kept.o_THV), q, k, v)
+        started = start_backward(setup, kept, torch.empty_like(kept.o_THV), q, k, v, at_once=False)
         own, landing = Gradients(*new_gradients(setup.schedule, q, k, v)), (torch.empty_like(k), torch.empty_like(v))
 
         def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:

@@ -56,26 +56,19 @@ def run(place: Place, lines: Lines, case: str) -> None:
         dist.all_gather_object(found, value, group=talk)
         return found
 
-    def exchanges(name: str) -> Found:
+    def opened(check: Callable[[Transport], Found], name: str) -> Found:
         transport = probe.choose_transport(name, group, device, agree)
-        found = check_transport(transport, place)
+        found = check(transport)
         agree(0)
         transport.close()
         return found
 
-    def links(name: str) -> Found:
-        transport = probe.choose_transport(name, group, device, agree)
-        found = check_links(transport, place, agree)
-        agree(0)
-        transport.close()
-        return found
-
-    def passes(name: str) -> Found:
-        transport = probe.choose_transport(name, group, device, agree)
-        found = check_passes(transport, place)
-        agree(0)
-        transport.close()
-        return found
+    checks = {
+        "exchanges": partial(check_transport, place=place),
+        "links": partial(check_links, place=place, agree=agree),
+    }
+    if place.on_gpu:
+        checks["passes attention"] = partial(check_passes, place=place)
 
     def choice() -> Found:
         transport = probe.choose_transport("auto", group, device, agree)
@@ -91,10 +84,8 @@ def run(place: Place, lines: Lines, case: str) -> None:
         return
     lines.check("transport auto", f"choice{where}", choice)
     for name in names:
-        lines.check(f"transport {name}", f"exchanges{where}", partial(exchanges, name))
-        lines.check(f"transport {name}", f"links{where}", partial(links, name))
-        if place.on_gpu:
-            lines.check(f"transport {name}", f"passes attention{where}", partial(passes, name))
+        for what, check in checks.items():
+            lines.check(f"transport {name}", f"{what}{where}", partial(opened, check, name))
 
 
 def expected_choice(place: Place) -> str:
