@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADPeerError
-from deepspeed_cad.exchange.group import Group, OwnGroup
+from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options
 from deepspeed_cad.exchange.liveness import Liveness, open_board
 from deepspeed_cad.meet import meet
 from deepspeed_cad.server.join import Reserved, join_servers
@@ -96,11 +96,7 @@ def open_exchange(members: list[int] | None, timeout: timedelta, device: torch.d
     """The group that transports exchange over where all ranks train; `members` None: all. Collective."""
     if device.type != "cuda":
         return dist.new_group(members, timeout=timeout, backend="gloo")
-    options = dist.ProcessGroupNCCL.Options()
-    # As the streams of messages in exchange/messages.py: behind attention nothing would be hidden.
-    options.is_high_priority_stream = True
-    options._timeout = timeout
-    return dist.new_group(members, timeout=timeout, backend="nccl", pg_options=options)
+    return dist.new_group(members, timeout=timeout, backend="nccl", pg_options=nccl_options(timeout))
 
 
 def _open_with_servers(

@@ -87,10 +87,8 @@ def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, n
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", shared), rank, ranks, limit)
         processes._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            options.is_high_priority_stream = True  # see groups.open_exchange
-            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", shared), rank, ranks, options)
+            store_of_nccl = dist.PrefixStore("cuda", shared)
+            nccl = dist.ProcessGroupNCCL(store_of_nccl, rank, ranks, nccl_options(limit))
             processes._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         named: Any = processes
         named._set_group_name(name)
@@ -102,6 +100,15 @@ def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, n
             "servers were tried with torch 2.11 and 2.13"
         ) from error
     return OwnGroup(rank, ranks, name, store, processes)
+
+
+def nccl_options(limit: timedelta) -> Any:
+    """Of a group of torch's over which exchanges may go: ahead of attention, as the streams in messages.py, because
+    behind it nothing would be hidden."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    options.is_high_priority_stream = True
+    return options
 
 
 def rank_of(group: Group) -> int:
