@@ -126,7 +126,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=int, default=1, help="passes over the steps before anything is measured")
     add("--repeats", type=int, default=3, help="timed passes over the steps")
     add("--commit", help="where this is not a git checkout: what the results name as the commit")
-    add("--output", type=Path, help="folder for JSON")
+    add("--output", type=Path, help="folder for JSON, which is written anew after every timed pass")
     add("--table", type=Path, help="only print a table of the JSON files in this folder")
     options = parser.parse_args(argv)
     if not options.workload and not options.table:
@@ -204,6 +204,8 @@ def main() -> None:
     losses: dict[str, list[float]] = {name: [] for name in names}
     peaks = dict.fromkeys(names, 0)
     attention = torch.zeros(1, dtype=torch.float64)
+    size = options.hidden // options.heads
+    kernel = choose(options.kernel, KernelNeed(device, dtype, size, size, options.heads // options.kv_heads)).name
     for repeat in range(options.warmup + options.repeats):
         for _ in steps:
             for name in names:
@@ -232,10 +234,11 @@ def main() -> None:
                     losses[name].append(loss)
                 if dist.get_rank() == 0:
                     sys.stderr.write(f"pass {repeat}, {name}: {taken:.3f} s, loss {loss:.5f}\n")
-    dist.all_reduce(attention)
-    size = options.hidden // options.heads
-    kernel = choose(options.kernel, KernelNeed(device, dtype, size, size, options.heads // options.kv_heads))
-    report(options, seconds, losses, peaks, float(attention) / len(steps), kernel.name)
+        # After every pass, so that a run that is ended early has figures.
+        if repeat >= options.warmup:
+            spent = attention.clone()
+            dist.all_reduce(spent)
+            report(options, seconds, losses, peaks, float(spent) / len(steps), kernel)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -305,7 +308,7 @@ def report(
         "cad_over_bound": {name: took[name] / took["cad"] for name in ("bound", "pool") if name in took},
         "peak_GiB_by_rank": [{name: round(value / 2**30, 2) for name, value in one.items()} for one in everyone],
     }  # fmt: skip
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(f"{table([found])}\n")
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         documents = f"even_{options.documents}" if options.documents else options.workload.stem

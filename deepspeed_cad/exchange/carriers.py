@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.comparison import RING, Comparison
-from deepspeed_cad.exchange.group import Group, processes_of, rank_of, size_of
+from deepspeed_cad.exchange.group import Group, abort, processes_of, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity, compare
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.watchdog import Watchdog
@@ -93,8 +93,8 @@ class ComparedFirst:
 class Collectives:
     """Collectives of a backend for GPUs: one gathers the numbers, one moves the data.
 
-    Where exchanges differ, so may the sizes of what they move, and the second may hang until torch's own watchdog
-    ends it; the first is over by then, and the error is known.
+    Where exchanges differ, so may the sizes of what they move, and the second may hang; the first is over by then, and
+    the error is known. What hangs is aborted, and the group with it.
     """
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
@@ -102,7 +102,7 @@ class Collectives:
         self.rank, self.ranks = rank_of(group), size_of(group)
         ring = torch.zeros(RING, self.ranks, dtype=torch.int64, device=device)
         self._comparison = Comparison(ring, self.rank)
-        self._watchdog = Watchdog(alarm, lambda: None, device, self._comparison)
+        self._watchdog = Watchdog(alarm, partial(abort, group, device), device, self._comparison)
 
     def start(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
         """See Carrier."""

@@ -141,6 +141,15 @@ def global_rank(group: Group, rank: int) -> int:
     return rank if isinstance(group, OwnGroup) else dist.get_global_rank(group, rank)
 
 
+def abort(group: Group, device: torch.device) -> None:
+    """End what this rank has under way on a device, whether or not the others take part; the group is of no use then.
+
+    A GPU cannot be freed otherwise from a collective that another rank does not join.
+    """
+    backend: Any = processes_of(group)._get_backend(device)
+    backend.abort()
+
+
 def show_to_symmetric_memory(
     enable: Any, name: str, processes: dist.ProcessGroup, store: dist.Store, ranks: dict[int, int]
 ) -> None:

@@ -41,13 +41,17 @@ def run(place: Place, lines: Lines, case: str) -> None:
 def compare(place: Place, stages: int, dtype: torch.dtype, kernel: str, **more: Any) -> Found:
     """One step with CAD and one without; `more`: keys of the "cad" block."""
     loss, own = step(stages, dtype, {"cost": "pairs", "granularity": 16, "kernel": kernel, **more})
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    moved = sum(place.gather(session.transport.bytes_sent if session.transport else 0))
     close_session()
     expected, theirs = step(stages, dtype, None)
     largest = max(float(value.abs().max()) for value in theirs.values())
     apart = max(float((own[name] - theirs[name]).abs().max()) for name in theirs) / largest
     # Weights in bf16 are too coarse to read gradients from what a step changed.
     worst = abs(loss - expected) if dtype == torch.bfloat16 else max(abs(loss - expected), apart)
-    return worst < BOUND[dtype], f"losses {loss:.5f} and {expected:.5f}, gradients {apart:.1e} apart"
+    right = worst < BOUND[dtype] and moved > 0
+    return right, f"losses {loss:.5f} and {expected:.5f}, gradients {apart:.1e} apart; {moved >> 10} KiB moved"
 
 
 def step(stages: int, dtype: torch.dtype, block: dict[str, Any] | None) -> tuple[float, dict[str, torch.Tensor]]:

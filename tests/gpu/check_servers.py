@@ -58,7 +58,8 @@ def run(place: Place, lines: Lines, case: str) -> None:
     for attempt, (transport, checkpointing, waves) in enumerate(cases):
         label = f"{place.ranks - 1} + 1, llama{', checkpointing' * checkpointing}"
         label += "" if waves == "auto" else f", {waves} waves"
-        more = {"servers": RESERVED, "waves": waves}
+        # By pairs: so little work is not worth several waves in seconds, and plans would move nothing.
+        more = {"servers": RESERVED, "waves": waves, "cost": "auto" if waves == "auto" else "pairs"}
         surrounding = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         os.environ.update(surrounding)
         try:
