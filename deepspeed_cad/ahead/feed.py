@@ -151,9 +151,9 @@ class Feed:
         """
         if self.ranks > 1 and self.config.documents == "exchange" and queued and not self.exchanges:
             self.fail(CADConfigError(NOT_GLOBAL))
-        if self.plans.abandoned is not None:
+        if self.plans.abandoned:
             # Also where plans were ready before: this rank's part of an exchange is missing, so no later one pairs up.
-            raise CADPeerError(str(self.plans.abandoned))
+            raise CADPeerError(self.plans.abandoned)
         if self._ahead and queued:
             announced, future = self._ahead.popleft()
             self._unannounced = 0
@@ -212,8 +212,8 @@ class Feed:
 
     def abandon(self, error: CADError) -> None:
         """This rank trains no further micro-batch; those that wait for it learn why."""
-        if self.plans.abandoned is None and self.plans.ranks > 1:
-            self.plans.abandoned = error
+        if not self.plans.abandoned and self.plans.ranks > 1:
+            self.plans.abandoned = str(error)
             if self.gatherer.liveness is not None:
                 self.gatherer.liveness.report(str(error))
 

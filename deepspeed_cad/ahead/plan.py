@@ -32,7 +32,7 @@ from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
-from deepspeed_cad.errors import CADDataError, CADError
+from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
@@ -144,8 +144,9 @@ class Plans:
         self.speeds, self.memory = speeds, memory
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
-        self.abandoned: CADError | None = None
-        """Why this rank trains no further micro-batch."""
+        self.abandoned = ""
+        """Why this rank trains no further micro-batch. In words: an error has its frames, and while it is held whatever
+        a layer has open in them stays open, such as the hooks of activation checkpointing in torch below 2.13."""
         self.admit: Callable[[int], None] = lambda came: None
         """Waits until so many reserved servers take part that came later."""
         self._said: set[str] = set()

@@ -233,8 +233,8 @@ class PipelineBinding:
         return self.place.stage in (0, self.engine.num_stages - 1)
 
     def _refuse_abandoned(self) -> None:
-        if self.session.plans.abandoned is not None:
-            raise CADPeerError(str(self.session.plans.abandoned))
+        if self.session.plans.abandoned:
+            raise CADPeerError(self.session.plans.abandoned)
 
     def _peek(self, count: int, has_loss: bool = True) -> list[Loaded] | None:
         """This rank's next micro-batches: none on a stage that loads nothing, None where the loader ended."""

@@ -60,7 +60,7 @@ def feed_of(two: Two) -> tuple[Feed, list[tuple[list[Announcement], Any]]]:
         return SimpleNamespace(turn=len(opened) - 1)
 
     plans: Any = SimpleNamespace(
-        gatherer=two, worker=Worker(), config=CADConfig(), abandoned=None, open=open_one, ranks=two.ranks
+        gatherer=two, worker=Worker(), config=CADConfig(), abandoned="", open=open_one, ranks=two.ranks
     )
     return Feed(plans, "a model", 1), opened
 
@@ -110,7 +110,7 @@ def test_the_first_reason_for_stopping_is_told(board: bool, ranks: int) -> None:
     feed.abandon(CADError("out of memory"))
     feed.abandon(CADError("another"))
     assert two.reported == (["out of memory"] if board and ranks > 1 else [])
-    assert str(feed.plans.abandoned) == ("out of memory" if ranks > 1 else "None")
+    assert feed.plans.abandoned == ("out of memory" if ranks > 1 else "")
 
 
 @pytest.mark.parametrize("board", [True, False])
