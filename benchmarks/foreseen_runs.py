@@ -242,7 +242,9 @@ def _read_training(result: dict[str, Any]) -> list[Mode]:
             continue  # not a way to train: K and V get no gradient
         run = how_to_run(name, block, ranks)
         if not isinstance(run, str):
-            own = replace(setting, recompute_attention=":recompute" in name or bool(block.get("recompute_attention")))
+            given = {**block, **(json.loads(name.partition("@")[2]) if "@" in name else {})}
+            again = ":recompute" in name or bool(given.get("recompute_attention"))
+            own = replace(setting, recompute_attention=again, keep=given.get("keep", "device"))
             run = partial(run, own)
         if "step_seconds" in measured:
             seconds = sum(measured["step_seconds"])

@@ -54,6 +54,7 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
         sharding="zero1" if args.pipeline > 1 else args.sharding,
         checkpointing=not args.no_checkpointing,
         recompute_attention=args.recompute_attention,
+        keep=args.keep,
         tolerance=args.tolerance,
     )
 

@@ -98,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--micro-batches", type=int, default=1, help="of a step: gradient accumulation (default: 1)")
     train.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     train.add_argument("--recompute-attention", action="store_true", help="as in the cad block")
+    train.add_argument("--keep", choices=("device", "host"), default="device", help="as in the cad block")
     train.add_argument("--tolerance", type=float, default=0.05, help="as in the cad block (default: 0.05)")
     train.add_argument(
         "--reserve", default="auto", help='GPUs that only serve attention: a number, "auto" (default) or "none"'

@@ -132,7 +132,7 @@ def compare(
         if isinstance(choices, str):
             left_out[mode] = choices
             continue
-        # CAD's variant is slower in every step and is there for what fits: one step tells.
+        # CAD's variants are faster in no step and are there for what fits: one step tells.
         tried = _tried(setting, steps) if len(choices) > 1 and mode != "cad" else steps[:1]
         run, done = _choose(choices, tried)
         for number in range(len(done)):
@@ -245,8 +245,9 @@ def _choices(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     if mode == "cad":
         runs: list[Run] = [partial(modes_cad.in_place, setting)]
         if setting.checkpointing and not setting.recompute_attention:
-            # Slower, and what is kept over the recompute may be what does not fit.
-            runs.append(partial(_recomputing, setting))
+            # No faster, and what is kept over the recompute may be what does not fit.
+            runs.append(partial(_variant, replace(setting, keep="host"), '"keep": "host"'))
+            runs.append(partial(_variant, replace(setting, recompute_attention=True), "recompute_attention"))
         return runs
     if mode == "ulysses":
         degrees = modes.ulysses_degrees(setting)
@@ -299,9 +300,8 @@ def _reserved(setting: Setting, counts: list[int], deal: Deal, tell: Progress) -
     return mean(found)
 
 
-def _recomputing(setting: Setting, step: modes.Step) -> Foreseen:
-    found = modes_cad.in_place(replace(setting, recompute_attention=True), step)
-    return replace(found, variant="recompute_attention")
+def _variant(setting: Setting, name: str, step: modes.Step) -> Foreseen:
+    return replace(modes_cad.in_place(setting, step), variant=name)
 
 
 def _even(setting: Setting, layout: Layout) -> int:

@@ -63,7 +63,7 @@ def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> fl
     if not setting.checkpointing or setting.recompute_attention:
         return 0.0
     row = setting.shape.query_heads * (2.0 * setting.shape.value_dim + LSE)
-    return tokens * row * (setting.layers * in_flight - 1)
+    return tokens * row * (_layers_kept(setting, setting.layers * in_flight) - 1)
 
 
 def stage_bytes(setting: Setting, tokens: float, in_flight: tuple[int, int], kept: bool = False) -> float:
@@ -85,8 +85,14 @@ def served_bytes(setting: Setting, traffic: Traffic) -> float:
     kept = outputs * (1.0 + LSE / (2.0 * setting.shape.value_dim))
     if not setting.checkpointing:
         kept = kept + queries + keys
-    layers = 1 if setting.checkpointing and setting.recompute_attention else setting.layers
+    layers = 1 if setting.checkpointing and setting.recompute_attention else _layers_kept(setting, setting.layers)
     return float(kept.max(initial=0.0)) * layers
+
+
+def _layers_kept(setting: Setting, layers: int) -> int:
+    """Of how many layers a GPU holds what attention keeps: with `keep` "host" of the one at work and of the one before
+    it, which is on its way back; the last layer of a forward never leaves."""
+    return min(layers, 2) if setting.keep == "host" else layers
 
 
 def landing_bytes(setting: Setting, traffic: Traffic, with_outputs: bool = False) -> float:

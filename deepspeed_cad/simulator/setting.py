@@ -39,6 +39,9 @@ class Setting:
     """Whether layers are recomputed in backward."""
     recompute_attention: bool = False
     """Whether CAD repeats attention and its exchange in the recompute, as other modes do."""
+    keep: Literal["device", "host"] = "device"
+    """Where what CAD's attention keeps for its backward waits. Copies are taken for hidden, and the host's memory for
+    enough."""
     overlap: Literal["local_first", "pingpong"] = "local_first"
     """What hides CAD's exchange in place: a rank's own attention, or linear layers of the other part as well. What
     alternating costs is not in it."""
