@@ -80,7 +80,12 @@ def _take_part(place: Place, transport: str, checkpointing: bool, known: list[An
     if code is not None:
         return code == 0, f"the server ended with {code}"
     request.publish()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if place.on_gpu else "gloo")
+    # A launcher has a store of its own for every attempt, and torch's groups rely on that; here they share one.
+    world = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")}
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if place.on_gpu else "gloo", rank=world["RANK"], world_size=world["WORLD_SIZE"],
+        store=dist.PrefixStore(f"attempt {world['TORCHELASTIC_RESTART_COUNT']}", _store()),
+    )  # fmt: skip
     trainers = replace(place, rank=dist.get_rank(), ranks=dist.get_world_size())
     sizes = Sizes(512, 4096) if place.on_gpu else Sizes(64, 192)
     model = make_model(trainers, "llama", sizes)
