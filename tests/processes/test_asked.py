@@ -264,7 +264,7 @@ def _launched(way: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["run", "environment", "accelerate-cad"])
+@pytest.mark.parametrize("way", ["run", pytest.param("environment", marks=pytest.mark.long), "accelerate-cad"])
 def test_trl_sft(tmp_path, way: str) -> None:
     pytest.importorskip("trl.cli")
     done = _launched(way, tmp_path)

@@ -452,6 +452,7 @@ def test_what_a_wheel_and_an_editable_install_put_into_site_packages(tmp_path) -
         assert not list(site.glob("*deepspeed_cad*"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_without_a_compiler_the_install_goes_on_with_one_line(tmp_path) -> None:
     source = tmp_path / "source"

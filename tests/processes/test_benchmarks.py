@@ -88,7 +88,7 @@ def test_pieces_cover_documents_and_read_their_keys(lengths: tuple[int, ...], ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ["heavy_64k_4r", "stream_64k_4r"])
+@pytest.mark.parametrize("workload", [pytest.param("heavy_64k_4r", marks=pytest.mark.long), "stream_64k_4r"])
 def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
     pytest.importorskip("deepspeed")
     size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens-per-rank 256 --scale".split()

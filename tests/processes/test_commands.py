@@ -42,8 +42,18 @@ def test_every_page_of_a_framework_has_a_command() -> None:
         assert any(command in (ROOT / "docs" / f"{page}.md").read_text() for command in COMMANDS), page
 
 
+OFTEN = ("trainer.py --tiny --steps 4", "trl_sft.py", "fsdp2.py")
+"""One for each framework; the others before a release."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [*COMMANDS, "torchrun --nproc_per_node 2 examples/lora.py --tiny --steps 2"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        command if any(name in command for name in OFTEN) else pytest.param(command, marks=pytest.mark.long)
+        for command in (*COMMANDS, "torchrun --nproc_per_node 2 examples/lora.py --tiny --steps 2")
+    ],
+)
 def test_command(tmp_path, command: str) -> None:
     torchrun, *words = shlex.split(command)
     assert torchrun == "torchrun"

@@ -16,21 +16,25 @@ GPU = Path(__file__).parents[1] / "gpu"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_rehearsal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("groups", "ranks", "checks"),
+    [
+        ("kernels,transports,models,streams,exactness,speeds", 2, "kernel rows transport model two exactness speeds"),
+        # Two trainers, which are a world of their own.
+        ("servers", 3, "reserved"),
+    ],
+    ids=["all", "servers"],
+)
+def test_rehearsal(tmp_path: Path, groups: str, ranks: int, checks: str) -> None:
     """Groups that run without GPUs, with everything they compare."""
-    groups = "kernels,transports,models,streams,exactness,servers,speeds"
     command = [sys.executable, str(GPU / "gpu_check.py"), "--device", "cpu", "--patience", "4", "--budget", "550"]
-    # Three: servers have two trainers then, which are a world of their own.
-    command += ["--gpus", "3"]
-    command += ["--only", groups, "--output", str(tmp_path / "found.json")]
+    command += ["--gpus", str(ranks), "--only", groups, "--output", str(tmp_path / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert {row["state"] for row in found["table"]} == {"passed"}
     assert f"{len(found['table'])} passed, 0 failed, 0 skipped in " in done.stdout.splitlines()[-1]
-    assert {row["what"].split()[0] for row in found["table"]} == {
-        "kernel", "rows", "transport", "model", "two", "exactness", "reserved", "speeds",
-    }  # fmt: skip
+    assert {row["what"].split()[0] for row in found["table"]} == set(checks.split())
 
 
 def test_a_hang_is_one_failed_line(tmp_path: Path) -> None:

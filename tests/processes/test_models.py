@@ -237,7 +237,7 @@ HYBRIDS = ("qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["plain", "reentrant"])
+@pytest.mark.parametrize("checkpoint", ["plain", pytest.param("reentrant", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_hybrids_under_checkpointing(workers: WorkerPool, kind: str, checkpoint: str) -> None:
     """The recompute keeps state inside documents, and adds no attention calls."""

@@ -46,7 +46,10 @@ def test_a_server_that_fails_is_dropped_with_its_reason(job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "reason"), [("raise", "ValueError: no more data"), ("kill", "trainer 1")])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [pytest.param("raise", "ValueError: no more data", marks=pytest.mark.long), ("kill", "trainer 1")],
+)
 def test_a_trainer_that_fails_ends_all_the_same(job: Job, how: str, reason: str) -> None:
     for rank in range(4):
         job.launch(rank, 4, how, "1", block={**GOES_ON, "servers": {"reserved": 2}})

@@ -19,10 +19,10 @@ __all__ = ["job"]
     [
         ("raise", 1, "ValueError: no more data"),
         pytest.param("raise", 0, "ValueError: no more data", marks=pytest.mark.long),
-        ("kill", 1, "trainer 1"),
+        pytest.param("kill", 1, "trainer 1", marks=pytest.mark.long),
         pytest.param("terminate", 1, "trainer 1", marks=pytest.mark.long),
         pytest.param("interrupt", 0, "KeyboardInterrupt", marks=pytest.mark.long),
-        ("early", 1, "trainers 1 had ended well"),
+        pytest.param("early", 1, "trainers 1 had ended well", marks=pytest.mark.long),
     ],
 )
 def test_trainers_that_fail_end_the_servers_with_the_reason(job: Job, how: str, who: int, reason: str) -> None:
@@ -53,7 +53,7 @@ def test_all_end_well(job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_dead_server_ends_the_training_with_its_name(job: Job, how: signal.Signals) -> None:
     for rank in range(3):
         job.launch(rank, 3, "wait", "9")
@@ -169,7 +169,11 @@ BUDGET = "from deepspeed_cad.server import process; process._Server._budget = la
             OUT_OF_MEMORY.format("serve_arrived"), "server 2 has no memory left on cpu", marks=pytest.mark.long
         ),
         (OUT_OF_MEMORY.format("serve_arrived_backward"), "Tried to allocate 2.00 GiB. Reserve more servers"),
-        (BUDGET, "server 2 holds 0 MiB for backwards to come and has 0 MiB for that: reserve more servers"),
+        pytest.param(
+            BUDGET,
+            "server 2 holds 0 MiB for backwards to come and has 0 MiB for that: reserve more servers",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["forward", "backward", "budget"],
 )
