@@ -213,7 +213,7 @@ class Feed:
     def abandon(self, error: CADError) -> None:
         """This rank trains no further micro-batch; those that wait for it learn why."""
         if not self.plans.abandoned and self.plans.ranks > 1:
-            self.plans.abandoned = str(error)
+            self.plans.abandoned = str(error) or type(error).__name__
             if self.gatherer.liveness is not None:
                 self.gatherer.liveness.report(str(error))
 
