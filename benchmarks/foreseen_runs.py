@@ -145,9 +145,18 @@ def find_layouts(result: dict[str, Any], count: int) -> tuple[list[Layout], int]
     return [Layout.from_rank_lengths(step) for step in steps[:count]], ranks
 
 
+def block_of(name: str, block: dict[str, Any]) -> dict[str, Any]:
+    """The "cad" block of a mode: what all start from, with the changes that its name has."""
+    changes = name.partition("@")[2]
+    return {**block, **(json.loads(changes) if changes else {})}
+
+
 def how_to_run(name: str, block: dict[str, Any], ranks: int) -> Any:
-    """What foresees a mode of the training benchmark, as a function of setting and step; or why nothing does."""
-    kind, _, changes = name.partition("@")
+    """What foresees a mode of the training benchmark, as a function of setting and step; or why nothing does.
+
+    `block`: that of the mode.
+    """
+    kind = name.partition("@")[0]
     if kind in ("dp", "plain"):
         return modes.plain
     if kind == "bound_qkv":
@@ -156,7 +165,6 @@ def how_to_run(name: str, block: dict[str, Any], ranks: int) -> Any:
         run = modes.ulysses if kind.startswith("ulysses") else modes.gathered
         return partial(run, degree=ranks, joined=kind.endswith("_joined"))
     if kind in ("cad", "cad:recompute"):
-        block = {**block, **(json.loads(changes) if changes else {})}
         if block.get("overlap") in ("pingpong", "none") or block.get("documents") == "exchange":
             return "no prediction for this kind of overlap or exchange"
         servers = block.get("servers", "all")
@@ -240,9 +248,9 @@ def _read_training(result: dict[str, Any]) -> list[Mode]:
     for name, measured in result["modes"].items():
         if name == "bound":
             continue  # not a way to train: K and V get no gradient
-        run = how_to_run(name, block, ranks)
+        given = block_of(name, block)
+        run = how_to_run(name, given, ranks)
         if not isinstance(run, str):
-            given = {**block, **(json.loads(name.partition("@")[2]) if "@" in name else {})}
             again = ":recompute" in name or bool(given.get("recompute_attention"))
             own = replace(setting, recompute_attention=again, keep=given.get("keep", "device"))
             run = partial(run, own)

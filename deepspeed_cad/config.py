@@ -119,7 +119,7 @@ class CADConfig:
 
     speeds: str | list[float] | None = None
     """How fast ranks run attention, beside each other: for GPUs of different kinds, or ones that something else uses
-    too. "measure": every rank times one attention call at the start, all at once, in about half a second, and slower
+    too. "measure": every rank times one attention call at the start, all at once, in about a second, and slower
     ranks get less; or a list with a number above 0 for each rank that runs attention, trainers first and then reserved
     servers: at `[1.0, 0.5]` the second rank takes twice as long. null: all are taken for equal; small differences are
     found while training (`straggler_relief`). Under `torch.use_deterministic_algorithms` nothing is measured: give a

@@ -215,7 +215,7 @@ class Feed:
         if not self.plans.abandoned and self.plans.ranks > 1:
             self.plans.abandoned = str(error) or type(error).__name__
             if self.gatherer.liveness is not None:
-                self.gatherer.liveness.report(str(error))
+                self.gatherer.liveness.report(self.plans.abandoned)
 
     @contextmanager
     def between_collectives(self, what: str) -> Iterator[None]:

@@ -33,7 +33,7 @@ _SIZES = {
     "cuda": Sizes(0, (), (), (), 0, repeats=60, budget=0.4, mixes=0),
     "cpu": Sizes(0, (), (), (), 0, repeats=5, budget=0.2, mixes=0),
 }
-"""On a GPU long enough for its clock to settle: in all about half a second."""
+"""On a GPU long enough for its clock to settle: in all about a second."""
 FAILED = 0
 """In place of nanoseconds, where the kernel does not run."""
 Gather = Callable[[int], Sequence[int]]

@@ -246,8 +246,10 @@ def _choices(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
         runs: list[Run] = [partial(modes_cad.in_place, setting)]
         if setting.checkpointing and not setting.recompute_attention:
             # No faster, and what is kept over the recompute may be what does not fit.
-            runs.append(partial(_variant, replace(setting, keep="host"), '"keep": "host"'))
-            runs.append(partial(_variant, replace(setting, recompute_attention=True), "recompute_attention"))
+            if setting.keep == "device":
+                runs.append(partial(_variant, replace(setting, keep="host"), '"keep": "host"'))
+            again = replace(setting, keep="device", recompute_attention=True)
+            runs.append(partial(_variant, again, "recompute_attention"))
         return runs
     if mode == "ulysses":
         degrees = modes.ulysses_degrees(setting)

@@ -98,7 +98,9 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         )
         moved += sum((np.array(one.moved) for one in met.traffics), np.zeros(2)) * setting.layers
         trained += float(tokens.sum())
-        held = sum(landing_bytes(setting, one) + served_bytes(setting, one) for one in met.traffics)
+        # Servers park nothing.
+        at_servers = replace(setting, keep="device")
+        held = sum(landing_bytes(setting, one) + served_bytes(at_servers, one) for one in met.traffics)
         most = float(tokens.max())
         trainer = state_bytes(setting, trainers) + activation_bytes(setting, most, waiting=met.waiting)
         peak = max(peak, trainer + kept_output_bytes(setting, most) + held)

@@ -70,6 +70,8 @@ class Setting:
             raise CADConfigError(
                 f"sharding is {self.sharding!r} with {self.pipeline} pipeline stages; expected zero1, as pipelines need"
             )
+        if self.keep == "host" and self.recompute_attention:
+            raise CADConfigError('keep is "host" with recompute_attention, with which attention keeps nothing')
         if self.cost.unit != "seconds":
             raise CADConfigError(f"the cost {self.cost.name!r} is in {self.cost.unit}; expected a profile in seconds")
 

@@ -43,7 +43,7 @@ def test_every_page_of_a_framework_has_a_command() -> None:
 
 
 OFTEN = ("trainer.py --tiny --steps 4", "trl_sft.py", "fsdp2.py")
-"""One for each framework; the others before a release."""
+"""One script for each framework (that of Accelerate is the Trainer's); the others before a release."""
 
 
 @pytest.mark.slow

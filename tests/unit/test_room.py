@@ -15,7 +15,9 @@ from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import HeadShape
+from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.profiles import Profile
+from deepspeed_cad.profiles.choice import SHIPPED
 from deepspeed_cad.schedule.room import BACK, HEADROOM, Room, lane_bytes, room_needed
 from deepspeed_cad.schedule.waves import Cut, slice_waves, waves_within
 
@@ -62,6 +64,24 @@ def test_a_million_tokens_fit_where_they_should(tasks: np.ndarray, limit_gib: fl
         assert one.digest == other.digest
     if len(ranks[0]) > 1:
         assert needed(tasks, Cut(), room) > room.limit
+
+
+def test_half_a_million_tokens_on_two_ranks() -> None:
+    """The figures of docs/million-tokens.md: how much lands, in how many waves, and how apart ranks are planned."""
+    cost = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(SHAPE)
+    tick = Layout.from_stream([1 << 19], 2, 1 << 18).tick()
+    plan = make_plan(PlanInput(tick, SHAPE, cost, None, 0.05, 128))
+    assert np.ptp(plan.load) / plan.load.mean() == pytest.approx(0.008, abs=0.002)
+    tasks = make_plan(PlanInput(tick, SHAPE, cost, None, 0.01, 128)).tasks
+    found = []
+    for limit_gib in (4.4, 2, 1.5):
+        room = ExchangeMemory(limit_gib * 2**30, 'the key "memory"').room(SHAPE)
+        waves = waves_within(tick, tasks, 0, 8, None, Cut(), room).schedules
+        found.append((len(waves), room_needed(room, [(one.served_rows, one.landed_rows) for one in waves])[0] / 2**30))
+    assert [count for count, _ in found] == [1, 12, 32]
+    assert [size for _, size in found] == pytest.approx([3.83, 1.77, 1.48], abs=0.02)
+    with pytest.raises(CADError, match='Set "memory" to at least 1.48'):
+        waves_within(tick, tasks, 0, 8, None, Cut(), ExchangeMemory(2**30, 'the key "memory"').room(SHAPE))
 
 
 def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> None:

@@ -363,6 +363,10 @@ def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]
     ratio = found.tokens_per_second / in_place.tokens_per_second
     assert ratio == pytest.approx(3 / 4 * (linear + attention) / expected, rel=0.03)
     assert found.tokens == 3 * 16384 and found.degree == 1
+    # Trainers park all but two layers of what they keep, servers nothing of theirs.
+    less = kept_output_bytes(own, 16384) - kept_output_bytes(replace(own, keep="host"), 16384)
+    parked = modes_cad.reserved(replace(own, keep="host"), [layout], 1)
+    assert found.peak - parked.peak == pytest.approx(less) and less > 0
     assert modes_cad.even_servers(own, 16384, linear) == 2 and modes_cad.even_servers(own, 16384, 0.0) == 1
 
 
@@ -512,6 +516,7 @@ def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> 
         ({"sharding": "zero9"}, "sharding is 'zero9'"),
         ({"ranks": 24, "pipeline": 3}, "4 layers cannot be divided into 3"),
         ({"ranks": 24, "tensor": 24}, "heads cannot be divided by 24"),
+        ({"keep": "host", "recompute_attention": True}, "attention keeps nothing"),
     ],
 )
 def test_what_cannot_be_divided(changes: dict[str, Any], words: str) -> None:
