@@ -19,7 +19,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room, room_needed
+from deepspeed_cad.schedule.room import Room, room_needed, with_headroom
 from deepspeed_cad.schedule.waves import Cut, Waves, schedule_waves, waves_within
 
 SMALLER = 0.6
@@ -107,6 +107,7 @@ class ExchangeMemory:
         while True:
             room = self.room(shape)
             size, _ = room_needed(room, [(one.served_rows, one.landed_rows) for one in schedules])
+            room = with_headroom(room, size)
             tell(room)
             try:
                 transport.make_room(schedules, room, nano_batch)
@@ -127,7 +128,7 @@ class ExchangeMemory:
                 except CADError as why:
                     raise CADError(f"{error} Smaller waves do not help: {why}") from error
             else:
-                self.needed(size)
+                self.needed(size * room.headroom)
                 return schedules
 
     def room(self, shape: HeadShape) -> Room:

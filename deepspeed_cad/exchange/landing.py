@@ -125,12 +125,12 @@ class LandingArea:
         """This rank's area, uint8."""
         return self._require().tensor
 
-    def ensure(self, needed: Table) -> bool:
+    def ensure(self, needed: Table, headroom: float = HEADROOM) -> bool:
         """Have room for `needed` bytes ([members]); every rank passes the same numbers and grows at the same exchange.
 
         Gives whether the memory is another than before.
         """
-        return grow_together([(self, needed)])
+        return grow_together([(self, needed)], headroom)
 
     def take(self, buffer: SymmetricBuffer, capacity: int) -> None:
         """Land there from now on."""
@@ -154,13 +154,14 @@ class LandingArea:
         return self._buffer
 
 
-def grow_together(areas: list[tuple[LandingArea, Table]]) -> bool:
+def grow_together(areas: list[tuple[LandingArea, Table]], headroom: float = HEADROOM) -> bool:
     """Have room for so many bytes ([members]) in each of these areas of one group, or raise NoRoomError and keep what
-    was. Every rank passes the same areas and numbers, at the same exchange.
+    was. Every rank passes the same areas and numbers, at the same exchange. An area that grows becomes `headroom` times
+    as large as it must be.
 
     Gives whether any has other memory than before.
     """
-    growing = [(area, _capacity(needed)) for area, needed in areas if not area.holds(needed)]
+    growing = [(area, _capacity(needed, headroom)) for area, needed in areas if not area.holds(needed)]
     if not growing:
         return False
     first = growing[0][0]
@@ -177,5 +178,5 @@ def grow_together(areas: list[tuple[LandingArea, Table]]) -> bool:
     return True
 
 
-def _capacity(needed: Table) -> int:
-    return -(-int(max(needed.max(initial=0), 1) * HEADROOM) // GRAIN) * GRAIN
+def _capacity(needed: Table, headroom: float) -> int:
+    return -(-int(max(needed.max(initial=0), 1) * headroom) // GRAIN) * GRAIN

@@ -101,7 +101,8 @@ class Lanes:
         areas = [self.out(nano_batch, number).areas[0] for number in range(len(out))]
         areas += [self.back(nano_batch, number).area for number in range(len(back))]
         # Each field begins at a multiple of an alignment.
-        return grow_together([(area, size + FIELDS * ALIGNMENT) for area, size in zip(areas, out + back, strict=True)])
+        needed = [(area, size + FIELDS * ALIGNMENT) for area, size in zip(areas, out + back, strict=True)]
+        return grow_together(needed, room.headroom)
 
     def areas(self) -> Iterator[LandingArea]:
         """Of all lanes."""

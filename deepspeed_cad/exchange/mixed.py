@@ -36,7 +36,7 @@ from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import FarPart, far_part, list_messages
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
-from deepspeed_cad.schedule.room import BACK, HEADROOM, OUT, Room, lane_bytes
+from deepspeed_cad.schedule.room import BACK, OUT, Room, lane_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +140,7 @@ class MixedTransport(NvlinkTransport):
                 for number, sizes in enumerate(lanes):
                     key, most = (int(host), nano_batch, way, number), int(sizes.max(initial=0))
                     if most > self._room.get(key, -1):
-                        found[key] = int(most * HEADROOM)
+                        found[key] = int(most * room.headroom)
         return found
 
     def close(self) -> None:

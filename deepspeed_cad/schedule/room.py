@@ -20,8 +20,8 @@ OUT, BACK = 2, 3
 comes; results of the one before are on their way, and those of the one before that are placed. So what waves need of
 memory falls with their number. Fewer would make servers wait for transfers; more would only hold memory."""
 HEADROOM = 1.25
-"""Times what is needed: memory that is kept between exchanges is made so large, so that it does not grow with every
-longer document."""
+"""Times what is needed: memory that is kept between exchanges is made so large where the limit allows it, so that it
+does not grow with every longer document."""
 
 
 class Room(NamedTuple):
@@ -37,6 +37,8 @@ class Room(NamedTuple):
     """Where the limit comes from, for an error."""
     parts: int = 1
     """Nano-batches, which have as much each: users think of the sum."""
+    headroom: float = HEADROOM
+    """Times what is needed that memory is made which is kept; see `with_headroom`."""
 
 
 def lane_bytes(waves: Sequence[Ints], row: tuple[int, int], lanes: int) -> list[Ints]:
@@ -54,13 +56,18 @@ def lane_bytes(waves: Sequence[Ints], row: tuple[int, int], lanes: int) -> list[
 def room_needed(room: Room, waves: Sequence[tuple[Ints, Ints]]) -> tuple[float, int]:
     """Bytes that a rank needs for waves of which so many rows land at servers and at homes, and which rank needs most.
 
-    Every rank makes its memory as large as the fullest one needs it.
+    Every rank makes its memory as large as the fullest one needs it; headroom is not counted.
     """
     lanes = lane_bytes([served for served, _ in waves], room.out, OUT)
     lanes += lane_bytes([landed for _, landed in waves], room.back, BACK)
-    needed = HEADROOM * float(sum(int(lane.max(initial=0)) for lane in lanes))
+    needed = float(sum(int(lane.max(initial=0)) for lane in lanes))
     fullest = max(lanes, key=lambda lane: int(lane.max(initial=0)))
     return needed, int(fullest.argmax()) if len(fullest) else 0
+
+
+def with_headroom(room: Room, needed: float) -> Room:
+    """The room for a tick that needs so many bytes: with as much headroom as its limit has left, and no more."""
+    return room._replace(headroom=min(HEADROOM, max(1.0, room.limit / needed)) if needed else HEADROOM)
 
 
 def too_much(room: Room, needed: float, rank: int) -> CADError:

@@ -150,7 +150,7 @@ class Loop:
         opened, key, nano_batch = self._opened[head["turn"]], _key(head["key"]), head["nano_batch"]
         assert self.transport is not None
         # How much there may be trainers know: this cut fits into it.
-        room = Room(math.inf, tuple(head["out"]), tuple(head["back"]))
+        room = Room(math.inf, tuple(head["out"]), tuple(head["back"]), headroom=head["headroom"])
         try:
             self.transport.make_room(self._schedules(opened, key, nano_batch), room, nano_batch)
         except NoRoomError as error:

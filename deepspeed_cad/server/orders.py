@@ -77,7 +77,8 @@ class MicroBatchTold:
 
     def room(self, key: PlanKey, nano_batch: int, room: Room) -> None:
         """All ranks make room for what was planned, now."""
-        self.tell({"do": ROOM, "key": key_to_list(key), "nano_batch": nano_batch, "out": room.out, "back": room.back})
+        size = {"out": room.out, "back": room.back, "headroom": room.headroom}
+        self.tell({"do": ROOM, "key": key_to_list(key), "nano_batch": nano_batch, **size})
 
     def call(
         self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool

@@ -18,7 +18,7 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED
-from deepspeed_cad.schedule.room import BACK, HEADROOM, Room, lane_bytes, room_needed
+from deepspeed_cad.schedule.room import BACK, HEADROOM, Room, lane_bytes, room_needed, with_headroom
 from deepspeed_cad.schedule.waves import Cut, slice_waves, waves_within
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
@@ -47,8 +47,15 @@ def test_places_are_as_large_as_the_largest_wave_that_has_them() -> None:
     assert [lane.tolist() for lane in lane_bytes(rows, (10, 100), 3)] == [[50, 1000], [20, 400], [30, 600]]
     room = Room(0, (10, 100), (1, 1))
     size, rank = room_needed(room, [(one, one) for one in rows])
-    assert size == HEADROOM * (600 + 1000 + 10 + 4 + 6) and rank == 1
+    assert size == 600 + 1000 + 10 + 4 + 6 and rank == 1
     assert room_needed(room, [(np.zeros((0, 2), int), np.zeros((0, 2), int))]) == (0, 0)
+
+
+def test_headroom_is_what_the_limit_leaves() -> None:
+    room = Room(1000, (10, 100), (1, 1))
+    assert with_headroom(room, 500).headroom == with_headroom(room, 0).headroom == HEADROOM
+    assert with_headroom(room, 900).headroom == 1000 / 900 and with_headroom(room, 1000).headroom == 1
+    assert with_headroom(room, 1001).headroom == 1, "who asks regardless gets what is needed"
 
 
 @pytest.mark.parametrize("limit_gib, most", [(100, 1), (8, 6), (4.6, 16), (3.5, 16), (3.1, 32)])
@@ -74,13 +81,13 @@ def test_half_a_million_tokens_on_two_ranks() -> None:
     assert np.ptp(plan.load) / plan.load.mean() == pytest.approx(0.008, abs=0.002)
     tasks = make_plan(PlanInput(tick, SHAPE, cost, None, 0.01, 128)).tasks
     found = []
-    for limit_gib in (4.4, 2, 1.5):
+    for limit_gib in (4.4, 2, 1.2):
         room = ExchangeMemory(limit_gib * 2**30, 'the key "memory"').room(SHAPE)
         waves = waves_within(tick, tasks, 0, 8, None, Cut(), room).schedules
         found.append((len(waves), room_needed(room, [(one.served_rows, one.landed_rows) for one in waves])[0] / 2**30))
-    assert [count for count, _ in found] == [1, 12, 32]
-    assert [size for _, size in found] == pytest.approx([3.83, 1.77, 1.48], abs=0.02)
-    with pytest.raises(CADError, match='Set "memory" to at least 1.48'):
+    assert [count for count, _ in found] == [1, 6, 32]
+    assert [size for _, size in found] == pytest.approx([3.07, 1.74, 1.18], abs=0.02)
+    with pytest.raises(CADError, match='Set "memory" to at least 1.18'):
         waves_within(tick, tasks, 0, 8, None, Cut(), ExchangeMemory(2**30, 'the key "memory"').room(SHAPE))
 
 
@@ -141,6 +148,7 @@ class Landing:
 
     def make_room(self, schedules: Any, room: Room, nano_batch: int) -> None:
         size, _ = room_needed(room, [(one.served_rows, one.landed_rows) for one in schedules])
+        size *= room.headroom
         self.asked.append(size)
         if size > self.has:
             raise NoRoomError("rank 2: 7 MiB were wanted, 3 are free.")
@@ -157,7 +165,9 @@ def test_waves_become_smaller_where_a_rank_has_less_memory_than_was_thought(task
     found = memory.make_room(transport, again(), SHAPE, 0, again)
     assert len(found) > BACK and transport.asked[-1] <= transport.has < transport.asked[-2]
     assert told == transport.asked[-1:]
-    assert lacked == [SMALLER * size for size in transport.asked[:-1]] and memory.limit == lacked[-1]
+    # The first try, without a limit, had all of the headroom.
+    assert lacked[0] == pytest.approx(SMALLER * transport.asked[0] / HEADROOM) and memory.limit == lacked[-1]
+    assert transport.asked[-1] <= memory.limit
 
 
 def test_no_memory_at_all_names_rank_figures_and_key(tasks: np.ndarray) -> None:
