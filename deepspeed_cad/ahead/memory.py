@@ -4,8 +4,9 @@ In: the key "memory", and what this rank sees of its GPU. Out: one limit, the sa
 least. What ranks see travels with the lengths of a micro-batch, so all of them learn it at the same point.
 
 "auto" is a share of the GPU's memory from the start, because waves cost little where they are long: then longer
-documents need hardly more. After the first backward it is no more than what training leaves free. Beside reserved
-servers it is only that: waves would hold up the linear layers that hide what servers do.
+documents need hardly more. A tick that does not fit into that share, however it is cut, gets the least that there is a
+cut for. After the first backward all that is no more than what training leaves free. Beside reserved servers only that
+counts: waves would hold up the linear layers that hide what servers do.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Limit(NamedTuple):
     size: float
     """Bytes on each rank; infinite where there is no limit."""
     source: str
+    most: float = 0.0
+    """Bytes for what no cut makes fit into `size`; not more than `size`: that is an error."""
 
 
 NO_LIMIT = Limit(float("inf"), "")
@@ -85,12 +88,16 @@ class Memory:
 
     def hear(self, reports: Ints) -> None:
         """Learn from what every rank reported ([ranks, COLUMNS]), equal on every rank."""
-        most, free = reports.T
+        sizes, free = reports.T
         limit = NO_LIMIT
-        if (most > 0).any():
-            size = int(most[most > 0].min())
-            source = f'"memory": "auto" (by rank {int((most == size).argmax())})'
-            limit = Limit(float(size), source if self.given is None else 'the key "memory"')
+        if (sizes > 0).any():
+            size = int(sizes[sizes > 0].min())
+            source = f'"memory": "auto" (by rank {int((sizes == size).argmax())})'
+            most = float(free.min()) if (free > 0).all() else float("inf")
+            # What some rank lacked all ranks know.
+            if self.given is not None or self._lacked <= size:
+                most = 0.0
+            limit = Limit(float(size), source if self.given is None else 'the key "memory"', most)
         if (free > 0).all() and free.min() < limit.size:
             limit = Limit(float(free.min()), f"what training leaves free on rank {int(free.argmin())}")
         self._limit = limit

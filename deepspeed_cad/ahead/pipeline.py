@@ -56,9 +56,10 @@ class PlannedPhase:
     def setup(self, number: int, tick: ProgramTick, kernel: Kernel, modes: Modes, label: str) -> CallSetup:
         """This rank's call in one tick: the `number`th of the program."""
         part = self.parts[tick.stages]
+        schedule = part.schedule(key_of(tick.kind), 0)
         return CallSetup(
-            part.schedule(key_of(tick.kind), 0), kernel, part.transport, tick.kind.rule, modes, part.counts,
-            label=label, aside=part.aside, turn=self.turn, layer=number,
+            schedule, kernel, part.transport, tick.kind.rule, modes, part.counts,
+            label=label, aside=part.aside if schedule.beside else None, turn=self.turn, layer=number,
         )  # fmt: skip
 
 

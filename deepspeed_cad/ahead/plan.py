@@ -309,7 +309,7 @@ class Plans:
         if memory is None:
             return None
         return ExchangeMemory(
-            limit.size / ticks, limit.source, rows, self.config.granularity, ticks,
+            limit.size / ticks, limit.source, limit.most / ticks, rows, self.config.granularity, ticks,
             lambda size: memory.needs(size * ticks), lambda limit: memory.lacks(limit * ticks),
         )  # fmt: skip
 

@@ -72,7 +72,7 @@ def start_backward(
 ) -> BackwardStarted:
     """Start sending dO, and Q, K, V if they were not kept; `at_once` as in start_forward."""
     what, fields = "dO out", [Outgoing(QUERY, by_group(do_THV, k_UKD))]
-    if kept.served and kept.served[0].received is None:
+    if len(kept.served) and not setup.modes.keep_received:
         what = "dO, Q, K, V out"
         fields += [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
     out = setup.dispatch(what, fields, backward=True)

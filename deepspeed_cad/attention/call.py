@@ -234,6 +234,8 @@ class _Collect(torch.autograd.Function):
         if replaying:
             call.setup.counts.replays += 1
             kept = call.take()
+            if call.parked is not None:
+                call.parked.part_with_served()
         else:
             kept = call.collect_forward()
             call.setup.begin_linear(False)
@@ -254,7 +256,7 @@ class _Collect(torch.autograd.Function):
         kept = call.expect(HeldByAutograd).kept(saved[3:]) if len(saved) > 3 else call.take()
         if call.parked is not None:
             # Now, not sooner: what the layers behind attention saved is freed, so there is room.
-            call.parked.fetch_before()
+            call.parked.fetch()
         q, k, v = saved[:3] or (call.parked.inputs if call.parked is not None else ())
         kept.check_unchanged(call.setup.label)
         do = with_packed_heads(do)

@@ -51,6 +51,8 @@ class DeviceSchedule:
     """Rows of the query buffer without a task."""
     keys_return_often: bool = False
     """Whether dK and dV of the same rows and group come back in several waves: waves were cut by rows."""
+    beside: bool = False
+    """Whether served batches run on a stream of their own."""
 
     @property
     def lands_apart(self) -> bool:
@@ -108,6 +110,7 @@ def upload_schedule(
         overlap,
         upload(padding_rows(parts), device),
         _keys_return_often(parts),
+        two_streams,
     )
 
 

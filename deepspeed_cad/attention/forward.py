@@ -8,6 +8,7 @@ home, `U` key rows at home; other shapes as in serve.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ class Kept:
 
     o_THV: torch.Tensor
     lse_TH: torch.Tensor
-    served: tuple[ServedOutputs, ...]
+    served: Sequence[ServedOutputs]
     """By waves."""
     sinks_H: torch.Tensor | None
     version: int
@@ -105,10 +106,13 @@ class HeldByAutograd:
     def kept(self, tensors: list[torch.Tensor]) -> Kept:
         """With what autograd held."""
         o_THV, lse_TH, *rest = tensors
-        each = len(rest) // self.waves if self.waves else 0
-        parts = [rest[wave * each : (wave + 1) * each] for wave in range(self.waves)]
-        served = (ServedOutputs(p[0], p[1], Received(*p[2:]) if len(p) > 2 else None) for p in parts)
-        return Kept(o_THV, lse_TH, tuple(served), self.sinks_H, self.version)
+        return Kept(o_THV, lse_TH, self.served(rest), self.sinks_H, self.version)
+
+    def served(self, tensors: list[torch.Tensor]) -> tuple[ServedOutputs, ...]:
+        """What was kept of served tasks, by waves."""
+        each = len(tensors) // self.waves if self.waves else 0
+        parts = [tensors[wave * each : (wave + 1) * each] for wave in range(self.waves)]
+        return tuple(ServedOutputs(p[0], p[1], Received(*p[2:]) if len(p) > 2 else None) for p in parts)
 
 
 def start_forward(

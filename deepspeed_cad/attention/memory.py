@@ -67,6 +67,8 @@ class ExchangeMemory:
     """Bytes on each rank for each nano-batch; infinite where there is no limit."""
     source: str = ""
     """Where it comes from, for an error."""
+    most: float = 0.0
+    """See Limit."""
     rows: Callable[[HeadShape], RowBytes] = rows_resent
     """What travels of each row."""
     granularity: int = 128
@@ -118,7 +120,7 @@ class ExchangeMemory:
                     raise CADError(
                         f"{error} Nothing is exchanged in this tick, so smaller waves do not help"
                     ) from error
-                self.limit, self.source = SMALLER * size, "what is free"
+                self.limit, self.source, self.most = SMALLER * size, "what is free", 0.0
                 self.lacked(self.limit)
                 try:
                     schedules = again()
@@ -133,7 +135,7 @@ class ExchangeMemory:
 
     def room(self, shape: HeadShape) -> Room:
         """The limit, and what travels of one row."""
-        return Room(self.limit, *self.rows(shape), self.source, self.parts)
+        return Room(self.limit, *self.rows(shape), self.source, self.parts, most=self.most)
 
 
 NO_LIMIT = ExchangeMemory()

@@ -35,6 +35,7 @@ from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import OUT
 from deepspeed_cad.schedule.waves import Waves
 
 
@@ -104,7 +105,12 @@ class MicroBatch:
             if (key, nano_batch) not in self.planned:
                 self.plan_all([key])
             schedules = self._with_room(key, nano_batch)
-            found = upload_schedule(schedules, self.device, two_streams=self.aside is not None)
+            # Waves that a plan asked for hide slow links behind own batches on another stream. Those that memory asks
+            # for run in turn with shares of own batches: a rank that ran all of its own first would hold up, from the
+            # third wave on, whoever waits for its keys.
+            most = max(self.planned[key, nano_batch].plan.waves, OUT)
+            beside = self.aside is not None and len(schedules) <= most
+            found = upload_schedule(schedules, self.device, two_streams=beside)
             self._schedules[key, nano_batch] = found
         return found
 
@@ -244,8 +250,9 @@ class MicroBatch:
         if self.orders is not None:
             orders = self.orders.call(place, key, need, rule, modes, has_sinks)
         return CallSetup(
-            schedule, kernel, self.transport, rule, modes, self.counts, nano_batch, label, self.aside, self.turn,
-            number, orders, self.gain(key, nano_batch), self.stretches(nano_batch) if timed else None,
+            schedule, kernel, self.transport, rule, modes, self.counts, nano_batch, label,
+            self.aside if schedule.beside else None, self.turn, number, orders, self.gain(key, nano_batch),
+            self.stretches(nano_batch) if timed else None,
         )  # fmt: skip
 
     def stretches(self, nano_batch: int) -> Stretches | None:

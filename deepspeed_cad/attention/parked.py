@@ -4,16 +4,21 @@ In: `Kept`, and Q, K and V of the call. Out: `Parked`, which gives `Kept` back. 
 offloaded, O is on the device for attention alone: it is parked, and Q, K and V are made again or offloaded by others.
 Else the layer behind attention saves O, its own input, and a second O on the host would free nothing; Q, K and V are
 parked instead, which nobody but attention holds until backward.
+
+What this rank keeps of tasks that it served is a parcel of its own. A layer that runs again needs its O, and then its
+MLP needs the most memory there is in a step; what was served is fetched behind that, when attention's backward begins,
+and nobody waits for it before served tasks run.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import overload
 
 import torch
 
-from deepspeed_cad.attention.forward import HeldByAutograd, Kept
-from deepspeed_cad.attention.parking import Parking
+from deepspeed_cad.attention.forward import HeldByAutograd, Kept, ServedOutputs
+from deepspeed_cad.attention.parking import Parcel, Parking
 from deepspeed_cad.attention.thread_state import hooks_save_tensors
 
 
@@ -37,7 +42,7 @@ class Parked:
             label: the layer, in errors.
             saved_plainly: what `is_saved_plainly` said around the layer.
         """
-        o_THV, *others = kept.tensors()
+        o_THV, lse_TH, *served = kept.tensors()
         self.has_inputs = saved_plainly
         """Q, K and V are parked too: autograd need not save them."""
         self.inputs: tuple[torch.Tensor, ...] = ()
@@ -45,24 +50,58 @@ class Parked:
         self._o_THV = o_THV if saved_plainly else None
         self._rest = without_tensors(kept)
         self._parking = parking
-        self._parcel = parking.park([*inputs, *others] if saved_plainly else [o_THV, *others], label)
+        self._parcel = parking.park([*inputs, lse_TH] if saved_plainly else [o_THV, lse_TH], label)
+        self._served = parking.park(served, label, wanted_early=False) if served else None
 
     @property
     def is_away(self) -> bool:
-        """In host memory alone."""
+        """In host memory alone, apart from what was served."""
         return self._parcel.is_away
 
     def take(self) -> Kept:
-        """All of it on the device; once."""
-        tensors = self._parcel.take()
+        """O, LSE and what was parked with them on the device; what was served comes when it is asked for. Once."""
+        tensors, rest, version = self._parcel.take(), self._rest, self._rest.version
         if self._o_THV is None:
-            return replace(self._rest, version=tensors[0]._version).kept(tensors)
-        self.inputs, others = tuple(tensors[:3]), tensors[3:]
-        return self._rest.kept([self._o_THV, *others])
+            o_THV, lse_TH = tensors
+            version = o_THV._version
+        else:
+            o_THV, (*inputs, lse_TH) = self._o_THV, tensors
+            self.inputs = tuple(inputs)
+        served = () if self._served is None else ServedLater(self._served, rest)
+        return Kept(o_THV, lse_TH, served, rest.sinks_H, version)
 
-    def fetch_before(self) -> None:
-        """Begin to bring back what was parked before it."""
+    def part_with_served(self) -> None:
+        """The layer runs again: what was served leaves now, where its forward was the last one."""
+        if self._served is not None:
+            self._parking.let_go(self._served)
+
+    def fetch(self) -> None:
+        """Begin to bring back what was served, and what backward needs next: that of the layer before."""
+        if self._served is not None and self._served.is_away:
+            self._served.fetch()
         self._parking.fetch_before(self._parcel.number)
+
+
+class ServedLater(Sequence[ServedOutputs]):
+    """Results of served tasks, by waves, of which the stream that first asks for one waits until they are there."""
+
+    def __init__(self, parcel: Parcel, rest: HeldByAutograd) -> None:
+        self._parcel, self._rest = parcel, rest
+        self._found: tuple[ServedOutputs, ...] | None = None
+
+    def __len__(self) -> int:
+        return self._rest.waves
+
+    @overload
+    def __getitem__(self, wave: int) -> ServedOutputs: ...
+
+    @overload
+    def __getitem__(self, wave: slice) -> tuple[ServedOutputs, ...]: ...
+
+    def __getitem__(self, wave: int | slice) -> ServedOutputs | tuple[ServedOutputs, ...]:
+        if self._found is None:
+            self._found = self._rest.served(self._parcel.take())
+        return self._found[wave]
 
 
 def without_tensors(kept: Kept) -> HeldByAutograd:

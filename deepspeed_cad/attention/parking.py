@@ -6,8 +6,8 @@ carries both ways; the host waits for nothing:
     forward of a layer    park ─► the copy out begins     the next layer begins ─► settle: device memory is given back
     backward of a layer   fetch_before ─► the parcel of the layer before begins to come back     take ─► it is there
 
-The layer that ran last has not settled when backward begins, so its tensors never leave. On a CPU the copies are plain
-ones and everything else is the same.
+The layer that ran last has not settled when backward begins, so what it needs at once never leaves. On a CPU the copies
+are plain ones and everything else is the same.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Parking:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: list[torch.Tensor] = []
         self._parcels: WeakValueDictionary[int, Parcel] = WeakValueDictionary()
-        """In the order in which they were parked."""
+        """Those that are wanted early, in the order in which they were parked."""
         self._leaving: list[Parcel] = []
         """Their device memory is still there."""
         self._count = 0
@@ -67,14 +67,16 @@ class Parking:
         """Host memory that parking holds."""
         return self.blocks * self.block
 
-    def park(self, tensors: Sequence[torch.Tensor], label: str) -> Parcel:
+    def park(self, tensors: Sequence[torch.Tensor], label: str, wanted_early: bool = True) -> Parcel:
         """Begin to copy tensors to the host, behind what the current stream has to do.
 
-        `label` names the layer in errors. Raises CADError where the host has no memory left.
+        `label` names the layer in errors; with `wanted_early`, `fetch_before` brings the parcel back. Raises CADError
+        where the host has no memory left.
         """
         self._count += 1
         parcel = Parcel(self, self._count, label, tensors)
-        self._parcels[self._count] = parcel
+        if wanted_early:
+            self._parcels[self._count] = parcel
         self._leaving.append(parcel)
         return parcel
 
@@ -88,8 +90,15 @@ class Parking:
         for parcel in leaving:
             parcel.leave()
 
+    def let_go(self, parcel: Parcel) -> None:
+        """Give back the device memory of one parcel now, if it is still there."""
+        if parcel in self._leaving:
+            self._leaving.remove(parcel)
+            parcel.leave()
+
     def fetch_before(self, number: int) -> None:
-        """Begin to bring back what was parked before the parcel of that number: backward needs it next."""
+        """Begin to bring back what was parked before the parcel of that number and is wanted early: backward needs it
+        next."""
         before = [one for one in self._parcels.values() if one.number < number and one.is_away]
         if before:
             max(before, key=lambda one: one.number).fetch()

@@ -237,7 +237,7 @@ class _Attend(torch.autograd.Function):
         kept = call.release()
         kept.check_unchanged(call.forward.label)
         if call.parked is not None:
-            call.parked.fetch_before()
+            call.parked.fetch()
         do = with_packed_heads(do)
         dq, dk, dv = run_backward(call.backward(), do, q.detach(), k.detach(), v.detach(), kept.o_THV, kept.lse_TH)
         dsinks = sinks_gradient(call.forward, kept, do) if ctx.needs_input_grad[4] else None

@@ -39,6 +39,8 @@ class Room(NamedTuple):
     """Nano-batches, which have as much each: users think of the sum."""
     headroom: float = HEADROOM
     """Times what is needed that memory is made which is kept; see `with_headroom`."""
+    most: float = 0.0
+    """Bytes for what no cut makes fit into the limit: it gets the least that there is a cut for."""
 
 
 def lane_bytes(waves: Sequence[Ints], row: tuple[int, int], lanes: int) -> list[Ints]:

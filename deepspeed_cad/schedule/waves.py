@@ -21,7 +21,7 @@ from deepspeed_cad.cost import count_pairs, window_start
 from deepspeed_cad.layout import Ints, Tick
 from deepspeed_cad.schedule import native
 from deepspeed_cad.schedule.reference import Schedule, Slices, build_slices, home_rows, schedule_rank
-from deepspeed_cad.schedule.room import Room, room_needed, too_much
+from deepspeed_cad.schedule.room import OUT, Room, room_needed, too_much
 
 MOST = 32
 """Waves of one tick: as many as the identities of exchanges tell apart (exchange/identity.py)."""
@@ -33,6 +33,10 @@ _CUTS = (
 )  # fmt: skip
 """Blocks, and numbers of waves with each, that are tried for a room, in this order: whole head groups first, because
 rows cut into blocks take keys along several times. Up to 3 waves need hardly less than one."""
+
+
+LONGER = 1.02
+"""Times the work of the fullest rank that waves may take: with more, other cuts are looked at."""
 
 
 class Cut(NamedTuple):
@@ -68,24 +72,67 @@ def schedule_waves(
 
 
 def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut, room: Room) -> Waves:
-    """The first cut, from `cut` on, with which what lands on any rank fits into `room`, and one rank's schedules.
+    """A cut, from `cut` on, with which what lands on any rank fits into `room`, and one rank's schedules.
 
-    Raises CADError, the same on every rank, where nothing fits.
+    Of those that fit it is the first in which ranks hardly hold each other up, or the one in which they do so least.
+    Where nothing fits: that which needs least, or CADError, the same on every rank, where that is too much.
     """
-    least = float("inf"), 0
+    least: tuple[tuple[float, int], Cut, list[Slices]] | None = None
+    best, found = float("inf"), None
     for one in _cuts(cut):
-        parts = slice_waves(tick, tasks, window, one)
-        found = room_needed(room, [(part.served_rows, part.landed_rows) for part in parts])
-        if found[0] <= room.limit:
-            return Waves(one, tuple(schedule_rank(tick, part, rank, groups, window) for part in parts))
-        least = min(least, found)
-    raise too_much(room, *least)
+        parts = split_tasks(tick, tasks, window, one)
+        slices = _slices(tick, parts, window)
+        needed = room_needed(room, [(part.served_rows, part.landed_rows) for part in slices])
+        if needed[0] > room.limit:
+            if least is None or needed < least[0]:
+                least = needed, one, slices
+            continue
+        # What was planned was weighed by the planner.
+        longer = 1.0 if one == cut else stretch(tick, parts, window)
+        if longer < best:
+            best, found = longer, (one, slices)
+        if longer <= LONGER:
+            break
+    if found is None:
+        assert least is not None  # some cut was looked at
+        if least[0][0] > room.most:
+            raise too_much(room, *least[0])
+        found = least[1:]
+    return Waves(found[0], tuple(schedule_rank(tick, part, rank, groups, window) for part in found[1]))
 
 
 def slice_waves(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[Slices]:
     """The slices of all ranks, by waves."""
+    return _slices(tick, split_tasks(tick, tasks, window, cut), window)
+
+
+def _slices(tick: Tick, parts: list[Ints], window: int | None) -> list[Slices]:
     build = native.build_slices if native.is_available() else build_slices
-    return [build(tick, part, window) for part in split_tasks(tick, tasks, window, cut)]
+    return [build(tick, part, window) for part in parts]
+
+
+def stretch(tick: Tick, parts: list[Ints], window: int | None) -> float:
+    """When the last rank is done over the most that one rank has to do, if transfers took no time.
+
+    A wave is served when those that had its place are: on every rank, as each of them sends and receives in each wave.
+    A rank runs its own tasks in equal shares before, between and behind them.
+    """
+    served = np.zeros((len(parts), tick.ranks))
+    own = np.zeros(tick.ranks)
+    for part, work in zip(parts, served, strict=True):
+        pairs = count_pairs(part[:, 1], part[:, 2], window) * (part[:, 4] - part[:, 3])
+        alone = _run_alone(tick, part, window)
+        np.add.at(own, part[alone, 5], pairs[alone])
+        np.add.at(work, part[~alone, 5], pairs[~alone])
+    share = own / (len(parts) + 1)
+    done, ends = share.copy(), list[float]()
+    for wave, work in enumerate(served):
+        if wave >= OUT:
+            np.maximum(done, ends[wave - OUT], out=done)
+        ends.append(float((done + work).max()))
+        done += work + share
+    most = float((served.sum(axis=0) + own).max())
+    return float(done.max()) / most if most else 1.0
 
 
 def _cuts(cut: Cut) -> Iterator[Cut]:

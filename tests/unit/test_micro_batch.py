@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
 
 from deepspeed_cad.attention.layer import LayerInput
+from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
 from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
@@ -101,6 +103,19 @@ def test_schedules_are_made_for_the_streams_there_are(two_streams: bool) -> None
     halves = one.schedule(FULL, 0)
     groups = [[(b.group_begin, b.group_end) for b, _ in part] for part in halves.local]
     assert groups == ([[(0, 2)], []] if two_streams else [[(0, 1)], [(1, 2)]])
+
+
+@pytest.mark.parametrize("limit, waves, planned, beside", [(1e9, 1, 1, True), (44e3, 12, 1, False), (1e9, 4, 4, True)])
+def test_waves_that_memory_asks_for_run_in_turn(limit: float, waves: int, planned: int, beside: bool) -> None:
+    """On two streams a rank would run all of its own tasks first, and whoever waits for its keys with it."""
+    memory = ExchangeMemory(limit, "a test", granularity=8)
+    one = micro_batch([[64, 16], [8]], server=1, aside=object(), memory=memory)
+    plan = one.make_plan
+    one.make_plan = lambda tick, key: replace(plan(tick, key), waves=planned)
+    found = one.schedule(FULL, 0)
+    assert len(found.waves) == waves and found.beside is beside
+    setup = one.set_up((0, 0), FULL, None, None, MaskRule(1.0), Modes(), LABEL, False, False)  # type: ignore[arg-type]
+    assert (setup.aside is one.aside) is beside
 
 
 def test_a_layer_is_called_once_per_forward() -> None:

@@ -20,6 +20,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_cad.attention import parking as parking_room
+from deepspeed_cad.attention.forward import Kept, ServedOutputs
 from deepspeed_cad.attention.parked import Parked
 from deepspeed_cad.attention.parking import Packed, Parcel, Parking, available_host_memory, in_memory_order
 from deepspeed_cad.attention.setup import Modes
@@ -364,12 +365,55 @@ def test_what_servers_keep_is_parked_too(name: str, keep: bool, offload: bool, w
     lot.settle()
     served = 5 if keep else 2
     for call in ranks.calls[0]:
-        assert isinstance(call.state, Parked) and call.state.is_away
-        own = served * len(call.setup.schedule.waves)
-        assert len(call.state._parcel._packed) == own + (2 if offload else 4)
+        assert isinstance(call.state, Parked)
+        assert call.state._parcel._here is None and call.state._served._here is None
+        assert len(call.state._parcel._packed) == (2 if offload else 4)
+        assert len(call.state._served._packed) == served * len(call.setup.schedule.waves)
     ranks.backward(outputs)
     assert max(ranks.errors(outputs).values()) < 1e-12
     assert len(lot._free) == lot.blocks
+
+
+def kept_with_served() -> Kept:
+    served = tuple(ServedOutputs(numbers(20 + i, 2, 8), numbers(20 + i, 2), None) for i in range(2))
+    return Kept(numbers(8, 4, 8), numbers(8, 4), served, None, 0)
+
+
+def test_what_was_served_is_away_while_a_layer_runs_again() -> None:
+    """From the layer's second forward to attention's backward, where the MLP needs the most memory of a step."""
+    lot, given = parking(), kept_with_served()
+    expected = [x.clone() for x in given.tensors()]
+    early, last = (Parked(lot, kept_with_served(), (), LABEL, saved_plainly=False) for _ in range(2))
+    lot.let_go(early._parcel)
+    assert not last.is_away
+    kept = last.take()
+    last.part_with_served()
+    assert last._served.is_away and torch.equal(kept.o_THV, expected[0])
+    last.fetch()
+    assert not early._parcel.is_away, "the layer before is next"
+    assert not last._served.is_away and len(kept.served) == 2
+    assert all(torch.equal(x, y) for x, y in zip(kept.tensors(), expected, strict=True))
+    assert not early._served.is_away, "it never left, and nobody made it leave"
+    early.take()
+    early.part_with_served()
+    early.part_with_served()
+    assert early._served.is_away
+
+
+def test_the_stream_that_serves_waits_for_what_it_served(clocks: tuple[Parking, Stream, Stream]) -> None:
+    """Not the one on which the backward begins: its own tasks need nothing of it."""
+    lot, training, side = clocks
+    parked = Parked(lot, kept_with_served(), (), LABEL, saved_plainly=False)
+    kept = parked.take()
+    parked.part_with_served()
+    training.work()
+    parked.fetch()
+    assert side.is_after(training) and not training.is_after(side)
+    serving = Stream()
+    with parking_room.torch.cuda.stream(serving):
+        assert len(kept.served) == 2 and not serving.is_after(side)
+        kept.served[0]
+        assert serving.is_after(side) and not training.is_after(side)
 
 
 def test_tensors_begin_at_multiples() -> None:

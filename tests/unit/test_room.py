@@ -19,7 +19,7 @@ from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED
 from deepspeed_cad.schedule.room import BACK, HEADROOM, Room, lane_bytes, room_needed, with_headroom
-from deepspeed_cad.schedule.waves import Cut, slice_waves, waves_within
+from deepspeed_cad.schedule.waves import LONGER, Cut, slice_waves, split_tasks, stretch, waves_within
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
@@ -89,6 +89,40 @@ def test_half_a_million_tokens_on_two_ranks() -> None:
     assert [size for _, size in found] == pytest.approx([3.07, 1.74, 1.18], abs=0.02)
     with pytest.raises(CADError, match='Set "memory" to at least 1.18'):
         waves_within(tick, tasks, 0, 8, None, Cut(), ExchangeMemory(2**30, 'the key "memory"').room(SHAPE))
+
+
+def test_a_share_is_not_why_a_document_cannot_be_trained() -> None:
+    """Two million tokens on eight ranks need more than a thirty-second of an H200, however they are cut."""
+    cost = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(SHAPE)
+    tick = Layout.from_stream([1 << 21], 8, 1 << 18).tick()
+    tasks = make_plan(PlanInput(tick, SHAPE, cost, None, 0.05, 128)).tasks
+    memory = ExchangeMemory(4.4 * 2**30, '"memory": "auto"', most=40 * 2**30)
+    waves = waves_within(tick, tasks, 5, 8, None, Cut(), memory.room(SHAPE))
+    size = room_needed(memory.room(SHAPE), [(one.served_rows, one.landed_rows) for one in waves.schedules])[0]
+    assert 4.4 * 2**30 < size < 8 * 2**30
+    with pytest.raises(CADError, match="4.40 GiB that"):
+        waves_within(tick, tasks, 5, 8, None, Cut(), memory.room(SHAPE)._replace(most=0.99 * size))
+
+
+def test_ranks_hardly_hold_each_other_up(tasks: np.ndarray) -> None:
+    """Of the cuts that fit not the first is taken: in eight waves by head groups ranks wait a fifth of their time."""
+    tick, room = LONG.tick(), ExchangeMemory(4.4 * 2**30, "a test").room(SHAPE)
+
+    def longer(cut: Cut) -> float:
+        return stretch(tick, split_tasks(tick, tasks, None, cut), None)
+
+    assert longer(Cut()) == 1 and longer(Cut(8)) > 1.15 and needed(tasks, Cut(8), room) < room.limit
+    found = waves_within(tick, tasks, 1, 8, None, Cut(), room).cut
+    assert longer(found) <= LONGER and needed(tasks, found, room) <= room.limit
+
+
+def test_when_the_last_rank_is_done() -> None:
+    """Rank 1 serves the same in each of four waves, rank 0 all of its in the last two."""
+    tick = Layout.from_rank_lengths([[4, 4], [4, 4]]).tick()
+    # Pairs: 10 of each document.
+    parts = [np.array([(0, 0, 4, 0, 1, 1)]), np.array([(1, 0, 4, 0, 1, 1)])]
+    parts += [np.array([(0, 0, 4, 1, 2, 1), (2, 0, 4, 0, 2, 0)]), np.array([(1, 0, 4, 1, 2, 1), (3, 0, 4, 0, 2, 0)])]
+    assert stretch(tick, parts, None) == 50 / 40, "rank 0 begins when rank 1 has served its first, and loses that time"
 
 
 def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> None:
@@ -167,7 +201,7 @@ def test_waves_become_smaller_where_a_rank_has_less_memory_than_was_thought(task
     assert told == transport.asked[-1:]
     # The first try, without a limit, had all of the headroom.
     assert lacked[0] == pytest.approx(SMALLER * transport.asked[0] / HEADROOM) and memory.limit == lacked[-1]
-    assert transport.asked[-1] <= memory.limit
+    assert transport.asked[-1] <= memory.limit + 1
 
 
 def test_no_memory_at_all_names_rank_figures_and_key(tasks: np.ndarray) -> None:
@@ -222,7 +256,9 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
     gpu(monkeypatch, 1 << 29)
     assert one.report() == (int(SHARE * 2**30), 0), "before the first backward its peak is not known"
     one.hear(np.array([[32, 0], [20, 0]]))
-    assert one.now == (20.0, '"memory": "auto" (by rank 1)')
+    assert one.now == (20.0, '"memory": "auto" (by rank 1)', float("inf"))
+    one.hear(np.array([[32, 90], [20, 80]]))
+    assert one.now == (20.0, '"memory": "auto" (by rank 1)', 80.0), "a share is a choice, what is free is not"
     trained.yes = True
     one.needs(1000.0)
     gpu(monkeypatch, 1 << 29, reserved=5000, peak=2000)
@@ -230,7 +266,7 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
     gpu(monkeypatch, 0)
     assert one.report()[1] == 1000, "what it has it keeps"
     one.hear(np.array([[100, 90], [100, 60], [100, 70]]))
-    assert one.now == (60.0, "what training leaves free on rank 1")
+    assert one.now == (60.0, "what training leaves free on rank 1", 0.0)
     one.hear(np.array([[100, 90], [100, 0], [100, 70]]))
     assert one.now.size == 100, "one rank does not know yet"
     trained.pauses = True
@@ -239,6 +275,8 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
     assert one.now.size == 100
     one.lacks(50.0)
     assert one.report()[0] == 50
+    one.hear(np.array([[50, PAUSED], [50, 3]]))
+    assert one.now.size == 50 and not one.now.most, "there was not more than that"
 
 
 def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +286,7 @@ def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypat
     assert one.report() == (1 << 30, 0)
     trained.yes = True
     one.hear(np.array([one.report()]))
-    assert one.now == (int((1 << 29) - MARGIN * 2**30), "what training leaves free on rank 0")
+    assert one.now == (int((1 << 29) - MARGIN * 2**30), "what training leaves free on rank 0", 0.0)
 
 
 def test_given_and_unlimited() -> None:
