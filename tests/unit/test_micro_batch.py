@@ -105,7 +105,7 @@ def test_schedules_are_made_for_the_streams_there_are(two_streams: bool) -> None
     assert groups == ([[(0, 2)], []] if two_streams else [[(0, 1)], [(1, 2)]])
 
 
-@pytest.mark.parametrize("limit, waves, planned, beside", [(1e9, 1, 1, True), (44e3, 12, 1, False), (1e9, 4, 4, True)])
+@pytest.mark.parametrize("limit, waves, planned, beside", [(1e9, 1, 1, True), (44e3, 16, 1, False), (1e9, 4, 4, True)])
 def test_waves_that_memory_asks_for_run_in_turn(limit: float, waves: int, planned: int, beside: bool) -> None:
     """On two streams a rank would run all of its own tasks first, and whoever waits for its keys with it."""
     memory = ExchangeMemory(limit, "a test", granularity=8)
