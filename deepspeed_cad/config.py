@@ -134,9 +134,10 @@ class CADConfig:
     memory: str | float = "auto"
     """GiB on each GPU for what arrives of other ranks' attention. Where a tick of all ranks would bring more, it goes
     in more waves: head groups one after the other and, where one is too much, blocks of its rows. Long documents then
-    need little more memory; short waves cost time. "auto": a thirty-second of the GPU's memory, and no more than
-    training leaves free after the first step, on the rank that has least; on CPUs no limit. Beside reserved servers
-    "auto" is only what training leaves free. Where no cut fits, all ranks and servers end with one error."""
+    need little more memory; short waves cost time. "auto": a thirty-second of the GPU's memory, which what no cut makes
+    fit exceeds by as little as can be, and no more than training leaves free after the first step, on the rank that has
+    least; on CPUs no limit. Beside reserved servers "auto" is only what training leaves free. Where no cut fits, all
+    ranks and servers end with one error."""
 
     documents: str = "keep"
     """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as

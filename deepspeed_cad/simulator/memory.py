@@ -20,7 +20,7 @@ LOGITS = 18.0
 """Bytes of a logit in the last stage of a pipeline, where all of a micro-batch are there at once: one in bf16, four in
 fp32 (the logits, log-softmax, its gradient, and that of all rows). As measured (benchmarks/results)."""
 HEADROOM = 1.25
-"""Of a landing area over what it must hold: as in schedule/room.py."""
+"""Of a landing area over what it must hold: as in schedule/room.py, where no limit binds."""
 LSE = 4.0
 """Bytes, of a row and head."""
 
@@ -80,12 +80,15 @@ def stage_bytes(setting: Setting, tokens: float, in_flight: tuple[int, int], kep
 
 def served_bytes(setting: Setting, traffic: Traffic) -> float:
     """What the fullest server keeps until its backward: O and LSE of what it served; without checkpointing Q, K and V
-    too, which do not travel again then."""
+    too, which do not travel again then. With `keep` "host" all that is away while linear layers work, which need most.
+    """
+    if setting.keep == "host":
+        return 0.0
     queries, keys, outputs = traffic.served
     kept = outputs * (1.0 + LSE / (2.0 * setting.shape.value_dim))
     if not setting.checkpointing:
         kept = kept + queries + keys
-    layers = 1 if setting.checkpointing and setting.recompute_attention else _layers_kept(setting, setting.layers)
+    layers = 1 if setting.checkpointing and setting.recompute_attention else setting.layers
     return float(kept.max(initial=0.0)) * layers
 
 
