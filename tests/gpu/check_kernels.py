@@ -38,25 +38,29 @@ SHAPES = {
 
 
 def run(place: Place, lines: Lines, case: str) -> None:
-    """Shapes are shared out over the ranks, as some kernels are compiled for each; the last checks determinism."""
+    """Shapes are shared out over the parts of this group ("part 1 of 2") and their ranks, as some kernels are compiled
+    for each; the last checks determinism."""
+    part, parts = (int(number) for number in re.findall(r"\d+", case)) if case else (1, 1)
+    place_of_shapes, places = (part - 1) * place.ranks + place.rank, parts * place.ranks
     chosen = [kernel for kernel in KERNELS if place.kernel == kernel.name]
     if place.kernel == "auto":
         chosen = list(KERNELS[:-1] if place.on_gpu else KERNELS[-1:])  # the last is what others are compared with
-    if place.rank == 0:
+    if place_of_shapes == 0:
         for dtype in (torch.float32, place.dtype):
             lines.check("rows that come back", f"added in {dtype}", lambda d=dtype: check_placed(place, d))
     for kernel in chosen:
         what = f"kernel {kernel.name}"
         reasons = {refusal(place, kernel, shape) for shape in SHAPES.values()}
         if len(reasons) == 1 and None not in reasons:
-            lines.check(what, "all", lambda r=reasons: (None, r.pop()))
+            if part == 1:
+                lines.check(what, "all", lambda r=reasons: (None, r.pop()))
             continue
         for i, (label, shape) in enumerate(SHAPES.items()):
-            if i % place.ranks == place.rank:
+            if i % places == place_of_shapes:
                 lines.check(what, label, lambda k=kernel, s=shape: check(place, k, s))
-        if place.rank == 0:
+        if place_of_shapes == 0:
             lines.check(what, "more than 2^31 elements", lambda k=kernel: check_large(place, k))
-        if place.rank == place.ranks - 1:
+        if place_of_shapes == places - 1:
             torch.use_deterministic_algorithms(True)
             shape = SHAPES["4/1 × 128"]
             lines.check(what, "4/1 × 128, deterministic", lambda k=kernel, s=shape: check(place, k, s))

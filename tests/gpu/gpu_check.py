@@ -81,6 +81,8 @@ class Ended:
 def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -> list[Launch] | str:
     """What a group starts; those of one group run at the same time if they are cases that end in an error. Or why it
     cannot run here."""
+    if group == "kernels" and cuda:
+        return [Launch(group, f"part {part} of 2", limit_s=270) for part in (1, 2)]
     if group in ("kernels", "models"):
         return [Launch(group, limit_s=270)]
     if ranks < 2:
@@ -101,7 +103,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
     if group == "streams":
         # NCCL takes seconds to open among many ranks: there one case each, and every case on two.
         nccl = "nccl,nccl/4" if ranks == 2 else "nccl/1,nccl/4"
-        return [Launch(group, f"nvlink,{nccl}" if cuda else "c10d,c10d/4", limit_s=200)]
+        return [Launch(group, case, limit_s=200) for case in (("nvlink", nccl) if cuda else ("c10d,c10d/4",))]
     if group == "loaders":
         return [Launch(group, case, limit_s=100, may_end=case not in RIGHT) for case in CASES]
     if group == "failures":
@@ -130,13 +132,13 @@ GROUPS = (
     "pipelines", "servers", "timeouts", "speeds",
 )  # fmt: skip
 WAVES = (
-    ("kernels", "failures"), ("pipelines", "servers", "identity", "timeouts"), ("growth",), ("speeds",),
-    ("transports", "loaders"), ("models", "mixed"), ("streams", "exactness"),
+    ("growth",), ("speeds",), ("kernels", "failures"), ("pipelines", "servers", "identity", "timeouts"),
+    ("transports", "loaders", "models", "mixed"), ("streams", "exactness"),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; checks that fill the memory of GPUs, or time steps, are alone. The last ones
 have the most cases: where time runs out, some of these are left, and no group as a whole."""
-AT_ONCE = ("failures", "loaders", "timeouts", "servers")
+AT_ONCE = ("kernels", "failures", "loaders", "timeouts", "servers", "mixed", "streams")
 """Groups whose launches run at the same time."""
 
 
@@ -147,16 +149,7 @@ def threads(ranks: int) -> int:
 
 def lanes(group: str, wanted: list[Launch], cuda: bool) -> list[list[Launch]]:
     """Launches of a group that run one after the other; what is in different lists runs at the same time."""
-    if not cuda:
-        return [wanted]
-    if group in AT_ONCE:
-        return [[launch] for launch in wanted]
-    found: dict[tuple[tuple[int, ...] | None, bool], list[Launch]] = {}
-    for launch in wanted:
-        # Those of other hosts, and those that mostly wait, have a list of their own.
-        waits = launch.case.endswith((TIME_OUT, WHILE_GROWING))
-        found.setdefault((launch.hosts, waits), []).append(launch)
-    return list(found.values())
+    return [[launch] for launch in wanted] if cuda and group in AT_ONCE else [wanted]
 
 
 def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: float) -> Ended:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import check_kernels
 import gpu_check
 import pytest
 import torch
@@ -111,7 +113,8 @@ def test_a_process_that_ends_says_who_is_missing(said: str, may_end: bool, dies:
 @pytest.mark.parametrize(
     ("group", "cuda", "sizes"),
     [
-        ("mixed", True, [3, 2, 3, 2]),
+        ("mixed", True, [1] * 10),
+        ("kernels", True, [1, 1]),
         ("loaders", True, [1] * 7),
         ("loaders", False, [7]),
         ("growth", True, [2]),
@@ -140,3 +143,19 @@ def test_unknown_groups_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--only", "kernels,nosuch"])
     assert "there is no group nosuch; there are kernels," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_of_the_kernels_have_every_shape_once(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(check_kernels, "refusal", lambda *args: None)
+    lines = SimpleNamespace(check=lambda what, label, run: checked.append(label))
+    wanted = launches("kernels", ranks, True, [])
+    assert isinstance(wanted, list)
+    for launch in wanted:
+        for rank in range(ranks):
+            place = Place(rank, ranks, torch.device("cpu"), kernel="torch_varlen")
+            check_kernels.run(place, cast(Lines, lines), launch.case)
+    always = ["4/1 × 128, deterministic", "added in torch.float32", "added in torch.float32", "more than 2^31 elements"]
+    assert sorted(checked) == sorted([*check_kernels.SHAPES, *always])
+    assert not torch.are_deterministic_algorithms_enabled()
