@@ -26,7 +26,9 @@ __all__ = ["stand_in", "summarise"]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "foreseen.md"
 LIMITS = {"ratio": 0.03, "tokens": 0.07, "memory": 0.10}
 """How far predicted over measured may be from 1."""
-KNOWN: dict[tuple[str, str, str], str] = {}
+_HELD_UP = "waves beyond the third held each other up at this commit; what is foreseen is how they run since"
+_HELD_UP_IN = "h200x2/train_million_256k_2r_81c8253.json", 'cad@{"keep":"host","tolerance":0.01,"memory":1.2}'
+KNOWN: dict[tuple[str, str, str], str] = {(*_HELD_UP_IN, figure): _HELD_UP for figure in ("tokens", "ratio")}
 """(file, mode, figure): why a prediction is beyond its limit, where one is."""
 
 
@@ -84,7 +86,8 @@ def page(rows: list[Row]) -> str:
     compared = [row for row in rows if row.tokens is not None]
 
     def worst(figure: str) -> str:
-        values = [(abs(value - 1), row) for row in compared if (value := getattr(row, figure)) is not None]
+        usual = [row for row in compared if (row.file, row.mode, figure) not in KNOWN]
+        values = [(abs(value - 1), row) for row in usual if (value := getattr(row, figure)) is not None]
         far, row = max(values, key=lambda pair: pair[0])
         return f"{100 * far:.1f} % ({row.file.rsplit('/', 1)[-1].removesuffix('.json')}, `{row.mode}`)"
 
@@ -96,7 +99,7 @@ def page(rows: list[Row]) -> str:
         "`python benchmarks/foreseen.py`; a test compares the two. A new measurement is added by putting the JSON of",
         "`train_step.py`, `fsdp2_step.py`, `pipeline.py` or `servers_step.py` into a folder of `benchmarks/results`.",
         "",
-        "| figure | farthest from 1 | limit |",
+        "| figure | farthest from 1, but for what is told below | limit |",
         "|---|---|---|",
         f"| ratio to the first mode of the run | {worst('ratio')} | 3 % |",
         f"| tokens/s | {worst('tokens')} | 7 % |",
