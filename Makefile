@@ -28,8 +28,10 @@ RECIPE := pyproject.toml setup.py .ci/make-venv
 demo: $(VENV)/installed-demo native
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)")
 
+# Unit tests share the cores. The others start several processes each and mind the time: one after the other.
 test: $(VENV)/installed-test native
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 tests/unit $(PYTEST_ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not long" --ignore tests/unit $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed-test native
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m long $(PYTEST_ARGS)
