@@ -190,6 +190,8 @@ between hosts, of which there is one run, was 6 % too slow: it was foreseen at t
 
 - **All-gather context parallelism**: no run of it is kept, on one host or on several. `benchmarks/gpus span FOLDER` and
   `benchmarks/gpus hosts FOLDER` measure it, and their files would be compared.
+- **Plans beside reserved servers as they are now**, which count on the other nano-batch to hide what travels, and may
+  go in two waves: the runs above were made before, and are foreseen as plans were then.
 - **Packing by length**: an oracle's; no way to reach it is known.
 - **Between hosts**: waves with more than one rank a host, documents in zigzag, and that collectives of ZeRO-3 and
   FSDP, CAD's exchanges and context parallelism have the links to themselves, each as if the others moved nothing.

@@ -44,6 +44,8 @@ BEFORE_WAVES = {
     "20d1bbb", "9e17d32", "aad1172", "bacb716", "0239cdb", "963163a", "5b34a40", "7d0fc83", "4ffabac", "720b9da"
 }  # fmt: skip
 """Commits of runs from before exchanges went in waves: see Setting.copies_own_rows."""
+BEFORE_TURNS = {"4ffabac", "7850fb0", "81c8253"}
+"""Commits of runs beside reserved servers before plans knew of the other nano-batch: see Setting.waits_at_servers."""
 USUAL = {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}
 """Sizes that the benchmarks take where nothing is said; older files do not name all of them."""
 USUAL_KERNEL = "flash_attn_4"
@@ -203,6 +205,7 @@ def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[st
         Profile.load(SHIPPED / f"{MACHINES[device]}_{kernel}.json").cost_for(seat_shape(model, 1)),
         checkpointing=not sizes.get("no_checkpointing"),
         copies_own_rows=commit in BEFORE_WAVES,
+        waits_at_servers=commit in BEFORE_TURNS,
         **more,
     )
 

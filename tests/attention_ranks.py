@@ -80,6 +80,7 @@ class NetworkTransport:
     rank: int
     name: str = "network"
     most_waves: int = 8
+    two_ways: bool = False
     exchanges: int = 0
     bytes_sent: int = 0
     shipped: list[list[int]] = field(default_factory=list)
@@ -101,7 +102,8 @@ class NetworkTransport:
     def give_back(self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment) -> _Returned:
         self.moments.append(moment)
         back = _Returned(self, schedule, fields, self._start("give_back", schedule, fields, nano_batch))
-        for area in self.landed.pop((nano_batch, moment.wave % OUT)):
+        # Not there where nothing landed, and nobody has waited for it.
+        for area in self.landed.pop((nano_batch, moment.wave % OUT), []):
             area.fill_(float("nan"))
         return back
 

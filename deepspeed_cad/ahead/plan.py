@@ -31,13 +31,14 @@ from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.constants import WAVES
+from deepspeed_cad.planner.alternation import alternate
+from deepspeed_cad.planner.constants import WAVES, WAVES_IN_TURN
 from deepspeed_cad.planner.cut import PlanLayers, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Floats, HeadShape, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
@@ -91,13 +92,30 @@ class Beside(NamedTuple):
     """Linear layers that run while servers attend."""
 
     each: Floats
-    """[ranks] seconds per token; 0 on servers."""
-    tokens: Ints
-    """[ranks] of the micro-batch."""
+    """[trainers] seconds per token."""
+    layout: Layout
+    """Of trainers and servers, the whole micro-batch."""
+    speed: Floats | None = None
+    """[ranks] of attention; None: all are equal."""
 
-    def seconds(self, tick: Tick) -> Floats:
-        """[ranks] what each rank computes while this nano-batch is attended: linear layers of the other one."""
-        return self.each * (self.tokens - tick.query_tokens)
+    def seconds(self, tokens: Ints) -> Floats:
+        """[ranks] of linear layers of so many tokens of each rank."""
+        idle = self.layout.ranks - len(self.each)
+        return np.append(self.each, np.zeros(idle)) * tokens
+
+    def starts(self, tick: Tick, key: PlanKey, cost: CostModel) -> Starts:
+        """What each rank computes while this nano-batch is attended, and how late its results may come."""
+        segments, ranks = self.layout.segments, self.layout.ranks
+        whole, own = (
+            float(cost.of(rows.begin, rows.end, key.window).sum()) * key.shape.groups for rows in (segments, tick.query)
+        )
+        turns = alternate(
+            max(whole - own, 0.0),
+            self.seconds(tick.query_tokens),
+            np.ones(ranks) if self.speed is None else self.speed,
+            np.arange(ranks) >= len(self.each),
+        )
+        return Starts(self.seconds(self.layout.tokens - tick.query_tokens), np.zeros(ranks), turns)
 
 
 class Plans:
@@ -187,7 +205,7 @@ class Plans:
         late = self.pace.late
         beside = None
         if linear is not None and at is not None:
-            beside = Beside(np.append(linear, np.zeros(idle)), layout.tokens)
+            beside = Beside(linear, layout, None if reserved is None else reserved.speed)
         starts = cache(partial(self._starts, late, beside))
         rows = rows_kept if self.config.backward == "keep" else rows_resent
         micro_batch = MicroBatch(
@@ -220,11 +238,12 @@ class Plans:
         layout, beside = _widen(gathered.layout, reserved.servers), None
         at = None if gathered.cut is None else np.append(gathered.cut, idle)
         if gathered.linear is not None and at is not None:
-            beside = Beside(np.append(gathered.linear, idle), layout.tokens)
+            beside = Beside(gathered.linear, layout, reserved.speed)
         micro_batch.plan_again(
             reserved.generation, layout, (layout.tick(),) if at is None else layout.cut(at),
             partial(
-                self.plan_tick, starts=partial(self._starts, gathered.late, beside), now=gathered.now, reserved=reserved
+                self.plan_tick, starts=partial(self._starts, gathered.late, beside), now=gathered.now,
+                reserved=reserved,
             ),
             reserved.transport, _open_at_servers(reserved, gathered.turn, layout, at),
         )  # fmt: skip
@@ -259,6 +278,11 @@ class Plans:
         known = starts(tick, key)
         base = None if known is None else known.begin
         reserved = reserved or self.reserved
+        transport = self.transport() if reserved is None or reserved.passes is None else reserved.transport
+        waves = self._waves(transport, reserved, known)
+        turns = None if known is None or max(waves) > max(WAVES_IN_TURN) else known.alternation
+        if transport is None or not transport.two_ways:
+            turns = None
         speed = self.speeds if reserved is None else reserved.speed
         hosts = self.hosts if reserved is None or reserved.passes is None else reserved.hosts
         cost = self.cost if now is None else self.cost.with_links(now.inside, now.between)
@@ -266,7 +290,7 @@ class Plans:
             PlanInput(
                 tick, key.shape, cost.cost_for(key.shape), key.window, self.config.tolerance,
                 self.config.granularity, base_load=base, speed=speed, hosts=hosts,
-                waves=self._waves(), keep=self.config.backward == "keep",
+                waves=waves, keep=self.config.backward == "keep", alternation=turns,
             )
         )  # fmt: skip
         if base is None:
@@ -278,12 +302,13 @@ class Plans:
         """In how many waves they move where nobody looks for the best number."""
         return (1 if self.transport() is None or isinstance(self.config.waves, str) else self.config.waves,)
 
-    def _waves(self) -> tuple[int, ...]:
+    def _waves(self, transport: Transport | None, reserved: Reserved | None, known: Starts | None) -> tuple[int, ...]:
         """In how many waves plans may move; the same on every rank."""
-        transport = self.transport()
-        # Beside reserved servers linear layers hide what travels, and more waves would hide less of it.
-        if transport is None or self.reserved is not None or not isinstance(self.config.waves, str):
+        if transport is None or not isinstance(self.config.waves, str):
             return self.given_waves()
+        if reserved is not None:
+            alternates = transport.two_ways and known is not None and known.alternation is not None
+            return WAVES_IN_TURN if alternates else (1,)
         several_hosts = self.hosts is not None and len(np.unique(self.hosts)) > 1
         if not several_hosts or self.config.overlap == "none":
             return (1,)
@@ -359,7 +384,7 @@ class Plans:
 
     def _starts(self, late: np.ndarray, beside: Beside | None, tick: Tick, key: PlanKey) -> Starts | None:
         if self.reserved is not None:
-            return None if beside is None else Starts(beside.seconds(tick), np.zeros(len(beside.each)))
+            return None if beside is None else beside.starts(tick, key, self.cost.cost_for(key.shape))
         base = self.pace.base_load(late, self._mean_attention(tick, key))
         if base is None:
             return None

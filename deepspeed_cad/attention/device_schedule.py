@@ -60,6 +60,11 @@ class DeviceSchedule:
         return len(self.waves) > BACK or self.keys_return_often
 
     @property
+    def serves(self) -> bool:
+        """Whether any task here waits for what other ranks send."""
+        return any(wave.served or wave.half_local for wave in self.waves)
+
+    @property
     def query_tokens(self) -> int:
         """Query rows of this rank."""
         return self.waves[0].host.query_tokens

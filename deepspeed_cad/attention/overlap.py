@@ -43,6 +43,8 @@ class Return:
     """Those of the last waves, in order."""
     ends: Ends | None
     """Where two streams run."""
+    out: WavesOut | None = None
+    """Dispatches that nobody has waited for, as nothing here needs what they bring."""
 
     def finish(self, setup: CallSetup, backward: bool = False) -> None:
         """Wait for what comes back, and for the other stream where there is one."""
@@ -60,6 +62,8 @@ class Return:
         setup.counts.waits.beside(*self.ends, returned, setup.gain)
 
     def _wait(self) -> None:
+        while self.out is not None and self.out.under_way:
+            self.out.wait()
         # Each is freed as soon as it is placed.
         while self.backs:
             self.backs.popleft().wait()
@@ -77,7 +81,20 @@ def run_tasks(
     """Run local and served batches as the call is set up."""
     if setup.aside is not None:
         return _run_beside(setup, setup.aside, out, run, serve, backward)
+    two_ways = setup.transport is not None and setup.transport.two_ways
+    if two_ways and setup.modes.local_first and not setup.schedule.serves and out.started == out.count:
+        return _run_own(setup, out, run, serve, backward)
     return _run_in_turn(setup, out, run, serve, backward)
+
+
+def _run_own(
+    setup: CallSetup, out: WavesOut, run: Run, serve: Serve[Made], backward: bool
+) -> tuple[tuple[Made, ...], Return]:
+    """Nothing is served here, as on most trainers beside reserved servers: results may come home from the beginning."""
+    served = [serve(wave, out.nothing()) for wave in range(out.count)]
+    with setup.span("local", backward):
+        run(setup.schedule.all_local)
+    return tuple(made for made, _ in served), Return(deque(back for _, back in served), None, out)
 
 
 def _run_in_turn(

@@ -10,7 +10,7 @@ import numpy as np
 from deepspeed_cad.attention.setup import CallOrders, Modes
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.plan import Floats, HeadShape, Plan
+from deepspeed_cad.planner.plan import Alternation, Floats, HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room
 from deepspeed_cad.schedule.waves import WHOLE, Cut
@@ -58,6 +58,8 @@ class Starts(NamedTuple):
     """From then on none is idle, if all goes as planned."""
     held_up: Floats
     """Of it, for what a rank is idle although it has come: it reads keys of one that is late."""
+    alternation: Alternation | None = None
+    """Where another tick is attended in turn with this one."""
 
 
 def whole_rank_tasks(layout: Layout, groups: int) -> np.ndarray:

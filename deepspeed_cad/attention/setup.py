@@ -71,6 +71,8 @@ class WavesOut:
     """Waves of the pass; 0 where there is nobody to exchange with."""
     start: Callable[[int], Dispatched]
     """Starts one of them."""
+    fields: list[Outgoing]
+    """What they send."""
     under_way: deque[Dispatched] = field(default_factory=deque)
     started: int = 0
 
@@ -87,6 +89,10 @@ class WavesOut:
     def wait(self) -> list[torch.Tensor]:
         """What the next wave to be served brings."""
         return self.under_way.popleft().wait()
+
+    def nothing(self) -> list[torch.Tensor]:
+        """What a wave brings of which nothing is served here."""
+        return [one.home.new_empty(0, one.home.shape[-1]) for one in self.fields]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +132,7 @@ class CallSetup:
         `what` names them on the timeline.
         """
         count = 0 if self.transport is None else len(self.schedule.waves)
-        return WavesOut(count, lambda wave: self._dispatch(what, wave, fields, backward))
+        return WavesOut(count, lambda wave: self._dispatch(what, wave, fields, backward), fields)
 
     def begin(self, out: WavesOut, backward: bool = False) -> None:
         """Start the exchanges out of the first waves; later ones start as these end."""
@@ -159,7 +165,9 @@ class CallSetup:
 
         with self.span("return", backward, aside=self.aside is not None):
             return (
-                start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start, wave)
+                start()
+                if tracer is None
+                else tracer.exchange(what, self.nano_batch, backward, transport, start, wave, is_return=True)
             )
 
     def begin_linear(self, backward: bool) -> None:

@@ -29,6 +29,11 @@ class Alarm:
         """Whether the others go on without a server that is lost; the same on all ranks of an exchange."""
         return self.liveness is not None and self.liveness.losses is not None
 
+    @property
+    def may_change(self) -> bool:
+        """Whether they will go on without one, once training has begun; known when a transport is made."""
+        return self.liveness is not None and self.liveness.may_change
+
     def lost(self) -> str:
         """Why no exchange of the present group can end, where the others go on; else ""."""
         return "" if self.liveness is None or self.liveness.losses is None else self.liveness.losses.why()

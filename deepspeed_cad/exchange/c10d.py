@@ -32,6 +32,7 @@ class C10dTransport:
 
     name = "c10d"
     landing_bytes = 0
+    two_ways = False
     most_waves = 1
     """Both ways share one queue of collectives, so nothing comes back before all is out; and where one starts on a CPU,
     the host waits for the numbers of all ranks."""

@@ -121,6 +121,13 @@ def size_of(group: Group) -> int:
     return group.ranks if isinstance(group, OwnGroup) else dist.get_world_size(group)
 
 
+def has_ways_apart(group: Group, may_change: bool) -> bool:
+    """Whether transports have streams, and flags or a communicator, for each way: beside reserved servers, whose results
+    come home while the next nano-batch goes out. Not where training is to go on without one that is lost
+    (`may_change`): there hosts wait for each exchange."""
+    return isinstance(group, OwnGroup) and not may_change
+
+
 def name_of(group: Group) -> str:
     """The name by which torch knows a group."""
     return group.name if isinstance(group, OwnGroup) else str(group.group_name)

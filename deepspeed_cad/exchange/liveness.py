@@ -60,7 +60,9 @@ class Liveness:
         self.watched: Sequence[int] = range(ranks)
         """Ranks without which the others cannot go on."""
         self.losses: Losses | None = None
-        """Where the others go on without a server that is lost."""
+        """Where the others go on without a server that is lost; from when training has opened its transport."""
+        self.may_change = False
+        """Whether they are to: known from the beginning."""
         self.started: Callable[[], int] = lambda: 0
         """Says how many exchanges this rank has started."""
 

@@ -117,23 +117,18 @@ def _in_time(
 class TwoWays:
     """Messengers of one transport: for what goes out, and for what comes back."""
 
-    def __init__(self, group: Group, device: torch.device, alarm: Alarm, several_hosts: bool) -> None:
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm, apart: bool) -> None:
         """Collective: every rank of the group makes one at the same time.
 
-        Between hosts each way has a communicator and a stream of its own, so that a wave comes back while the next is
-        still on its way out. All ranks start exchanges in the same order, so no two can wait for each other.
+        `apart`: each way has a communicator and a stream of its own, so that a wave comes back while the next is still
+        on its way out. All ranks start exchanges in the same order, so no two can wait for each other.
         """
         self.out = Messenger(group, device, alarm)
         try:
-            self.back = Messenger(group, device, alarm) if several_hosts else self.out
+            self.back = Messenger(group, device, alarm) if apart else self.out
         except BaseException:
             self.out.leave()
             raise
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """Where the messages of an exchange end, if that is one stream."""
-        return self.out.stream if self.out is self.back else None
 
     def leave(self) -> None:
         """See `Messenger.leave`."""

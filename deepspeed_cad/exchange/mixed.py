@@ -70,7 +70,7 @@ class MixedTransport(NvlinkTransport):
             raise CADError(f"{len(near)} numbers of neighbourhoods for a group of {size_of(group)} ranks")
         alarm = Alarm(rank_of(group), liveness, timeout_s)
         # First what all ranks take part in: making landing areas can fail on one host alone.
-        self.messages = TwoWays(group, device, alarm, several_hosts=True)
+        self.messages = TwoWays(group, device, alarm, apart=True)
         try:
             super().__init__(group, device, liveness, timeout_s, host_group(group, near), alarm)
         except BaseException:

@@ -17,7 +17,7 @@ import torch
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.arrival import wait_for
 from deepspeed_cad.exchange.comparison import RING, Comparison
-from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of, size_of
+from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.messages import Messenger, TwoWays
@@ -48,7 +48,11 @@ class NcclTransport:
         timeout_s: float = 300.0,
         several_hosts: bool = False,
     ) -> None:
-        """Collective: every rank of the group makes one at the same time, `several_hosts` alike."""
+        """Collective: every rank of the group makes one at the same time, `several_hosts` alike.
+
+        Each way has a communicator of its own between hosts, and beside reserved servers, whose results come home while
+        the next nano-batch goes out.
+        """
         self.group, self.device = group, device
         self.rank, self.ranks = rank_of(group), size_of(group)
         self.exchanges = 0
@@ -56,8 +60,10 @@ class NcclTransport:
         self.transfers: Transfers | None = None
         self.register = Register()
         self._alarm = Alarm(self.rank, liveness, timeout_s)
-        self.messages = TwoWays(group, device, self._alarm, several_hosts)
-        self.stream = self.messages.stream
+        self._two_ways = has_ways_apart(group, self._alarm.may_change)
+        self.messages = TwoWays(group, device, self._alarm, several_hosts or self._two_ways)
+        self.stream: torch.cuda.Stream | None = None
+        """Where the messages of the newest exchange end: for timelines."""
         ring = torch.zeros(RING, self.ranks, dtype=torch.int64, device=device)
         # Message streams write the numbers: not before they are zeros.
         for one in (self.messages.out, self.messages.back):
@@ -67,6 +73,11 @@ class NcclTransport:
         self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, KindRows]] = WeakKeyDictionary()
         self._unfinished: set[_UnderWay] = set()
         """Where training goes on without a server that is lost: what NCCL may still read and write."""
+
+    @property
+    def two_ways(self) -> bool:
+        """See Transport.two_ways."""
+        return self._two_ways
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
@@ -168,6 +179,7 @@ class NcclTransport:
         done = way.exchange(
             identity, np.ascontiguousarray(np.concatenate(messages)), self._comparison, self._watchdog, self.transfers
         )
+        self.stream = way.stream
         under_way = _UnderWay(identity, done, packed, arrived, torch.cuda.current_stream(self.device))
         if self._alarm.goes_on:
             self._unfinished.add(under_way)

@@ -6,11 +6,15 @@ their own flags on their own stream. No kernel, no packing, no host synchronisat
 the watchdog's thread (comparison.py). Only where training goes on without a server that is lost, the host looks at the
 flags instead of a stream (arrival.py).
 
+Beside reserved servers each way has a copy stream and flags of its own, as results go home while the next nano-batch
+goes out: on one stream a rank's word that it has come to an exchange would wait behind what it sends the other way.
+
 Why memory is never overwritten too early. All ranks start the same exchanges in the same order, numbered 1, 2, …; flag
 p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
 stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
 "flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
-served tasks run beside local ones: the training stream waits for that before it places what came back.
+served tasks run beside local ones: the training stream waits for that before it places what came back. Where ways are
+apart, flag p is the one of the way of n.
 Waves of one nano-batch take turns in few lanes (lanes.py), each with memory of its own; nano-batches have their own.
   Dispatch: one area per lane. What landed is read before its return starts, on the same stream; so the area is free at
   a peer whose flag has reached that return.
@@ -26,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -43,7 +48,7 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of, size_of
+from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
 from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.landing import LandingArea, make_buffers
 from deepspeed_cad.exchange.lanes import Lanes
@@ -80,6 +85,16 @@ class _Prepared:
     addresses: Table
     """See copies.address_fields; the sources are filled in for every exchange."""
     landed: list[torch.Tensor]
+
+
+class _Way(NamedTuple):
+    """Out or back: where copies are queued, and who has come how far."""
+
+    stream: torch.cuda.Stream
+    flag_of_rank: Table
+    """Where this rank's number is written at each rank."""
+    own_flags: Table
+    """Where those of all ranks are here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,19 +149,23 @@ class NvlinkTransport:
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()
             self.calls: CudaCalls = cuda_calls()
-            self._copies = torch.cuda.Stream(device)
+            streams = [torch.cuda.Stream(device) for _ in range(1 + has_ways_apart(group, alarm.may_change))]
             self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
             # The kernel that spoils what landed is loaded now: a first launch may need the GPU to be idle.
             torch.empty(PAGE, dtype=torch.uint8, device=device).fill_(255)
-        self.stream: torch.cuda.Stream | None = self._copies
-        """Where the transfers of an exchange end, if that is one stream: for timelines."""
+        self.stream: torch.cuda.Stream | None = streams[0]
+        """Where the transfers of the newest exchange end, if that is one stream: for timelines."""
         whole = size_of(group)
-        ahead = -(-FLAG_BYTES * self.ranks // PAGE) * PAGE
+        flags = FLAG_BYTES * self.ranks
+        ahead = -(-len(streams) * flags // PAGE) * PAGE
         size = ahead + RING * whole * NAME_BYTES
         self._flags = make_buffers([size], peers, device, self._meeting, "making flags for exchanges")[0]
-        self._flag_of_rank: Table = self._flags.addresses + FLAG_BYTES * self.place
-        """Where this rank's number is written at each rank."""
-        self._own_flags: Table = self._flags.addresses[self.place] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
+        here = self._flags.addresses[self.place] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
+        ways = [
+            _Way(stream, self._flags.addresses + FLAG_BYTES * self.place + number * flags, here + number * flags)
+            for number, stream in enumerate(streams)
+        ]
+        self._out, self._back = ways[0], ways[-1]
         self._name_of_rank: Table = self._flags.addresses + ahead + NAME_BYTES * self.rank
         """Where this rank's names are written at each rank: in the first row of a ring, [RING, ranks of the group]."""
         self._name_row = NAME_BYTES * whole
@@ -166,7 +185,7 @@ class NvlinkTransport:
         """See Transport.dispatch. What arrives is valid until its return, or the next dispatch on the same lane."""
         tables = self._begin(schedule, nano_batch, moment.wave)
         lane = self._lanes.out(nano_batch, moment.wave)
-        guard, area = lane.guard, lane.next_area()
+        guard, area = (self._back if lane.give_back else self._out, lane.guard), lane.next_area()
         shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
         prepared = self._prepare(tables, area, tables.served_rows, shapes)
         for row, f in zip(prepared.addresses, fields):
@@ -174,9 +193,15 @@ class NvlinkTransport:
             size = f.home.element_size()
             row[1:4] = f.home.data_ptr(), f.home.stride(0) * size, f.home.stride(1) * size
         identity = self._next(moment, nano_batch, False, schedule)
-        done = self._push(identity, tables.dispatch, prepared, area, guard)
+        done = self._push(self._out, identity, tables.dispatch, prepared, area, guard)
         lane.dispatch, lane.give_back = self.exchanges, 0
-        return _Dispatched(self, self._under_way(identity, done, [f.home for f in fields]), prepared.landed)
+        under_way = self._under_way(self._out, identity, done, [f.home for f in fields])
+        return _Dispatched(self, under_way, prepared.landed)
+
+    @property
+    def two_ways(self) -> bool:
+        """See Transport.two_ways."""
+        return self._out is not self._back
 
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
@@ -192,9 +217,9 @@ class NvlinkTransport:
             check_served(f.served, int(tables.served_rows[self.place, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         identity = self._next(moment, nano_batch, True, schedule)
-        done = self._push(identity, tables.give_back, prepared, back.area, lane.dispatch)
+        done = self._push(self._back, identity, tables.give_back, prepared, back.area, (self._out, lane.dispatch))
         lane.give_back = self.exchanges
-        under_way = self._under_way(identity, done, [f.served for f in fields])
+        under_way = self._under_way(self._back, identity, done, [f.served for f in fields])
         back.unfinished = found = _Returned(self, under_way, fields, prepared.landed, tables.placements)
         return found
 
@@ -225,10 +250,11 @@ class NvlinkTransport:
         assert isinstance(self.group, OwnGroup)
         self._watchdog.abandon()
         self.group.abandon()
-        copied = self._copies.record_event()
+        copied = [way.stream.record_event() for way in (self._out, self._back)]
 
         def release() -> None:
-            copied.synchronize()
+            for one in copied:
+                one.synchronize()
             self._tables.clear()
             self._lanes.release()
             self.peers.forget()
@@ -241,7 +267,7 @@ class NvlinkTransport:
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record(current)
-        self._wait_for_flags(current, under_way.identity.index, under_way.identity)
+        self._wait_for_flags(current, under_way.way, under_way.identity.index, under_way.identity)
         for done in under_way.done:
             current.wait_event(done)
             if current != under_way.producer:
@@ -251,10 +277,10 @@ class NvlinkTransport:
         identity = under_way.identity
         self._watchdog.track(before, after, identity, partial(self._comparison.arrived, identity, self._neighbours))
 
-    def _wait_for_flags(self, stream: torch.cuda.Stream, number: int, waited_for: Identity) -> None:
-        """What is queued on a stream from now on begins when all ranks have come to an exchange."""
+    def _wait_for_flags(self, stream: torch.cuda.Stream, way: _Way, number: int, waited_for: Identity) -> None:
+        """What is queued on a stream from now on begins when all ranks have come to an exchange of a way."""
         if not self._alarm.goes_on:
-            self.calls.wait(stream.cuda_stream, self._own_flags, number)
+            self.calls.wait(stream.cuda_stream, way.own_flags, number)
             return
         if self._reader is None:
             self._reader = read_numbers(self._flags.tensor[: FLAG_BYTES * self.ranks].view(torch.int32))
@@ -313,24 +339,34 @@ class NvlinkTransport:
         return self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
 
     def _push(
-        self, identity: Identity, table: PushTable, prepared: _Prepared, area: LandingArea, guard: int
+        self,
+        way: _Way,
+        identity: Identity,
+        table: PushTable,
+        prepared: _Prepared,
+        area: LandingArea,
+        guard: tuple[_Way, int],
     ) -> torch.cuda.Event:
-        stream = self._copies
+        """`guard`: the exchange that peers must have come to, and of which way it is."""
+        stream = way.stream
+        self.stream = None if self.stream is None else stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if area.last_operation:
-            self._wait_for_flags(stream, guard, identity)
+            self._wait_for_flags(stream, *guard, identity)
         area.last_operation = self.exchanges
         fields = prepared.addresses
         names = self._name_of_rank + self._name_row * (identity.index % RING)
         self.calls.push(
             stream.cuda_stream, table.peers, table.begin, table.slices, fields,
-            self._flag_of_rank, identity.index, names, identity.number,
+            way.flag_of_rank, identity.index, names, identity.number,
         )  # fmt: skip
         self.bytes_sent += int((table.rows_sent[fields[:, 0]] * fields[:, 4]).sum())
         return stream.record_event()
 
-    def _under_way(self, identity: Identity, done: torch.cuda.Event, sources: list[torch.Tensor]) -> _UnderWay:
-        return _UnderWay(identity, [done], sources, torch.cuda.current_stream(self.device))
+    def _under_way(
+        self, way: _Way, identity: Identity, done: torch.cuda.Event, sources: list[torch.Tensor]
+    ) -> _UnderWay:
+        return _UnderWay(way, identity, [done], sources, torch.cuda.current_stream(self.device))
 
     def _give_up(self) -> None:
         """Called by the watchdog: end the waits of this rank; what landed becomes NaN, the next call raises."""
@@ -342,14 +378,15 @@ class NvlinkTransport:
                 for area in self._lanes.areas():
                     if area.capacity:
                         area.tensor.fill_(255)
-                self.calls.push(
-                    stream.cuda_stream, everyone, nothing, no_slices, no_fields, self._own_flags,
-                    self.exchanges + POISON,
-                )  # fmt: skip
+                for flags in (self._out.own_flags, self._back.own_flags):
+                    self.calls.push(
+                        stream.cuda_stream, everyone, nothing, no_slices, no_fields, flags, self.exchanges + POISON
+                    )
 
 
 @dataclass(eq=False)
 class _UnderWay:
+    way: _Way
     identity: Identity
     done: list[torch.cuda.Event]
     """On the copy stream, behind this rank's own pushes; and on streams of other parts of the exchange."""

@@ -71,7 +71,12 @@ class Transport(Protocol):
     """Exchanges started so far: tests count them."""
     bytes_sent: int
     most_waves: int
-    """In how many waves a tick may usefully go. More work all the same, where they are asked for."""
+    """In how many waves a tick in place may usefully go. More work all the same, where they are asked for."""
+
+    @property
+    def two_ways(self) -> bool:
+        """Whether results travel home while later dispatches travel out, and no host waits for either: beside reserved
+        servers."""
 
     @property
     def landing_bytes(self) -> int:

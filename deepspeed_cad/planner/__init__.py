@@ -26,7 +26,8 @@ The heuristic, in words. Names in capitals are numbers in `constants.py`, which 
    come down to it and no further: their fullest ranks give, the emptiest of hosts that end early take. Then each host's
    ranks are made even as in 2. Also tried with hosts made even first, so that all of their links send, and with ranks
    instead of hosts. A lower level means less work for the slowest and longer transfers; the search follows both to
-   where they meet (TRIES).
+   where they meet (TRIES). Where two ticks take turns beside reserved servers, what the other one hides is no waiting
+   (`alternation.py`).
 7. *Documents on many ranks.* Where a document's last rows read keys of READ_FROM ranks or more, plans are also made
    from another start: its rows are dealt out by head groups, so that every rank reads keys of few of them instead of
    the last ranks all keys of all (`spread.py`). All rows are, or all but its first segment, which reads no other keys
@@ -39,8 +40,9 @@ The heuristic, in words. Names in capitals are numbers in `constants.py`, which 
 Evidence: the kernels' measured costs say what a task takes (cost.py, benchmarks/results/kernels-h200.md); few head
 groups with many rows need about half of the bytes of the published planner on its own 18 inputs, and both sides of the
 tolerance hold there (benchmarks/results/planner.md); on small inputs an exact optimum is near, of bytes on one host and
-of time on two (tests/unit/test_planner_optimum.py). The model of transfers follows what attention/ does step by step;
-it was not compared with GPUs. benchmarks/links.py prints what plans can reach by it.
+of time on two (tests/unit/test_planner_optimum.py). The model of transfers follows what attention/ does step by step,
+between two ticks as a sum of what each of them does; it was not compared with GPUs. benchmarks/links.py prints what
+plans can reach by it.
 
 `reference.py` is the definition, csrc/planner*.cpp gives the same tasks to the row.
 """

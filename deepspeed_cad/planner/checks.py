@@ -55,6 +55,14 @@ def check_input(problem: PlanInput) -> None:
         if wrong.any():
             rank = int(np.flatnonzero(wrong)[0])
             raise CADConfigError(f"{name} of rank {rank} is {array[rank]}; it must be a number of at least 0")
+    if problem.alternation is not None:
+        servers, later = problem.alternation
+        if np.shape(servers) != (ranks,):
+            raise CADConfigError(
+                f"alternation.servers has shape {np.shape(servers)}; it needs one value for each of the {ranks} ranks"
+            )
+        if not (math.isfinite(later) and later >= 0.0):
+            raise CADConfigError(f"alternation.later is {later}; it must be a finite number of at least 0")
     if problem.speed is not None and len(tick.query) and not (np.asarray(problem.speed) > 0).any():
         raise CADConfigError("speed is 0 on every rank: at least one rank must be able to run tasks")
     for name in ("pair", "row", "key", "task", "byte_inside", "byte_between"):

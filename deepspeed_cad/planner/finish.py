@@ -16,6 +16,9 @@ What moves may go in waves, by head groups: a part travels while the one before 
 back. Of n equal parts the first takes its turn at each of the three, and behind it the slowest of the three has n - 1
 more. Base load is time beside which transfers and servers go on. Links that several ranks share are to be given as what
 each gets while all use them, which is how they are measured.
+
+Where two ticks take turns beside reserved servers (alternation.py), a server is at the other tick until one arrives, so
+it loses no time by waiting, and what it found may come home later by what trainers have to do in the other tick.
 """
 
 from __future__ import annotations
@@ -23,14 +26,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.constants import FORWARD_SHARE, TRAVELS, WAVE_SECONDS
 from deepspeed_cad.planner.flows import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
-from deepspeed_cad.planner.plan import Floats, PlanInput
-
-Bools = npt.NDArray[np.bool_]
+from deepspeed_cad.planner.plan import Alternation, Bools, Floats, PlanInput
 
 
 class Routes(NamedTuple):
@@ -93,12 +93,21 @@ def finish_times(problem: PlanInput, work: Floats, flows: Flows, base: Floats, s
     again = Trip(o.home + qkv.home, o.server + qkv.server, every)
     total = np.zeros(len(work))
     for share, out, back in ((FORWARD_SHARE, qkv, o), (1.0 - FORWARD_SHARE, o if problem.keep else again, qkv)):
-        total += end_of_pass(routes, out, back, seconds * share, waiting * share, base * share) + begun
+        turns = problem.alternation
+        if turns is not None:
+            turns = turns._replace(later=turns.later * share)
+        total += end_of_pass(routes, out, back, seconds * share, waiting * share, base * share, turns) + begun
     return total
 
 
 def end_of_pass(
-    routes: Routes, out: Trip, back: Trip, own: Floats, waiting: Floats, start: Floats | float = 0.0
+    routes: Routes,
+    out: Trip,
+    back: Trip,
+    own: Floats,
+    waiting: Floats,
+    start: Floats | float = 0.0,
+    alternation: Alternation | None = None,
 ) -> Floats:
     """When each rank is done with a pass ([ranks]).
 
@@ -109,6 +118,7 @@ def end_of_pass(
         own: [ranks] seconds of all tasks of a rank.
         waiting: [ranks] of them, those that wait for what other ranks send.
         start: [ranks] base load.
+        alternation: with another tick; None: there is none.
     """
     homes, servers, where, count = routes
     arrive = out.server.max(0)
@@ -117,10 +127,14 @@ def end_of_pass(
     first = start + arrive / count + waiting / count
     slower = np.maximum(arrive, waiting)
     served = first + later * slower
-    done = np.maximum(start + own, np.where(waiting > 0.0, served, 0.0))
+    is_late = waiting > 0.0 if alternation is None else (waiting > 0.0) & ~alternation.servers
+    done = np.maximum(start + own, np.where(is_late, served, 0.0))
     trip = np.maximum(back.server[where, servers], back.home[where, homes])
     slowest = np.maximum(slower[servers], trip)
-    _raise_to(done, homes, first[servers] + trip / count[servers] + later[servers] * slowest, back.pairs)
+    home_at = first[servers] + trip / count[servers] + later[servers] * slowest
+    if alternation is not None:
+        home_at -= np.where(alternation.servers[servers], alternation.later, 0.0)
+    _raise_to(done, homes, home_at, back.pairs)
     return done
 
 

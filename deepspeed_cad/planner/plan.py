@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Ints, Tick
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,15 @@ class HeadShape:
         return (self.head_dim + self.value_dim) * self.bytes_per_element
 
 
+class Alternation(NamedTuple):
+    """What is known of a tick that takes turns with another one beside reserved servers (alternation.py)."""
+
+    servers: Bools
+    """[ranks]: those that only serve, and run what reaches them in the order in which it does."""
+    later: float
+    """How long after this tick's end what they found is in time, in the unit of the cost model."""
+
+
 @dataclass(frozen=True, eq=False)
 class PlanInput:
     """Everything a plan depends on. Equal on every rank, so that every rank makes the same plan."""
@@ -75,6 +85,8 @@ class PlanInput:
     """In how many waves that what moves may go: the plan takes the number with which it ends first."""
     keep: bool = False
     """Whether servers keep Q, K and V for the backward; else they travel again with dO."""
+    alternation: Alternation | None = None
+    """Where this tick takes turns with another one beside reserved servers; None: it is alone."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,7 @@ def join_servers(role: Split, config: CADConfig, device: torch.device) -> Reserv
     if role.rank == 0:
         offer_places(meeting, mine)
     said = meeting.meet(mine)
-    liveness = open_board(meeting, role)
+    liveness = open_board(meeting, role, config)
     changing = config.on_server_failure == "continue"
     link = connect(role.rank, said[role.trainers :], liveness, mine.host, changing)
     group = open_group(role, liveness, device, config.timeout_s)

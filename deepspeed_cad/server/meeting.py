@@ -25,10 +25,12 @@ LEFT = "left"
 """On the board: the training has ended."""
 
 
-def open_board(meeting: Rendezvous, split: Split) -> Liveness:
+def open_board(meeting: Rendezvous, split: Split, config: CADConfig) -> Liveness:
     """The error board of trainers and servers."""
     board = dist.PrefixStore("board", meeting.root)
-    return Liveness(PatientStore(board, meeting.timeout_s / 2), split.rank, split.ranks)
+    liveness = Liveness(PatientStore(board, meeting.timeout_s / 2), split.rank, split.ranks)
+    liveness.may_change = config.on_server_failure == "continue"
+    return liveness
 
 
 def look_for_end(liveness: Liveness) -> None:

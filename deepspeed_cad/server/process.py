@@ -94,7 +94,7 @@ class _Server:
             meeting.knock(mine)
         else:
             meeting.meet(mine)
-        self.liveness = open_board(meeting, split)
+        self.liveness = open_board(meeting, split, config)
         look = partial(look_for_end, self.liveness) if split.came_later else lambda: None
         limit = LATE_S if split.came_later else config.timeout_s
         self.trainers = self._links = TrainerLinks(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepspeed_cad.planner.constants import WAVE_SECONDS
 from deepspeed_cad.simulator.attention import Both, Floats
 
 
@@ -29,6 +30,8 @@ class Part:
     """Until what servers wait for has arrived, forward and backward."""
     back: tuple[float, float]
     """Until what they found has arrived."""
+    waves: int = 1
+    """In how many equal parts it goes out, is served and comes back."""
 
 
 class _Meetings:
@@ -39,10 +42,14 @@ class _Meetings:
         """[servers] when each one is done with what reached it."""
         self.home = [0.0] * len(parts)
 
-    def serve(self, number: int, sent: Floats, seconds: Floats, trip: tuple[float, float]) -> None:
-        """A part leaves trainers (`sent`: [trainers]): servers run it when all of it is there."""
-        self.free = seconds + np.maximum(self.free, sent.max() + trip[0])
-        self.home[number] = float(self.free.max(initial=0.0)) + trip[1]
+    def serve(self, number: int, sent: Floats, seconds: Floats, trip: tuple[float, float], waves: int) -> None:
+        """A part leaves trainers (`sent`: [trainers]): servers run each wave of it when all of that is there."""
+        home = 0.0
+        for wave in range(waves):
+            begun = np.maximum(self.free, sent.max() + trip[0] * (wave + 1) / waves)
+            self.free = begun + seconds / waves + (WAVE_SECONDS if wave else 0.0)
+            home = max(home, float(self.free.max(initial=0.0))) + trip[1] / waves
+        self.home[number] = home
 
     def attend(self, number: int, now: Floats, own: Floats) -> Floats:
         """Trainers run their tasks of a part."""
@@ -56,7 +63,7 @@ def forward_seconds(parts: list[Part], layers: int, before: float) -> float:
     meetings, now = _Meetings(parts), np.zeros(len(parts[0].own.forward))
 
     def send(number: int, one: Part) -> None:
-        meetings.serve(number, now, one.served.forward, (one.out[0], one.back[0]))
+        meetings.serve(number, now, one.served.forward, (one.out[0], one.back[0]), one.waves)
 
     for number, one in enumerate(parts):
         now = now + before * one.linear.forward
@@ -77,7 +84,7 @@ def backward_seconds(parts: list[Part], layers: int, before: float) -> float:
     mirrored = list(enumerate(parts))[::-1]
 
     def send(number: int, one: Part) -> Floats:
-        meetings.serve(number, now, one.served.backward, (one.out[1], one.back[1]))
+        meetings.serve(number, now, one.served.backward, (one.out[1], one.back[1]), one.waves)
         return meetings.attend(number, now, one.own.backward)
 
     for number, one in mirrored:

@@ -20,6 +20,8 @@ import numpy as np
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.alternation import alternate
+from deepspeed_cad.planner.constants import WAVES_IN_TURN
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Plan, PlanInput
 from deepspeed_cad.rounds import Rounds
@@ -158,15 +160,23 @@ def _alternate(setting: Setting, kept: Layout, trainers: int) -> _Met:
     cut = choose_interleaved_cut(kept, np.ones(setting.seats, np.int64), kinds, servers, per_token, trainers)
     ticks = (kept.tick(),) if cut is None else kept.cut(cut)
     parts, traffics, attention = [], [], np.zeros(setting.seats)
+    every, servers_only = np.ones(setting.seats), np.arange(setting.seats) >= trainers
+    whole = _attention(setting, kept.segments)
     for tick in ticks:
         # The planner counts kernels alone; what trainers do besides is made as much shorter.
-        beside: Floats = (kept.tokens - tick.query_tokens) * np.float64(per_token / setting.machine.in_training)
-        tasks = make_plan(_question(setting, tick, setting.hosts, beside)).tasks
+        per_row = np.float64(per_token / setting.machine.in_training)
+        beside: Floats = (kept.tokens - tick.query_tokens) * per_row
+        question = _question(setting, tick, setting.hosts, beside)
+        if cut is not None and not setting.waits_at_servers:
+            turns = alternate(whole - _attention(setting, tick.query), tick.query_tokens * per_row, every, servers_only)
+            question = replace(question, alternation=turns, waves=WAVES_IN_TURN)
+        plan = make_plan(question)
+        tasks = plan.tasks
         traffic = _count(setting, tasks, kept.segments, setting.seats, setting.hosts)
         work = _task_seconds(setting, tasks, setting.seats) * (1.0 / setting.layers)
         linear = Both(*(tick.query_tokens[:trainers] * way for way in (each.forward, each.backward)))
         own, served = (Both(work.forward[who], work.backward[who]) for who in (slice(trainers), slice(trainers, None)))
-        parts.append(Part(linear, own, served, *_trips(setting, traffic)))
+        parts.append(Part(linear, own, served, *_trips(setting, traffic), plan.waves))
         traffics.append(traffic)
         attention += work.total * setting.layers
     loss = float(kept.tokens.max()) * ends
@@ -178,6 +188,11 @@ def _alternate(setting: Setting, kept: Layout, trainers: int) -> _Met:
     fullest = int(kept.tokens.argmax())
     waiting = 0.0 if cut is None else float(min(tick.query_tokens[fullest] for tick in ticks))
     return _Met(hidden, max(0.0, ran - hidden), attention, traffics, waiting)
+
+
+def _attention(setting: Setting, rows: Segments) -> float:
+    """Seconds of one layer's attention of these rows, by the kernel's profile."""
+    return float(setting.cost.of(rows.begin, rows.end).sum()) * setting.shape.groups
 
 
 def _count(setting: Setting, tasks: Ints, rows: Segments, ranks: int, hosts: Ints | None) -> Traffic:

@@ -9,18 +9,20 @@ import time
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange import messages, watchdog
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.arrival import Reader, wait_for
 from deepspeed_cad.exchange.comparison import Comparison
-from deepspeed_cad.exchange.group import OwnGroup
+from deepspeed_cad.exchange.group import OwnGroup, has_ways_apart
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.memory_store import MemoryStore
@@ -28,6 +30,7 @@ from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.watchdog import Watchdog
+from deepspeed_cad.server import meeting
 
 
 class Losses:
@@ -301,8 +304,9 @@ def test_no_stream_waits_for_flags_where_a_server_may_be_lost(goes_on: bool) -> 
     side.board.losses = side.losses if goes_on else None
     nvlink, queued = object.__new__(NvlinkTransport), list[tuple[object, ...]]()
     nvlink._alarm, nvlink._watchdog, nvlink._reader = side.alarm, side.dog, ring.reader
-    nvlink._own_flags, nvlink.calls = np.arange(2), SimpleNamespace(wait=lambda *given: queued.append(given))  # type: ignore
-    nvlink._wait_for_flags(SimpleNamespace(cuda_stream=3), 7, SimpleNamespace(index=7))  # type: ignore[arg-type]
+    nvlink.calls = SimpleNamespace(wait=lambda *given: queued.append(given))  # type: ignore[assignment]
+    way: Any = SimpleNamespace(own_flags=np.arange(2))
+    nvlink._wait_for_flags(SimpleNamespace(cuda_stream=3), way, 7, SimpleNamespace(index=7))  # type: ignore[arg-type]
     assert bool(queued) != goes_on and bool(ring.copies) == goes_on
     side.dog.abandon()
 
@@ -318,13 +322,14 @@ def test_memory_of_copies_is_released_when_trainers_go_on() -> None:
     nvlink, side, said = object.__new__(NvlinkTransport), Side(), list[str]()
     nvlink.group, nvlink._watchdog, nvlink._tables = Given(said), side.dog, {}  # type: ignore[assignment]
     copied = SimpleNamespace(synchronize=lambda: said.append("copied"))
-    nvlink._copies = SimpleNamespace(record_event=lambda: copied)  # type: ignore[assignment]
+    way = SimpleNamespace(stream=SimpleNamespace(record_event=lambda: copied))
+    nvlink._out = nvlink._back = way  # type: ignore[assignment]
     nvlink._lanes = SimpleNamespace(release=lambda: said.append("memory"))  # type: ignore[assignment]
     nvlink.peers = SimpleNamespace(forget=lambda: said.append("name"))  # type: ignore[assignment]
     release = nvlink.abandon()
     assert said == ["group"] and side.dog._stop.is_set(), "nobody is met, and nothing is waited for"
     release()
-    assert said == ["group", "copied", "memory", "name"]
+    assert said == ["group", "copied", "copied", "memory", "name"]
 
 
 def test_nccl_is_left_beside_and_its_buffers_stay_until_then() -> None:
@@ -353,3 +358,18 @@ def test_nccl_is_left_beside_and_its_buffers_stay_until_then() -> None:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert said == ["group", "left", "drained", "drained"]
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_ways_are_apart_only_where_no_server_may_be_lost(monkeypatch: pytest.MonkeyPatch, on_failure: str) -> None:
+    """That servers may change is known when the first transport is made, before anybody watches for losses."""
+    monkeypatch.setattr(meeting, "PatientStore", lambda store, limit: store)
+    monkeypatch.setattr(meeting.dist, "PrefixStore", lambda prefix, store: store)
+    config = CADConfig.from_dict({"servers": {"reserved": 1}, "on_server_failure": on_failure})
+    at, split = SimpleNamespace(root=dist.HashStore(), timeout_s=5.0), SimpleNamespace(rank=0, ranks=2)
+    liveness = meeting.open_board(at, split, config)  # type: ignore[arg-type]
+    alarm = Alarm(0, liveness, 5.0)
+    assert liveness.losses is None and not alarm.goes_on
+    assert alarm.may_change == (on_failure == "continue")
+    assert has_ways_apart(object.__new__(OwnGroup), alarm.may_change) == (on_failure == "stop")
+    assert not has_ways_apart(cast(Any, object()), False), "in place"

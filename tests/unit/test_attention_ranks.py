@@ -15,6 +15,7 @@ import pytest
 import torch
 from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, Ranks, rows_of
 
+from deepspeed_cad.attention import overlap
 from deepspeed_cad.attention.call import AttentionCall, Released
 from deepspeed_cad.attention.forward import HeldByAutograd, Kept
 from deepspeed_cad.attention.planned import whole_rank_tasks
@@ -66,6 +67,33 @@ def test_every_mask_is_exact(
     outputs = ranks.forward()
     ranks.backward(outputs)
     assert max(ranks.errors(outputs).values()) < 1e-12
+
+
+@pytest.mark.parametrize("waves", [1, 2])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("cut", [True, False])
+def test_who_serves_nothing_lets_results_come_at_once(
+    monkeypatch: pytest.MonkeyPatch, waves: int, keep: bool, cut: bool
+) -> None:
+    """Two trainers beside a server: one of them serves nothing, and its returns start before its own tasks."""
+    passes: list[bool] = []
+    run_own = overlap._run_own
+    monkeypatch.setattr(overlap, "_run_own", lambda *given: passes.append(given[-1]) or run_own(*given))
+    layout = Layout.from_rank_lengths([[150, 60], [170, 21], []])
+    ticks = layout.cut(layout.tokens // 2) if cut else (layout.tick(),)
+    tasks = []
+    for tick in ticks:
+        own = whole_rank_tasks(Layout(3, tick.query, tick.query_tokens), GROUPS)
+        # Of all rows the first head group goes to the server and the second one to trainer 1.
+        tasks.append(np.array([(*row[:3], g, g + 1, (2, 1, row[5])[g]) for row in own for g in range(GROUPS)]))
+    ranks = Ranks(layout, PLAIN, Modes(keep_received=keep), SINKS, cut, tasks=tasks, waves=waves)
+    for transport in ranks.network.transports:
+        transport.two_ways = True
+    assert [call.setup.schedule.serves for call in ranks.calls[0]] == [False, True, True]
+    outputs = ranks.forward()
+    ranks.backward(outputs)
+    assert max(ranks.errors(outputs).values()) < 1e-12
+    assert sorted(passes) == [False] * len(ticks) + [True] * len(ticks), "forward and backward of trainer 0"
 
 
 def test_padding_is_zero_and_has_no_gradient() -> None:

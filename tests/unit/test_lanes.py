@@ -30,7 +30,7 @@ from deepspeed_cad.exchange.lanes import OutLane
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.transport import Outgoing, Returning
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 from deepspeed_cad.schedule.room import OUT, Room
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
@@ -199,6 +199,7 @@ def queue_tick(
         lambda wave: transport.dispatch(
             parts[wave], [Outgoing(QUERY, q), Outgoing(KEY, k)], nano_batch, Moment(turn, wave=wave)
         ),
+        [Outgoing(QUERY, q), Outgoing(KEY, k)],
     )
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
@@ -212,7 +213,11 @@ def queue_tick(
 
     waits = SimpleNamespace(timed=lambda *_: nullcontext(), beside=lambda *_: None)
     setup: Any = SimpleNamespace(
-        aside=aside, device=CPU, schedule=SimpleNamespace(local=[()] * (len(parts) + 1)), gain=None,
+        aside=aside, device=CPU, gain=None, transport=transport,
+        schedule=SimpleNamespace(
+            local=[()] * (len(parts) + 1), all_local=(),
+            serves=any(part.served_rows[transport.rank].any() for part in parts),
+        ),
         span=lambda *_, **__: nullcontext(), counts=SimpleNamespace(waits=waits),
         modes=SimpleNamespace(local_first=bool(seed % 2)), give_back=give_back, label="a layer", turn=turn,
     )  # fmt: skip
@@ -222,6 +227,14 @@ def queue_tick(
         torch.testing.assert_close(sums, 2 * k * moved[1], rtol=1e-5, atol=1e-5)
 
     return play(setup, out, serve), check
+
+
+def _tasks(tick: Tick, rng: np.random.Generator, servers: int, turn: int) -> np.ndarray:
+    """Of any ranks; beside servers, in two ticks of three, of servers alone, so that trainers serve nothing."""
+    tasks = cases.random_tasks(tick, GROUPS, rng)
+    if servers and turn % 3:
+        tasks[:, 5] = 3 - servers + rng.integers(servers, size=len(tasks))
+    return tasks
 
 
 def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int, servers: int = 0) -> None:
@@ -234,8 +247,8 @@ def run_ticks(gpus: Gpus, waves: list[int], two_streams: bool, seed: int, server
         asides.append(Stream(gpus) if two_streams else None)
     rng = np.random.default_rng(seed)
     plans = []
-    for count in waves:
-        tasks = cases.random_tasks(tick, GROUPS, rng)
+    for turn, count in enumerate(waves):
+        tasks = _tasks(tick, rng, servers, turn)
         cut = Cut(count, 2 if seed % 2 else 0, 4)
         plans.append([schedule_waves(tick, tasks, rank, GROUPS, None, cut) for rank in range(3)])
     checks = []
@@ -260,8 +273,15 @@ def test_nothing_lands_on_what_is_still_read(gpus: Gpus, two_streams: bool, seed
     run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], two_streams, seed)
 
 
+@pytest.fixture
+def ways_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a group over trainers and reserved servers."""
+    monkeypatch.setattr(nvlink, "has_ways_apart", lambda *_: True)
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("ways_apart")
 def test_nor_beside_reserved_servers(gpus: Gpus, servers: int, seed: int) -> None:
     run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], False, seed, servers)
 
@@ -272,15 +292,19 @@ def finish_first(gpus: Gpus, under_way: deque[tuple[Stream, Iterator[None]]]) ->
     deque(steps, maxlen=0)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("servers", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_nor_where_nano_batches_alternate(gpus: Gpus, servers: int, seed: int) -> None:
+def test_nor_where_nano_batches_alternate(
+    gpus: Gpus, servers: int, seed: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server has a stream for each of them."""
+    monkeypatch.setattr(nvlink, "has_ways_apart", lambda *_: apart)
     tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]][: 3 - servers] + [[]] * servers).tick()
     transports = [NvlinkTransport(group(rank, 3), CPU) for rank in range(3)]
     rng, checks = np.random.default_rng(seed), []
     counts = [4, 1, 2, 7, 3, 3]
-    tasks = [cases.random_tasks(tick, GROUPS, rng) for _ in counts]
+    tasks = [_tasks(tick, rng, servers, turn) for turn in range(len(counts))]
     for rank, transport in enumerate(transports):
         serves = rank >= 3 - servers
         streams = [Stream(gpus), Stream(gpus)] if serves else [Stream(gpus)] * 2

@@ -123,7 +123,7 @@ def test_trainers_and_servers_end_together(session: Session) -> None:
     layout = Layout.from_rank_lengths([*LENGTHS, []])
     ticks = layout.cut(np.array([3328, 3328, 0]))
     _reserve(session, [3e-6, 1.5e-6])
-    beside = Beside(np.array([3e-6, 1.5e-6, 0.0]), layout.tokens)
+    beside = Beside(np.array([3e-6, 1.5e-6]), layout)
     for tick, other in zip(ticks, (6000 - 3328, 3328)):
         plan = session.plans.plan_tick(tick, KEY, partial(session.plans._starts, np.zeros(2), beside))
         base = np.array([3e-6, 1.5e-6, 0.0]) * other
@@ -137,7 +137,7 @@ def test_trainers_that_have_no_time_get_no_attention(session: Session) -> None:
     tick = layout.cut(np.array([3328, 3328, 0]))[0]
     _reserve(session, [1e-4, 1e-4])
     whole = 1e-9 * SHAPE.groups * sum(n * (n + 1) / 2 for n in (3328, 3328))
-    beside = Beside(np.array([1e-4, 1e-4, 0.0]), layout.tokens)
+    beside = Beside(np.array([1e-4, 1e-4]), layout)
     plan = session.plans.plan_tick(tick, KEY, partial(session.plans._starts, np.zeros(2), beside))
     assert plan.load[:2].sum() < 1e-3 * whole
     assert plan.load.sum() == pytest.approx(whole)  # attention only, for statistics

@@ -105,7 +105,7 @@ def test_constants_are_those_of_the_compiled_core() -> None:
     for camel, value in found:
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", camel).upper()
         assert ast.literal_eval(value.replace("{", "(").replace("}", ")")) == getattr(constants, name), name
-    transfers = {"HOST_BORDER", "TRAVELS", "FORWARD_SHARE", "WAVES", "WAVE_SECONDS"}
+    transfers = {"HOST_BORDER", "TRAVELS", "FORWARD_SHARE", "WAVES", "WAVES_IN_TURN", "WAVE_SECONDS"}
     python_only = transfers | {"TRIES", "MANY_RANKS", "FEW_TRIES", "NARROWING", "UNBOUNDED", "ROUNDING"}
     python_only |= {"KEPT", "FINER", "LIGHTER", "WORTH"}
     assert {name for name in vars(constants) if name.isupper()} - python_only == {

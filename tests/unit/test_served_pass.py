@@ -32,7 +32,7 @@ def setup(events: Events, waves: int) -> Any:
     return SimpleNamespace(
         span=lambda *what, **more: nullcontext(), give_back=give_back, label="layer 3", turn=7, aside=None, gain=None,
         device=SimpleNamespace(type="cpu"), counts=SimpleNamespace(waits=Waits()),
-        modes=SimpleNamespace(local_first=True),
+        modes=SimpleNamespace(local_first=True), transport=None,
         schedule=SimpleNamespace(local=((),) * (waves + 1)),
     )  # fmt: skip
 
@@ -42,7 +42,7 @@ def out(events: Events, waves: int) -> WavesOut:
         events.append(("dispatch", wave))
         return UnderWay(events, "arrived", wave)
 
-    return WavesOut(waves, start)
+    return WavesOut(waves, start, [])
 
 
 def of_a_trainer(waves: int) -> Events:

@@ -94,12 +94,12 @@ def test_waves_where_links_between_hosts_carry_them(
         "deepspeed_cad.ahead.plan.make_plan", lambda problem: asked.append(problem) or make_plan(problem)
     )
     plans = session.plans
-    plans.hosts, plans.transport = np.array(hosts), lambda: SimpleNamespace(most_waves=most)  # type: ignore[assignment]
+    plans.hosts, plans.transport = np.array(hosts), lambda: SimpleNamespace(most_waves=most, two_ways=True)  # type: ignore[assignment]
     plans.config = dataclasses.replace(session.config, **config)
     plans.plan_tick(TICK, PlanKey(None, SHAPE), none_late)
     plans.reserved = Reserved(0, None, 0, lambda model: None)
     plans.plan_tick(TICK, PlanKey(None, SHAPE), none_late)
-    # Beside reserved servers only a number counts.
+    # Beside reserved servers only a number counts where linear layers have no times.
     assert [problem.waves for problem in asked] == [expected, (config.get("waves", 1),)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -178,6 +178,17 @@ def test_exchanges_end_with_their_copies_or_with_the_wait(tmp_path: Path, has_st
     end = span.end
     assert first == under_way.wait() == "arrived"
     assert end is not None and span.end == end >= span.begin
+
+
+@pytest.mark.parametrize(("two_ways", "lane"), [(False, "exchange A, wave 2"), (True, "exchange A, wave 2 back")])
+def test_a_return_that_may_start_before_its_dispatch_is_over_has_a_lane_of_its_own(
+    tmp_path: Path, two_ways: bool, lane: str
+) -> None:
+    tracer, under_way = recording(tmp_path), SimpleNamespace(wait=lambda: None)
+    transport: Any = SimpleNamespace(bytes_sent=0, two_ways=two_ways)
+    for is_return in (False, True):
+        tracer.exchange("", 0, False, transport, lambda: cast(Any, under_way), 1, is_return=is_return)
+    assert [span.lane for span in tracer._spans[-2:]] == ["exchange A, wave 2", lane]
 
 
 class Layers(torch.nn.Module):
