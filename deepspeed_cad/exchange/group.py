@@ -122,8 +122,8 @@ def size_of(group: Group) -> int:
 
 
 def has_ways_apart(group: Group, may_change: bool) -> bool:
-    """Whether transports have streams, and flags or a communicator, for each way: beside reserved servers, whose results
-    come home while the next nano-batch goes out. Not where training is to go on without one that is lost
+    """Whether transports have streams, and flags or a communicator, for each way: beside reserved servers, whose
+    results come home while the next nano-batch goes out. Not where training is to go on without one that is lost
     (`may_change`): there hosts wait for each exchange."""
     return isinstance(group, OwnGroup) and not may_change
 

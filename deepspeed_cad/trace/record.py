@@ -149,7 +149,7 @@ class Tracer:
         """Start an exchange, with a span from here to the end of its copies, or of the wait for them."""
         if not self.recording:
             return start()
-        # Exchanges of one lane never overlap; where each way has its own, a return may start before its dispatch is over.
+        # Exchanges of one lane never overlap. Where each way has its own, a return may start before its dispatch ends.
         lane = f"exchange {NANO_BATCHES[nano_batch]}" + (f", wave {wave + 1}" if wave else "")
         lane += " back" if is_return and transport.two_ways else ""
         span = Span(lane, what, nano_batch, backward, self._now())

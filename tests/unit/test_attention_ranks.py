@@ -265,7 +265,10 @@ class Recorder:
     def mark(self, what: str, nano_batch: int, backward: bool) -> None:
         self.told.append((what, nano_batch, backward))
 
-    def exchange(self, what: str, nano_batch: int, backward: bool, transport: Any, start: Any, wave: int = 0) -> Any:
+    def exchange(
+        self, what: str, nano_batch: int, backward: bool, transport: Any, start: Any, wave: int = 0, **way: bool
+    ) -> Any:
+        assert way.get("is_return", False) == what.endswith("back")
         self.told.append((what, nano_batch, backward, transport.name))
         return start()
 
