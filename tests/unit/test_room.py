@@ -81,12 +81,12 @@ def test_half_a_million_tokens_on_two_ranks() -> None:
     assert np.ptp(plan.load) / plan.load.mean() == pytest.approx(0.008, abs=0.002)
     tasks = make_plan(PlanInput(tick, SHAPE, cost, None, 0.01, 128)).tasks
     found = []
-    for limit_gib in (4.4, 2, 1.2):
+    for limit_gib in (4.4, 2, 1.5, 1.3, 1.2):
         room = ExchangeMemory(limit_gib * 2**30, 'the key "memory"').room(SHAPE)
         waves = waves_within(tick, tasks, 0, 8, None, Cut(), room).schedules
         found.append((len(waves), room_needed(room, [(one.served_rows, one.landed_rows) for one in waves])[0] / 2**30))
-    assert [count for count, _ in found] == [1, 6, 32]
-    assert [size for _, size in found] == pytest.approx([3.07, 1.74, 1.18], abs=0.02)
+    assert [count for count, _ in found] == [1, 6, 12, 16, 32]
+    assert [size for _, size in found] == pytest.approx([3.07, 1.74, 1.47, 1.26, 1.18], abs=0.02)
     with pytest.raises(CADError, match='Set "memory" to at least 1.18'):
         waves_within(tick, tasks, 0, 8, None, Cut(), ExchangeMemory(2**30, 'the key "memory"').room(SHAPE))
 
@@ -123,6 +123,23 @@ def test_when_the_last_rank_is_done() -> None:
     parts = [np.array([(0, 0, 4, 0, 1, 1)]), np.array([(1, 0, 4, 0, 1, 1)])]
     parts += [np.array([(0, 0, 4, 1, 2, 1), (2, 0, 4, 0, 2, 0)]), np.array([(1, 0, 4, 1, 2, 1), (3, 0, 4, 0, 2, 0)])]
     assert stretch(tick, parts, None) == 50 / 40, "rank 0 begins when rank 1 has served its first, and loses that time"
+
+
+def test_behind_a_wave_ranks_wait_for_what_the_one_before_brings_back() -> None:
+    """Rank 0 has six equal tasks of its own around five waves, of which rank 1 serves one, for as long as four last."""
+    tick = Layout.from_rank_lengths([[4] * 6, [4, 4, 4, 4, 4]]).tick()
+    own = [(document, 0, 4, 0, 1, 0) for document in range(6)]
+    served = [(document, 0, 4, 0, 1, 1) for document in range(4)]
+    nothing = np.zeros((0, 6), np.int64)
+
+    def longer(wave: int) -> float:
+        return stretch(
+            tick, [np.array(own), *(np.array(served) if wave == one else nothing for one in range(1, 5))], None
+        )
+
+    # The second wave is back after 40, behind which the last starts: rank 0 has waited since 30, with 30 left to do.
+    assert longer(1) == 70 / 60
+    assert longer(3) == 1, "behind the fourth none starts, so nobody waits before all own tasks are done"
 
 
 def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> None:
