@@ -28,7 +28,14 @@ LIMITS = {"ratio": 0.03, "tokens": 0.07, "memory": 0.10}
 """How far predicted over measured may be from 1."""
 _HELD_UP = "waves beyond the third held each other up at this commit; what is foreseen is how they run since"
 _HELD_UP_IN = "h200x2/train_million_256k_2r_81c8253.json", 'cad@{"keep":"host","tolerance":0.01,"memory":1.2}'
-KNOWN: dict[tuple[str, str, str], str] = {(*_HELD_UP_IN, figure): _HELD_UP for figure in ("tokens", "ratio")}
+_BUSIER = (
+    "the server was idle for longer than planned and the trainer took longer; with 262,144 tokens over the same links "
+    "both are as foreseen. Not looked into: no timeline was recorded"
+)
+KNOWN: dict[tuple[str, str, str], str] = {
+    **{(*_HELD_UP_IN, figure): _HELD_UP for figure in ("tokens", "ratio")},
+    ("h200x2/servers_fcc832a_reserved_host.json", "cad, 1 reserved", "ratio"): _BUSIER,
+}
 """(file, mode, figure): why a prediction is beyond its limit, where one is."""
 
 
@@ -190,8 +197,6 @@ between hosts, of which there is one run, was 6 % too slow: it was foreseen at t
 
 - **All-gather context parallelism**: no run of it is kept, on one host or on several. `benchmarks/gpus span FOLDER` and
   `benchmarks/gpus hosts FOLDER` measure it, and their files would be compared.
-- **Plans beside reserved servers as they are now**, which count on the other nano-batch to hide what travels, and may
-  go in two waves: the runs above were made before, and are foreseen as plans were then.
 - **Packing by length**: an oracle's; no way to reach it is known.
 - **Between hosts**: waves with more than one rank a host, documents in zigzag, and that collectives of ZeRO-3 and
   FSDP, CAD's exchanges and context parallelism have the links to themselves, each as if the others moved nothing.

@@ -73,6 +73,11 @@ def _kind(name: str, part: str | None) -> str | None:
     return f"attention {letter}" if word in ATTENTION else letter
 
 
+def label(at_ms: int, step_ms: int) -> str:
+    """A moment on an axis whose ticks are so far apart."""
+    return f"{at_ms // 1000} s" if step_ms % 1000 == 0 else f"{at_ms} ms"
+
+
 def draw(rows: list[str], bars: list[Bar], length: float) -> str:
     """The picture as SVG."""
     bottom = TOP + len(rows) * (HEIGHT + GAP)
@@ -98,7 +103,8 @@ def draw(rows: list[str], bars: list[Bar], length: float) -> str:
     for i in range(int(length / step) + 1):
         x = LEFT + i * step / length * WIDTH
         parts.append(f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{bottom - GAP}" stroke="#0002"/>')
-        parts.append(f'<text x="{x:.1f}" y="{TOP - 12}" fill="#555" text-anchor="middle">{i * step} ms</text>')
+        said = label(i * step, step)
+        parts.append(f'<text x="{x:.1f}" y="{TOP - 12}" fill="#555" text-anchor="middle">{said}</text>')
     x = float(LEFT)
     for colour, said in COLOURS.values():
         parts.append(f'<rect x="{x:.0f}" y="{bottom + 16}" width="14" height="14" fill="{colour}"/>')
