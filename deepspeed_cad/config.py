@@ -127,9 +127,9 @@ class CADConfig:
 
     waves: str | int = "auto"
     """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
-    while another is computed. "auto": 1 on one host or by "c10d"; on several hosts the number from 1 to 8 with which
-    the plan says that a step ends first, beside reserved servers 1 or 2, in pipelines 1. A number is the least, for
-    measurements: memory may ask for more (see "memory")."""
+    while another is computed. "auto": the number with which the plan says that a step ends first, beside
+    reserved servers 1 or 2, else on several hosts 1 to 8; 1 on one host, by "c10d" and in pipelines. A number is the
+    least, for measurements: memory may ask for more (see "memory")."""
 
     memory: str | float = "auto"
     """GiB on each GPU for what arrives of other ranks' attention. Where a tick of all ranks would bring more, it goes

@@ -1,8 +1,8 @@
 """The `nccl` transport: grouped sends and receives on a communicator and a stream of its own.
 
 For ranks without access to each other's memory, across nodes too. Slices are packed by one index operation per field,
-travel as one message per peer and field, and are put into place by one more. Between hosts what comes back has a
-communicator and a stream of its own: in waves it crosses what is still on its way out.
+travel as one message per peer and field, and are put into place by one more. Between hosts, and
+beside reserved servers, what comes back has a communicator and a stream of its own: it crosses what is on its way out.
 """
 
 from __future__ import annotations

@@ -282,6 +282,8 @@ class NvlinkTransport:
         if not self._alarm.goes_on:
             self.calls.wait(stream.cuda_stream, way.own_flags, number)
             return
+        # The reader sees the flags of one way. See has_ways_apart.
+        assert not self.two_ways
         if self._reader is None:
             self._reader = read_numbers(self._flags.tensor[: FLAG_BYTES * self.ranks].view(torch.int32))
         wait_for(partial(self._reader.reached, number), self._alarm, self._watchdog, waited_for, waited_for.index)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import cases
 import numpy as np
@@ -328,6 +328,18 @@ def test_nor_where_nano_batches_alternate(
     gpus.run(seed)
     for check in checks:
         check()
+
+
+@pytest.mark.usefixtures("ways_apart")
+def test_giving_up_ends_the_waits_of_both_ways(gpus: Gpus) -> None:
+    transport = NvlinkTransport(group(0, 2), CPU)
+    NvlinkTransport(group(1, 2), CPU)
+    for way in (transport._out, transport._back):
+        transport._wait_for_flags(cast(Any, Stream(gpus)), way, 5, cast(Any, None))
+    with pytest.raises(AssertionError, match="every stream waits"):
+        gpus.run(0)
+    transport._give_up()
+    gpus.run(0)
 
 
 def test_without_its_guard_a_dispatch_would(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
