@@ -306,6 +306,7 @@ def test_no_stream_waits_for_flags_where_a_server_may_be_lost(goes_on: bool) -> 
     nvlink._alarm, nvlink._watchdog, nvlink._reader = side.alarm, side.dog, ring.reader
     nvlink.calls = SimpleNamespace(wait=lambda *given: queued.append(given))  # type: ignore[assignment]
     way: Any = SimpleNamespace(own_flags=np.arange(2))
+    nvlink._out = nvlink._back = way
     nvlink._wait_for_flags(SimpleNamespace(cuda_stream=3), way, 7, SimpleNamespace(index=7))  # type: ignore[arg-type]
     assert bool(queued) != goes_on and bool(ring.copies) == goes_on
     side.dog.abandon()
