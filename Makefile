@@ -28,16 +28,18 @@ RECIPE := pyproject.toml setup.py .ci/make-venv
 demo: $(VENV)/installed-demo native
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)")
 
-# Unit tests share the cores. The others start several processes each and mind the time: one after the other.
+# Tests of several processes mostly wait, so one more test runs at a time than there are cores; JOBS= says how many.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
+PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
 test: $(VENV)/installed-test native
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 tests/unit $(PYTEST_ARGS)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not long" --ignore tests/unit $(PYTEST_ARGS)
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed-test native
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+	$(PYTEST) -m long $(PYTEST_ARGS)
 
 test-fast: $(VENV)/installed-test native
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 # With the Python at hand where it has what is needed: a machine with GPUs may have no network to make another from.
 test-gpu:

@@ -11,7 +11,7 @@ from _thread import get_ident
 
 AUTOLOAD = "autoload"
 """Role of the finder by which the "cad" block of a DeepSpeed JSON has its effect."""
-WAITED_FOR = ("deepspeed", "deepspeed.env_report", "accelerate.accelerator")
+WAITED_FOR = ("deepspeed", "deepspeed.env_report", "accelerate.accelerator", "accelerate.utils.deepspeed")
 ASKED = "asked"
 """Role of the finder by which CAD that was asked for in the environment is armed."""
 ASKED_FOR = ("torch", "accelerate", "deepspeed")

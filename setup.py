@@ -1,82 +1,34 @@
 """Build steps that pyproject.toml cannot express.
 
-In: csrc/*.cpp (may be none), integrations/, the text of the autoload .pth file.
-Out: deepspeed_cad/_native.so (plain g++, loaded through ctypes, so one wheel serves every Python and every torch), the
-package deepspeed_cad.integrations, deepspeed_cad_autoload.pth beside the packages in site-packages, which arms the
-wait for `import deepspeed`, and the page that a package index shows. Needs no network, no torch, no nvcc and no Python
-headers; without a C++ compiler the package installs all the same and uses its Python planner and the c10d transport.
+In: csrc/*.cpp, integrations/, the text of the autoload .pth file. Out: deepspeed_cad/_native.so, which
+_deepspeed_cad_build.py compiles (loaded through ctypes, so one wheel serves every Python and every torch); the package
+deepspeed_cad.integrations; deepspeed_cad_autoload.pth beside the packages in site-packages, which arms the wait for
+`import deepspeed`; and the page that a package index shows.
 """
 
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 from setuptools import Command, Distribution, find_namespace_packages, setup
 from setuptools.command.build import build
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
+from setuptools.errors import CompileError
+
+from _deepspeed_cad_build import ROOT, compile_native
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
 except ImportError:  # setuptools < 70.1
     from wheel.bdist_wheel import bdist_wheel
 
-ROOT = Path(__file__).resolve().parent
 NATIVE = Path("deepspeed_cad", "_native.so")
-COMPILE = "-std=c++17 -O3 -fPIC -shared -fvisibility=hidden".split()
-# The C++ runtime goes into the library where it can, so that a wheel built here runs on older distributions. What of it
-# is not used is left out: it would ask for a newer glibc.
-LINK_CHOICES = (
-    "-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -Wl,--gc-sections -ldl -lpthread".split(),
-    "-ldl -lpthread".split(),
-)
 PTH_NAME = "deepspeed_cad_autoload.pth"
 # Python runs only those lines of a .pth file that start with `import`.
 PTH_TEXT = (
     '# deepspeed_cad waits for "import deepspeed", importing nothing until then; DEEPSPEED_CAD_AUTOLOAD=0: not at all\n'
     'import os; exec("try:\\n import _deepspeed_cad_autoload as w\\n w.arm()\\nexcept ImportError:\\n pass")\n'
 )
-
-
-def find_compiler() -> str | None:
-    """The C++ compiler to use: $CXX, or the first of g++, c++ and clang++ on the PATH."""
-    named = os.environ.get("CXX")
-    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
-
-
-def compile_native(target: Path) -> str:
-    """Compiles csrc/*.cpp into `target`; returns "" when it is there afterwards, else the reason why not."""
-    sources = sorted((ROOT / "csrc").glob("*.cpp"))
-    headers = sorted((ROOT / "csrc").glob("*.h*"))
-    if not sources:
-        target.unlink(missing_ok=True)
-        return "csrc/ holds no .cpp file"
-    if target.exists() and target.stat().st_mtime > max(
-        f.stat().st_mtime for f in (*sources, *headers, Path(__file__))
-    ):
-        return ""
-    compiler = find_compiler()
-    if compiler is None:
-        target.unlink(missing_ok=True)
-        return "no C++ compiler found (set CXX, or install g++)"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    building = target.with_name(f"{target.name}.{os.getpid()}.o")  # renamed when whole: no process loads half a file
-    reason = ""
-    for link in LINK_CHOICES:
-        line = [compiler, *COMPILE, f"-I{ROOT / 'csrc'}", "-o", str(building), *map(str, sources), *link]
-        try:
-            done = subprocess.run(line, capture_output=True, text=True)
-        except OSError as error:
-            return f"{compiler} could not be started: {error}"
-        if done.returncode == 0:
-            building.replace(target)
-            return ""
-        reason = f"{compiler} failed:\n{done.stderr.strip()[-4000:]}"
-    target.unlink(missing_ok=True)
-    building.unlink(missing_ok=True)
-    return reason
 
 
 class BuildNative(Command):
@@ -99,17 +51,14 @@ class BuildNative(Command):
         return (ROOT if self.inplace or self.editable_mode else Path(self.build_lib or "build/lib")) / NATIVE
 
     def run(self) -> None:
-        reason = compile_native(self.target)
-        if reason:
-            self.warn(
-                f"deepspeed_cad goes on without its native library (Python planner, c10d transport only): {reason}"
-            )
+        if reason := compile_native(self.target):
+            raise CompileError(f"deepspeed_cad cannot be built, {reason}")
 
     def get_source_files(self) -> list[str]:
         return [str(f.relative_to(ROOT)) for f in sorted((ROOT / "csrc").glob("*")) if f.is_file()]
 
     def get_outputs(self) -> list[str]:
-        return [str(self.target)] if self.target.exists() and not self.editable_mode else []
+        return [] if self.editable_mode else [str(self.target)]
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
@@ -156,12 +105,13 @@ def platform_of(library: Path, platform: str) -> str:
 
 
 class BdistWheel(bdist_wheel):
-    """One wheel for every Python; for one platform only where it holds the native library."""
+    """One wheel for every Python of one platform."""
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
         library = Path(self.get_finalized_command("build_py").build_lib, NATIVE)
-        return "py3", "none", platform_of(library, platform) if library.exists() else "any"
+        # An editable install puts the library into the checkout, after it has asked for the tag.
+        return "py3", "none", platform_of(library, platform) if library.exists() else platform
 
 
 class BinaryDistribution(Distribution):

@@ -1,14 +1,16 @@
 """One optimizer step on one long document as users of DeepSpeed train it: ALST, and CAD in the place of its Ulysses.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/alst_step.py --mode alst --output results/alst.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/alst_step.py --mode alst:kept --output results/alst_kept.json
     torchrun --standalone --nproc-per-node 2 benchmarks/alst_step.py --mode cad --output results/cad.json
     python benchmarks/alst_step.py --table results
 
-Both: DeepSpeed ZeRO-3 with the optimizer on the host, full activation checkpointing with checkpoints in pinned host
+All: DeepSpeed ZeRO-3 with the optimizer on the host, full activation checkpointing with checkpoints in pinned host
 memory, DeepSpeed's tiled MLP and tiled loss (examples/tiling.py), the same weights, the same kernel, the same part of
-the document on each rank. `alst` attends by DeepSpeed's UlyssesSPAttentionHF, which checkpointing runs again; `cad` by
+the document on each rank. `alst` attends by DeepSpeed's UlyssesSPAttentionHF, which checkpointing runs again;
+`alst:kept` by the Ulysses of train_ulysses.py, which keeps attention's output where the checkpoints are; `cad` by
 deepspeed_cad with `"keep": "host"` unless `--cad` says otherwise. The first steps warm up at full length, because
-pinned memory is found in the first; losses of all steps are in the table, so those after the first show whether both
+pinned memory is found in the first; losses of all steps are in the table, so those after the first show whether all
 trained the same. Host memory is what the host has less of after a step than before the model was made, pinned memory
 of all ranks included.
 """
@@ -35,17 +37,19 @@ from process_group import open_process_group  # noqa: E402
 from servers_step import landing_bytes, make_part  # noqa: E402
 from torch.autograd.graph import save_on_cpu  # noqa: E402
 from train_attention import make_sequences  # noqa: E402
+from train_kept import KeptOutputs  # noqa: E402
 from train_model import add_sizes, make_model  # noqa: E402
-from train_modes import use_ulysses  # noqa: E402
+from train_ulysses import use_kept_ulysses, use_ulysses  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.ahead.step import announce  # noqa: E402
-from deepspeed_cad.attention.parking import available_host_memory  # noqa: E402
+from deepspeed_cad.attention.parking import Parking, available_host_memory  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 
 COLUMNS = (
-    "run", "step s", "tokens/s", "÷ alst", "peak GiB", "÷ alst", "host GiB", "exposed exchange", "losses",
+    "run", "step s", "tokens/s", "÷ alst", "÷ alst:kept", "peak GiB", "÷ alst", "÷ alst:kept", "host GiB",
+    "exposed exchange", "losses",
 )  # fmt: skip
 
 
@@ -53,7 +57,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--mode", choices=("alst", "cad"), help="what attends")
+    add("--mode", choices=("alst", "alst:kept", "cad"), help="what attends")
     add("--tokens", type=int, default=262144, help="of the document")
     add("--tile", type=int, default=8192, help="tokens of a tile of MLPs and loss")
     add("--warmup", type=int, default=1, help="steps before the timed ones")
@@ -111,14 +115,18 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     size = options.hidden // options.heads
     kernel = choose("auto", KernelNeed(device, dtype, size, size, options.heads // options.kv_heads))
-    feed = session = None
+    feed = session = parking = None
     more: dict[str, Any] = {}
     if options.mode == "cad":
         deepspeed_cad.apply(model, options.cad)
         session = deepspeed_cad.current_session()
         feed = session.find_binding(model).feed
     else:
-        use_ulysses(model, kernel, device)
+        if options.mode == "alst:kept":
+            parking = Parking(device) if options.checkpoints == "host" else None
+            use_kept_ulysses(model, "benchmark_kept", kernel, KeptOutputs(parking))
+        else:
+            use_ulysses(model, kernel, device)
         more["documents"] = make_sequences([options.tokens], [options.tokens], device)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=zero3(cuda, options.lr)
@@ -156,7 +164,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if session is not None:
         waited = session.take_statistics("benchmark").waited_s / options.steps
     landing = 0 if session is None else landing_bytes(session)
-    parking = None if session is None else session.parking
+    parking = parking if session is None else session.parking
     return {
         "seconds": seconds[options.warmup :],
         "losses": losses,
@@ -190,12 +198,14 @@ def summary(options: argparse.Namespace, everyone: list[dict[str, Any]], device:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown; runs are compared with that of ALST."""
+    """Markdown; runs are compared with those of ALST, as it is and with attention kept."""
     lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
+    others = [next((one for one in runs if one["run"] == name), None) for name in ("alst", "alst:kept")]
     for run in sorted(runs, key=lambda one: one["run"]):
-        other = next((one for one in runs if one["run"] == "alst"), None)
-        rate = "?" if other is None else f"{run['tokens_per_s'] / other['tokens_per_s']:.3f}"
-        memory = "?" if other is None or not other["peak"] else f"{run['peak'] / other['peak']:.3f}"
+        rate, memory = (
+            " | ".join(f"{run[what] / other[what]:.3f}" if other and other[what] else "?" for other in others)
+            for what in ("tokens_per_s", "peak")
+        )
         waits = [one["waited"] for one in run["ranks"] if one["waited"] is not None]
         exposed = f"{sum(waits) / len(waits) / run['step_s']:.2%}" if waits else ""
         losses = ", ".join(f"{loss:.5f}" for loss in run["ranks"][0]["losses"])

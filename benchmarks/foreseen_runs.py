@@ -159,12 +159,13 @@ def how_to_run(name: str, block: dict[str, Any], ranks: int) -> Any:
     `block`: that of the mode.
     """
     kind = name.partition("@")[0]
+    kind, kept = kind.removesuffix(":kept"), kind.endswith(":kept")
     if kind in ("dp", "plain"):
-        return modes.plain
+        return partial(modes.plain, kept=kept)
     if kind == "bound_qkv":
         return modes.without_attention
     if kind.removesuffix("_joined") in ("ulysses", "allgather_cp"):
-        run = modes.ulysses if kind.startswith("ulysses") else modes.gathered
+        run = partial(modes.ulysses, kept=kept) if kind.startswith("ulysses") else modes.gathered
         return partial(run, degree=ranks, joined=kind.endswith("_joined"))
     if kind in ("cad", "cad:recompute"):
         if block.get("overlap") in ("pingpong", "none") or block.get("documents") == "exchange":
@@ -320,8 +321,6 @@ def _read_pipeline(result: dict[str, Any]) -> list[Mode]:
         name: [result["seconds"][name]] * len(losses) for name, losses in result["losses"].items()
     }
     ways = {"1f1b": modes.plain, "cad": modes_cad.in_place, "none": modes.without_attention}
-    if "pipeline_in_flight" in block:
-        ways.pop("cad")
     modes_found = []
     for name, seconds in by_step.items():
         steps = [

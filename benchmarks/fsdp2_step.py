@@ -1,9 +1,10 @@
-"""A training step under FSDP2 with and without CAD: the same model, documents and kernel, interleaved in one run.
+"""A training step under FSDP2 with and without CAD: the same models, documents and kernel, interleaved in one run.
 
     torchrun --nproc-per-node 4 benchmarks/fsdp2_step.py --workload FILE --layers 8
 
-Every decoder layer is a `fully_shard` unit and checkpointed. Prints tokens/s/GPU of both, their ratio, and how often
-parameters were gathered in a step of each. The optimizer is left out: it is the same in both.
+Every decoder layer is a `fully_shard` unit and checkpointed. `plain` attends again in the recompute, `plain:kept` keeps
+attention's output as train_kept.py says, and so does `cad`. Prints tokens/s/GPU of each, ratios, and how often
+parameters were gathered in a step. The optimizer is left out: it is the same in all.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from train_attention import local_attention, make_sequences  # noqa: E402
+from train_attention import local_attention, make_sequences, use_attention  # noqa: E402
+from train_kept import KeptOutputs  # noqa: E402
 from train_model import ChunkedLoss, add_sizes, make_model  # noqa: E402
 from train_workload import Workload  # noqa: E402
-from transformers import AttentionInterface, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.ahead.step import announce  # noqa: E402
@@ -97,6 +99,7 @@ def report(
         "workload": workload.name,
         "tokens_per_s_per_gpu": {name: tokens / one for name, one in total.items()},
         "cad_over_plain": total["plain"] / total["cad"],
+        "cad_over_plain_kept": total["plain:kept"] / total["cad"],
         "gathers_per_step": counts,
         "losses": losses,
         "peak_GiB": peaks,
@@ -119,7 +122,7 @@ def report(
 
 
 def main() -> None:
-    """Run both modes over the workload."""
+    """Run all modes over the workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--workload", type=Path, required=True)
@@ -141,11 +144,11 @@ def main() -> None:
     sizes = (options.layers, options.hidden, options.heads, options.kv_heads, options.ffn, options.vocab)
     size = options.hidden // options.heads
     kernel = choose("auto", KernelNeed(device, dtype, size, size, options.heads // options.kv_heads))
-    AttentionInterface.register("benchmark_local", local_attention(kernel))
-    plain, balanced = (make_model(*sizes, workload.row_tokens, device, dtype) for _ in range(2))
-    plain.set_attn_implementation("benchmark_local")
+    plain, kept, balanced = (make_model(*sizes, workload.row_tokens, device, dtype) for _ in range(3))
+    use_attention(plain, "benchmark_plain", local_attention(kernel))
+    use_attention(kept, "benchmark_kept", local_attention(kernel, KeptOutputs()))
     deepspeed_cad.apply(balanced, options.cad)
-    models = {"plain": shard(plain, dtype), "cad": shard(balanced, dtype)}
+    models = {name: shard(model, dtype) for name, model in (("plain", plain), ("plain:kept", kept), ("cad", balanced))}
     feed = find_binding(balanced).feed
     gathers = Gathers()
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in workload.steps] for name in models}
@@ -183,10 +186,10 @@ def main() -> None:
                     losses[name].append(float(total))
                 counts[name] = gathers.count - before
                 if cuda:
-                    # Both models are there at once: the other's parameters and shards are not part of it.
+                    # All models are there at once: the others' parameters and shards are not part of it.
                     held = torch.cuda.max_memory_allocated() + (landing_bytes() if name == "cad" else 0)
-                    other = models["plain" if name == "cad" else "cad"]
-                    held -= sum(p.to_local().numel() * p.element_size() for p in other.parameters())
+                    others = [p for other in models.values() if other is not model for p in other.parameters()]
+                    held -= sum(p.to_local().numel() * p.element_size() for p in others)
                     peak = torch.tensor(float(held) / 2**30)
                     dist.all_reduce(peak, dist.ReduceOp.MAX)
                     peaks[name] = max(peaks.get(name, 0.0), float(peak))

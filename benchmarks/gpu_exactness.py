@@ -1,8 +1,8 @@
 """CAD on GPUs against every document alone in fp64: `torchrun --nproc-per-node 2 benchmarks/gpu_exactness.py`.
 
 A Llama of two layers in bf16: its outputs and parameter gradients with CAD, for every kernel × transport × overlap, and
-for the first kernel also × checkpointing × what a server keeps. An error passes where it is at most twice what
-the same kernel has on whole documents without CAD. Documents stay on their rank ("rows") or span ranks ("stream").
+for the first kernel also × checkpointing. An error passes where it is at most twice what the same kernel has on whole
+documents without CAD. Documents stay on their rank ("rows") or span ranks ("stream").
 Prints a table; the exit code is 1 where a line fails. Without GPUs it runs in fp32 on gloo: a dry run.
 The mixed transport is checked with `--hosts 0,0,1,1`: the ranks pretend to be on these hosts, and only it is run.
 """
@@ -51,7 +51,6 @@ class Case:
     overlap: str
     documents: str
     checkpointing: str
-    backward: str
     waves: str | int = "auto"
 
     def block(self) -> dict[str, Any]:
@@ -63,7 +62,6 @@ class Case:
             "links": {"inside": 1000.0, "between": 1000.0},
             "overlap": self.overlap,
             "recompute_attention": self.checkpointing == "recomputed",
-            "backward": self.backward,
             "waves": self.waves,
             # What a wave costs by itself is known in seconds only, and is more than so little attention takes.
             "cost": "auto" if self.waves == "auto" else "pairs",
@@ -194,8 +192,7 @@ def cases(options: argparse.Namespace, cuda: bool, dtype: torch.dtype, device: t
         full = options.all or kernel == kernels[0]
         for documents in ("rows", "stream"):
             for checkpointing in CHECKPOINTING if full else CHECKPOINTING[1:2]:
-                for backward in ("keep", "resend") if full else ("resend",):
-                    yield Case(kernel, transport, overlap, documents, checkpointing, backward)
+                yield Case(kernel, transport, overlap, documents, checkpointing)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -206,7 +203,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--kernels", help="comma-separated; default all that work here")
     add("--transports", help="comma-separated; default all, with --hosts mixed")
     add("--hosts", help='pretend that the ranks are on these hosts, "0,0,1,1"')
-    add("--all", action="store_true", help="checkpointing and backward modes for every kernel")
+    add("--all", action="store_true", help="checkpointing modes for every kernel")
     add("--tokens", type=int, default=2048 if cuda else 256, help="per rank")
     add("--hidden", type=int, default=1024 if cuda else 64)
     add("--heads", type=int, default=8)
@@ -227,8 +224,8 @@ def main() -> int:
     dtype = torch.bfloat16 if cuda else torch.float32
     size = (2, options.hidden, options.heads, options.kv_heads, options.hidden // 2, 512)
     model = make_model(*size, ranks * options.tokens, device, dtype)
-    lines = ["| kernel | transport | overlap | documents | checkpointing | backward | | error ÷ ordinary error |"]
-    lines.append("|" + "---|" * 8)
+    lines = ["| kernel | transport | overlap | documents | checkpointing | | error ÷ ordinary error |"]
+    lines.append("|" + "---|" * 7)
     failed = 0
     known: dict[tuple[str, str], tuple[Documents, Results, dict[str, float]]] = {}
     write(rank, lines)
@@ -245,7 +242,7 @@ def main() -> int:
         verdict = torch.tensor([int(ok)])
         dist.all_reduce(verdict, dist.ReduceOp.MIN)
         failed += not int(verdict)
-        names = (case.kernel, case.transport, case.overlap, case.documents, case.checkpointing, case.backward)
+        names = (case.kernel, case.transport, case.overlap, case.documents, case.checkpointing)
         lines.append(f"| {' | '.join(names)} | {'right' if int(verdict) else 'WRONG'} | {text} |")
         write(rank, lines[-1:])
     lines.append(f"\n{len(lines) - 2} cases, {failed} wrong.")

@@ -22,9 +22,9 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from deepspeed_cad.layout import Layout  # noqa: E402
-from deepspeed_cad.planner import make_plan, native, reference  # noqa: E402
-from deepspeed_cad.planner.aim import Aim  # noqa: E402
+from deepspeed_cad.planner import make_plan  # noqa: E402
 from deepspeed_cad.planner.constants import WAVES  # noqa: E402
+from deepspeed_cad.planner.core import Aim, solve  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape, PlanInput  # noqa: E402
 from deepspeed_cad.planner.question import with_links  # noqa: E402
 from deepspeed_cad.planner.search import Search  # noqa: E402
@@ -46,12 +46,10 @@ class Ends(NamedTuple):
     waves: int
 
 
-def time_step(layout: Layout, problem: PlanInput) -> Ends:
+def time_step(problem: PlanInput) -> Ends:
     """Plan one step in all ways."""
-    solve = native.solve if native.is_available() else reference.solve
-    zero, one = np.zeros(layout.ranks), np.ones(layout.ranks)
     even = solve(problem, Aim(problem.tolerance))
-    search = Search(problem, even, solve, zero, one)
+    search = Search(problem, even)
     ends = []
     for units in search.ways():
         top, mean = search.span(units)
@@ -103,7 +101,7 @@ def main() -> None:
                 layout.tick(), shape, cost, tolerance=options.tolerance, hosts=hosts, waves=tuple(options.waves),
                 keep=options.keep,
             )  # fmt: skip
-            steps.append(time_step(layout, problem))
+            steps.append(time_step(problem))
         plain, mean, even, planned, best, *_ = np.array(steps).sum(0) + len(steps) * options.linear_ms / 1e3
         waves = "/".join(map(str, sorted({step.waves for step in steps})))
         moved = sum(step.between for step in steps) / len(steps) / 1e6

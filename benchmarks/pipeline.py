@@ -312,8 +312,7 @@ def report(
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         documents = f"even_{options.documents}" if options.documents else options.workload.stem
-        held = f"_{options.cad['pipeline_in_flight']}_in_flight" if "pipeline_in_flight" in options.cad else ""
-        stem = f"pipeline_pp{p}_{ranks}r_{documents}{held}"
+        stem = f"pipeline_pp{p}_{ranks}r_{documents}"
         (options.output / f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -4,8 +4,9 @@
     python benchmarks/planner_trials.py --reference FILE --only SLACK NEAR
     python benchmarks/planner_trials.py --spanning                          # SPANNING_TRIALS, documents on many ranks
 
-Plans are made by the Python planner, which is the compiled one to the row, at tolerance 0.02: once by pairs, once with
-a KV row at 250 pairs. Bytes are shares of the published ones. planner/constants.py quotes this table.
+Plans are made at tolerance 0.02: once by pairs, once with a KV row at 250 pairs. Bytes are shares of the published
+ones. For a number of csrc/planner_constants.h the planner is compiled with it. That file and planner/constants.py quote
+this table.
 
 With `--spanning`, streams of documents of which some lie on up to 16 ranks are planned at tolerance 0.05. Shares are
 those of the plan that starts at home: its burden (planner/starts.py), and what it moves in a forward.
@@ -14,34 +15,40 @@ those of the plan that starts at home: its burden (planner/starts.py), and what 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
-import math
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from _deepspeed_cad_build import COMPILE, SYSTEM, find_compiler
+from deepspeed_cad import native
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import HeadShape, PlanInput, constants, levels, offers, reference, round, spread, starts
-from deepspeed_cad.planner.aim import Aim
-from deepspeed_cad.planner.answer import answer
+from deepspeed_cad.planner import HeadShape, PlanInput, constants, core, finish, make_plan, starts
+from deepspeed_cad.planner.core import Aim, solve
 
+ROOT = Path(__file__).parents[1]
 TRIALS: dict[str, list[Any]] = {
     "BAND": [0.25, 0.75, 1.0],
-    "AIMS": [(0.8,), (0.95,) * 4, (0.5, 0.6, 0.7, 0.8)],
+    "AIMS": ["{0.8}", "{0.95, 0.95, 0.95, 0.95}", "{0.5, 0.6, 0.7, 0.8}"],
     "SLACK": [0.02, 0.05, 0.2],
     "BISECTIONS": [30, 100],
     "OVERSHOOT": [0.0, 1.0],
-    "MOVE_SHARES": [(0.4,), (0.5,), (0.7,), (1.0,)],
+    "MOVE_SHARES": ["{0.4}", "{0.5}", "{0.7}", "{1.0}"],
     "LEFTOVER_PRICE": [1.0, 1.1, 1.4, 2.0],
-    "DEARER": [1.0, 1.05, 1.2, math.inf],
+    "DEARER": [1.0, 1.05, 1.2, 1e300],
     "GROUP_STEPS": [2, 100],
     "DOCUMENTS": [1, 4, 8],
     "LONGEST": [8, 16, 64],
@@ -72,8 +79,7 @@ def plan_all(cases: list[dict[str, Any]]) -> str:
         )
         published = case["published"]["0.05"]
         plan, by_keys = (
-            answer(PlanInput(layout.tick(), shape, cost, tolerance=TOLERANCE), reference.solve)
-            for cost in (PAIRS, BY_KEYS)
+            make_plan(PlanInput(layout.tick(), shape, cost, tolerance=TOLERANCE)) for cost in (PAIRS, BY_KEYS)
         )
         figures.append(
             (
@@ -111,9 +117,8 @@ def plan_spanning(layouts: list[Layout]) -> str:
         shape = HeadShape(32, groups, 128, 128, 2)
         for layout in layouts:
             problem = PlanInput(layout.tick(), shape, BY_KEYS)
-            at_home = reference.solve(problem, Aim(problem.tolerance))
-            base, speed = np.zeros(layout.ranks), np.ones(layout.ranks)
-            found = starts.best_start(problem, at_home, reference.solve, base, speed)
+            at_home = solve(problem, Aim(problem.tolerance))
+            found = starts.best_start(problem, at_home)
             figures.append(
                 (
                     starts.burden(problem, found.flows) / starts.burden(problem, at_home.flows),
@@ -134,25 +139,52 @@ def try_spanning(only: list[str] | None) -> None:
         "| number | value | 8 KV heads: burden | bytes | hottest rank | 32: burden | bytes | hottest rank | seconds |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    print_trials(SPANNING_TRIALS, only, (spread, starts), lambda: plan_spanning(layouts))
+    print_trials(SPANNING_TRIALS, only, lambda: plan_spanning(layouts))
 
 
-def print_trials(
-    trials: dict[str, list[Any]], only: list[str] | None, modules: tuple[ModuleType, ...], plan: Callable[[], str]
-) -> None:
-    """One row for each value of each number, by `plan`, and first one with the numbers as they are.
-
-    `modules`: those that took numbers over from planner/constants.py. Each number is put back after its values.
-    """
+def print_trials(trials: dict[str, list[Any]], only: list[str] | None, plan: Callable[[], str]) -> None:
+    """One row for each value of each number, by `plan`, and first one with the numbers as they are."""
     print("| as they are | |", plan()[2:], flush=True)
     for name in only or trials:
-        holders = [module for module in modules if hasattr(module, name)]
         for value in trials[name]:
-            for module in holders:
-                setattr(module, name, value)
-            print(f"| {name} | {value} {plan()}", flush=True)
-        for module in holders:
-            setattr(module, name, getattr(constants, name))
+            with changed(name, value):
+                print(f"| {name} | {value} {plan()}", flush=True)
+
+
+@contextmanager
+def changed(name: str, value: Any) -> Iterator[None]:
+    """One number is another one: for the modules that took it over from planner/constants.py, and in C++."""
+    holders = [module for module in (core, finish, starts) if hasattr(module, name)]
+    camel = "k" + name.title().replace("_", "")
+    header = (ROOT / "csrc" / "planner_constants.h").read_text()
+    text, found = re.subn(rf"^(constexpr \S+ {camel}(?:\[\])?) = [^;]+;", rf"\1 = {value};", header, flags=re.MULTILINE)
+    if not holders and not found:
+        raise SystemExit(f"{name} is neither in planner/constants.py nor in csrc/planner_constants.h")
+    load = native._load_once
+    for module in holders:
+        setattr(module, name, value)
+    if found:
+        library = compile_planner(text)
+        native._load_once = lambda: (library, "")  # type: ignore[assignment]
+    yield
+    native._load_once = load
+    for module in holders:
+        setattr(module, name, getattr(constants, name))
+
+
+def compile_planner(header: str) -> ctypes.CDLL:
+    """The planner with another planner_constants.h."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise SystemExit("a C++ compiler is needed to change numbers of csrc/planner_constants.h")
+    with tempfile.TemporaryDirectory() as folder:
+        for file in (ROOT / "csrc").iterdir():
+            shutil.copy(file, folder)
+        Path(folder, "planner_constants.h").write_text(header)
+        sources = [*Path(folder).glob("planner*.cpp"), Path(folder, "last_error.cpp")]
+        library = Path(folder, "planner.so")
+        subprocess.run([*compiler.command, *COMPILE, "-o", library, *sources, *SYSTEM], check=True)
+        return ctypes.CDLL(str(library))
 
 
 def main() -> None:
@@ -169,7 +201,7 @@ def main() -> None:
     cases = json.loads(Path(args.reference).read_text())["cases"]
     print("| number | value | bytes | bytes, by keys | hottest rank | max/mean | min/mean | tasks | seconds |")
     print("|---|---|---|---|---|---|---|---|---|")
-    print_trials(TRIALS, args.only, (levels, offers, reference, round), lambda: plan_all(cases))
+    print_trials(TRIALS, args.only, lambda: plan_all(cases))
 
 
 if __name__ == "__main__":

@@ -196,7 +196,8 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             sys.stderr.write(f"step {step}: {time.perf_counter() - begin:.3f} s\n")
     dist.all_reduce(total)
     found = session.take_statistics("benchmark")
-    linear = session.linear.seconds(0)
+    known = session.learned.non_attention
+    linear = None if known is None else known.seconds(0)
     return {
         "seconds": seconds,
         "summing": summing,
@@ -223,7 +224,8 @@ def for_predictions(options: argparse.Namespace, device: torch.device) -> dict[s
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
     size, dtype = options.hidden // options.heads, torch.bfloat16 if device.type == "cuda" else torch.float32
     need = KernelNeed(device, dtype, size, size, options.heads // options.kv_heads)
-    hosts = None if session.hosts is None else ",".join(str(int(one)) for one in session.hosts)
+    where = session.plans.crew.hosts
+    hosts = None if where is None else ",".join(map(str, where.tolist()))
     speeds = {} if session.links is None else {"inside": session.links.inside, "between": session.links.between}
     return {
         "settings": {**{name: getattr(options, name) for name in names}, "hosts": hosts},

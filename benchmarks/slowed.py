@@ -12,7 +12,7 @@ attended since they could begin is all there is:
     sum over ranks of (T - begin) / attention = 1      with begin = 0 for a reserved server, which has no linear layers
 
 A rank begins after its linear layers. In place its rows may read keys of a slower rank: then it begins when those are
-there, less what it can do without them (deepspeed_cad/ahead/held_up.py). T also has the sum of gradients in it, as fast
+there. T also has the sum of gradients in it, as fast
 as the rank that came last measured it.
 """
 
@@ -37,11 +37,8 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
-from deepspeed_cad.ahead.held_up import begins  # noqa: E402
-from deepspeed_cad.cost import PAIRS, CostModel  # noqa: E402
 from deepspeed_cad.kernels.registry import KERNELS  # noqa: E402
-from deepspeed_cad.layout import Layout  # noqa: E402
-from deepspeed_cad.planner.levels import finish_time  # noqa: E402
+from deepspeed_cad.planner.finish import common_finish  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
 from deepspeed_cad.profiles.choice import expected_kernel  # noqa: E402
 from deepspeed_cad.profiles.measure import Call, Sizes, time_call  # noqa: E402
@@ -146,11 +143,9 @@ def allowed(linear: list[float], attention: list[float], in_place: bool) -> floa
     """
     speeds, begin = 1.0 / np.array(attention), np.array(linear)
     if in_place:
-        rows = 4096
-        tick = Layout.from_stream([rows * len(linear)], len(linear), rows).tick()
-        pairs = float(PAIRS.of([0], [rows * len(linear)])[0])
-        begin = begins(begin, tick, CostModel("one document", "seconds", pair=1.0 / pairs), 1, None, speeds)
-    return max(finish_time(1.0, begin.tolist(), speeds.tolist()), *begin.tolist())
+        # Each rank's rows read keys of all ranks before it.
+        begin = np.maximum.accumulate(begin)
+    return max(float(common_finish(np.ones(1), begin, speeds)[0]), *begin.tolist())
 
 
 def table(folder: Path) -> str:

@@ -25,10 +25,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from deepspeed_cad.layout import Ints, Layout
-from deepspeed_cad.planner import HeadShape, PlanInput, make_plan, native, reference, spread
-from deepspeed_cad.planner.aim import Aim, Solution
+from deepspeed_cad.planner import HeadShape, PlanInput, core, make_plan
 from deepspeed_cad.planner.constants import FINER, READ_FROM
-from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
+from deepspeed_cad.planner.core import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Aim, Solution, solve
 from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.planner.starts import most_ranks
@@ -85,7 +84,6 @@ def rows(name: str, layout: Layout, shape: HeadShape) -> list[str]:
     """Start at home, pure head split, and which of the starts is taken."""
     cost = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(shape)
     problem = PlanInput(layout.tick(), shape, cost)
-    solve = native.solve if native.is_available() else reference.solve
     plan: Plan = make_plan(problem)
     starts = {
         label: solve(problem, Aim(problem.tolerance, kept=kept))
@@ -105,11 +103,11 @@ def rows(name: str, layout: Layout, shape: HeadShape) -> list[str]:
 
 def also_on_two(problem: PlanInput) -> Solution:
     """Documents on two ranks dealt out too, which plans never do."""
-    spread.READ_FROM = 2
+    core.READ_FROM = 2
     try:
-        return reference.solve(problem, Aim(problem.tolerance, kept=0))
+        return solve(problem, Aim(problem.tolerance, kept=0))
     finally:
-        spread.READ_FROM = READ_FROM
+        core.READ_FROM = READ_FROM
 
 
 def main() -> None:

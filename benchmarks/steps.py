@@ -3,9 +3,9 @@
     python benchmarks/steps.py
 
 Packed rows of documents with lognormal lengths (median `median`, σ 1.5, at most a row). "loader": micro-batches as they
-come; "order": each rank's heaviest first; "exchange": documents change ranks as well. Attention bytes are those of one
-layer's forward, 32 heads of 8 groups, head size 128, bf16, as planned at tolerance 0.05, over all ranks and
-micro-batches. One core, native planner.
+come; "order": the heaviest of all ranks at the same time; "exchange": documents change ranks as well. Attention bytes
+are those of one layer's forward, 32 heads of 8 groups, head size 128, bf16, as planned at tolerance 0.05, over all
+ranks and micro-batches. One core, native planner.
 """
 
 from __future__ import annotations

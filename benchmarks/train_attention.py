@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from train_kept import KeptOutput, KeptOutputs
+from transformers import AttentionInterface
 
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
@@ -93,6 +95,7 @@ class VarlenAttention(torch.autograd.Function):
     """A kernel as autograd sees it: [T, H, D], [T, K, D], [T, K, V] to [T, H, V].
 
     Sinks [H] are folded into O and LSE behind the kernel, and their gradient is taken from these, as CAD does it.
+    `kept`: where O and LSE wait for the recompute, which then does not attend.
     """
 
     @staticmethod
@@ -105,23 +108,32 @@ class VarlenAttention(torch.autograd.Function):
         sequences: Sequences,
         rule: MaskRule,
         sinks: torch.Tensor | None = None,
+        kept: KeptOutput | None = None,
     ) -> torch.Tensor:
-        o, lse = kernel.forward(q, k, v, sequences, rule)
-        if sinks is not None:
-            o, lse = fold_sinks(o, lse, sinks)
+        found = None if kept is None else kept.take()
+        if found is None:
+            o, lse = kernel.forward(q, k, v, sequences, rule)
+            if sinks is not None:
+                o, lse = fold_sinks(o, lse, sinks)
+            if kept is not None:
+                kept.put(o, lse)
+        else:
+            o, lse = found
         ctx.save_for_backward(q, k, v, o, lse, sinks)
-        ctx.run = kernel, sequences, rule
+        ctx.run, ctx.kept = (kernel, sequences, rule), kept
         return o
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[Any, ...]:
         kernel, sequences, rule = ctx.run
         q, k, v, o, lse, sinks = ctx.saved_tensors
+        if ctx.kept is not None:
+            ctx.kept.fetch_before()
         do, dsinks = do.contiguous(), None
         if sinks is not None:
             weight = torch.exp(sinks.to(lse.dtype) - lse)
             dsinks = -(weight * (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum(0).to(sinks.dtype)
-        return *kernel.backward(do, q, k, v, o, lse, sequences, rule), None, None, None, dsinks
+        return *kernel.backward(do, q, k, v, o, lse, sequences, rule), None, None, None, dsinks, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +196,7 @@ class OwnQuery(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         ctx.heads, ctx.more = k.shape[1], q.shape[-1] - v.shape[-1]
-        return q[..., : v.shape[-1]].clone()
+        return q[..., : v.shape[-1]].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -195,8 +207,14 @@ class OwnQuery(torch.autograd.Function):
 AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
 
 
-def local_attention(kernel: Kernel) -> AttentionFunction:
-    """Documents of this rank's own rows; `documents` are Sequences."""
+def use_attention(model: Any, name: str, attend: AttentionFunction) -> None:
+    """Let a model of transformers attend by this function."""
+    AttentionInterface.register(name, attend)
+    model.set_attn_implementation(name)
+
+
+def local_attention(kernel: Kernel, outputs: KeptOutputs | None = None) -> AttentionFunction:
+    """Documents of this rank's own rows; `documents` are Sequences. `outputs`: kept through checkpointing."""
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
@@ -205,7 +223,8 @@ def local_attention(kernel: Kernel) -> AttentionFunction:
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
         rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)
-        return VarlenAttention.apply(q, k, v, kernel, documents, rule, s_aux)[None], None
+        kept = None if outputs is None else outputs.of(module)
+        return VarlenAttention.apply(q, k, v, kernel, documents, rule, s_aux, kept)[None], None
 
     return attend
 

@@ -8,6 +8,8 @@ In: a `Setting` and the shared model. Out: `Mode`s, all with the same weights, k
     cad             every rank trains its own row, attention by deepspeed_cad
     bound           as dp, with attention replaced by its own query; bound_qkv: with gradients of K and V as well
 
+`dp:kept` and `ulysses:kept` keep attention's output through activation checkpointing, `:kept_host` in host memory, as
+`"keep": "host"` has it; their Ulysses is train_ulysses.py's own. The others run attention twice, `cad` does not.
 `ulysses_joined` and `allgather_cp_joined` put all rows of a step into one micro-batch instead of one after the other.
 """
 
@@ -18,28 +20,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from train_attention import (
-    AttentionFunction,
-    TimedKernel,
-    gathered_attention,
-    local_attention,
-    query_attention,
-)
+from train_attention import TimedKernel, gathered_attention, local_attention, query_attention, use_attention
 from train_hybrid import find_recurrent, with_borders
+from train_kept import KeptOutputs
 from train_model import share_parameters
 from train_shapes import is_plain
 from train_split import MicroBatch, Setting, make_micro_batch, own_row, split_pieces, split_rows, split_sequence
-from transformers import AttentionInterface, LlamaForCausalLM
+from train_ulysses import use_kept_ulysses, use_ulysses
+from transformers import LlamaForCausalLM
 
 import deepspeed_cad
 from deepspeed_cad import session as sessions
 from deepspeed_cad.ahead.step import announce
-from deepspeed_cad.kernels.interface import Kernel
+from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.session import find_binding
 
 KINDS = ("dp", "ulysses", "ulysses_joined", "allgather_cp", "allgather_cp_joined", "cad", "bound", "bound_qkv")
+KEEPING = ("dp", "ulysses", "ulysses_joined")
+"""Those that may have `:kept` behind them."""
 
 
 @dataclass(eq=False)
@@ -180,6 +178,7 @@ def make_modes(names: list[str], model: LlamaForCausalLM, setting: Setting) -> l
         kind = name.split("@")[0].split(":")[0]
         if kind not in KINDS:
             raise ValueError(f"there is no mode {name!r}; there are {', '.join(KINDS)}")
+        outputs = kept_outputs(name, setting) if kind in KEEPING else None
         if find_recurrent(model) and kind.startswith(("ulysses", "allgather")):
             raise ValueError(
                 f"mode {name!r} splits documents over ranks, and the state of this model would have to travel"
@@ -194,21 +193,33 @@ def make_modes(names: list[str], model: LlamaForCausalLM, setting: Setting) -> l
             cad = kind_of_cad(name, copy, split_rows(setting, False), exchanges=True)
             mode: Mode = cad.open(setting, block)
         elif kind.startswith("ulysses"):
-            use_ulysses(copy, setting.kernel, setting.device)
+            if outputs is None:
+                use_ulysses(copy, setting.kernel, setting.device)
+            else:
+                use_kept_ulysses(copy, f"benchmark_{name}".replace(":", "_"), setting.kernel, outputs)
             mode = Mode(name, copy, split_sequence(setting, joined))
         elif kind.startswith("allgather_cp"):
-            _use(copy, "benchmark_gathered", gathered_attention(setting.kernel, setting.watch))
+            use_attention(copy, "benchmark_gathered", gathered_attention(setting.kernel, setting.watch))
             mode = Mode(name, copy, split_pieces(setting, joined))
         elif kind.startswith("bound"):
-            _use(copy, f"benchmark_{kind}", query_attention("all" if kind == "bound_qkv" else "query"))
+            use_attention(copy, f"benchmark_{kind}", query_attention("all" if kind == "bound_qkv" else "query"))
             split = with_borders(copy, setting, split_rows(setting, False))
             mode = Mode(name, copy, split, exact=False, attends=False)
         else:
-            _use(copy, "benchmark_local", local_attention(setting.kernel))
+            use_attention(copy, f"benchmark_{name}".replace(":", "_"), local_attention(setting.kernel, outputs))
             split = with_borders(copy, setting, split_rows(setting, True))
             mode = Mode(name, copy, split, exact=not setting.workload.stream)
         modes.append(mode)
     return modes
+
+
+def kept_outputs(name: str, setting: Setting) -> KeptOutputs | None:
+    """Where a baseline `…:kept` keeps what its recompute needs; None for one that attends again."""
+    variant = name.partition(":")[2]
+    if variant not in ("", "kept", "kept_host"):
+        raise ValueError(f"{name!r}: a variant of {', '.join(KEEPING)} is :kept or :kept_host")
+    parking = Parking(setting.device) if variant == "kept_host" else None
+    return KeptOutputs(parking) if variant else None
 
 
 def cad_block(name: str, setting: Setting) -> dict[str, Any]:
@@ -220,33 +231,3 @@ def cad_block(name: str, setting: Setting) -> dict[str, Any]:
     elif plain != "cad":
         raise ValueError(f"{name!r}: a variant of cad is cad:recompute, or cad@ and a JSON object")
     return {**block, **(json.loads(changes) if changes else {})}
-
-
-def _use(model: LlamaForCausalLM, name: str, attend: AttentionFunction) -> None:
-    AttentionInterface.register(name, attend)
-    model.set_attn_implementation(name)
-
-
-def use_ulysses(model: LlamaForCausalLM, kernel: Kernel, device: torch.device) -> None:
-    """Sequence parallelism over all ranks by DeepSpeed's UlyssesSPAttentionHF, around the same kernel."""
-    name = "benchmark_ulysses"
-    if name in AttentionInterface._global_mapping:
-        model.set_attn_implementation(name)
-        return
-    import deepspeed.ops
-
-    # Otherwise the first start on a CPU compiles a library for 80 s.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    import deepspeed
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
-    _use(model, name, local_attention(kernel))
-    UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=model,
-        core_attn_implementation=name,
-        sequence_parallel_size=dist.get_world_size(),
-        micro_batch_size=1,
-        seq_length_is_variable=True,
-    )

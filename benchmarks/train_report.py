@@ -121,6 +121,10 @@ def _attention(rank_steps: list[list[Measured]]) -> dict[str, Any]:
         "attention_s_mean": mean,
         "attention_s_mean_without_recompute": alone,
         "attention_max_over_mean": slowest / mean if mean else None,
+        "attention_calls": {
+            way: [sum(one.spans.get(way, (0.0, 0))[1] for one in own) for own in rank_steps]
+            for way in ("forward", "backward")
+        },
         "collectives_s_mean": sum(sum(one.spans.get("exchange", (0.0, 0))[0] for one in c) / len(c) for c in columns),
     }
 
@@ -158,12 +162,13 @@ def machine(setting: Setting) -> dict[str, Any]:
     }
 
 
+BASELINES = {"dp": "plain", "dp:kept": "plain kept", "ulysses": "Ulysses", "ulysses:kept": "Ulysses kept"}
+"""What tables call the modes that others are compared with; `kept`: attention is not run again by checkpointing."""
+
 COLUMNS = (
     ("mode", lambda name, m: name),
     ("tokens/s/GPU", lambda name, m: f"{m['tokens_per_s_per_gpu']['median']:,.0f}"),
     ("spread", lambda name, m: "{low:,.0f}–{high:,.0f}".format(**m["tokens_per_s_per_gpu"])),
-    ("÷ first", lambda name, m: f"{m['over_first']:.3f}"),
-    ("÷ bound", lambda name, m: _number(m.get("over_bound"), ".3f")),
     ("MFU", lambda name, m: _number(m["mfu"], ".1%")),
     ("attention s, mean", lambda name, m: _number(m.get("attention_s_mean"), ".3f")),
     ("max/mean", lambda name, m: _number(m.get("attention_max_over_mean"), ".3f")),
@@ -183,16 +188,27 @@ def _exposed(m: dict[str, Any]) -> str:
     return "" if share is None else f"{share['mean']:.2%} (max {share['max']:.2%})"
 
 
+def compared_with(results: dict[str, Any]) -> dict[str, float]:
+    """Tokens/s of the baselines and bounds of a run, by what tables call them."""
+    modes, bounds = results["modes"], results["bounds"]
+    rates = {words: modes[name]["tokens_per_s_per_gpu"]["median"] for name, words in BASELINES.items() if name in modes}
+    return rates | {name: bound["tokens_per_s_per_gpu"] for name, bound in bounds.items()}
+
+
+def ratios(mode: dict[str, Any], others: dict[str, float]) -> list[str]:
+    """A mode over each of these; empty for one that does not attend."""
+    rate = mode["tokens_per_s_per_gpu"]["median"]
+    return [f"{rate / other:.3f}" if mode["mfu"] is not None else "" for other in others.values()]
+
+
 def table(results: dict[str, Any]) -> str:
     """The modes as a Markdown table, with the bounds below."""
-    modes = results["modes"]
-    first = next(iter(modes.values()))["tokens_per_s_per_gpu"]["median"]
-    bound = results["bounds"].get("bound", {}).get("tokens_per_s_per_gpu")
-    lines = ["| " + " | ".join(name for name, _ in COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    modes, others = results["modes"], compared_with(results)
+    heads = [*(name for name, _ in COLUMNS), *(f"÷ {other}" for other in others)]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name, mode in modes.items():
-        rate = mode["tokens_per_s_per_gpu"]["median"]
-        extra = {"over_first": rate / first, "over_bound": rate / bound if bound and mode["mfu"] is not None else None}
-        lines.append("| " + " | ".join(cell(name, {**mode, **extra}) for _, cell in COLUMNS) + " |")
+        cells = [*(cell(name, mode) for _, cell in COLUMNS), *ratios(mode, others)]
+        lines.append("| " + " | ".join(cells) + " |")
     for name, one in results["bounds"].items():
         reached = ", ".join(
             f"{mode} {modes[mode]['tokens_per_s_per_gpu']['median'] / one['tokens_per_s_per_gpu']:.3f}"

@@ -118,10 +118,16 @@ def measure(trainer: Trainer, modes: list[Mode], options: argparse.Namespace) ->
     """All steps of all modes: warm-up, one pass with attention timed, then the timed passes."""
     steps = len(trainer.setting.workload.steps)
     options.warmup = min(options.warmup, steps)
-    _, differences = compare_gradients(trainer, modes, options)
+    warm, differences = compare_gradients(trainer, modes, options)
     attention: list[Measured] = []
     timed: list[Measured] = []
-    for repeat in range(options.repeats + 1):
+    a_pass = steps * sum(one.seconds for one in warm[-len(modes) :])
+    say(f"by the last warm-up {options.repeats + 1} passes take {a_pass * (options.repeats + 1):.0f} s")
+    repeat = 0
+    while repeat <= options.repeats:
+        begun = moment()
+        if repeat and options.until and begun + 2 * a_pass > options.until:
+            options.repeats = repeat
         for step in range(steps):
             last = repeat == options.repeats and step == steps - 1
             following = None if last else (step + 1) % steps
@@ -129,7 +135,15 @@ def measure(trainer: Trainer, modes: list[Mode], options: argparse.Namespace) ->
                 found = trainer.run(mode, step, following, repeat == 0)
                 (attention if repeat == 0 else timed).append(found)
                 say(f"pass {repeat}, step {step}, {mode.name}: {found.seconds:.3f} s")
+        a_pass, repeat = moment() - begun, repeat + 1
     return summarise(trainer.setting, modes, attention, timed, differences, options, trainer.flops)
+
+
+def moment() -> float:
+    """The time, in seconds since 1970, the same on every rank."""
+    now = torch.tensor(time.time(), dtype=torch.float64)
+    dist.all_reduce(now, dist.ReduceOp.MAX)
+    return float(now)
 
 
 def time_collectives(trainer: Trainer, times: int = 3) -> float:
@@ -172,6 +186,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--scale", action="store_true", help="with --tokens-per-rank: scale the lengths down instead")
     add("--warmup", type=int, default=2, help="steps of every mode before anything is measured")
     add("--repeats", type=int, default=3, help="timed passes over the steps")
+    add("--until", type=float, help="seconds since 1970 after which no timed pass but the first should end")
     add("--hosts", help='pretend that the ranks are on these hosts, "0,1"')
     add("--link", choices=("sockets", "host", "nvlink"), default="sockets", help="with --hosts: what is between them")
     add("--lr", type=float, default=0.0, help="learning rate; above 0 the modes' losses cannot be compared")
@@ -241,13 +256,13 @@ def main() -> None:
     trainer = Trainer(setting, optimizer, model_flops(model, workload))
     results = measure(trainer, modes, options)
     results["links"] = {
-        mode.name: str(mode.session.traffic.links)
+        mode.name: str(mode.session.learned.links.links)
         for mode in modes
-        if isinstance(mode, CADMode) and mode.session.traffic is not None
+        if isinstance(mode, CADMode) and mode.session.learned.links is not None
     }
     # What benchmarks/foreseen.py foresees steps on several hosts with.
-    traffics = [mode.session.traffic for mode in modes if isinstance(mode, CADMode)]
-    for start in [traffic.start for traffic in traffics if traffic is not None][:1]:
+    links = [mode.session.learned.links for mode in modes if isinstance(mode, CADMode)]
+    for start in [known.start for known in links if known is not None][:1]:
         speeds = {"inside": start.inside, "between": start.between}
         results["link_GBps"] = {kind: speed and speed / 1e9 for kind, speed in speeds.items()}
     # All on one host, or each on its own: else both kinds of links have a part in it.
@@ -258,11 +273,12 @@ def main() -> None:
         sys.stdout.write(write_results(results, options.output))
     for mode in modes:
         if isinstance(mode, CADMode):
-            late = " ".join(f"{1e3 * seconds:+.3f}" for seconds in mode.session.pace.late)
-            say(f"{mode.name}: found ranks late by {late} ms in attention forward and backward")
-            if mode.session.traffic is not None:
-                traffic = mode.session.traffic
-                say(f"{mode.name}: {traffic.links}, at start {traffic.start}, brake level {traffic.brake.level}")
+            known = mode.session.learned
+            if known.links is not None:
+                say(f"{mode.name}: {known.links.links}, at start {known.links.start}")
+            if known.non_attention is not None and (each := known.non_attention.seconds(0)) is not None:
+                nanoseconds = " ".join(f"{1e9 * one:.1f}" for one in each)
+                say(f"{mode.name}: outside attention {nanoseconds} ns a token and layer, by rank")
             found = mode.session.statistics
             say(
                 f"{mode.name}: attention max/mean {found.imbalance_before:.3f} as the documents lay, "

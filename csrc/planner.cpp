@@ -1,4 +1,4 @@
-// The planner behind a plain C interface: balance and what surrounds it in planner/reference.py.
+// The planner behind a plain C interface: which rounds of moves bring ranks to what is aimed at.
 #include "planner.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace cad {
 namespace {
 
-// Between whom only what brings them down to a level moves: planner/aim.py.
+// Units and Aim of planner/core.py.
 enum Units : int64_t { kNone, kRanks, kHosts, kHostsLast };
 
 struct Aim {
@@ -38,6 +38,7 @@ Pace pace_of(const Problem& p, const Ranks& pool) {
     return pace;
 }
 
+// Who of a pool is farthest below its level; -1: none runs anything.
 int32_t emptiest(const Columns& columns, const std::vector<double>& take, const Ranks& pool) {
     const Problem& p = columns.p;
     int32_t best = -1;
@@ -47,6 +48,7 @@ int32_t emptiest(const Columns& columns, const std::vector<double>& take, const 
     return best;
 }
 
+// What a rank of speed 0 still has goes to whoever of its pool is farthest below its level.
 void evacuate(Columns* columns, const std::vector<double>& take, const Ranks& pool) {
     const Problem& p = columns->p;
     if (std::none_of(pool.begin(), pool.end(), [&](int32_t rank) { return p.speed[rank] > 0.0; })) return;
@@ -86,7 +88,7 @@ void balance(Columns* columns, double tolerance, const Ranks& pool) {
                 too_little |= load[at] < least[at];
             }
             if (!too_much && !too_little) return;
-            band = tolerance * kBand;
+            band = tolerance * p.band;
             if ((phase == 1 && !too_much) || (phase == 2 && !too_little)) continue;
             const double aim = band * part;
             room = work_until(finish * (1.0 + aim), pace);
@@ -119,11 +121,12 @@ void bring_down(Columns* columns, const Aim& aim, const std::vector<Ranks>& unit
     const double finish = finish_time(total, pace);
     Levels levels(p.ranks);
     settle_units(columns->load, pace, units, std::max(aim.level, finish), &levels);
-    for (const int32_t rank : everyone) levels.slack[rank] = kSlack * aim.tolerance * kBand * finish * p.speed[rank];
+    for (const int32_t rank : everyone) levels.slack[rank] = kSlack * aim.tolerance * p.band * finish * p.speed[rank];
     run_round(columns, levels, everyone);
     evacuate(columns, levels.take, everyone);
 }
 
+// When the last rank is done; never, where a rank of speed 0 has work.
 double slowest(const std::vector<double>& load, const Problem& p) {
     double slowest = 0.0;
     for (int64_t rank = 0; rank < p.ranks; ++rank) {
@@ -169,8 +172,8 @@ Answer solve(const Problem& p, const Aim& aim) {
 #define CAD_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Makes a plan. `sizes`: ranks, groups, window (0: none), granularity, bytes per row and head group of Q, O and K with V,
-// number of query and of key segments, units of the aim, and its `kept`. `numbers`: cost per pair, row, key and task, weight of a byte
-// inside and between hosts, tolerance and level of the aim. `per_rank`: base loads, speeds and memory, [3][ranks].
+// number of query and of key segments, units of the aim and its `kept`, READ_FROM and IN_PLACE. `numbers`: cost per pair,
+// row, key and task, weight of a byte inside and between hosts, tolerance and level of the aim, and BAND. `per_rank`: base loads, speeds and memory, [3][ranks].
 // `host`: of each rank, numbered in the order in which hosts first appear. `query` and `key`: document, begin, end and
 // rank of every segment, [4][segments]. Returns 0, a plan to be freed and its numbers of tasks and of pairs in `counts`,
 // or another code.
@@ -182,6 +185,7 @@ CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, co
     p.query_count = sizes[7], p.key_count = sizes[8];
     p.pair = numbers[0], p.row = numbers[1], p.key = numbers[2], p.task = numbers[3];
     p.inside = numbers[4], p.between = numbers[5];
+    p.band = numbers[8], p.read_from = sizes[11], p.in_place = sizes[12];
     const cad::Aim aim{numbers[6], sizes[9], numbers[7], sizes[10]};
     p.base = per_rank, p.speed = per_rank + p.ranks, p.memory = per_rank + 2 * p.ranks;
     p.host = host, p.hosts = p.ranks ? *std::max_element(host, host + p.ranks) + 1 : 0;
@@ -200,9 +204,9 @@ CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, co
 
 // Copies a plan out and frees it: tasks [n][6], loads [4][ranks] (after, before, waiting, parts), bytes [4][2][ranks] (Q, K
 // and V sent and received, O sent and received; inside and between hosts), pairs [m][3] (home, server, with rows) and
-// served rows [2][ranks] (query and KV rows times head groups).
-CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int64_t* bytes, int64_t* pairs,
-                                 int64_t* served) {
+// served rows [2][ranks] (query and KV rows times head groups). Returns 0.
+CAD_EXPORT int cad_planner_take(void* plan, int64_t* tasks, double* loads, int64_t* bytes, int64_t* pairs,
+                                int64_t* served) {
     const std::unique_ptr<cad::Answer> answer(static_cast<cad::Answer*>(plan));
     static_assert(sizeof(cad::Task) == 6 * sizeof(int64_t), "a task is six numbers");
     static_assert(sizeof(cad::Flows::Pair) == 3 * sizeof(int64_t), "a pair is three numbers");
@@ -216,4 +220,5 @@ CAD_EXPORT void cad_planner_take(void* plan, int64_t* tasks, double* loads, int6
     const auto* pair = reinterpret_cast<const int64_t*>(answer->flows.pairs.data());
     std::copy(pair, pair + 3 * answer->flows.pairs.size(), pairs);
     std::copy(answer->flows.served.begin(), answer->flows.served.end(), served);
+    return 0;
 }

@@ -1,4 +1,4 @@
-// Who runs which rows of each (document, head group), and what a move would cost: planner/columns.py.
+// Who runs which rows of each (document, head group), and what a move would cost.
 #include "planner.h"
 
 #include <algorithm>

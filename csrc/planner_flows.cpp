@@ -1,9 +1,8 @@
-// What the columns as they are would move: planner/flows.py, operation by operation.
+// What the columns as they are would move between ranks.
 #include <algorithm>
 #include <tuple>
 
 #include "planner.h"
-#include "planner_constants.h"
 
 namespace cad {
 
@@ -76,7 +75,7 @@ Flows Columns::flows() const {
                         apart.emplace_back(cell.begin, cell.end);
                     else if (!holds(static_cast<int32_t>(at), server, first_key(cell.begin), cell.end)) {
                         apart.emplace_back(cell.begin, cell.end);
-                        if ((cell.end - cell.begin) * kInPlace >= rows_of[server]) in_place += cell.end - cell.begin;
+                        if ((cell.end - cell.begin) * p.in_place >= rows_of[server]) in_place += cell.end - cell.begin;
                     }
                     const int64_t start = first_key(cell.begin);
                     if (!needed.empty() && start <= needed.back().second)

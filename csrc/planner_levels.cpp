@@ -1,4 +1,4 @@
-// How much attention each rank should run: planner/levels.py.
+// How much attention each rank should run.
 #include "planner.h"
 
 #include <algorithm>
@@ -33,29 +33,35 @@ double sum_of(const std::vector<double>& values, const Ranks& ranks) {
     return total;
 }
 
+struct Interval {
+    double low, high;
+};
+
+// Two times so close that between them lies where `too_early` ends to hold.
+template <typename TooEarly>
+Interval bisect(double low, double high, const TooEarly& too_early) {
+    for (int step = 0; step < kBisections; ++step) {
+        const double middle = 0.5 * (low + high);
+        (too_early(middle) ? low : high) = middle;
+    }
+    return {low, high};
+}
+
 }  // namespace
 
 double finish_time(double work, const Pace& p) {
-    double low = 0.0, high = 0.0, total_speed = 0.0;
-    const size_t ranks = p.base.size();
-    for (size_t rank = 0; rank < ranks; ++rank)
+    double latest = 0.0, total_speed = 0.0;
+    for (size_t rank = 0; rank < p.base.size(); ++rank)
         if (p.speed[rank] > 0.0) {
             total_speed += p.speed[rank];
-            if (p.base[rank] > high) high = p.base[rank];
+            latest = std::max(latest, p.base[rank]);
         }
     if (total_speed <= 0.0) return 0.0;
-    high += work / total_speed;
-    for (int step = 0; step < kBisections; ++step) {
-        const double middle = 0.5 * (low + high);
-        double done = 0.0;
-        for (size_t rank = 0; rank < ranks; ++rank)
-            if (p.speed[rank] > 0.0 && middle > p.base[rank]) done += p.speed[rank] * (middle - p.base[rank]);
-        if (done < work)
-            low = middle;
-        else
-            high = middle;
-    }
-    return high;
+    return bisect(0.0, latest + work / total_speed, [&](double time) {
+               double done = 0.0;
+               for (size_t rank = 0; rank < p.base.size(); ++rank) done += work_of(rank, time, p);
+               return done < work;
+           }).high;
 }
 
 std::vector<double> work_until(double time, const Pace& p) {
@@ -70,28 +76,14 @@ void settle_levels(const std::vector<double>& load, const Pace& p, double finish
     const double shed = above(load, work_until(upper, p));
     const double need = below(load, work_until(lower, p));
     if (shed >= need) {
-        double low = lower, high = finish;
-        for (int step = 0; step < kBisections; ++step) {
-            const double middle = 0.5 * (low + high);
-            if (below(load, work_until(middle, p)) < shed)
-                low = middle;
-            else
-                high = middle;
-        }
+        const auto takes_too_little = [&](double time) { return below(load, work_until(time, p)) < shed; };
         *give = work_until(upper, p);
-        *take = work_until(high, p);
-        return;
+        *take = work_until(bisect(lower, finish, takes_too_little).high, p);
+    } else {
+        const auto gives_enough = [&](double time) { return above(load, work_until(time, p)) >= need; };
+        *give = work_until(bisect(finish, upper, gives_enough).low, p);
+        *take = work_until(lower, p);
     }
-    double low = finish, high = upper;
-    for (int step = 0; step < kBisections; ++step) {
-        const double middle = 0.5 * (low + high);
-        if (above(load, work_until(middle, p)) < need)
-            high = middle;
-        else
-            low = middle;
-    }
-    *give = work_until(low, p);
-    *take = work_until(lower, p);
 }
 
 Levels::Levels(int64_t ranks)
@@ -107,60 +99,39 @@ void settle_units(const std::vector<double>& load, const Pace& p, const std::vec
         over.push_back(work.back() - sum_of(at_upper, unit));
         if (over.back() > 0.0) shed += over.back();
     }
-    double low = 0.0, high = upper;
-    for (int step = 0; step < kBisections; ++step) {
-        const double middle = 0.5 * (low + high);
-        const auto until = work_until(middle, p);
-        double room = 0.0;
-        for (size_t number = 0; number < units.size(); ++number) {
-            const double under = sum_of(until, units[number]) - work[number];
-            if (under > 0.0) room += under;
-        }
-        if (room < shed)
-            low = middle;
-        else
-            high = middle;
-    }
-    const auto at_lower = work_until(high, p);
-    const double lower = high;
+    const double lower = bisect(0.0, upper, [&](double time) {
+                             const auto until = work_until(time, p);
+                             double room = 0.0;
+                             for (size_t number = 0; number < units.size(); ++number) {
+                                 const double under = sum_of(until, units[number]) - work[number];
+                                 if (under > 0.0) room += under;
+                             }
+                             return room < shed;
+                         }).high;
+    const auto at_lower = work_until(lower, p);
     for (size_t number = 0; number < units.size(); ++number) {
         const Ranks& unit = units[number];
         const double under = sum_of(at_lower, unit) - work[number];
         if (over[number] > 0.0) {
-            double top = upper;
-            low = upper;
+            double latest = upper;
             for (const int32_t rank : unit)
-                if (p.speed[rank] > 0.0) top = std::max(top, p.base[rank] + load[rank] / p.speed[rank]);
-            for (int step = 0; step < kBisections; ++step) {
-                const double middle = 0.5 * (low + top);
-                double given = 0.0;
-                for (const int32_t rank : unit) {
-                    const double level = work_of(rank, middle, p);
-                    if (load[rank] > level) given += load[rank] - level;
-                }
-                if (given < over[number])
-                    top = middle;
-                else
-                    low = middle;
-            }
-            for (const int32_t rank : unit) levels->give[rank] = work_of(rank, low, p);
+                if (p.speed[rank] > 0.0) latest = std::max(latest, p.base[rank] + load[rank] / p.speed[rank]);
+            const double time = bisect(upper, latest, [&](double until) {
+                                    double given = 0.0;
+                                    for (const int32_t rank : unit)
+                                        given += std::max(load[rank] - work_of(rank, until, p), 0.0);
+                                    return given >= over[number];
+                                }).low;
+            for (const int32_t rank : unit) levels->give[rank] = work_of(rank, time, p);
         } else if (under > 0.0) {
-            double top = lower;
-            low = 0.0;
-            for (int step = 0; step < kBisections; ++step) {
-                const double middle = 0.5 * (low + top);
-                double room = 0.0;
-                for (const int32_t rank : unit) {
-                    const double level = work_of(rank, middle, p);
-                    if (load[rank] < level) room += level - load[rank];
-                }
-                if (room < under)
-                    low = middle;
-                else
-                    top = middle;
-            }
+            const double time = bisect(0.0, lower, [&](double until) {
+                                    double room = 0.0;
+                                    for (const int32_t rank : unit)
+                                        room += std::max(work_of(rank, until, p) - load[rank], 0.0);
+                                    return room < under;
+                                }).high;
             for (const int32_t rank : unit) {
-                levels->take[rank] = work_of(rank, top, p);
+                levels->take[rank] = work_of(rank, time, p);
                 levels->most[rank] = std::max(levels->take[rank], at_upper[rank]);
             }
         }

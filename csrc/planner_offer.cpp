@@ -1,4 +1,6 @@
-// The best way to move rows of one donor to one server: planner/offers.py, operation by operation.
+// The best way to move rows of one donor to one server. Two kinds: the last rows of an item, and on with rows before them
+// that other ranks above their level have of the same document, so that K and V are sent once for all; or the first rows,
+// for whoever holds the keys before them.
 #include "planner_round.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// One round of moves towards fixed levels: planner/round.py, operation by operation.
+// One round of moves towards fixed levels: the donor whose best move is cheapest goes first.
 #include "planner_round.h"
 
 #include <algorithm>

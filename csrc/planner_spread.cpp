@@ -1,4 +1,9 @@
-// Documents on many ranks, dealt out by head groups: planner/spread.py, operation by operation.
+// Documents on many ranks, dealt out by head groups before anything is balanced.
+//
+// At home the last rank of a long document reads all keys before its rows, for every head group. Where a rank runs few
+// head groups over all rows instead, it reads keys of few head groups, every rank as many. So all head groups of the rows
+// that are dealt out are laid one behind the other on a line, as long as their work, and each rank takes a stretch of it:
+// its share, with which it ends when all others do. A stretch that ends within a head group cuts its rows in two.
 #include <algorithm>
 #include <tuple>
 
@@ -17,11 +22,13 @@ struct Band {
     double group;                         // work of one head group if one rank runs it
 };
 
+// Who takes part in a document, and how much of the work each.
 struct Shares {
     Ranks ranks;  // in the order of the line
     std::vector<double> work;
 };
 
+// What is dealt out: of documents without gaps, of which the last segment reads keys of READ_FROM ranks.
 std::vector<Band> find_bands(const Columns& columns, int64_t kept) {
     std::vector<Band> found;
     if (columns.p.groups == 1) return found;
@@ -29,7 +36,7 @@ std::vector<Band> find_bands(const Columns& columns, int64_t kept) {
     for (size_t at = 0; at < columns.documents.size(); ++at) {
         const Document& document = columns.documents[at];
         const int32_t first = document.first_segment, last = first + document.segments - 1;
-        if (last - first < std::max(static_cast<int64_t>(kReadFrom) - 1, kept + 1)) continue;
+        if (last - first < std::max(columns.p.read_from - 1, kept + 1)) continue;
         const Segment* segments = columns.segments.data();
         bool whole = true;
         for (int32_t index = first + 1; index <= last; ++index) whole &= segments[index].begin == segments[index - 1].end;
@@ -44,7 +51,7 @@ std::vector<Band> find_bands(const Columns& columns, int64_t kept) {
             seen[home] |= segments[index].end > reach ? 3 : 1;
         }
         for (const int32_t home : homes) seen[home] = 0;
-        if (read.size() < kReadFrom) continue;
+        if (static_cast<int64_t>(read.size()) < columns.p.read_from) continue;
         const int64_t begin = segments[first + kept].begin, end = segments[last].end;
         found.push_back({static_cast<int32_t>(at), begin, end, first + static_cast<int32_t>(kept), last, homes,
                          columns.cost_of(begin, end)});
@@ -52,6 +59,8 @@ std::vector<Band> find_bands(const Columns& columns, int64_t kept) {
     return found;
 }
 
+// A document's homes take part, and where they would end after `most`, the emptiest other ranks of their hosts. All end
+// together. `others`: what each rank runs besides; `finish`: when all work would be done.
 Shares find_shares(const Columns& columns, const Band& band, const std::vector<double>& others, double finish,
                    double most) {
     const Problem& p = columns.p;
@@ -81,6 +90,7 @@ Shares find_shares(const Columns& columns, const Band& band, const std::vector<d
     }
 }
 
+// The row, on the granularity, before which rows of the band are nearest to so much work of one head group.
 int64_t cut_at(const Columns& columns, const Band& band, double work) {
     const int64_t step = columns.p.granularity;
     const int64_t first = band.begin / step + 1, last = (band.end + step - 1) / step - 1;
@@ -97,7 +107,8 @@ int64_t cut_at(const Columns& columns, const Band& band, double work) {
     return work - columns.cost_of(band.begin, before) <= columns.cost_of(band.begin, after) - work ? before : after;
 }
 
-// For each head group the runs of rows that cover the band; none where no rank has a share.
+// For each head group the runs of rows that cover the band, by where shares end on the line; none where no rank has a
+// share. An end that is nearer than `slack` to one of a head group is moved there.
 std::vector<std::vector<Run>> find_stretches(const Columns& columns, const Band& band, const Shares& shares,
                                              double slack) {
     const int64_t groups = columns.p.groups;
@@ -152,8 +163,8 @@ void spread(Columns* columns, double tolerance, int64_t kept) {
             const Segment& segment = columns->segments[index];
             others[segment.home] -= columns->cost_of(segment.begin, segment.end) * static_cast<double>(p.groups);
         }
-        const Shares shares = find_shares(*columns, band, others, finish, finish * (1.0 + tolerance * kBand));
-        const auto runs = find_stretches(*columns, band, shares, 0.5 * kBand * tolerance * finish);
+        const Shares shares = find_shares(*columns, band, others, finish, finish * (1.0 + tolerance * p.band));
+        const auto runs = find_stretches(*columns, band, shares, 0.5 * p.band * tolerance * finish);
         for (int64_t group = 0; group < p.groups; ++group) columns->place(band.document, group, runs[group]);
     }
 }

@@ -1,4 +1,14 @@
-// The slice table of all ranks: build_slices of deepspeed_cad/schedule.py, row for row, and where its batches begin.
+// The slices of all ranks: which rows go from which home to which server, where each lies there, and which sequences a
+// server runs on them. Columns and order of every table are those of `Slices` in deepspeed_cad/schedule/tables.py, which
+// says what a schedule is. The steps of `build`:
+//
+// 1. A task whose rows and keys its server holds, each in one segment, runs in place: `local`.
+// 2. All others run head group by head group (`Remote`). Where all rows are the server's own, and many, they stay in place
+//    and only keys lie side by side: `half_local`.
+// 3. Keys: for each (server, document, head group) the union of what its sequences read lands once (`Held`).
+// 4. Queries land in an order in which those that read a whole held range come first, one behind the other as their keys
+//    do, so that they fuse into one batch.
+// 5. Each landing run of rows is cut at the segments of its homes: one slice for each.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +18,6 @@
 #include <vector>
 
 #include "last_error.h"
-#include "planner_constants.h"
 
 namespace cad {
 namespace {
@@ -42,12 +51,13 @@ struct HalfLocal {
     int64_t server, group_begin, group_end, q_row, q_rows, k_row, k_rows, k_step;
 };
 
-// One head group of a task that reads or computes rows of other ranks.
+// Step 2: one head group of a task that reads or computes rows of other ranks.
 struct Remote {
     int64_t server, document, group, start, begin, end, task, q_row, held;
     bool stays, whole;
 };
 
+// Step 3: keys [start, end) that lie side by side at a server; `behind`: only rows that stay in place read them.
 struct Held {
     int64_t server, document, group, start, end, row;
     bool behind;
@@ -91,6 +101,7 @@ int64_t home_row(const std::vector<Home>& homes, int64_t document, int64_t begin
     return inside ? home.offset + begin - home.begin : -1;
 }
 
+// Step 5: rows [begin, end) on their way to a server.
 void cut(int64_t kind, const std::vector<Home>& homes, int64_t document, int64_t begin, int64_t end, int64_t group,
          int64_t server, int64_t server_row, std::vector<Slice>* table) {
     for (size_t at = home_of(homes, document, begin); at < homes.size(); ++at) {
@@ -126,7 +137,7 @@ std::vector<HalfLocal> join_groups(const std::vector<Remote>& remote, const std:
     return joined;
 }
 
-Slices build(int64_t ranks, int64_t window, const std::vector<Home>& query, const std::vector<Home>& key,
+Slices build(int64_t ranks, int64_t window, int64_t in_place, const std::vector<Home>& query, const std::vector<Home>& key,
              int64_t task_count, const Task* tasks) {
     Slices slices;
     slices.served.assign(2 * ranks, 0);
@@ -144,7 +155,7 @@ Slices build(int64_t ranks, int64_t window, const std::vector<Home>& query, cons
                                     task.end - start});
             continue;
         }
-        const bool stays = q_row >= 0 && (task.end - task.begin) * kInPlace >= own[task.server];
+        const bool stays = q_row >= 0 && (task.end - task.begin) * in_place >= own[task.server];
         for (int64_t group = task.group_begin; group < task.group_end; ++group)
             remote.push_back(
                 {task.server, task.document, group, start, task.begin, task.end, at, q_row, 0, stays, false});
@@ -229,15 +240,15 @@ int64_t* copy(const std::vector<Row>& rows, int64_t* target) {
 #define CAD_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Builds the slices of all ranks. `sizes`: ranks, window (0: none), number of query segments, of key segments and of
-// tasks. `query` and `key`: document, begin, end, rank and offset of every segment, [5][segments]. `tasks`: [tasks][6].
+// tasks, and IN_PLACE of planner/constants.py. `query` and `key`: document, begin, end, rank and offset of every segment, [5][segments]. `tasks`: [tasks][6].
 // Returns 0, a handle to be freed, and in `counts` the rows of the table, of the sequences, of the local tasks and of the
 // half-local runs.
 CAD_EXPORT int cad_schedule_build(const int64_t* sizes, const int64_t* query, const int64_t* key, const int64_t* tasks,
                                   void** handle, int64_t* counts) try {
     static_assert(sizeof(cad::Task) == 6 * sizeof(int64_t), "a task is six numbers");
     auto slices = std::make_unique<cad::Slices>(
-        cad::build(sizes[0], sizes[1], cad::by_document(sizes[2], query), cad::by_document(sizes[3], key), sizes[4],
-                   reinterpret_cast<const cad::Task*>(tasks)));
+        cad::build(sizes[0], sizes[1], sizes[5], cad::by_document(sizes[2], query), cad::by_document(sizes[3], key),
+                   sizes[4], reinterpret_cast<const cad::Task*>(tasks)));
     counts[0] = static_cast<int64_t>(slices->table.size());
     counts[1] = static_cast<int64_t>(slices->sequences.size());
     counts[2] = static_cast<int64_t>(slices->local.size());
@@ -249,9 +260,9 @@ CAD_EXPORT int cad_schedule_build(const int64_t* sizes, const int64_t* query, co
 }
 
 // Copies the slices out and frees them: table [][8], sequences [][5], local [][7], half-local [][8], served and landed
-// rows [ranks][2].
-CAD_EXPORT void cad_schedule_take(void* handle, int64_t* table, int64_t* sequences, int64_t* local, int64_t* half_local,
-                                  int64_t* served, int64_t* landed) {
+// rows [ranks][2]. Returns 0.
+CAD_EXPORT int cad_schedule_take(void* handle, int64_t* table, int64_t* sequences, int64_t* local, int64_t* half_local,
+                                 int64_t* served, int64_t* landed) {
     const std::unique_ptr<cad::Slices> slices(static_cast<cad::Slices*>(handle));
     cad::copy(slices->table, table);
     cad::copy(slices->sequences, sequences);
@@ -259,4 +270,5 @@ CAD_EXPORT void cad_schedule_take(void* handle, int64_t* table, int64_t* sequenc
     cad::copy(slices->half_local, half_local);
     cad::copy(slices->served, served);
     cad::copy(slices->landed, landed);
+    return 0;
 }

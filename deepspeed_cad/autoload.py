@@ -1,8 +1,9 @@
 """Makes the "cad" block of a DeepSpeed JSON work: wraps `deepspeed.initialize`, and adds one line to `ds_report`.
 
-In: the module `deepspeed` (or `deepspeed.env_report`, or `accelerate.accelerator`) right after it was imported. Out:
-the same module with `initialize` (or `main`, or `Accelerator.__init__`) wrapped. A call without a "cad" block goes
-straight through; a block that nobody would read is an error. Imports neither torch nor deepspeed by itself.
+In: the module `deepspeed` (or `deepspeed.env_report`, or one of Accelerate's that reads the JSON) right after it was
+imported. Out: the same module with `initialize` (or `main`, `Accelerator.__init__`, `HfDeepSpeedConfig.__init__`)
+wrapped. A call without a "cad" block goes straight through; a block that nobody would read is an error. Imports neither
+torch nor deepspeed by itself.
 """
 
 import functools
@@ -16,13 +17,13 @@ from types import ModuleType
 from typing import Any
 
 from _deepspeed_cad_waiter import AUTOLOAD, WAITED_FOR, only_warn, wait_for
-from deepspeed_cad.engine.block import ABSENT, find_cad_block, read_config
+from deepspeed_cad.engine.block import ABSENT, block_of, find_cad_block, read_config
 from deepspeed_cad.errors import CADConfigError
 
 logger = logging.getLogger(__name__)
 
-_MARK = "__deepspeed_cad__"
-_MARK_ACCELERATOR = "__deepspeed_cad_unread__"
+_MARK = "__deepspeed_cad_autoload__"
+"""Of our wrappers; integrations, which wrap some of the same functions, have a mark of their own."""
 
 
 def after_import(module: ModuleType) -> None:
@@ -32,7 +33,9 @@ def after_import(module: ModuleType) -> None:
     elif module.__name__ == "deepspeed.env_report":
         _wrap(module, "main", _wrap_report)
     elif module.__name__ == "accelerate.accelerator":
-        _watch_accelerator(module.Accelerator)
+        _wrap(module.Accelerator, "__init__", _wrap_accelerator)
+    elif module.__name__ == "accelerate.utils.deepspeed":
+        _wrap(module.HfDeepSpeedConfig, "__init__", _wrap_json)
 
 
 def install() -> None:
@@ -58,14 +61,14 @@ def is_wrapped(function: Callable) -> bool:
     return False
 
 
-def _wrap(module: ModuleType, name: str, wrap: Callable[[Callable], Callable]) -> None:
-    original = getattr(module, name, None)
+def _wrap(owner: ModuleType | type, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    original = getattr(owner, name, None)
     if original is None:
-        logger.warning("%s has no %r to attach deepspeed_cad to; use deepspeed_cad.apply(model)", module.__name__, name)
+        logger.warning("%s has no %r to attach deepspeed_cad to; use deepspeed_cad.apply(model)", owner.__name__, name)
     elif not is_wrapped(original):
         wrapped = wrap(original)
         setattr(wrapped, _MARK, True)
-        setattr(module, name, wrapped)
+        setattr(owner, name, wrapped)
 
 
 def _wrap_initialize(original: Callable) -> Callable:
@@ -96,27 +99,44 @@ def _wrap_report(original: Callable) -> Callable:
     return main
 
 
-def _watch_accelerator(accelerator: type) -> None:
-    """Raise CADConfigError where an Accelerator leaves DeepSpeed out, and with its JSON the "cad" block."""
-    original: Callable[..., None] = accelerator.__init__  # type: ignore[misc]
-    if hasattr(original, _MARK_ACCELERATOR):
-        return
+def _wrap_accelerator(original: Callable) -> Callable:
+    """Raise where an Accelerator leaves DeepSpeed out, and with its JSON the "cad" block, or adds what CAD refuses."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if self.distributed_type == "DEEPSPEED":
-            return
         given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if _asks_for_cad(given.get("deepspeed_plugins") or given.get("deepspeed_plugin")):
-            raise CADConfigError(
-                'the DeepSpeed JSON has a "cad" block, but Accelerate trains without DeepSpeed and reads neither: it '
-                f"found {self.distributed_type.value}, as on a CPU (ACCELERATE_USE_CPU, use_cpu, cpu=True). Train on "
-                "GPUs, or take the block out and ask for CAD by -m deepspeed_cad.run, which needs no DeepSpeed"
-            )
+        if not _asks_for_cad(given.get("deepspeed_plugins") or given.get("deepspeed_plugin")):
+            return
+        if self.distributed_type == "DEEPSPEED":
+            from deepspeed_cad.integrations.refusals import refuse_accelerator
 
-    setattr(__init__, _MARK_ACCELERATOR, True)
-    accelerator.__init__ = __init__  # type: ignore[misc]
+            refuse_accelerator(self)
+            return
+        raise CADConfigError(
+            'the DeepSpeed JSON has a "cad" block, but Accelerate trains without DeepSpeed and reads neither: it '
+            f"found {self.distributed_type.value}, as on a CPU (ACCELERATE_USE_CPU, use_cpu, cpu=True). Train on "
+            "GPUs, or take the block out and ask for CAD by -m deepspeed_cad.run, which needs no DeepSpeed"
+        )
+
+    return __init__
+
+
+def _wrap_json(original: Callable) -> Callable:
+    """Check the "cad" block where Accelerate and transformers read the JSON, before they complain in their words."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        block = block_of(self.config)
+        if block is not ABSENT:
+            from deepspeed_cad.config import CADConfig
+
+            CADConfig.from_dict(block)
+            # They refuse an "auto" that they do not know. To leave the key out means the same.
+            self.config["cad"] = {key: value for key, value in block.items() if value != "auto"}
+
+    return __init__
 
 
 def _asks_for_cad(plugins: Any) -> bool:

@@ -21,9 +21,8 @@ from deepspeed_cad.errors import CADConfigError
 _CHOICES: dict[str, tuple] = {
     "overlap": ("auto", "local_first", "interleave", "pingpong", "none"),
     "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
-    "backward": ("auto", "keep", "resend"),
     "keep": ("device", "host"),
-    "documents": ("keep", "exchange"),
+    "documents": ("keep", "exchange", "in_order"),
     "look_ahead": (0, 1),
     "check": ("sampled", "off"),
     "on_server_failure": ("stop", "continue"),
@@ -36,8 +35,7 @@ _KERNEL_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 class CADConfig:
     """Every key of the "cad" block. All have defaults, so `"cad": {}` turns CAD on.
 
-    A key that is left out has its default. Leave keys out rather than writing "auto" where accelerate or the HF Trainer
-    reads the JSON: they reject an "auto" that they do not know, inside "cad" too.
+    A key that is left out has its default; so has one that is "auto", where that is allowed.
     """
 
     enabled: bool = True
@@ -54,7 +52,7 @@ class CADConfig:
     leaves all of it to the servers."""
 
     on_server_failure: str = "stop"
-    """What happens when a reserved server dies or fails. "stop": the training ends with an error that names it.
+    """What happens when a reserved server dies, fails or hangs. "stop": the training ends with an error that names it.
     "continue": trainers drop it, repeat what was under way and go on with the servers that are left, or alone; servers
     may also come later, by `deepspeed-cad serve`. On GPUs by the transports "nvlink" and "nccl"; the host then waits
     for each exchange before it queues what comes next, which costs time in every layer. Trainers hold what two or three
@@ -63,13 +61,6 @@ class CADConfig:
 
     tolerance: float = 0.05
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
-
-    straggler_relief: float = 0.03
-    """Some GPUs run slower than others for reasons that no plan knows, such as a lower clock. CAD measures which ranks
-    the others wait for and gives them less attention. This is the largest change, as a share of the mean: at 0.03 a
-    slow rank gets at least 97 % of the mean, a fast one at most 103 %. 0 turns it off. Plans then depend on measured
-    times, so it is off under `torch.use_deterministic_algorithms`; and it needs costs in seconds (see "cost"). It is
-    off too beside reserved servers and in pipelines, whose waits tell of more than slow ranks."""
 
     granularity: int = 128
     """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
@@ -96,10 +87,6 @@ class CADConfig:
     """Under activation checkpointing: run core attention and its exchange again in the recompute, instead of keeping
     O and LSE from the forward pass. Saves memory, costs time."""
 
-    backward: str = "auto"
-    """What a server does with received Q, K, V until backward. "keep": holds them; "resend": drops them, and they
-    travel again with dO; "auto": keeps them unless activation checkpointing is on, which asks for memory, not speed."""
-
     keep: str = "device"
     """Where what attention keeps until backward waits for it: O and LSE, and at a server those of what it served.
     "host": in pinned host memory; copy engines bring it there behind each layer and back ahead of its backward, so
@@ -117,13 +104,10 @@ class CADConfig:
     while a job starts. Under `torch.use_deterministic_algorithms` nothing is measured: plans take the figures given
     here, or else those of the profile."""
 
-    speeds: str | list[float] | None = None
+    speeds: str | None = None
     """How fast ranks run attention, beside each other: for GPUs of different kinds, or ones that something else uses
     too. "measure": every rank times one attention call at the start, all at once, in about a second, and slower
-    ranks get less; or a list with a number above 0 for each rank that runs attention, trainers first and then reserved
-    servers: at `[1.0, 0.5]` the second rank takes twice as long. null: all are taken for equal; small differences are
-    found while training (`straggler_relief`). Under `torch.use_deterministic_algorithms` nothing is measured: give a
-    list there."""
+    ranks get less. null: all are taken for equal. Under `torch.use_deterministic_algorithms` nothing is measured."""
 
     waves: str | int = "auto"
     """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
@@ -140,30 +124,21 @@ class CADConfig:
     ranks and servers end with one error."""
 
     documents: str = "keep"
-    """Whether documents stay on the rank that loaded them ("keep") or whole documents are exchanged between ranks as
-    token ids before the first forward, where that is cheaper ("exchange"). Only where the loss is normalised over the
-    global batch: see docs/steps.md. Experimental: exact on CPUs, never measured on GPUs."""
+    """What may happen to the documents of an optimizer step before its first forward. "keep": they stay on the rank
+    that loaded them; with gradient accumulation the ranks but 0 train their micro-batches in another order, so that
+    heavy ones of all ranks meet. "in_order": every rank keeps its loader's order, too. "exchange": whole documents
+    change ranks as token ids, where that is cheaper and the loss is normalised over the global batch. See
+    docs/steps.md. Exchange is experimental: exact on CPUs, never measured on GPUs."""
 
     look_ahead: int = 1
     """How many steps ahead lengths are gathered and plans made, in a background thread. 0: plan at the forward pass."""
 
-    pipeline_in_flight: int = 0
-    """Micro-batches whose activations the first stage of a pipeline may hold at a time. 0: as many as running without
-    a pause takes, 2 × stages − 1; DeepSpeed's own schedule holds `stages`. Fewer need less memory, and forwards wait:
-    with as many as there are stages a step takes nearly twice as many rounds. Only for a DeepSpeed PipelineModule."""
-
     timeout_s: float = 300.0
     """Seconds to wait for a peer before the run ends in an error that names the rank and what it was waited for."""
 
-    monitor: bool = True
-    """Whether CAD's statistics go to DeepSpeed's monitor and to the Trainer's log."""
-
     trace: str = ""
-    """Where a timeline of a few micro-batches over all ranks is written, as a file for Perfetto; "": nowhere. The same
+    """Where a timeline of three micro-batches over all ranks is written, as a file for Perfetto; "": nowhere. The same
     as `deepspeed-cad trace --output`, for runs on several machines."""
-
-    trace_steps: int = 3
-    """How many micro-batches the timeline has, after two that warm up."""
 
     check: str = "sampled"
     """"sampled": compare samples of the model's own mask function with the plan, and stop where they differ; "off":
@@ -175,7 +150,7 @@ class CADConfig:
     several forwards; 0: none."""
 
     def __post_init__(self) -> None:
-        for key in ("enabled", "trainers_serve", "recompute_attention", "monitor"):
+        for key in ("enabled", "trainers_serve", "recompute_attention"):
             if not isinstance(getattr(self, key), bool):
                 raise _bad(key, getattr(self, key), "true or false")
         for key, allowed in _CHOICES.items():
@@ -190,14 +165,11 @@ class CADConfig:
             object.__setattr__(self, "memory", float(self.memory))
         _check_number(self, "granularity", int, "a whole number of query rows, 1 or more", lambda x: x >= 1)
         _check_number(self, "timeout_s", float, "a number of seconds above 0", lambda x: x > 0)
-        relief = "a number from 0 up to 1, 1 excluded"
-        _check_number(self, "straggler_relief", float, relief, lambda x: 0 <= x < 1)
         object.__setattr__(self, "tolerance", float(self.tolerance))
-        object.__setattr__(self, "straggler_relief", float(self.straggler_relief))
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
-        _check_number(self, "trace_steps", int, "a whole number of micro-batches, 1 or more", lambda x: x >= 1)
-        _check_number(self, "pipeline_in_flight", int, "a whole number of micro-batches, 0 or more", lambda x: x >= 0)
         _check_number(self, "verify", int, "a whole number of micro-batches, 0 or more", lambda x: x >= 0)
+        if self.speeds is not None and self.speeds != "measure":
+            raise _bad("speeds", self.speeds, 'null or "measure"')
         if not isinstance(self.trace, str):
             raise _bad("trace", self.trace, 'the path of a file to write, or "" for none')
         if not isinstance(self.kernel, str) or not _KERNEL_NAME.fullmatch(self.kernel):
@@ -206,7 +178,6 @@ class CADConfig:
             raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
         _check_servers(self.servers)
         _check_links(self)
-        _check_speeds(self)
         _refuse_combinations(self)
 
     @classmethod
@@ -330,20 +301,6 @@ def _check_links(config: CADConfig) -> None:
         if not number or not speed > 0:
             raise _bad("links", dict(links), allowed, f'Its key "{key}" is {_show(speed)}; expected GB/s above 0.')
     object.__setattr__(config, "links", {key: float(links[key]) for key in LINK_KEYS})
-
-
-def _check_speeds(config: CADConfig) -> None:
-    """null, "measure", or numbers above 0."""
-    speeds = config.speeds
-    allowed = 'null, "measure", or a list with a number above 0 for each rank that runs attention'
-    if speeds is None or speeds == "measure":
-        return
-    if not isinstance(speeds, list | tuple) or not speeds:
-        raise _bad("speeds", speeds, allowed)
-    for rank, one in enumerate(speeds):
-        if isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one) or not one > 0:
-            raise _bad("speeds", list(speeds), allowed, f"That of rank {rank} is {_show(one)}.")
-    object.__setattr__(config, "speeds", [float(one) for one in speeds])
 
 
 def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: Any) -> None:

@@ -26,3 +26,12 @@ class CADPeerError(CADError):
 
 class ServerLostError(CADPeerError):
     """A reserved server is lost in an exchange and the others go on without it. No training script meets this error."""
+
+
+def why_ended(error: BaseException | None) -> str:
+    """Why a process or a session ends that `error` went through; empty where it ends well."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    if isinstance(error, SystemExit):
+        return f"exit code {error.code}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

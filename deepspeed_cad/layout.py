@@ -134,6 +134,11 @@ class Layout:
         """How many documents there are; ids run from 0."""
         return int(self.segments.document.max()) + 1 if len(self.segments) else 0
 
+    def local(self, rank: int) -> LocalSegments:
+        """What lies on one rank."""
+        own = self.segments.select(self.segments.rank == rank)
+        return LocalSegments(own.begin, own.end, own.offset, int(self.tokens[rank]))
+
     def tick(self) -> Tick:
         """The whole micro-batch as one tick."""
         zero = np.zeros(self.ranks, dtype=np.int64)
@@ -350,15 +355,16 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
     return LocalSegments(begin, begin + length, offset, rows)
 
 
-def segments_from_cumulative(cu_seqlens: Any, tokens: int) -> LocalSegments:
+def segments_from_cumulative(cu_seqlens: Any, tokens: int, name: str = "cu_seq_lens_q") -> LocalSegments:
     """Segments from cumulative lengths ([documents + 1], as FlashAttention takes them); rows behind are padding.
 
-    Raises CADDataError where the lengths do not start at 0, fall, or exceed `tokens`.
+    `name`: of the argument, for errors. Raises CADDataError where the lengths do not start at 0, fall, or exceed
+    `tokens`.
     """
     ends = _ints(cu_seqlens).reshape(-1)
     if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > tokens:
         raise CADDataError(
-            f"cu_seq_lens_q {ends[:8].tolist()}{'…' if len(ends) > 8 else ''} must start at 0, never fall, and end "
+            f"{name} {ends[:8].tolist()}{'…' if len(ends) > 8 else ''} must start at 0, never fall, and end "
             f"at most at the {tokens} tokens of the micro-batch"
         )
     length = np.diff(ends)

@@ -1,57 +1,74 @@
-"""Finds and loads the compiled library `_native.so` through ctypes.
+"""Finds and loads the compiled library `_native.so` through ctypes, and calls those of its functions that plan.
 
-In: the file that installing put beside this one (it may be missing). Out: a `ctypes.CDLL`, or None and the reason. The
-library has a plain C interface, so it depends on no Python and no torch version. Each room that calls it declares the
-argument types of its own functions.
+In: the file that installing put beside this one. Out: a `ctypes.CDLL`, or one CADError that says why there is none and
+what to do: nothing of CAD runs without it. The library has a plain C interface, so it depends on no Python and no torch
+version.
 """
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
+from typing import Any
 
-logger = logging.getLogger(__name__)
+from deepspeed_cad.errors import CADError
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """Raised whenever an exported C function changes; must equal what `cad_abi_version()` in csrc/ returns."""
 
 LIBRARY = Path(__file__).with_name("_native.so")
 
-REBUILD = "install g++, then install deepspeed_cad again"
+REBUILD = (
+    "install deepspeed_cad again, or in a checkout: make native. pip compiles the library, with a compiler from PyPI "
+    "where the machine has none; without a network install g++ first"
+)
 
 
-def load() -> ctypes.CDLL | None:
-    """The library, or None where it is missing or does not fit this package (logged once)."""
-    return _load_once()[0]
+def load() -> ctypes.CDLL:
+    """The library. Raises CADError where it is missing or does not fit this package."""
+    library, reason = _load_once()
+    if library is None:
+        raise CADError(reason)
+    return library
 
 
 def why_missing() -> str:
-    """One line that says why `load()` gave None; empty when it gave the library."""
+    """Why `load()` raises CADError; empty where it gives the library."""
     return _load_once()[1]
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function that returns 0, or another number where it failed. Numpy arrays are passed by address.
+
+    Raises CADError with the library's own message where it failed, and where there is no library.
+    """
+    library = load()
+    passed = [ctypes.c_void_p(each.ctypes.data) if hasattr(each, "ctypes") else each for each in arguments]
+    if getattr(library, name)(*passed):
+        library.cad_last_error.restype = ctypes.c_char_p
+        raise CADError(f"{name} failed: {library.cad_last_error().decode(errors='replace')}")
 
 
 @functools.cache
 def _load_once() -> tuple[ctypes.CDLL | None, str]:
-    library, reason = _open(LIBRARY)
-    if reason:
-        logger.warning("deepspeed_cad uses its Python planner and the c10d transport: %s", reason)
-    return library, reason
+    return _open(LIBRARY)
 
 
 def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
+    what = "deepspeed_cad does not run without its compiled library"
     if not path.exists():
-        return None, f"the native library was not built ({path} does not exist). To get it: {REBUILD}."
+        return None, f"{what}: {path} does not exist. To get it: {REBUILD}."
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        return None, f"the native library cannot be loaded: {error}. To get it: {REBUILD}."
+        return None, f"{what}, which cannot be loaded: {error}. To get it: {REBUILD}."
     try:
         version = library.cad_abi_version()
     except AttributeError:
-        return None, f"{path} exports no cad_abi_version(), so it is not of this package. To get it: {REBUILD}."
+        return None, f"{what}: {path} exports no cad_abi_version(), so it is another one. To get it: {REBUILD}."
     if version != ABI_VERSION:
         return (
             None,
-            f"{path} is stale: its ABI version is {version}, this package needs {ABI_VERSION}. To get it: {REBUILD}.",
+            f"{what}: {path} is stale: its ABI version is {version}, this package needs {ABI_VERSION}. To get it: "
+            f"{REBUILD}.",
         )
     return library, ""

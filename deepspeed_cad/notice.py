@@ -23,8 +23,8 @@ def notice(text: str) -> None:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things in words: 1 server, 2 servers."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    """A number of things in words: 1 server, 2 servers, 3 micro-batches."""
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def _is_shown() -> bool:

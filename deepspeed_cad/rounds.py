@@ -13,7 +13,6 @@ f(m) = m unless fewer micro-batches may be in flight than that takes. Then the s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from deepspeed_cad.errors import CADConfigError
 
@@ -24,40 +23,25 @@ class Rounds:
 
     stages: int
     micro_batches: int
-    most_in_flight: int = 0
-    """Micro-batches whose activations the first stage may hold at a time; 0: as many as no waiting takes."""
 
     def __post_init__(self) -> None:
-        if self.stages < 1 or self.micro_batches < 1 or self.most_in_flight < 0:
+        if self.stages < 1 or self.micro_batches < 1:
             raise CADConfigError(
-                f"a pipeline of {self.stages} stages, {self.micro_batches} micro-batches and {self.most_in_flight} in "
-                "flight; expected 1 stage and 1 micro-batch or more, and 0 (no limit) or more in flight"
+                f"a pipeline of {self.stages} stages and {self.micro_batches} micro-batches; expected 1 or more of each"
             )
-
-    @cached_property
-    def begins(self) -> tuple[int, ...]:
-        """By micro-batch: the round in which the first stage runs it forward."""
-        begins: list[int] = []
-        for m in range(self.micro_batches):
-            earliest = begins[-1] + 1 if begins else 0
-            if self.most_in_flight and m >= self.most_in_flight:
-                # Forward comes first in a round: what it replaces must have left in the round before.
-                earliest = max(earliest, begins[m - self.most_in_flight] + 2 * (self.stages - 1) + 1)
-            begins.append(earliest)
-        return tuple(begins)
 
     @property
     def count(self) -> int:
         """Rounds until the last micro-batch is back at the first stage."""
-        return self.begins[-1] + 2 * (self.stages - 1) + 1
+        return self.micro_batches + 2 * (self.stages - 1)
 
     def forward(self, round_: int, stage: int) -> int | None:
         """The micro-batch that a stage runs forward in a round."""
-        return self._begun.get(round_ - stage)
+        return self._micro_batch(round_ - stage)
 
     def backward(self, round_: int, stage: int) -> int | None:
         """The micro-batch that a stage runs backward in a round."""
-        return self._begun.get(round_ - 2 * (self.stages - 1) + stage)
+        return self._micro_batch(round_ - 2 * (self.stages - 1) + stage)
 
     def has_forward(self, round_: int) -> bool:
         """Whether any stage runs forward in a round: only then there is a forward tick."""
@@ -69,17 +53,12 @@ class Rounds:
 
     @property
     def ticks(self) -> int:
-        """Forward and backward ticks of a step, of one layer: 2 (M + P − 1) where nothing waits."""
+        """Forward and backward ticks of a step, of one layer: 2 (M + P − 1)."""
         return sum(self.has_forward(r) + self.has_backward(r) for r in range(self.count))
 
     def in_flight(self, stage: int) -> int:
-        """Most micro-batches whose activations a stage holds at a time: 2 (P − 1 − s) + 1 where nothing waits."""
-        held = most = 0
-        for r in range(self.count):
-            held += self.forward(r, stage) is not None
-            most = max(most, held)
-            held -= self.backward(r, stage) is not None
-        return most
+        """Most micro-batches whose activations a stage holds at a time."""
+        return min(self.micro_batches, 2 * (self.stages - 1 - stage) + 1)
 
     def buffers(self, stage: int) -> int:
         """Buffers that a stage needs, micro-batch m in buffer m modulo that number.
@@ -89,6 +68,6 @@ class Rounds:
         """
         return max(2, min(self.in_flight(stage) + 1, self.micro_batches))
 
-    @cached_property
-    def _begun(self) -> dict[int, int]:
-        return {begin: m for m, begin in enumerate(self.begins)}
+    def _micro_batch(self, begun: int) -> int | None:
+        """The one that the first stage ran forward in a round, if any."""
+        return begun if 0 <= begun < self.micro_batches else None

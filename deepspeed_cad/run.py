@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from deepspeed_cad.asked import arm
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.errors import CADConfigError, CADError, why_ended
 from deepspeed_cad.request import Request, agree, read_environment
 from deepspeed_cad.server.launch import farewell, take_role
 
@@ -42,6 +42,17 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--cad_config", "--cad-config", metavar="FILE", help="a JSON file with the block in it")
 
 
+def refuse_late_flags(words: Sequence[str], where: str) -> None:
+    """Raise CADConfigError where a flag of CAD stands among words that another program reads; `where` it belongs.
+
+    A flag of that name which the script has for something else, and a block that is no object, are left alone.
+    """
+    for flag, value in zip(words, [*words[1:], ""]):
+        name, _, value = flag.partition("=") if "=" in flag else (flag, "", value)
+        if (name == "--cad" and value.startswith("{")) or name in ("--cad_config", "--cad-config"):
+            raise CADConfigError(f"{name} {where}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run the script. A mistake in it is one line and exit code 2."""
     parser = argparse.ArgumentParser(
@@ -50,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:
+        if args.cad is None and args.cad_config is None:
+            where = f"stands behind {args.script}, which would read it: write it before the script"
+            refuse_late_flags(args.args, where)
         request = read_request(args.cad, args.cad_config)
         if not args.module and not os.path.isfile(args.script):
             raise CADConfigError(f"the training script {args.script!r} is not there")
@@ -71,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         return 2
     except BaseException as error:
-        farewell(f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}")
+        farewell(why_ended(error))
         raise
 
 
@@ -127,16 +141,7 @@ def run_script(script: str, words: Sequence[str], is_module: bool, request: Requ
     except SystemExit as end:
         if end.code:  # 0 and None are success
             raise
-    if armed is None:
-        return 0
-    code = armed.settle()
-    if not code and (armed.check is None or not armed.check.was_active):
-        logger.warning(
-            "deepspeed_cad: CAD was asked for (%s), and this process ended without an optimizer step; processes that "
-            "it started take CAD along and check for themselves",
-            request.asked_by,
-        )
-    return code
+    return 0 if armed is None else armed.settle()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -18,34 +18,34 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_cad import native
+from deepspeed_cad.ahead.crew import Crew
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
-from deepspeed_cad.ahead.linear import Linear
 from deepspeed_cad.ahead.loader import LookAheadLoader
-from deepspeed_cad.ahead.memory import ALL, SHARE, Memory
-from deepspeed_cad.ahead.pace import Pace, allowance
-from deepspeed_cad.ahead.plan import Plans
-from deepspeed_cad.ahead.plan import Reserved as Planning
+from deepspeed_cad.ahead.plan import Learned, Plans
 from deepspeed_cad.ahead.step import allow_exchange
-from deepspeed_cad.ahead.traffic import Traffic
+from deepspeed_cad.ahead.whereabouts import Whereabouts
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
-from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.errors import CADConfigError, why_ended
 from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.links import Links
-from deepspeed_cad.exchange.opening import DETERMINISTIC, open_transport
+from deepspeed_cad.exchange.opening import DETERMINISTIC, Opened, open_transport
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.feedback.link_speeds import LinkSpeeds
+from deepspeed_cad.feedback.memory_limit import ALL, SHARE, MemoryLimit
+from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.groups import open_groups
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.profiles.speed import find_speeds
 from deepspeed_cad.server.crew import transports_of
 from deepspeed_cad.server.idle import EVERY
-from deepspeed_cad.server.regroup import Opened
 from deepspeed_cad.shared_cost import share_cost
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
@@ -61,162 +61,147 @@ class Session:
     """CAD in this process: one per process, for any number of models.
 
     `group`: ranks that exchange attention, default all of torch.distributed's world. Raises CADConfigError where the
-    configuration asks for what this machine lacks.
+    configuration asks for what this machine lacks, and CADError without the compiled library.
     """
 
     def __init__(self, config: CADConfig, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        native.load()  # before this rank meets the others
         self.config, self.device = config, device
         self.ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._statistics = Statistics()
         self._read: dict[str, Statistics] = {}
         self._words = Words(self)
+        self.ended: str | None = None
+        """Why this process ends, or its session; empty where all is well, None while it goes on."""
         self.counts = CallCounts()
         self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         """What integrations attached to which model."""
-        self.transport: Transport | None = None
-        self.hosts: np.ndarray | None = None
-        """Number of each rank's host ([ranks of the CAD group]), the same on all; None where there is one rank."""
-        self.links = Links(None, None, "not used")
-        """Speeds that this session began with."""
-        self.traffic: Traffic | None = None
+        self.feeds: list[Feed] = []
         self.groups = open_groups(config, device, group, self.rank, self.ranks)
         self.liveness, self.reserved = self.groups.liveness, self.groups.reserved
-        self.pace = Pace(self.ranks, self.counts.waits.take, 0.0, torch.are_deterministic_algorithms_enabled)
-        self.gatherer = Gatherer(self.groups.cpu, self.rank, self.ranks, self.liveness, self.pace)
         self.worker = Worker(device, config.timeout_s)
-        if self.groups.exchange is not None:
-            self._open_transport(self.groups.exchange)
-        self._watch_for_standstill()
-        self.tracer = self.counts.tracer = open_tracer(
-            config.trace, config.trace_steps, device, self.rank, self.group_ranks
-        )
-        self.cost = share_cost(config, device, self.groups.cpu, self.group_ranks > 1)
-        self.speeds = find_speeds(
-            config.speeds, self.group_ranks, device, config.kernel, self._numbers,
+        exchanges = self.reserved is not None or self.ranks > 1
+        self.cost = share_cost(config, device, self.groups.cpu, exchanges)
+        # "auto" finds costs on the machine, so ranks compare them beside the configuration.
+        settings = f"{config.fingerprint()} {self.cost.figures}"
+        opening = Gatherer(self.groups.cpu, self.rank, self.ranks, self.liveness, settings)
+        opened = self._open_transport(self.groups.exchange, opening)
+        self.links = Links(None, None, "not used") if opened is None else opened.links
+        """Speeds that this session began with."""
+        speeds = find_speeds(
+            config.speeds, device, config.kernel, self._numbers(opening),
             torch.are_deterministic_algorithms_enabled(), self.cost,
         )  # fmt: skip
+        self.speeds = speeds
         """[ranks of the CAD group] in attention, beside what the costs say; None: all are equal."""
-        self._watch_traffic()
-        self.linear = Linear(self.ranks, self._take_linear, torch.are_deterministic_algorithms_enabled)
-        if self.reserved is not None:
-            self.gatherer.linear = self.linear
-        elif self.cost.unit == "seconds":
-            self.pace.most = allowance(config.straggler_relief, self.speeds)
-        self.warn(unused_keys(config, self.cost))
-        self.aside: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self.transport is not None and config.overlap_used == "local_first":
-            self.aside = torch.cuda.Stream(device, priority=-1)
-        self.memory = self._watch_memory()
+        crew = self._crew(opened)
+        self.learned = self._learned(crew)
+        reporters = [self.learned.links, self.learned.memory, self.learned.non_attention]
+        changes = None if self.reserved is None else self.reserved.changes
+        self.gatherer = Gatherer(
+            self.groups.cpu, self.rank, self.ranks, self.liveness, settings,
+            [reporter for reporter in (*reporters, changes) if reporter is not None], opening.begun,
+        )  # fmt: skip
+        self.tracer = self.counts.tracer = open_tracer(config.trace, device, self.rank, self.group_ranks)
+        aside = None
+        if device.type == "cuda" and crew.transport is not None and config.overlap_used == "local_first":
+            aside = torch.cuda.Stream(device, priority=-1)
         self.parking = Parking(device) if config.keep == "host" else None
         """Where what attention keeps waits for backward; None: on the device."""
         self._kernels: dict[KernelNeed, Kernel] = {}
-        # "auto" finds costs on the machine, so ranks compare them beside the configuration.
-        self.gatherer.settings = f"{config.fingerprint()} {self.cost.figures}"
         self.plans = Plans(
-            config, device, self.gatherer, self.worker, self.cost, self.pace, self.counts, lambda: self.transport,
-            self.hosts, lambda: self.aside, self.traffic, self.speeds, self._planning(), self.memory,
+            config, device, self.gatherer, self.worker, self.cost, self.counts, crew, self.learned, aside
         )  # fmt: skip
-        if self.reserved is not None and self.reserved.changes is not None:
-            changes = self.reserved.changes
-            self.gatherer.newcomers, self.plans.admit = lambda: changes.newcomers, changes.admit
-            changes.begin(self.transport, self._change_servers)
+        self.whereabouts: Whereabouts | None = None
+        if self.liveness is not None and crew.transport is not None:
+            self.whereabouts = Whereabouts(
+                self.liveness, self.gatherer, self.worker, self.feeds,
+                # Servers may change, and the transport with them.
+                lambda: 0 if self.transport is None else self.transport.exchanges,
+                lambda: self._statistics.micro_batches, config.timeout_s,
+            )  # fmt: skip
+        if changes is not None:
+            changes.begin(crew.transport, self._change_servers)
+        self.warn(unused_keys(config))
 
     # Opening and closing
 
-    def _open_transport(self, group: Group) -> None:
+    def _open_transport(self, group: Group | None, gatherer: Gatherer) -> Opened | None:
+        if group is None:
+            return None
         given = self.config.links if isinstance(self.config.links, Mapping) else None
-        self.transport, hosts, self.links = open_transport(
-            self.config.transport, group, self.device, self._numbers, self.liveness, self.config.timeout_s, given,
-            transports_of(self.config, self.device),
+        return open_transport(
+            self.config.transport, group, self.device, self._numbers(gatherer), self.liveness, self.config.timeout_s,
+            given, transports_of(self.config, self.device),
         )  # fmt: skip
-        self.hosts = np.array(hosts, np.int64)
+
+    def _numbers(self, gatherer: Gatherer) -> Callable[[int], list[int]]:
+        """Gives one number of every rank of the CAD group. Collective."""
+        if self.reserved is not None:
+            reserved = self.reserved
+            return lambda value: reserved.group.numbers(value, self.liveness)
+        if self.ranks == 1:
+            return lambda value: [value]
+        return lambda value: self.worker.run(lambda: gatherer.numbers(value, Subject(What.CHOICE)))
+
+    def _crew(self, opened: Opened | None) -> Crew:
+        transport = None if opened is None else opened.transport
+        hosts = None if opened is None else np.array(opened.hosts, np.int64)
+        if self.reserved is None:
+            return Crew(self.ranks, transport, hosts, self.speeds)
+        return self.reserved.crew(transport, hosts, self.speeds)
 
     def _change_servers(self, opened: Opened | None) -> None:
         """Other servers than before: micro-batches are planned for these. Runs while the training thread is halted."""
-        assert self.reserved is not None
         self.groups = replace(self.groups, exchange=None if opened is None else opened.group)
-        self.transport = self.hosts = None
-        if opened is not None:
-            self.transport, self.hosts = opened.transport, np.array(opened.hosts, np.int64)
-            if self.traffic is not None and self.links.source == "measured":
-                self.transport.transfers = self._count_transfers(opened.hosts)
-                self.traffic.watch(self.transport.transfers)
-        self.plans.reserved = self._planning()
+        crew = self._crew(opened)
+        if self.learned.links is not None and self.links.source == "measured" and crew.transport is not None:
+            self.learned.links.watch(self._note_transfers(crew))
+        self.plans.crew = crew
 
-    def _planning(self) -> Planning | None:
-        if self.reserved is None:
-            return None
-        return self.reserved.planning(self.rank, self.linear.seconds, self.speeds, self.hosts, self.transport)
+    def _note_transfers(self, crew: Crew) -> Transfers:
+        assert crew.transport is not None and crew.hosts is not None
+        crew.transport.transfers = Transfers(self.rank, crew.hosts.tolist(), self.links.inside, self.links.between)
+        return crew.transport.transfers
 
-    def _numbers(self, value: int) -> list[int]:
-        """One number of every rank of the CAD group. Collective."""
-        if self.reserved is not None:
-            return self.reserved.group.numbers(value, self.liveness)
-        if self.ranks == 1:
-            return [value]
-        return self.worker.run(lambda: self.gatherer.numbers(value, Subject(What.CHOICE)))
+    def _learned(self, crew: Crew) -> Learned:
+        """What is learned while training; where plans must not depend on measured times it stays as it is."""
+        pauses = torch.are_deterministic_algorithms_enabled
+        if crew.transport is None:
+            return Learned()
+        given = None if isinstance(self.config.memory, str) else self.config.memory
+        memory = MemoryLimit(
+            given, self.device, lambda: self.counts.backwards > 0, pauses, SHARE if self.reserved is None else ALL
+        )  # fmt: skip
+        non_attention = NonAttention(self.ranks, self._take_stretches, pauses)
+        return Learned(self._learn_links(crew, pauses), memory, non_attention)
 
-    def _count_transfers(self, hosts: list[int]) -> Transfers:
-        return Transfers(self.rank, hosts, self.links.inside, self.links.between)
-
-    def _watch_traffic(self) -> None:
-        """Links for the planner: what was measured or given; where plans must not depend on times, what is fixed.
-
-        Waits are weighed against gains where both are seconds.
-        """
-        if self.transport is None or self.hosts is None:
-            return
+    def _learn_links(self, crew: Crew, pauses: Callable[[], bool]) -> LinkSpeeds:
         profile = Links(self.cost.inside, self.cost.between, f"of the profile {self.cost.name}")
         rule = self.links if self.links.source == "given" else profile
         if self.links.source == DETERMINISTIC and (profile.inside or profile.between):
             self.links = Links(profile.inside, profile.between, f"{profile.source}; {DETERMINISTIC}")
-        elif self.links.source == "measured":
-            self.transport.transfers = self._count_transfers(self.hosts.tolist())
-        # Trainers also wait for reserved servers that are busy: such waits do not say what exchanges cost.
-        weighs = self.cost.unit == "seconds" and self.reserved is None
-        self.traffic = Traffic(
-            self.links, rule, self.transport.transfers, self.counts.waits if weighs else None,
-            self.groups.host_names(), torch.are_deterministic_algorithms_enabled,
-        )  # fmt: skip
-        self.gatherer.traffic = self.traffic
+        transfers = self._note_transfers(crew) if self.links.source == "measured" else None
         logger.info("%s", self.links)
+        return LinkSpeeds(self.links, rule, transfers, self.groups.host_names(), pauses)
 
-    def _watch_memory(self) -> Memory | None:
-        """The limit of what exchanges take; None where nothing is exchanged."""
-        if self.transport is None:
-            return None
-        given = None if isinstance(self.config.memory, str) else self.config.memory
-        share, pauses = SHARE if self.reserved is None else ALL, torch.are_deterministic_algorithms_enabled
-        self.gatherer.memory = Memory(given, self.device, lambda: self.counts.backwards > 0, pauses, share)
-        return self.gatherer.memory
-
-    def _take_linear(self, model: int) -> tuple[list[float], list[float]]:
-        times = self.counts.linear.get(model)
+    def _take_stretches(self, model: int) -> tuple[list[float], list[float]]:
+        times = self.counts.stretch_times.get(model)
         return ([], []) if times is None else times.take()
 
-    def _watch_for_standstill(self) -> None:
-        """Let ranks see where one waits for lengths or a plan, and the others for it in an exchange."""
-        if self.liveness is None or self.transport is None:
-            return
-        liveness = self.liveness
-
-        def tell() -> None:
-            if (inside := self.gatherer.inside) is not None:
-                liveness.block(inside[0], str(inside[1]))
-
-        # Servers may change, and the transport with them.
-        liveness.started = lambda: 0 if self.transport is None else self.transport.exchanges
-        liveness.idle_after = lambda: self.gatherer.begun if self.worker.is_idle else None
-        self.worker.while_blocked = tell
-        # A line from the beginning: what the job's store holds does not grow with what happens in a run.
-        liveness.block(0, "nothing yet")
+    @property
+    def transport(self) -> Transport | None:
+        """What carries exchanges; None where there is one rank."""
+        return self.plans.crew.transport
 
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
-        self.say_last()
+        self.say_last(why_ended(sys.exc_info()[1]))
         if self.reserved is not None and self.reserved.changes is not None:
             self.reserved.changes.close()
+        if self.whereabouts is not None:
+            self.whereabouts.close()
         if self.liveness is not None:
             self.liveness.close()
         self.worker.close()
@@ -226,13 +211,17 @@ class Session:
             if self.transport is not None:
                 self.transport.close()
         finally:
-            self.leave_servers("")
+            self.leave("")
             self.groups.close()
 
-    def leave_servers(self, reason: str) -> None:
+    def leave(self, reason: str) -> None:
         """This process ends, or its session; `reason` is empty where all is well. Only the first word counts."""
-        if self.reserved is not None:
-            self.reserved.link.leave(reason)
+        if self.ended is None:
+            self.ended = reason
+            if self.whereabouts is not None:
+                self.whereabouts.leave(reason)
+            if self.reserved is not None:
+                self.reserved.link.leave(reason)
 
     @property
     def group_ranks(self) -> int:
@@ -249,7 +238,8 @@ class Session:
 
     def open_feed(self, fingerprint: str) -> Feed:
         """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks."""
-        return Feed(self.plans, fingerprint, number=len(self.bindings))
+        self.feeds.append(Feed(self.plans, fingerprint, number=len(self.bindings)))
+        return self.feeds[-1]
 
     def find_binding(self, model: torch.nn.Module) -> Any:
         """What was bound to a model, through any wrapper, or None."""
@@ -293,16 +283,13 @@ class Session:
     @property
     def statistics(self) -> Statistics:
         """Sums since the session opened, on this rank."""
-        late = self.pace.late
-        latest = int(late.argmax())
         now = self._statistics.copy()
-        now.late_s, now.late_rank = max(0.0, float(late[latest])), latest if late[latest] > 0 else -1
         now.waited_s = self.counts.waits.seconds()
         if self.reserved is not None:
             now.served_s, now.servers_s = self.reserved.link.busy()
         transport = self.transport
-        if self.memory is not None and transport is not None:
-            now.landing_bytes = transport.landing_bytes or int(self.memory.most_needed)
+        if self.learned.memory is not None and transport is not None:
+            now.landing_bytes = transport.landing_bytes or int(self.learned.memory.most_needed)
         now.bytes_sent = 0 if transport is None else transport.bytes_sent
         if self.reserved is not None and self.reserved.changes is not None:
             now.bytes_sent += self.reserved.changes.bytes_sent
@@ -333,16 +320,16 @@ class Session:
         """When the first micro-batch was planned: that CAD is on. Once, and on rank 0 only."""
         self._words.say_first()
 
-    def say_last(self) -> None:
-        """Where the session closes or the process ends: what CAD did. Once, and on rank 0 only."""
-        self._words.say_last()
+    def say_last(self, reason: str) -> None:
+        """Where the session closes or the process ends, for a `reason` or well: what CAD did. Once, on rank 0 only."""
+        self._words.say_last(reason or self.ended or self.plans.abandoned)
 
     # Kernels and modes
 
     def kernel(self, need: KernelNeed) -> Kernel:
         """The kernel for a layer, chosen once per need."""
         if need not in self._kernels:
-            self._kernels[need] = choose(self.config.kernel, need)
+            self._kernels[need] = choose(self.config.kernel, need, self.rank)
         return self._kernels[need]
 
     @property
@@ -350,13 +337,12 @@ class Session:
         """The kernels that were chosen, in the order in which layers needed them."""
         return list(dict.fromkeys(kernel.name for kernel in self._kernels.values()))
 
-    def descriptor(self, micro_batch: MicroBatch, window: int | None, checkpointed: bool) -> MaskDescriptor:
+    def descriptor(self, micro_batch: MicroBatch, window: int | None) -> MaskDescriptor:
         """What a model's layers receive as their mask."""
         # Without gradients no backward comes: nothing is kept for one.
         backward = torch.is_grad_enabled()
-        keep = self.config.backward == "keep" or (self.config.backward == "auto" and not checkpointed)
         modes = Modes(
-            self.config.overlap != "none", self.config.recompute_attention or not backward, keep and backward,
+            self.config.overlap != "none", self.config.recompute_attention or not backward,
             sinks_travel=self.reserved is not None, returns=backward, parking=self.parking,
         )  # fmt: skip
         return MaskDescriptor(micro_batch, window, self.kernel, modes)
@@ -380,12 +366,12 @@ def open_session(config: CADConfig, device: torch.device, group: dist.ProcessGro
 
 
 @atexit.register
-def _say_last() -> None:
+def _end() -> None:
+    # Set by the interpreter when it has shown what ended the script.
+    reason = why_ended(getattr(sys, "last_value", None))
     for session in _sessions:
-        session.say_last()
-        # Set by the interpreter when it has shown what ended the script.
-        error = getattr(sys, "last_value", None)
-        session.leave_servers("" if error is None else f"{type(error).__name__}: {error}")
+        session.leave(reason)
+        session.say_last(reason)
 
 
 def close_session() -> None:

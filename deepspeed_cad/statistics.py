@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deepspeed_cad.notice import counted
+
 if TYPE_CHECKING:
     from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, PlannedTick
     from deepspeed_cad.planner.plan import Floats
 
-_NOT_SUMS = {"late_s", "late_rank", "landing_bytes"}
+_NOT_SUMS = {"landing_bytes"}
 _LOADS = {"load", "load_before"}
 """Of each rank; the others are one number."""
 
@@ -28,11 +30,6 @@ class Statistics:
     """Seconds in which reserved servers attended, summed over them, as they told trainer 0; 0 on other ranks."""
     servers_s: float = 0.0
     """Seconds for which they are up, summed likewise."""
-    late_s: float = 0.0
-    """Not a sum: how late the latest rank is now in one layer's attention, forward and backward, for reasons that no
-    plan knows (pace.py); 0 where nothing is known of that."""
-    late_rank: int = -1
-    """Which rank that is; -1 where none is late."""
     landing_bytes: int = 0
     """Not a sum: what landing areas hold; with transports that keep none, the most that arrives at once in a tick."""
     bytes_sent: int = 0
@@ -113,16 +110,14 @@ class Statistics:
             "cad/planning_ms": self.planning_s * 1e3 / max(self.micro_batches, 1),
             "cad/waited_s": self.waited_s,
             "cad/servers_idle": self.servers_idle,
-            "cad/late_ms": self.late_s * 1e3,
-            "cad/late_rank": float(self.late_rank),
         }
 
-    def in_words(self) -> str:
-        """What happened, as one line."""
+    def in_words(self, balance: str) -> str:
+        """What happened, as one line; `balance`: how even attention was, in words."""
         sent = f"{self.bytes_sent / 2**20 / max(self.micro_batches, 1):.1f} MiB sent for each"
         return (
-            f"{self.micro_batches} micro-batches, attention max/mean {self.imbalance_before:.2f} → "
-            f"{self.imbalance:.2f}, {sent}, {self.planning_s * 1e3 / max(self.micro_batches, 1):.1f} ms to plan each, "
+            f"{counted(self.micro_batches, 'micro-batch')}, {balance}, {sent}, "
+            f"{self.planning_s * 1e3 / max(self.micro_batches, 1):.1f} ms to plan each, "
             f"{self.waited_s:.2f} s waited for exchanges"
             f"{f', {self.landing_bytes / 2**20:.0f} MiB kept for what arrives' if self.landing_bytes >> 20 else ''}"
             f"{f', servers idle {self.servers_idle:.0%}' if self.servers_s else ''}"

@@ -39,11 +39,9 @@ def _park_at_exit() -> None:
     """From the end of the main thread on, a daemon that comes back from C++ stands still instead of aborting all.
 
     Python before 3.14 unwinds such a thread, and C++ does not let itself be unwound there: the process would end by
-    SIGABRT, "terminate called without an active exception" (csrc/parting.cpp). Without the native library it still may.
+    SIGABRT, "terminate called without an active exception" (csrc/parting.cpp).
     """
-    library = native.load()
-    if library is not None:
-        atexit.register(_park, library.cad_park_unwound_threads)
+    atexit.register(_park, native.load().cad_park_unwound_threads)
 
 
 def _park(park: Callable[[], int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,12 @@ from deepspeed_cad.server.idle import EVERY, advise
 
 if TYPE_CHECKING:
     from deepspeed_cad.session import Session
+    from deepspeed_cad.statistics import Statistics
 
 logger = logging.getLogger("deepspeed_cad")
+
+REASON = 200
+"""Characters of an error in the last line; the error itself stands above it."""
 
 
 class Words:
@@ -38,8 +43,7 @@ class Words:
         return (
             f"rank {session.rank} of {session.ranks} attention servers{servers}, transport {transport}, "
             f"overlap {session.config.overlap_used}, tolerance {session.config.tolerance}, cost {session.cost.name}, "
-            f"{self._memory()}{self._links()}{in_words(session.speeds, session.config.speeds)}"
-            f"{f'straggler relief {session.pace.most}' if session.pace.most else 'no straggler relief'}"
+            f"{self._memory()}{self._links()}{in_words(session.speeds)}"
         )
 
     def report(self) -> str:
@@ -48,7 +52,8 @@ class Words:
         parked = ""
         if session.parking is not None:
             parked = f"; {session.parking.host_bytes >> 20} MiB of host memory for what attention keeps"
-        return f"{session.statistics.in_words()}{parked}; rank {session.rank} of {session.ranks}, {self._how()}"
+        now = session.statistics
+        return f"{now.in_words(self._balance(now))}{parked}; rank {session.rank} of {session.ranks}, {self._how()}"
 
     def say_first(self) -> None:
         """Once, on rank 0, when the first micro-batch was planned: that CAD is on, and what to expect."""
@@ -57,19 +62,24 @@ class Words:
             return
         self._said_first = True
         now = session.statistics
-        gain = f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f} in the first micro-batch"
+        gain = f"{self._balance(now)} in the first micro-batch"
         sent = f"rank 0 sent {now.bytes_sent / 2**20:.1f} MiB in its forward"
         ranks = counted(session.ranks, "rank")
         if session.reserved is not None:
             servers = session.reserved.role.servers
             ranks = f"{counted(session.ranks, 'trainer')} and {counted(servers, 'reserved server')}"
-        notice(f"CAD is on: {ranks}, {self._how()}; {gain}, {sent}")
+        arranged = next(filter(None, (feed.arranged for feed in session.feeds)), "")
+        notice(f"CAD is on: {ranks}, {self._how()}; {gain}, {sent}{f'; {arranged}' if arranged else ''}")
 
-    def say_last(self) -> None:
-        """Once, on rank 0, where the session closes or the process ends: what CAD did."""
+    def say_last(self, reason: str) -> None:
+        """Once, on rank 0, where the session closes or the process ends: what CAD did.
+
+        `reason`: why training ended early; empty where it went well.
+        """
         if self._said_first and not self._said_last:
             self._said_last = True
-            notice(f"CAD is done: {self.report()}")
+            begin = f"CAD stopped early ({textwrap.shorten(reason, REASON)})" if reason else "CAD is done"
+            notice(f"{begin}: {self.report()}")
 
     def warn(self, lines: Iterable[str]) -> None:
         """Warnings for the user, each once, on rank 0."""
@@ -91,6 +101,19 @@ class Words:
             self._said_idle = True
             notice(text)
 
+    def _balance(self, now: Statistics) -> str:
+        """How even attention is without CAD and with it."""
+        session, trainers = self.session, self.session.ranks
+        servers = session.group_ranks - trainers
+        if session.config.trainers_serve or not servers:
+            return f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f}"
+        # Statistics divide by the mean over all ranks; trainers attend without CAD only, servers with it only.
+        before, after = (
+            ratio * n / session.group_ranks for ratio, n in ((now.imbalance_before, trainers), (now.imbalance, servers))
+        )
+        runs = f"{counted(servers, 'reserved server')} run{'s' * (servers == 1)} all of it"
+        return f"attention max/mean {before:.2f} on trainers; {runs}{f', max/mean {after:.2f}' * (servers > 1)}"
+
     def _how(self) -> str:
         session = self.session
         transport = "nothing to exchange" if session.transport is None else f"transport {session.transport.name}"
@@ -98,11 +121,12 @@ class Words:
 
     def _memory(self) -> str:
         session = self.session
-        if session.memory is None or session.transport is None:
+        if session.learned.memory is None or session.transport is None:
             return ""
-        held, limit = session.transport.landing_bytes / 2**30, session.memory.now.size / 2**30
+        held, limit = session.transport.landing_bytes / 2**30, session.learned.memory.now.size / 2**30
         most = "" if math.isinf(limit) else f" of at most {limit:.3g}"
         return f"landing areas {held:.3g}{most} GiB, " if most or held else ""
 
     def _links(self) -> str:
-        return "" if self.session.traffic is None else f"{self.session.traffic.links}, "
+        links = self.session.learned.links
+        return "" if links is None else f"{links.links}, "

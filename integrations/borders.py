@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import LocalSegments
 
 NAME = "cad_borders"
 """The argument by which a decoder's layers get their borders."""
@@ -21,15 +21,14 @@ NAME = "cad_borders"
 Ints = npt.NDArray[np.int64]
 
 
-def find_borders(layout: Layout, rank: int, batch: int, width: int) -> Ints:
+def find_borders(local: LocalSegments, batch: int, width: int) -> Ints:
     """[pieces + 1] rows of the flattened batch at which state begins anew, and the end.
 
     Every batch row begins anew and every document does. Padding behind a document goes on with its state, as in the
     model itself; nobody reads it after.
     """
-    seg = layout.segments
-    mine = seg.select((seg.rank == rank) & (seg.end > seg.begin))
-    return np.unique(np.concatenate([np.arange(batch + 1, dtype=np.int64) * width, mine.offset]))
+    begin = local.offset[local.end > local.begin]
+    return np.unique(np.concatenate([np.arange(batch + 1, dtype=np.int64) * width, begin]))
 
 
 class Borders:

@@ -37,12 +37,13 @@ class Scope:
     micro_batch: MicroBatch | None
     """None: the model runs the attention it had before CAD (generation with a cache)."""
     training: bool = False
-    checkpointed: bool = False
     unread: Unread | None = None
     empty: bool = False
     """This rank has no tokens: the model runs on one row of padding, which is taken out of its output."""
     alone: Check | None = None
     """The decoder runs without CAD, to be compared."""
+    shown: int = 0
+    """Tokens of the longest document, where a ready-made mask shows all of it to its last token."""
     part: int | None = None
     """The nano-batch that the decoder runs on, where both alternate over it."""
 
@@ -61,14 +62,21 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
     window = kwargs.get("local_size")
     if scope.alone is not None:
         return Alone(scope.alone.documents, window, scope.binding.original, scope.micro_batch.padding)
+    if window is not None and scope.shown > window:
+        scope.binding.feed.fail(
+            CADUnsupportedError(
+                f"a ready-made attention mask shows a document of {scope.shown} tokens whole, but layers of this model "
+                f"have a window of {window} tokens, which such a mask takes the place of. Pass position_ids that start "
+                "again at 0 at each document, and no mask"
+            )
+        )
     session = scope.binding.session
     if session.config.check == "sampled" and (scope.training or not scope.binding.forwards):
         try:
-            layout = scope.micro_batch.layout if scope.part is None else scope.micro_batch.ticks[scope.part].rows()
-            check_mask(layout, scope.micro_batch.rank, window, kwargs, scope.binding.forwards)
+            check_mask(scope.micro_batch.local(scope.part), window, kwargs, scope.binding.forwards)
         except CADError as error:
             scope.binding.feed.fail(error)
-    found = session.descriptor(scope.micro_batch, window, scope.checkpointed)
+    found = session.descriptor(scope.micro_batch, window)
     return found if scope.part is None else found.interleave(scope.part)
 
 

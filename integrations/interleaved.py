@@ -98,7 +98,7 @@ def _run_parts(
 ) -> Any:
     given = dict(zip(inspect.signature(whole).parameters, args, strict=False)) | kwargs
     batch, width = batch_shape(given)
-    cut = RowCut(batch, width, int(micro_batch.ticks[0].query_tokens[micro_batch.rank]))
+    cut = RowCut(batch, width, micro_batch.rows(0))
     device = scope.binding.session.device
     if batch == 1 and given.get("position_ids") is None:
         # The second nano-batch does not begin at position 0, and the model would number its rows from there.

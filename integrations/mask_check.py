@@ -1,8 +1,8 @@
 """The sampled check: the model's own mask function against the plan.
 
-In: the layout, and what transformers hands to a mask interface function. Out: nothing, or a CADUnsupportedError that
-names the query, the key, what the model's mask says and what CAD computes. It looks at some hundred (query, key) pairs
-of this rank, and only now and then, because reading the answer from a GPU waits for it.
+In: this rank's rows, and what transformers hands to a mask interface function. Out: nothing, or a CADUnsupportedError
+that names the query, the key, what the model's mask says and what CAD computes. It looks at some hundred (query, key)
+pairs of this rank, and only now and then, because reading the answer from a GPU waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import LocalSegments
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -36,8 +36,7 @@ def is_due(forwards: int) -> bool:
 class ForwardCheck:
     """The check of one forward whose layers make their masks themselves: the first mask of each window is looked at."""
 
-    layout: Layout
-    rank: int
+    local: LocalSegments
     forwards: int
     """Number of this forward on this rank, counted from 0."""
     _seen: set[int | None] = field(default_factory=set)
@@ -46,10 +45,10 @@ class ForwardCheck:
         """A layer made a mask; as `check_mask`."""
         if window not in self._seen:
             self._seen.add(window)
-            check_mask(self.layout, self.rank, window, given, self.forwards)
+            check_mask(self.local, window, given, self.forwards)
 
 
-def check_mask(layout: Layout, rank: int, window: int | None, given: dict[str, Any], forwards: int) -> None:
+def check_mask(local: LocalSegments, window: int | None, given: dict[str, Any], forwards: int) -> None:
     """Compare samples of the mask function that transformers passes with what the plan computes.
 
     `given` are the keyword arguments of the mask interface function. Inside a document both must agree. Across
@@ -62,7 +61,7 @@ def check_mask(layout: Layout, rank: int, window: int | None, given: dict[str, A
         if forwards == 0:
             logger.warning("deepspeed_cad: transformers passed no mask function; the model's mask is not checked")
         return
-    rows = int(layout.tokens[rank])
+    rows = local.tokens
     if rows == 0:
         return
     batch, width, query_base, key_base = _geometry(given)
@@ -71,7 +70,7 @@ def check_mask(layout: Layout, rank: int, window: int | None, given: dict[str, A
             f"the model made a mask for {batch} x {width} queries and {given.get('kv_length', width)} keys, but its "
             f"micro-batch has {rows} tokens: a prompt or prefix was put in front of it, or a KV cache is in use"
         )
-    document, position = _rows(layout, rank)
+    document, position = _rows(local)
     query, key = _sample(document, width, window, np.random.default_rng([forwards, window or 0]))
     if len(query) == 0:
         return
@@ -88,7 +87,7 @@ def check_mask(layout: Layout, rank: int, window: int | None, given: dict[str, A
         kind = "causal attention" if window is None else f"causal attention with a window of {window}"
         raise CADUnsupportedError(
             f"the model's own mask {said} key position {int(position[k])} to query position {int(position[q])} of the "
-            f"same document (rows {k} and {q} of rank {rank}), but CAD {does} it: it computes {kind}. "
+            f"same document (rows {k} and {q} of this rank), but CAD {does} it: it computes {kind}. "
             f"{len(wrong)} of {len(query)} samples differ, so CAD cannot reproduce this model"
         )
 
@@ -103,15 +102,13 @@ def _geometry(given: dict[str, Any]) -> tuple[int, int, int, int]:
     return batch, int(given["q_length"]), int(given.get("q_offset", 0)), int(given.get("kv_offset", 0))
 
 
-def _rows(layout: Layout, rank: int) -> tuple[Ints, Ints]:
-    """Segment and position of every row of a rank; segment -1 for padding.
+def _rows(local: LocalSegments) -> tuple[Ints, Ints]:
+    """Segment and position of every row; segment -1 for padding.
 
     Not the document: of one that lies in pieces the model's own mask shows no piece to another.
     """
-    rows = int(layout.tokens[rank])
-    document, position = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
-    seg = layout.segments
-    for number, (_, begin, end, _, offset) in enumerate(seg.select(seg.rank == rank).to_array()):
+    document, position = np.full(local.tokens, -1, np.int64), np.zeros(local.tokens, np.int64)
+    for number, (begin, end, offset) in enumerate(local.to_array()):
         here = slice(offset, offset + end - begin)
         document[here] = number
         position[here] = np.arange(begin, end)

@@ -5,9 +5,9 @@ and eager attention of transformers let such a row attend to the real tokens bef
 that where labels are -100 behind the mask; where they are not, or nobody knows, those rows are computed here as the
 model itself would: by its own attention function, on this rank, beside the plan.
 
-In: the layout, the labels that the model was called with. Out: O with its rows of padding filled. `B` batch rows, `S`
-tokens of each, `H` and `K` query and key heads, `D` and `V` their sizes, `b` and `m` batch rows and columns that have
-padding.
+In: this rank's rows, the labels that the model was called with. Out: O with its rows of padding filled. `B` batch
+rows, `S` tokens of each, `H` and `K` query and key heads, `D` and `V` their sizes, `b` and `m` batch rows and columns
+that have padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.microbatch import MaskDescriptor
+from deepspeed_cad.layout import LocalSegments
 
 IGNORED = -100
 """The label that transformers' losses leave out."""
@@ -131,11 +132,10 @@ class Padding:
         )  # fmt: skip
 
 
-def find_padding(micro_batch: MicroBatch, batch: int, width: int) -> Bools | None:
+def find_padding(local: LocalSegments, batch: int, width: int) -> Bools | None:
     """[batch, width] where this rank has tokens; None where it has no padding."""
-    seg = micro_batch.layout.segments
     real = np.zeros(batch * width, bool)
-    for _, begin, end, _, offset in seg.select(seg.rank == micro_batch.rank).to_array():
+    for begin, end, offset in local.to_array():
         real[offset : offset + end - begin] = True
     return None if real.all() else real.reshape(batch, width)
 

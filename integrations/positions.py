@@ -1,7 +1,7 @@
 """What reaches a model on the GPU against what its loader announced, and batches without tokens.
 
-In: the arguments of a decoder. Out: a comparison that is read later, so that nothing waits for the GPU; or arguments
-for one row of padding where a rank has no tokens, and its output without that row.
+In: the arguments of a decoder. Out: a comparison that is read later, so that nothing waits for the GPU; its mask as
+models expect it; or arguments for one row of padding where a rank has no tokens, and its output without that row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_cad.ahead.documents import Announcement, batch_shape
+from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, Announcement, batch_shape
 from deepspeed_cad.layout import LocalSegments
 
 
@@ -27,11 +27,11 @@ class Unread:
 
 def compare_later(given: dict[str, Any], announced: Announcement) -> Unread | None:
     """Compare positions on the GPU with the announced ones without waiting; None where they must be read now."""
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    positions, mask = given.get("position_ids"), given.get(MASK)
     if not isinstance(positions, torch.Tensor) or positions.device.type != "cuda" or mask is not None:
         return None
     batch, width = batch_shape(given)
-    if given.get("cu_seq_lens_q") is not None or positions.shape != (batch, width):
+    if any(given.get(name) is not None for name in CUMULATIVE) or positions.shape != (batch, width):
         return None
     if announced.local.tokens != batch * width:
         return None
@@ -47,9 +47,20 @@ def compare_later(given: dict[str, Any], announced: Announcement) -> Unread | No
     return Unread(differs, event, announced)
 
 
+def plain_mask(given: dict[str, Any]) -> dict[str, Any]:
+    """The mask as a model expects it: 1 for tokens and 0 for padding, also where it numbers documents.
+
+    None in place of one with four axes: transformers would hand it to layers past the mask function.
+    """
+    mask = given.get(MASK)
+    if not isinstance(mask, torch.Tensor):
+        return {}
+    return {MASK: None if mask.ndim == 4 else (mask != 0).to(mask.dtype)}
+
+
 def one_row(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments for one row of padding instead of none: transformers cannot make masks for an empty batch."""
-    changed: dict[str, Any] = {"attention_mask": None}
+    changed: dict[str, Any] = {MASK: None}
     for name in ("input_ids", "inputs_embeds", "position_ids"):
         value = given.get(name)
         if value is not None:

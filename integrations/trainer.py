@@ -165,7 +165,7 @@ def _wrap_log(original: Callable[..., Any]) -> Callable[..., Any]:
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         # Evaluation has other keys.
         binding = _binding_of(self) if "loss" in logs or "train_runtime" in logs else None
-        if binding is not None and "loss" in logs and binding.session.config.monitor:
+        if binding is not None and "loss" in logs:
             logs.update(binding.session.take_statistics("trainer").as_events())
         if binding is not None and "train_runtime" in logs and _has_callback(self):
             savings = estimate_savings(binding)

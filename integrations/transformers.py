@@ -32,7 +32,7 @@ from deepspeed_cad.integrations.models import (
     refuse_spanning,
 )
 from deepspeed_cad.integrations.padding import Padding, counts, find_padding
-from deepspeed_cad.integrations.positions import compare_later, no_rows, one_row
+from deepspeed_cad.integrations.positions import compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
 from deepspeed_cad.integrations.structure import (
     decoder_layers,
@@ -49,18 +49,16 @@ from deepspeed_cad.integrations.verify import (
     loss_of,
     loss_without,
     open_check,
-    same_randomness,
 )
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from _deepspeed_cad_waiter import when_imported
-from deepspeed_cad.ahead.documents import batch_shape, read_documents
+from deepspeed_cad.ahead.documents import MASK, batch_shape, read_documents
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.session import Session, open_session
-from deepspeed_cad.unused import unused_outside_pipelines
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -147,8 +145,7 @@ class Binding:
         if not training and given.get("past_key_values") is not None:
             running.set(Scope(self, None))
             return {}
-        checkpointed = training and any(getattr(m, "gradient_checkpointing", False) for m in self._checkpointed)
-        if checkpointed:
+        if training and any(getattr(m, "gradient_checkpointing", False) for m in self._checkpointed):
             refuse_checkpointing(decoder)
         unread = None
         if not training:
@@ -175,12 +172,16 @@ class Binding:
         empty = 0 in batch_shape(given)
         if not empty:
             self._look_at_padding(micro_batch, given)
-        running.set(Scope(self, micro_batch, training, checkpointed, unread, empty))
+        ready_made = getattr(given.get(MASK), "ndim", 2) == 4
+        shown = int(micro_batch.local().end.max(initial=0)) if ready_made else 0
+        running.set(Scope(self, micro_batch, training, unread, empty, shown=shown))
         if training and torch.is_grad_enabled() and self.verified < self.session.config.verify:
             of = self.session.config.verify
             self._check = micro_batch.check = open_check(micro_batch, self.verified, of, self.feed.fail)
             self.verified += 1
-        changed: dict[str, Any] = {"use_cache": False} if training and "use_cache" in names else {}
+        changed = plain_mask(given)
+        if training and "use_cache" in names:
+            changed["use_cache"] = False
         if self.ways is not None:
             changed |= self._hand_borders(micro_batch, (1, 1) if empty else batch_shape(given))
         return changed | (one_row(given) if empty else {})
@@ -188,7 +189,7 @@ class Binding:
     def _hand_borders(self, micro_batch: MicroBatch, shape: tuple[int, int]) -> dict[str, Any]:
         """Arguments by which layers that carry state learn where documents begin."""
         due = self.session.config.check == "sampled" and is_due(self.forwards)
-        begin = find_borders(micro_batch.layout, self.session.rank, *shape)
+        begin = find_borders(micro_batch.local(), *shape)
         self.borders = Borders(begin, *shape, due=due)
         # A cache of packed documents is of no use, and in evaluation it is on by default.
         return {borders_of.NAME: (self.borders, self.ways)} | (
@@ -203,14 +204,13 @@ class Binding:
         check: Check = scope.micro_batch.check
         if not can_run_alone(scope.micro_batch):
             return
-        running.set(Scope(self, scope.micro_batch, scope.training, scope.checkpointed, alone=check))
+        running.set(Scope(self, scope.micro_batch, scope.training, alone=check))
         try:
-            with same_randomness(self.session.device):
-                # Not by calling it: hooks of host frameworks on the decoder itself belong to the run that is trained.
-                if borders_of.NAME in kwargs:
-                    found, ways = kwargs[borders_of.NAME]
-                    kwargs = {**kwargs, borders_of.NAME: (found.alone(), ways)}
-                check.output = decoder.forward(*args, **kwargs)
+            if borders_of.NAME in kwargs:
+                found, ways = kwargs[borders_of.NAME]
+                kwargs = {**kwargs, borders_of.NAME: (found.alone(), ways)}
+            # Not by calling it: hooks of host frameworks on the decoder itself belong to the run that is trained.
+            check.output = check.run_without(lambda: decoder.forward(*args, **kwargs), self.session.device)
         finally:
             running.set(scope)
 
@@ -220,31 +220,34 @@ class Binding:
         if check is None or model is None or decoder is None or output is None:
             return
         loss = loss_of(output)
-        if loss is not None and check.output is not None:
-            self.comparing = True
-            try:
-                without = loss_of(loss_without(check, model, decoder, self.called_with))
-            finally:
-                self.comparing = False
-            if without is not None:
-                check.end_model(loss, without)
+        if loss is not None:
+            without = None
+            if check.output is not None:
+                self.comparing = True
+                try:
+                    without = loss_of(loss_without(check, model, decoder, self.called_with))
+                finally:
+                    self.comparing = False
+            check.end_model(loss, without)
         check.output = self._check = None
         check.say()
 
     def _look_at_padding(self, micro_batch: MicroBatch, given: dict[str, Any]) -> None:
         """Have rows of padding computed where their output may count and the model's attention gives them one."""
-        real = find_padding(micro_batch, *batch_shape(given))
+        real = find_padding(micro_batch.local(), *batch_shape(given))
         if real is None:
             return
         model, rank = self.model(), self.session.rank
         counted = counts(real, self.called_with)
-        if given.get("attention_mask") is None:
-            # Behind cumulative lengths: kernels that take those leave such rows undefined.
+        mask = given.get(MASK)
+        if mask is None or mask.ndim == 4 or bool(mask.all()):
+            # Kernels that take cumulative lengths leave such rows undefined.
             if counted:
                 rows = np.flatnonzero(~real)
+                where = "lie behind cu_seq_lens_q" if mask is None or mask.ndim == 2 else "are hidden by attention_mask"
                 self._refuse(
-                    f"rank {rank}: {len(rows)} tokens from row {rows[0]} on lie behind cu_seq_lens_q and in no "
-                    "document, but some of their labels are not -100. Set these to -100, or make them a document"
+                    f"rank {rank}: {len(rows)} tokens from row {rows[0]} on {where} and in no document, but some of "
+                    "their labels are not -100. Set these to -100, or make them a document"
                 )
             return
         # A router's auxiliary loss may count rows that have no label.
@@ -361,7 +364,6 @@ def bind(model: torch.nn.Module, config: CADConfig) -> Binding:
     bound: Binding | None = session.bindings.get(inner)
     if bound is not None:
         return bound
-    session.warn(unused_outside_pipelines(config))
     binding = Binding(inner, session)
     binding.install()
     when_imported("transformers.trainer", _install_trainer_hooks)

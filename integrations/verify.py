@@ -11,6 +11,9 @@ rank and both values. Three things are compared, so that it holds under every ho
    tensors, so gradients of parameters differ exactly where these do. They are not compared themselves: under ZeRO and
    FSDP no rank ever holds them whole.
 
+How far a row may lie off follows from the least precise data type that computes anything on the way: in 1 of all that
+ran without CAD, because models compute parts of themselves in fp32, and autocast most of them in bf16; in 2 and 3 of O.
+
 Documents that span ranks cannot be run on one: then 1 is left out, and 2 and 3 look at the others. Where nano-batches
 alternate, only 1 is done. `B` batch rows, `S` tokens of each, `T` = B · S; heads and sizes as in attention/serve.py.
 """
@@ -18,14 +21,15 @@ alternate, only 1 is done. `B` batch rows, `S` tokens of each, `T` = B · S; hea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from deepspeed_cad.integrations.plain_attention import flat, plain_attention, visible_blocks, wide
 from deepspeed_cad.integrations.structure import masked_attention
+from torch.overrides import TorchFunctionMode
 
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MicroBatch
@@ -39,8 +43,6 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torc
 """How far a row may lie from its reference, as a share of its own norm or of the mean norm of all, if that is more.
 Two right kernels differ by a tenth of it; a key too many or too few in a short row is more than all of it."""
 _TF32 = 1e-2
-_SCORES = 2**27
-"""How many scores of all heads a reference holds at a time."""
 
 
 class Alone:
@@ -60,7 +62,7 @@ class Alone:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
         o = q.new_zeros(batch * width, heads, v.shape[2])
         for document in self.documents:
-            for rows, keys, visible in _blocks(document, self.window, heads, q.device):
+            for rows, keys, visible in visible_blocks(document, self.window, heads, q.device):
                 one = [x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys))]
                 o[rows] = own(*one, visible[None, None])[0]
         o_BSHV = o.unflatten(0, (batch, width))
@@ -86,12 +88,14 @@ class Check:
     fail: Callable[[CADError], Any]
     output: Any = None
     """What the decoder gave without CAD; None where it was not run."""
-    loss: tuple[float, float] | None = None
+    loss: tuple[float, float | None] | None = None
+    """That the model computed, with CAD and without; None where it was not run without."""
     errors: dict[str, float] = field(default_factory=dict)
-    """The largest error of each kind, and what was allowed is in `allowed`."""
-    allowed: float = 0.0
-    dtype: torch.dtype = torch.float64
-    """Of the decoder's output."""
+    """The largest error of each kind."""
+    allowed: dict[str, float] = field(default_factory=dict)
+    """What was allowed, likewise."""
+    precision: float = 0.0
+    """What the output of the decoder may differ by, and the loss."""
     _waiting: set[str] = field(default_factory=set)
     _forward_over: bool = False
     _said: bool = False
@@ -111,6 +115,17 @@ class Check:
                 call.compare_output(inputs, o.detach().flatten(0, 1))
         return o
 
+    def run_without(self, forward: Callable[[], Any], device: torch.device) -> Any:
+        """What a model, or its decoder, gives without CAD: with the random numbers that the forward after it will draw,
+        and without gradients."""
+        devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad(), _SeeDtypes() as seen:
+            output = forward()
+        # Autocast keeps weights that it cast without gradients, and the forward after this one would use them.
+        torch.clear_autocast_cache()
+        self.precision = max(self.precision, *(tolerance(dtype, device) for dtype in seen.dtypes))
+        return output
+
     def end_forward(self, output: Any, mixture: bool) -> None:
         """Compare what the decoder gave with CAD."""
         self._forward_over = True
@@ -120,30 +135,31 @@ class Check:
         if not self.documents:
             return
         a, b = (torch.cat([x.detach().flatten(0, 1)[one] for one in self.documents]).double() for x in (ours, theirs))
-        self.dtype = ours.dtype
         error = float((a - b).norm() / b.norm().clamp_min(1e-30))
-        self.errors["output"] = error
+        self.errors["output"], self.allowed["output"] = error, self.precision
         # In a mixture one rounding can send a token to another expert, and nothing is wrong.
-        exact = ours.dtype in (torch.float64, torch.float32)
-        allowed = tolerance(ours.dtype, ours.device)
+        allowed = self.precision
+        exact = allowed <= tolerance(torch.float32, ours.device)
         if error > allowed and (exact or not mixture) or not np.isfinite(error):
             worst = int((a - b).abs().argmax())
             self._differ("the output of the decoder", worst // a.shape[1], error, allowed, a, b, worst)
 
-    def end_model(self, with_cad: torch.Tensor, without: torch.Tensor) -> None:
-        """Compare the loss that the model computed."""
-        self.loss = (float(with_cad), float(without))
-        error = abs(self.loss[0] - self.loss[1]) / max(1.0, abs(self.loss[1]))
-        allowed = tolerance(self.dtype, with_cad.device)
-        if not error <= allowed and (np.isfinite(self.loss[1]) or np.isfinite(self.loss[0])):
-            self._fail(f"the loss is {self.loss[0]:.7g} with CAD and {self.loss[1]:.7g} without", error, allowed)
+    def end_model(self, with_cad: torch.Tensor, without: torch.Tensor | None) -> None:
+        """Compare the loss that the model computed; `without` is None where the decoder was not run without CAD."""
+        ours, theirs = float(with_cad), None if without is None else float(without)
+        self.loss = (ours, theirs)
+        if theirs is None:
+            return
+        error = abs(ours - theirs) / max(1.0, abs(theirs))
+        if not error <= self.precision and (np.isfinite(theirs) or np.isfinite(ours)):
+            self._fail(f"the loss is {ours:.7g} with CAD and {theirs:.7g} without", error, self.precision)
 
-    def compare(self, name: str, kind: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Rows [n, ...] of the documents that are compared."""
-        allowed = tolerance(ours.dtype, ours.device)
-        self.allowed = max(self.allowed, allowed)
+    def compare(self, name: str, kind: str, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
+        """Rows [n, ...] of the documents that are compared; `dtype`: in which attention was computed."""
         if not ours.numel():
             return
+        allowed = max(tolerance(one, ours.device) for one in (ours.dtype, dtype))
+        self.allowed[kind] = max(self.allowed.get(kind, 0.0), allowed)
         a, b = ours.detach().to(theirs.dtype), theirs
         each, own = (a - b).norm(dim=-1), b.norm(dim=-1)
         share = each / torch.maximum(own, own.square().mean().sqrt()).clamp_min(1e-30)
@@ -167,15 +183,22 @@ class Check:
         self._said = True
         if self.rank:
             return
-        loss = "no loss of the model's own"
+        loss = "its loss is computed outside of the model and was not compared"
         if self.loss is not None:
-            loss = f"loss {self.loss[0]:.6g} with CAD, {self.loss[1]:.6g} without"
+            without = "not computed" if self.loss[1] is None else f"{self.loss[1]:.6g}"
+            loss = f"loss {self.loss[0]:.6g} with CAD, {without} without"
         said = ", ".join(f"{kind} {error:.1e}" for kind, error in self.errors.items())
+        limits = list(dict.fromkeys(self.allowed.values()))
+        allowed = ", ".join(
+            f"{limit:.1e}{f' for {kinds}' if len(limits) > 1 else ''}"
+            for limit in limits
+            if (kinds := " ".join(kind for kind, one in self.allowed.items() if one == limit))
+        )
         rest = f"; {self.left_out} documents span ranks and were not compared" if self.left_out else ""
         rest += "; gradients of nano-batches were not compared" if self.cut else ""
         notice(
             f"verify: micro-batch {self.number + 1} of {self.of} is the same without CAD: {loss}; differences of "
-            f"{said or 'nothing'} (allowed: {self.allowed:.1e}){rest}"
+            f"{said or 'nothing'} (allowed: {allowed or 0}){rest}"
         )
 
     def _differ(
@@ -207,41 +230,46 @@ class _Call:
     sinks: torch.Tensor | None
     label: str
     do_THV: torch.Tensor | None = None
+    dtype: torch.dtype = torch.float64
+    """Of O."""
 
     def compare_output(self, inputs: tuple[torch.Tensor, ...], o_THV: torch.Tensor) -> None:
         """O against plain attention."""
-        q_THD, k_TKD, v_TKV = (_flat(x.detach()) for x in inputs)
+        self.dtype = o_THV.dtype
+        q_THD, k_TKD, v_TKV = (flat(x.detach()) for x in inputs)
         found, wanted = [], []
         for document in self.check.documents:
-            for rows, keys, visible in _blocks(document, self.rule.window, q_THD.shape[1], q_THD.device):
-                wanted.append(_plain(q_THD[rows], k_TKD[keys], v_TKV[keys], visible, self.rule, self.sinks))
+            for rows, keys, visible in visible_blocks(document, self.rule.window, q_THD.shape[1], q_THD.device):
+                wanted.append(plain_attention(q_THD[rows], k_TKD[keys], v_TKV[keys], visible, self.rule, self.sinks))
                 found.append(o_THV[rows])
         if found:
-            self.check.compare(f"O of {self.label}", "O", torch.cat(found), torch.cat(wanted))
+            self.check.compare(f"O of {self.label}", "O", torch.cat(found), torch.cat(wanted), self.dtype)
 
     def compare_gradients(self, inputs: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]) -> None:
         """dQ, dK, dV against those of plain attention for the same dO."""
         if self.do_THV is None:
             return
-        flat = [_flat(x.detach()) for x in inputs]
+        rows_of = [flat(x.detach()) for x in inputs]
         found: list[list[torch.Tensor]] = [[], [], []]
         wanted: list[list[torch.Tensor]] = [[], [], []]
         for document in self.check.documents:
-            sums = [torch.zeros_like(x[document], dtype=_wide(x.dtype)) for x in flat]
-            for rows, keys, visible in _blocks(document, self.rule.window, flat[0].shape[1], flat[0].device):
+            sums = [torch.zeros_like(x[document], dtype=wide(x.dtype)) for x in rows_of]
+            for rows, keys, visible in visible_blocks(
+                document, self.rule.window, rows_of[0].shape[1], rows_of[0].device
+            ):
                 parts = (rows, keys, keys)
-                leaves = [x[part].detach().to(_wide(x.dtype)).requires_grad_() for x, part in zip(flat, parts)]
+                leaves = [x[part].detach().to(wide(x.dtype)).requires_grad_() for x, part in zip(rows_of, parts)]
                 with torch.enable_grad():
-                    o = _plain(leaves[0], leaves[1], leaves[2], visible, self.rule, self.sinks)
+                    o = plain_attention(leaves[0], leaves[1], leaves[2], visible, self.rule, self.sinks)
                 for i, one in enumerate(torch.autograd.grad(o, leaves, self.do_THV[rows].to(o.dtype))):
                     sums[i][parts[i].start - document.start : parts[i].stop - document.start] += one
             for i, gradient in enumerate(gradients):
                 if gradient is not None:
-                    found[i].append(_flat(gradient)[document])
+                    found[i].append(flat(gradient)[document])
                     wanted[i].append(sums[i])
         for name, ours, theirs in zip(("dQ", "dK", "dV"), found, wanted):
             if ours:
-                self.check.compare(f"{name} of {self.label}", name, torch.cat(ours), torch.cat(theirs))
+                self.check.compare(f"{name} of {self.label}", name, torch.cat(ours), torch.cat(theirs), self.dtype)
         self.do_THV = None
         self.check.gradients_done(self.label)
 
@@ -276,6 +304,20 @@ class _Output(torch.autograd.Function):
         return None, do
 
 
+class _SeeDtypes(TorchFunctionMode):
+    """Remembers in which floating-point types anything was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype.is_floating_point:
+            self.dtypes.add(result.dtype)
+        return result
+
+
 def open_check(micro_batch: MicroBatch, number: int, of: int, fail: Callable[[CADError], Any]) -> Check:
     """The check of a micro-batch, from its layout."""
     seg = micro_batch.layout.segments
@@ -297,23 +339,12 @@ def can_run_alone(micro_batch: MicroBatch) -> bool:
     return not micro_batch.layout.segments.begin.any()
 
 
-@contextmanager
-def same_randomness(device: torch.device) -> Iterator[None]:
-    """Without gradients, and with the random numbers that the forward after it will draw."""
-    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad():
-        yield
-    # Autocast keeps weights that it cast without gradients, and the forward after this one would use them.
-    torch.clear_autocast_cache()
-
-
 def loss_without(check: Check, model: torch.nn.Module, decoder: torch.nn.Module, given: dict[str, Any]) -> Any:
     """What the whole model gives for the decoder's output without CAD."""
     kept = decoder.__dict__.get("forward")
     decoder.__dict__["forward"] = lambda *args, **kwargs: check.output
     try:
-        with same_randomness(next(model.parameters()).device):
-            return model.forward(**given)
+        return check.run_without(lambda: model.forward(**given), next(model.parameters()).device)
     finally:
         if kept is None:
             del decoder.__dict__["forward"]
@@ -334,54 +365,6 @@ def tolerance(dtype: torch.dtype, device: torch.device) -> float:
     if dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         return _TF32
     return TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
-
-
-def _blocks(
-    document: slice, window: int | None, heads: int, device: torch.device
-) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Rows, the keys that they may read, and which of these each row sees ([rows, keys])."""
-    length = document.stop - document.start
-    step = max(1, _SCORES // (heads * max(length, 1)))
-    for begin in range(0, length, step):
-        end = min(begin + step, length)
-        first = 0 if window is None else max(0, begin - window + 1)
-        row, key = torch.arange(begin, end, device=device)[:, None], torch.arange(first, end, device=device)[None]
-        visible = key <= row
-        if window is not None:
-            visible &= row - key < window
-        at = document.start
-        yield slice(at + begin, at + end), slice(at + first, at + end), visible
-
-
-def _plain(
-    q_RHD: torch.Tensor,
-    k_UKD: torch.Tensor,
-    v_UKV: torch.Tensor,
-    visible_RU: torch.Tensor,
-    rule: MaskRule,
-    sinks_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """O [R, H, V] in fp32 or wider: softmax of scores, nothing else."""
-    q, k, v = (x.to(_wide(x.dtype)) for x in (q_RHD, k_UKD, v_UKV))
-    with torch.autocast(q.device.type, enabled=False):
-        score = torch.einsum("rkgd,ukd->kgru", q.unflatten(1, (k.shape[1], -1)), k) * rule.scale
-        if rule.softcap is not None:
-            score = rule.softcap * torch.tanh(score / rule.softcap)
-        score = score.masked_fill(~visible_RU, float("-inf"))
-        if sinks_H is not None:
-            column = sinks_H.to(score.dtype).view(k.shape[1], -1, 1, 1).expand(*score.shape[:3], 1)
-            score = torch.cat([score, column], dim=3)
-        weight = torch.softmax(score, dim=3)[..., : v.shape[0]]
-        return torch.einsum("kgru,ukv->rkgv", weight, v).flatten(1, 2)
-
-
-def _flat(x_BHSD: torch.Tensor) -> torch.Tensor:
-    """[T, H, D] of [B, H, S, D]."""
-    return x_BHSD.transpose(1, 2).flatten(0, 1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _hidden(output: Any) -> torch.Tensor | None:

@@ -15,6 +15,9 @@ sys.path.insert(0, os.path.dirname(__file__))
 sys.path.append(os.path.join(os.path.dirname(__file__), "gpu"))
 
 from pool import WorkerPool
+from ports import free_port
+
+os.environ["PET_MASTER_PORT"] = str(free_port())  # torchrun's, for all that the tests of this process start
 
 
 @pytest.fixture(scope="session")

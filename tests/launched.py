@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from served import free_port
+from forked import launch
+from ports import free_port
 from trainers import losses_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,18 +19,30 @@ SCRIPT = str(ROOT / "tests" / "processes" / "script_train.py")
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Python with these words, in a folder; all that it starts must end within 200 s."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | _variables(folder)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    env["HF_HOME"] = str(folder)
     return subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
 
 
-def trained(words: list[str], folder: Path, *script: str) -> dict[str, Any]:
-    """What the script says after a launcher's words; what the processes wrote is under "said"."""
+def run_ranks(ranks: int, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Ranks of Python with these words, without a launcher, where none is needed for what is tested."""
+    return launch(ranks, words, folder, **_variables(folder))
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    return {
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(folder),
+    }  # fmt: skip
+
+
+def trained(words: list[str] | int, folder: Path, *script: str) -> dict[str, Any]:
+    """What the script says after a launcher's words, or as so many ranks without one; what the processes wrote is under
+    "said"."""
     out = folder / f"out{len(list(folder.iterdir()))}.json"
-    done = run([*words, SCRIPT, script[0], str(out), *script[1:]], folder)
+    command = [SCRIPT, script[0], str(out), *script[1:]]
+    done = run_ranks(words, command, folder) if isinstance(words, int) else run([*words, *command], folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return {**json.loads(out.read_text()), "said": done.stdout + done.stderr}
 
@@ -41,7 +54,7 @@ def losses(found: dict[str, Any]) -> list[float]:
 
 def torchrun(processes: int) -> list[str]:
     """The words of torchrun."""
-    return ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(free_port())]
+    return ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
 
 
 def deepspeed_launcher(processes: int) -> list[str]:

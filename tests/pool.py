@@ -8,11 +8,13 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
 import torch
 
 _PRELOAD = ["torch", "torch.distributed", "transformers", "numpy"]
@@ -22,6 +24,16 @@ _HOSTS = [
 ]  # fmt: skip
 """Frameworks, and what torch.compile imports late. Imported once, in the process that workers are forked from, they
 cost each worker nothing; what is not installed is passed over."""
+
+
+@cache
+def fork_server(preload: tuple[str, ...] = ()) -> Any:
+    """Processes of this context are forks of one that has imported what tests need, and `preload`."""
+    context = mp.get_context("forkserver")
+    # With a GPU, DeepSpeed's import asks CUDA for devices, and a process that did so cannot be forked.
+    hosts = [] if torch.cuda.is_available() else _HOSTS
+    context.set_forkserver_preload([*_PRELOAD, *hosts, *preload])
+    return context
 
 
 class WorkerError(AssertionError):
@@ -39,6 +51,8 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # What was imported before the fork stays: collections after each case need not look at it.
+    gc.freeze()
     while True:
         try:
             task = pipe.recv()
@@ -77,15 +91,15 @@ def _serve(rank: int, pipe: Connection) -> None:
 class WorkerPool:
     """Workers are started when a case first needs them and replaced when they die."""
 
-    def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        # With a GPU, DeepSpeed's import asks CUDA for devices, and a process that did so cannot be forked.
-        self._context.set_forkserver_preload(_PRELOAD if torch.cuda.is_available() else _PRELOAD + _HOSTS)
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        """`preload`: further modules to import once."""
+        self._preload = tuple(preload)
         self._workers: list[tuple[Any, Connection]] = []
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(rank, theirs))
+        context = fork_server(self._preload)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, theirs))
         process.start()
         theirs.close()
         return process, ours
@@ -108,11 +122,14 @@ class WorkerPool:
         grace: float = 20.0,
         once: bool = False,
         joined: bool = True,
+        mortal: Collection[int] = (),
     ) -> tuple[list[tuple[str, str, str] | None], list[Any]]:
         """Errors and results of every rank; a worker that died has the error ("Died", exit code).
 
         `joined`: workers are in one process group; else `function` makes its own.
         `once`: each worker ends after its answer, as the process of a script does, and closes its connections.
+        `mortal`: ranks that may die or be stopped, which is no reason to hurry the others. Those that are stopped are
+        killed when the others have answered.
         """
         while len(self._workers) < world:
             self._workers.append(self._start(len(self._workers)))
@@ -127,7 +144,11 @@ class WorkerPool:
             waiting = dict(enumerate(self._workers[:world]))
             deadline = time.monotonic() + timeout * 2
             while waiting:
-                ready = wait([pipe for _, pipe in waiting.values()], timeout=max(0.0, deadline - time.monotonic()))
+                left, alone = max(0.0, deadline - time.monotonic()), all(rank in mortal for rank in waiting)
+                ready = wait([pipe for _, pipe in waiting.values()], timeout=min(left, 0.2) if alone else left)
+                for process, _ in waiting.values():
+                    if alone and not ready and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                        process.kill()
                 for rank, (process, pipe) in list(waiting.items()):
                     if pipe in ready:
                         del waiting[rank]
@@ -141,8 +162,9 @@ class WorkerPool:
                         else:
                             errors[rank] = value
                             # The others learn of it by themselves, or hang: that is for the test to see, soon.
-                            deadline = min(deadline, time.monotonic() + grace)
-                if not ready:
+                            if rank not in mortal:
+                                deadline = min(deadline, time.monotonic() + grace)
+                if not ready and time.monotonic() >= deadline:
                     for rank, (process, _) in waiting.items():
                         process.kill()
                         process.join(5)

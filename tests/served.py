@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,13 +26,6 @@ class Served(NamedTuple):
     most_held: int
     opened: int
     """Micro-batches that it remembers."""
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def play(rank: int, world: int, port: int, block: dict[str, Any], train: Callable[..., Any], *args: Any) -> Any:

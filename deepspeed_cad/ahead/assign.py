@@ -112,15 +112,18 @@ class Assignment:
 
 
 def order_rows(step: StepDocuments, work: Floats) -> Ints:
-    """The order in which each rank trains its micro-batches ([ranks, micro-batches] of indices): heaviest first.
+    """The order in which each rank trains its micro-batches ([ranks, micro-batches] of indices): the heaviest of all
+    ranks at the same time, and so on, so that less has to move.
 
-    Heavy then meets heavy, and less has to move. Where documents span ranks the order stays as it is, because a
-    micro-batch of one rank continues the same one of the rank before.
+    When they are trained is rank 0's order, that of its loader: what it logs of micro-batches is as without CAD. Where
+    documents span ranks all keep their order, because a micro-batch of one rank continues the same one of the rank
+    before.
     """
     rows = step.row_work(work)
     if step.spans_ranks:
         return np.broadcast_to(np.arange(step.micro_batches), rows.shape).copy()
-    return np.argsort(-rows, axis=1, kind="stable").astype(np.int64)
+    heaviest = np.argsort(-rows, axis=1, kind="stable").astype(np.int64)
+    return heaviest[:, np.argsort(heaviest[0])]
 
 
 def assign_documents(step: StepDocuments, work: Floats, tolerance: float) -> Assignment:

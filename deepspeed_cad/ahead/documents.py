@@ -1,19 +1,50 @@
-"""Documents of a micro-batch as models receive it: a dict of input_ids, position_ids, cu_seq_lens_q, attention_mask.
+"""Documents of a micro-batch as models receive it: the one reader of all host frameworks and of pipelines.
 
-Out: an `Announcement`, this rank's segments. No copies of the batch are kept.
+In: what a forward is given, a dict of input_ids, position_ids, cu_seq_lens_q, attention_mask. Out: an `Announcement`,
+this rank's segments. No copies of the batch are kept. What each argument says is what attention of transformers makes
+of it:
+
+| argument | says |
+|---|---|
+| rows of the batch | a document lies in one of them |
+| `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` | the documents; what lies behind the last is padding |
+| `attention_mask` [batch, tokens] of ones | nothing: flash attention drops it |
+| with zeros | padding, at the ends of a batch row or between documents |
+| with other whole numbers | documents, by number; 0 is padding |
+| `attention_mask` of four axes | documents, where it is block-diagonal and causal; else it is refused |
+| `seq_idx` | documents, by number from 0 |
+| `position_ids` that start again | a document begins where they do |
+| that go on through every batch row | nothing |
+
+Those that say something must say the same. Without any, each batch row is a document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.layout import Ints, LocalSegments, segments_from_cumulative, segments_from_positions
+
+CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+"""Arguments that are cumulative lengths of documents."""
+MASK = "attention_mask"
+NUMBERING = "seq_idx"
+
+PADDING, GOES_ON, BEGINS = 0, 1, 2
+"""What a row of the micro-batch is: padding, a token of the document before it, or the first token of one."""
+_IS = ("padding", "a token of the same document as the one before", "the first token of a document")
+
+HIDING = -1e4
+"""An additive mask hides a key by this or less. No score is as large, so softmax makes 0 of it."""
+_PAIRS = 2**25
+"""How many pairs of tokens of a ready-made mask are looked at together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,38 +65,61 @@ class Announcement:
         return cls(LocalSegments.from_array(values[2:].reshape(-1, 3), int(values[0])), int(values[1]))
 
 
-def read_documents(given: Mapping[str, Any]) -> Announcement:
-    """This rank's segments, from whatever the forward is given: cumulative lengths, positions, mask, or shape.
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What one argument says of the rows of the flattened micro-batch."""
 
-    Raises CADDataError where they contradict themselves or each other, and CADUnsupportedError for ready-made masks.
+    name: str
+    rows: npt.NDArray[np.int8]
+    """[tokens] PADDING, GOES_ON or BEGINS."""
+    documents: bool = True
+    """Whether it says where documents begin, and not only which rows are padding."""
+
+
+def read_documents(given: Mapping[str, Any]) -> Announcement:
+    """This rank's segments, from whatever the forward is given.
+
+    A document whose positions begin above 0 in the first row goes on from another rank. Raises CADDataError where
+    arguments contradict themselves or each other, and CADUnsupportedError for a mask that is not one of documents.
     """
     batch, width = batch_shape(given)
-    cumulative = given.get("cu_seq_lens_q")
-    if cumulative is None:
-        cumulative = given.get("cu_seqlens")
-    mask = given.get("attention_mask")
-    if isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim > 2):
-        raise CADUnsupportedError(
-            "a ready-made attention mask was passed; CAD needs position_ids or a 2-D padding mask"
-        )
-    unit = width if batch > 1 else 1
     if batch * width == 0:
         # Models cannot run on no tokens: they get one row of padding, see integrations.
         return Announcement(LocalSegments.none(1))
-    if cumulative is not None and mask is None:
-        return Announcement(segments_from_cumulative(_numpy(cumulative), batch * width), unit)
-    positions = given.get("position_ids")
-    array = np.arange(width)[None] if positions is None else _numpy(positions)
-    if array.ndim == 3 and array.shape[0] == 4:
-        # Text, time, height and width: the first says where documents begin.
-        array = array[0]
-    if array.ndim == 1:
-        array = array[None]
-    if array.ndim == 2 and array.shape[0] == 1:
-        array = np.repeat(array, batch, axis=0)
-    if array.ndim == 2 and array.shape != (batch, width):
-        raise CADDataError(f"position_ids has shape {array.shape}, but the micro-batch is [{batch}, {width}]")
-    return Announcement(segments_from_positions(array, None if mask is None else _numpy(mask)), unit)
+    unit = width if batch > 1 else 1
+    sources = [*_read_lengths(given, batch, width), *_read_mask(given.get(MASK), batch, width)]
+    if given.get(NUMBERING) is not None:
+        sources += _read_numbers(NUMBERING, _numpy(given[NUMBERING]), -1, batch, width)
+    sources.sort(key=lambda source: not source.documents)
+    for other in sources[1:]:
+        _compare(sources[0], other, width)
+    real = np.ones((batch, width), bool) if not sources else sources[0].rows.reshape(batch, width) > 0
+    runs = real.copy()
+    runs[:, 1:] &= ~real[:, :-1]
+    positions, of_text = _read_positions(given.get("position_ids"), batch, width)
+    local = segments_from_positions(positions, real)
+    start_again = len(local.begin) > runs.sum()
+    if sources and sources[0].documents:
+        if not start_again:
+            local = _segments(sources[0].rows, local)
+        else:
+            _compare(sources[0], _Source("position_ids", _rows(local)), width)
+        return Announcement(local, unit)
+    if start_again and not of_text:
+        raise CADDataError(
+            "position_ids of three axes (time, height, width) start again inside a batch row, but transformers takes "
+            "no documents from them and would let these see each other. Put the positions of the text before them as "
+            "a first of four axes, or pass cu_seq_lens_q"
+        )
+    resumed = runs & (real.cumsum(axis=1) > 1) & (positions != 0)
+    if resumed.any():
+        row, column = np.argwhere(resumed)[0]
+        raise CADDataError(
+            f"{sources[0].name} hides tokens before token {column} of batch row {row}, which goes on at position "
+            f"{positions[row, column]}: padding inside a document. Put padding at the ends of a row; if a document "
+            "begins there, let position_ids start again at 0"
+        )
+    return Announcement(local, unit)
 
 
 def batch_shape(given: Mapping[str, Any]) -> tuple[int, int]:
@@ -75,6 +129,161 @@ def batch_shape(given: Mapping[str, Any]) -> tuple[int, int]:
         if value is not None:
             return int(value.shape[0]), int(value.shape[1])
     raise CADDataError("the model was called without input_ids and inputs_embeds")
+
+
+def _compare(first: _Source, other: _Source, width: int) -> None:
+    """Raise CADDataError where two arguments say different things of a row."""
+    most = BEGINS if first.documents and other.documents else GOES_ON
+    rows = np.stack([first.rows, other.rows]).clip(max=most)
+    wrong = np.flatnonzero(rows[0] != rows[1])
+    if len(wrong):
+        token = f"token {wrong[0] % width} of batch row {wrong[0] // width}"
+        by_first, by_other = (_IS[one] if most == BEGINS else ("padding", "a token")[one] for one in rows[:, wrong[0]])
+        raise CADDataError(
+            f"{first.name} and {other.name} disagree: {token} is {by_first} by {first.name}, and {by_other} by "
+            f"{other.name}. Pass one of them, or let both say the same"
+        )
+
+
+def _read_lengths(given: Mapping[str, Any], batch: int, width: int) -> Iterator[_Source]:
+    for name in CUMULATIVE:
+        if given.get(name) is None:
+            continue
+        rows = _rows(segments_from_cumulative(_numpy(given[name]), batch * width, name))
+        crossed = np.flatnonzero(rows.reshape(batch, width)[:, 0] == GOES_ON)
+        if len(crossed):
+            raise CADDataError(
+                f"{name} and the shape of the micro-batch, [{batch}, {width}], disagree: a document goes on from batch "
+                f"row {crossed[0] - 1} to {crossed[0]}. Let documents end with their row, or flatten the batch to one"
+            )
+        yield _Source(name, rows)
+
+
+def _read_mask(mask: Any, batch: int, width: int) -> Iterator[_Source]:
+    if mask is None:
+        return
+    if isinstance(mask, np.ndarray):
+        mask = torch.from_numpy(mask)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+        yield _Source(MASK, _read_ready_made(mask, batch, width))
+        return
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        raise _refuse_ready_made(f"a {type(mask).__name__}", "CAD reads tensors of two and of four axes")
+    yield from _read_numbers(MASK, _numpy(mask.byte() if mask.dtype == torch.bool else mask), 0, batch, width)
+
+
+def _read_numbers(name: str, values: np.ndarray, padding: int, batch: int, width: int) -> Iterator[_Source]:
+    """What numbers say of documents; nothing where all are those of a first document."""
+    if values.shape != (batch, width):
+        raise CADDataError(f"{name} has shape {values.shape}, but the micro-batch is [{batch}, {width}]")
+    wrong = np.argwhere((values < padding) | (values != np.floor(values)))
+    if len(wrong):
+        row, column = wrong[0]
+        raise CADDataError(
+            f"{name}[{row}, {column}] is {values[row, column]}: expected {padding} for padding, {padding + 1} for "
+            "tokens of a first document, and other whole numbers for those of others"
+        )
+    begins = values != padding
+    rows = begins.astype(np.int8)
+    begins[:, 1:] &= values[:, 1:] != values[:, :-1]
+    rows += begins
+    if values.max() > padding + 1:
+        row, column = np.nonzero(begins)
+        number = values[row, column]
+        _, first = np.unique(np.stack([row, number]), axis=1, return_index=True)
+        again = np.setdiff1d(np.arange(len(number)), first)
+        if len(again):
+            raise CADDataError(
+                f"{name}[{row[again[0]]}, {column[again[0]]}] goes back to document {number[again[0]]}, which ended "
+                "before: the tokens of a document lie together"
+            )
+        yield _Source(name, rows.reshape(-1))
+    elif (values == padding).any():
+        yield _Source(name, rows.reshape(-1), documents=False)
+
+
+def _read_ready_made(mask: torch.Tensor, batch: int, width: int) -> npt.NDArray[np.int8]:
+    """What the rows are by a mask [batch or 1, heads, tokens, tokens]: True or 0 shows a key, False or HIDING hides it.
+
+    Documents are read beside the diagonal, and the whole mask is compared with the one that they make. On the mask's
+    own device, a number of queries at a time.
+    """
+    what = f"of shape {list(mask.shape)}"
+    if mask.shape[0] not in (1, batch) or mask.shape[2:] != (width, width) or 0 in mask.shape:
+        raise _refuse_ready_made(what, f"the micro-batch is [{batch}, {width}]")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise _refuse_ready_made(what, f"its type is {mask.dtype}, neither bool nor one that is added to scores")
+
+    def shown(part: torch.Tensor) -> torch.Tensor:
+        return part if part.dtype == torch.bool else part == 0
+
+    real = shown(mask[:, 0].diagonal(dim1=-2, dim2=-1))
+    begins = real.clone()
+    begins[:, 1:] &= ~(real[:, :-1] & shown(mask[:, 0].diagonal(-1, dim1=-2, dim2=-1)))
+    document = begins.cumsum(1).masked_fill(~real, 0)
+    step = max(1, _PAIRS // (mask.shape[0] * mask.shape[1] * width))
+    key = torch.arange(width, device=mask.device)
+    for first in range(0, width, step):
+        part, query = mask[:, :, first : first + step], slice(first, first + step)
+        expected = (document[:, query, None] == document[:, None]) & real[:, query, None]
+        expected &= key <= key[query, None]
+        wrong = shown(part) != expected[:, None]
+        if mask.is_floating_point():
+            wrong |= ~expected[:, None] & ~(part <= HIDING)
+        if bool(wrong.any()):
+            row, head, query_at, key_at = wrong.nonzero()[0].tolist()
+            value = part[row, head, query_at, key_at].item()
+            does = "show" if bool(expected[row, query_at, key_at]) else "hide"
+            raise _refuse_ready_made(
+                what, f"[{row}, {head}, {first + query_at}, {key_at}] is {value}, but documents would {does} that key"
+            )  # fmt: skip
+    rows = real.to(torch.int8) + begins
+    return rows.expand(batch, width).reshape(-1).cpu().numpy()
+
+
+def _refuse_ready_made(what: str, found: str) -> CADUnsupportedError:
+    return CADUnsupportedError(
+        f"a ready-made attention mask {what} was passed that is not one of packed documents, block-diagonal and "
+        f"causal: {found}. Pass position_ids that start again at 0 at each document, or cu_seq_lens_q, and no mask; or "
+        "a 2-D mask of padding"
+    )
+
+
+def _read_positions(positions: Any, batch: int, width: int) -> tuple[np.ndarray, bool]:
+    """[batch, tokens] positions of text, and whether transformers takes documents from them."""
+    array = np.arange(width)[None] if positions is None else _numpy(positions)
+    of_text = array.ndim != 3 or array.shape[0] != 3
+    if array.ndim == 3 and array.shape[0] == 4:
+        # Text, time, height and width.
+        array = array[0]
+    elif not of_text and (array == array[:1]).all():
+        array = array[0]
+    if array.ndim == 1:
+        array = array[None]
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = np.repeat(array, batch, axis=0)
+    if array.ndim == 2 and array.shape != (batch, width):
+        raise CADDataError(f"position_ids has shape {array.shape}, but the micro-batch is [{batch}, {width}]")
+    return array, of_text
+
+
+def _rows(local: LocalSegments) -> npt.NDArray[np.int8]:
+    """What the rows are by segments. A piece of a document, which begins above 0 behind others, goes on."""
+    change = np.zeros(local.tokens + 1, np.int8)
+    change[local.offset] += 1
+    change[local.offset + local.end - local.begin] -= 1
+    rows = change[:-1].cumsum(dtype=np.int8)
+    rows[local.offset[(local.begin == 0) | (local.offset == 0)]] = BEGINS
+    return rows
+
+
+def _segments(rows: npt.NDArray[np.int8], by_positions: LocalSegments) -> LocalSegments:
+    """Segments of what the rows are; the first document begins at the position that it has."""
+    offset = np.flatnonzero(rows == BEGINS)
+    stop = np.flatnonzero((rows != PADDING) & (np.append(rows[1:], PADDING) != GOES_ON)) + 1
+    begin = np.zeros(len(offset), np.int64)
+    begin[:1] = by_positions.begin[:1]
+    return LocalSegments(begin, begin + stop - offset, offset, len(rows))
 
 
 def _numpy(value: Any) -> np.ndarray:

@@ -63,6 +63,8 @@ class Feed:
         """Kinds of layers seen so far, what the look-ahead plans for; and how many layers there are of each."""
         self.exchanges = False
         """Whether documents are exchanged before steps: set where the loss is known to be normalised over all ranks."""
+        self.arranged = ""
+        """What is different about the micro-batches of a step, in words; empty where they come as they were loaded."""
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
         self._epoch = self._index = self._step = self._asked = 0
         self._counted = dict.fromkeys((What.FORWARD, What.LOOK), 0)
@@ -142,6 +144,12 @@ class Feed:
         """The announced micro-batch that the next forward must be, if the loader announced one."""
         return self._ahead[0][0] if self._ahead else None
 
+    @property
+    def over(self) -> str:
+        """Why the announced micro-batch that comes next cannot be trained, as far as this rank has heard; or ""."""
+        ahead = next(iter(tuple(self._ahead)), None)
+        return str(ahead[1].exception() or "") if ahead is not None and ahead[1].done() else ""
+
     # What forwards say
 
     def take(self, mine: Announcement | None, queued: bool = True) -> MicroBatch:
@@ -181,7 +189,7 @@ class Feed:
             raise
         if self.gatherer.liveness is not None:
             self.gatherer.liveness.take(micro_batch.turn)
-        self.plans.admit(micro_batch.came)
+        self.plans.admit(micro_batch)
         return micro_batch
 
     def learn(self, layers: dict[PlanKey, int]) -> None:
@@ -212,7 +220,7 @@ class Feed:
 
     def abandon(self, error: CADError) -> None:
         """This rank trains no further micro-batch; those that wait for it learn why."""
-        if not self.plans.abandoned and self.plans.ranks > 1:
+        if not self.plans.abandoned and self.plans.crew.ranks > 1:
             self.plans.abandoned = str(error) or type(error).__name__
             if self.gatherer.liveness is not None:
                 self.gatherer.liveness.report(self.plans.abandoned)

@@ -9,7 +9,7 @@ rank is, and never in plans of different micro-batches. Version, configuration a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -17,12 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.ahead import linear as linear_layers
-from deepspeed_cad.ahead import memory
-from deepspeed_cad.ahead.pace import Pace
-from deepspeed_cad.ahead.traffic import COLUMNS, Traffic
 from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.feedback.reporter import Reporter
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.version import __version__
 
@@ -96,11 +93,10 @@ class State(IntEnum):
     """It cannot go on; the reason is on the error board."""
 
 
-_VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WAITED, _TICKS, _TRAFFIC = range(13)
-_MEMORY = _TRAFFIC + COLUMNS
-_LINEAR = _MEMORY + memory.COLUMNS
-_CAME = _LINEAR + linear_layers.COLUMNS
-_WIDTH = _CAME + 1
+_VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WIDTH = range(11)
+"""Columns of a header; what reporters say follows behind them."""
+_LEARNS = (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP)
+"""Collectives with which reports travel."""
 
 APART = (
     "Every rank must train as many micro-batches, in the same order. Look for a break, an exception that the script "
@@ -132,25 +128,24 @@ class Gatherer:
         rank: int,
         ranks: int,
         liveness: Liveness | None,
-        pace: Pace | None = None,
+        settings: str = "",
+        reporters: Sequence[Reporter] = (),
+        begun: int = 0,
     ) -> None:
-        """`pace` learns from what ranks measured, which travels with the lengths of their documents."""
-        self.group, self.rank, self.ranks, self.liveness, self.pace = group, rank, ranks, liveness, pace
-        self.traffic: Traffic | None = None
-        """Learns from what ranks measured, likewise; set once links are known."""
-        self.memory: memory.Memory | None = None
-        """The same of memory for exchanges; None where it has no limit."""
-        self.linear: linear_layers.Linear | None = None
-        """The same for linear layers; set where servers are reserved."""
-        self.newcomers: Callable[[], int] = lambda: 0
-        """Says how many reserved servers have come later, as far as this rank knows."""
-        self.came = 0
-        """The most that any rank knew of, the same on all ranks."""
-        self.settings = ""
-        """What ranks compare before they train: configuration and costs. Set once both are known."""
+        """The collectives of `ranks` ranks, of which this is `rank`.
+
+        Args:
+            group: the ranks, over gloo; None where there is one.
+            liveness: the board on which ranks say why they end.
+            settings: what ranks compare before they train: configuration and costs.
+            reporters: measurements that travel with document lengths.
+            begun: collectives of this group before it was made.
+        """
+        self.group, self.rank, self.ranks, self.liveness = group, rank, ranks, liveness
+        self._settings, self._reporters = digest(settings), tuple(reporters)
         self.broken: CADError | None = None
         """Why no collective of this rank can be trusted any more."""
-        self.begun = 0
+        self.begun = begun
         """Collectives so far, the same number on every rank that has come as far."""
         self.inside: tuple[int, Subject] | None = None
         """The collective that the look-ahead thread is in, with its number, counted from 1."""
@@ -196,26 +191,14 @@ class Gatherer:
             raise type(self.broken)(str(self.broken))
         mine = np.zeros(0, np.int64) if payload is None else payload
         header = np.zeros(_WIDTH, np.int64)
-        header[_VERSION], header[_CONFIG], header[_MODEL] = digest(__version__), digest(self.settings), digest(model)
+        header[_VERSION], header[_CONFIG], header[_MODEL] = digest(__version__), self._settings, digest(model)
         header[_WHAT], header[_WHICH] = subject.what, subject.model
         header[_EPOCH], header[_INDEX] = subject.epoch, subject.index
         header[_STATE], header[_VALUE], header[_COUNT] = state, value, len(mine)
-        learns = subject.what in (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP)
-        pace, traffic = (self.pace, self.traffic) if learns else (None, None)
-        linear, room = (self.linear, self.memory) if learns else (None, None)
-        if pace is not None:
-            header[_WAITED], header[_TICKS] = pace.report()
-        if traffic is not None:
-            header[_TRAFFIC:_MEMORY] = traffic.report()
-        if room is not None:
-            header[_MEMORY:_LINEAR] = room.report()
-        if linear is not None:
-            header[_LINEAR:_CAME] = linear.report(subject.model)
-        header[_CAME] = self.newcomers()
         self.begun += 1
         self.inside = self.begun, subject
         try:
-            headers, rows = self._meet(header, mine, pace, traffic, linear, room, f"the other ranks' {subject}")
+            headers, rows = self._meet(header, mine, subject)
         finally:
             self.inside = None
         return [
@@ -223,28 +206,22 @@ class Gatherer:
             for row, head in zip(rows, headers, strict=True)
         ]
 
-    def _meet(
-        self,
-        header: np.ndarray,
-        mine: Ints,
-        pace: Pace | None,
-        traffic: Traffic | None,
-        linear: linear_layers.Linear | None,
-        room: memory.Memory | None,
-        waited_for: str,
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
+    def _meet(self, header: Ints, mine: Ints, subject: Subject) -> tuple[np.ndarray, list[np.ndarray]]:
         """Headers of all ranks, [ranks, _WIDTH], and their payloads, each padded to the longest."""
-        headers = np.stack(self._all(header, waited_for))
+        waited_for = f"the other ranks' {subject}"
+        learns = subject.what in _LEARNS
+        reports = [
+            reporter.report(subject.model) if learns else np.zeros(reporter.columns, np.int64)
+            for reporter in self._reporters
+        ]
+        messages = np.stack(self._all(np.concatenate([header, *reports]), waited_for))
+        headers = messages[:, :_WIDTH]
         self._compare(headers)
-        if pace is not None:
-            pace.hear(headers[:, _WAITED], headers[:, _TICKS])
-        if traffic is not None:
-            traffic.hear(headers[:, _TRAFFIC:_MEMORY])
-        if room is not None:
-            room.hear(headers[:, _MEMORY:_LINEAR])
-        if linear is not None:
-            linear.hear(int(header[_WHICH]), headers[:, _LINEAR:_CAME])
-        self.came = max(self.came, int(headers[:, _CAME].max()))
+        if learns:
+            begin = _WIDTH
+            for reporter in self._reporters:
+                reporter.hear(subject.model, messages[:, begin : begin + reporter.columns])
+                begin += reporter.columns
         widest = int(headers[:, _COUNT].max())
         padded = np.zeros(widest, np.int64)
         padded[: len(mine)] = mine
@@ -290,7 +267,7 @@ class Gatherer:
         with Liveness.watch(self.liveness, what):
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
             if self.liveness is not None:
-                self.liveness.patiently(work, what)
+                self.liveness.patiently(work, what, collective=self.begun)
             work.wait()
         return [tensor.numpy() for tensor in everyone]
 

@@ -17,15 +17,13 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.ahead.assign import Assignment, StepDocuments
-from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, NUMBERING, Announcement
 from deepspeed_cad.ahead.gather import Gatherer
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.layout import Ints
 
-CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
-NUMBERING = "seq_idx"
-"""Fields that follow from the documents' lengths: computed again."""
+"""Fields that are the longest document's length. Like those of which documents are read they are computed again."""
 IGNORED = -100
 """Label of a token that is no target."""
 
@@ -68,15 +66,18 @@ def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[0] != 1:
         return "it is not one packed row: input_ids must have the shape [1, tokens]"
     shape, local = tuple(ids.shape), mine.local
-    if not isinstance(batch.get("position_ids"), torch.Tensor):
+    positions = batch.get("position_ids")
+    if not isinstance(positions, torch.Tensor):
         return "it has no position_ids, which documents take along"
-    mask = batch.get("attention_mask")
-    if int((local.end - local.begin).sum()) != shape[1] or (mask is not None and not bool(mask.all())):
+    if int((local.end - local.begin).sum()) != shape[1]:
         return "it has padding"
+    if positions.shape == shape and positions[0].cpu().numpy()[local.offset].any():
+        return "its position_ids do not start again at 0 at each document, as they must wherever it goes"
     per_token, derived = [], []
     for name in sorted(batch):
         value = batch[name]
-        if name in CUMULATIVE or name in LONGEST or name == NUMBERING:
+        is_mask = name == MASK and getattr(value, "shape", None) == shape
+        if name in CUMULATIVE or name in LONGEST or name == NUMBERING or is_mask:
             derived.append(name)
         elif isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == shape and not value.requires_grad:
             per_token.append(Field(name, value.dtype, tuple(value.shape[2:])))
@@ -230,6 +231,9 @@ def _derive(batch: dict[str, Any], model: Mapping[str, Any], fields: Fields, len
             continue
         if name == NUMBERING:
             new = np.repeat(np.arange(len(length)), length)[None]
+        elif name == MASK:
+            # Also where it numbered documents: positions tell them, and there is no padding.
+            new = np.ones((1, int(length.sum())), np.int64)
         else:
             new = np.r_[0, np.cumsum(length)].reshape((1, -1) if old.ndim == 2 else (-1,))
         batch[name] = torch.from_numpy(new).to(old.dtype)

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from deepspeed_cad.ahead.gather import Subject, What
-from deepspeed_cad.ahead.memory import NO_LIMIT
 from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.plan import Plans
-from deepspeed_cad.ahead.traffic import Now
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.memory import rows_of_ticks
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
@@ -25,6 +23,8 @@ from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.feedback.link_speeds import Speeds
+from deepspeed_cad.feedback.memory_limit import NO_LIMIT
 from deepspeed_cad.kernels.interface import Kernel
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.planner import make_plan
@@ -120,7 +120,7 @@ class StepPlans:
         self.order: list[list[int]] = []
         """[replica]: in which order its micro-batches are trained, as numbers of those that it loaded."""
         self._documents: Documents | None = None
-        self._links: Now | None = None
+        self._links: Speeds | None = None
         self._limit = NO_LIMIT
         self._gathered = plans.worker.submit(partial(self._gather, gather))
         self._phases: dict[tuple[int, bool], Future[PlannedPhase]] = {}
@@ -153,13 +153,16 @@ class StepPlans:
     def _gather(self, gather: Callable[[], Documents | None]) -> bool:
         given = gather()
         # What was learned of links and memory travelled with the documents: now it is the same on all ranks.
-        self._links = None if self.plans.traffic is None else self.plans.traffic.now
+        self._links = self.plans.links
         self._limit = self.plans.limit
-        self.plans.say_news()
+        self.plans.warn_of_links()
         if given is None:
             return False
         kinds = list(dict.fromkeys(key_of(tick.kind) for tick in self.program))
-        self.order = order_micro_batches([[self._work(one, kinds) for one in own] for own in given])
+        if self.plans.config.documents == "in_order":
+            self.order = [list(range(len(own))) for own in given]
+        else:
+            self.order = order_micro_batches([[self._work(one, kinds) for one in own] for own in given])
         self._documents = [[own[m] for m in order] for own, order in zip(given, self.order, strict=True)]
         return True
 
@@ -183,8 +186,8 @@ class StepPlans:
             layout = phase_layout(self.places, self._documents, self.rounds, round_, backward, stages)
             part = MicroBatch(
                 plans.gatherer.rank, layout, (layout.tick(),), plans.device,
-                partial(self._plan_tick, backward), self._remember, plans.transport(), plans.counts,
-                aside=plans.aside(), turn=turn, memory=plans.exchange_memory(self._limit, rows_of_ticks),
+                partial(self._plan_tick, backward), self._remember, plans.crew.transport, plans.counts,
+                aside=plans.aside, turn=turn, memory=plans.exchange_memory(self._limit, rows_of_ticks),
             )  # fmt: skip
             part.plan_all(list(dict.fromkeys(key_of(tick.kind) for tick in self.program if tick.stages == stages)))
             parts[stages] = part
@@ -193,12 +196,12 @@ class StepPlans:
         return PlannedPhase(turn, parts, counted)
 
     def _plan_tick(self, backward: bool, tick: Tick, key: PlanKey) -> Plan:
-        plans, now = self.plans, self._links
-        cost = plans.cost if now is None else plans.cost.with_links(now.inside, now.between)
+        plans, links = self.plans, self._links
+        cost = plans.cost if links is None else plans.cost.with_links(*links)
         return make_plan(
             PlanInput(
                 tick, key.shape, tick_cost(cost.cost_for(key.shape), backward), key.window, plans.config.tolerance,
-                plans.config.granularity, speed=plans.speeds, hosts=plans.hosts, waves=plans.given_waves(),
+                plans.config.granularity, speed=plans.crew.speeds, hosts=plans.crew.hosts, waves=plans.given_waves(),
             )
         )  # fmt: skip
 

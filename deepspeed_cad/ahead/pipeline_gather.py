@@ -25,8 +25,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NONE = -1
 
 
-def any_has_attention(gatherer: Gatherer, modules: int) -> bool:
-    """Whether any stage has attention modules; `modules`: how many this one has."""
+def any_stage_has(gatherer: Gatherer, modules: int) -> bool:
+    """Whether any stage has modules of a kind; `modules`: how many this one has."""
     return any(gatherer.numbers(modules, Subject(What.LAYERS)))
 
 

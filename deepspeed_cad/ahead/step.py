@@ -28,6 +28,13 @@ from deepspeed_cad.errors import CADError, CADUnsupportedError
 
 logger = logging.getLogger("deepspeed_cad")
 
+ORDERED = (
+    "ranks but 0 train the micro-batches of a step in another order, so compare losses of whole steps, or set "
+    '"documents": "in_order"'
+)
+EXCHANGED = "documents change ranks within a step, so compare losses of whole steps, summed over ranks"
+"""What a user must know who compares losses with those of a run without CAD."""
+
 
 @dataclass(eq=False)
 class Arranged:
@@ -69,6 +76,7 @@ class StepAhead:
         """
         # What all ranks do alike must not depend on how many micro-batches this one has.
         together = self.feed.ranks > 1 and (self.accumulation > 1 or self.feed.exchanges)
+        together = together and self.feed.config.documents != "in_order"
         if not all(_is_readable(batch) for batch in batches):
             together = False
         if not together:
@@ -156,6 +164,8 @@ class StepAhead:
         if len({len(one.micro_batches) for one in said}) > 1:
             return [Moved(batch, {}) for batch in batches]
         step = to_documents(said)
+        if not step.spans_ranks:
+            feed.arranged = EXCHANGED if exchange else ORDERED
         # Before the first forward, no kind of layer is known.
         cost = feed.plans.cost
         work = step.work([(cost.cost_for(key.shape), key.window) for key in keys] or [(PAIRS, None)])

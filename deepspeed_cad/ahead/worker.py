@@ -70,6 +70,11 @@ class Worker:
         self._training = threading.get_ident()
 
     @property
+    def training_thread(self) -> int:
+        """Number of the thread that runs the forwards; before the first, that of the main thread."""
+        return self._training or threading.main_thread().ident or 0
+
+    @property
     def is_idle(self) -> bool:
         """Whether all jobs so far are over."""
         # In this order: jobs that were done when the first was read are all that there are when the second is.

@@ -70,12 +70,12 @@ def start_backward(
     v_UKV: torch.Tensor,
     at_once: bool = True,
 ) -> BackwardStarted:
-    """Start sending dO, and Q, K, V if they were not kept; `at_once` as in start_forward."""
-    what, fields = "dO out", [Outgoing(QUERY, by_group(do_THV, k_UKD))]
-    if len(kept.served) and not setup.modes.keep_received:
-        what = "dO, Q, K, V out"
-        fields += [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
-    out = setup.dispatch(what, fields, backward=True)
+    """Start sending dO, and Q, K, V once more; `at_once` as in start_forward."""
+    fields = [
+        Outgoing(QUERY, by_group(do_THV, k_UKD)), Outgoing(QUERY, by_group(q_THD, k_UKD)),
+        Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV),
+    ]  # fmt: skip
+    out = setup.dispatch("dO, Q, K, V out", fields, backward=True)
     if at_once:
         setup.begin(out, backward=True)
     return BackwardStarted(do_THV, q_THD, k_UKD, v_UKV, kept, out)
@@ -133,12 +133,12 @@ def serve_arrived_backward(
     `own`."""
     kept = started.kept
     home = HomeRows(started.do_THV, started.q_THD, kept.o_THV, kept.lse_TH, own.dq_THD)
-    do_RW, *resent = arrived
-    received = served.received or as_received(resent, started.q_THD)
+    do_RW, *received = arrived
     with setup.span("served", backward=True, aside=setup.aside is not None):
         return run_served_backward(
             setup.schedule.waves[wave], setup.kernel, setup.rule,
-            do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *received, served.o_RGV, served.lse_RG, home,
+            do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *as_received(received, started.q_THD),
+            served.o_RGV, served.lse_RG, home,
         )  # fmt: skip
 
 

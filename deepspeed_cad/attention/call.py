@@ -190,7 +190,7 @@ class _Dispatch(torch.autograd.Function):
         if not call.replaying:
             if call.parking is not None:
                 call.parking.settle()
-            call.setup.end_linear(False)
+            call.setup.enter_attention(False)
             call.start_forward(q.detach(), k.detach(), v.detach(), sinks)
         return q.new_zeros(1)
 
@@ -199,7 +199,7 @@ class _Dispatch(torch.autograd.Function):
         call: AttentionCall = ctx.call
         (dq, dk, dv), kept = call.collect_backward()
         call.release(kept)
-        call.setup.begin_linear(True)
+        call.setup.leave_attention(True)
         return None, dq, dk, dv, None
 
 
@@ -238,7 +238,7 @@ class _Collect(torch.autograd.Function):
                 call.parked.part_with_served()
         else:
             kept = call.collect_forward()
-            call.setup.begin_linear(False)
+            call.setup.leave_attention(False)
         if call.setup.modes.recompute:
             call.release(kept)
             ctx.save_for_backward(q, k, v, *kept.tensors())
@@ -261,7 +261,7 @@ class _Collect(torch.autograd.Function):
         kept.check_unchanged(call.setup.label)
         do = with_packed_heads(do)
         if ctx.needs_input_grad[1]:
-            call.setup.end_linear(True)
+            call.setup.enter_attention(True)
             call.start_backward(kept, do, q.detach(), k.detach(), v.detach())
         else:
             # Nothing but the sinks is trained up to here: their gradient needs no other rank.

@@ -36,8 +36,6 @@ class ServedOutputs(NamedTuple):
 
     o_RGV: torch.Tensor
     lse_RG: torch.Tensor
-    received: Received | None
-    """Where it is kept instead of being sent again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +88,7 @@ class Kept:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that is as large as activations, for autograd to hold."""
-        served = (x for one in self.served for x in (one.o_RGV, one.lse_RG, *(one.received or ())))
-        return self.o_THV, self.lse_TH, *served
+        return self.o_THV, self.lse_TH, *(tensor for served in self.served for tensor in served)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +107,7 @@ class HeldByAutograd:
 
     def served(self, tensors: list[torch.Tensor]) -> tuple[ServedOutputs, ...]:
         """What was kept of served tasks, by waves."""
-        each = len(tensors) // self.waves if self.waves else 0
-        parts = [tensors[wave * each : (wave + 1) * each] for wave in range(self.waves)]
-        return tuple(ServedOutputs(p[0], p[1], Received(*p[2:]) if len(p) > 2 else None) for p in parts)
+        return tuple(ServedOutputs(*tensors[2 * wave : 2 * wave + 2]) for wave in range(self.waves))
 
 
 def start_forward(
@@ -177,9 +172,7 @@ def serve_arrived(
         run_half_local(
             part, setup.kernel, setup.rule, started.q_THD, *received[1:], o_THV, lse_TH, started.sinks_H
         )  # fmt: skip
-    # Q, K and V lie where a later dispatch lands.
-    kept = Received(*(x.clone() for x in received)) if setup.modes.keep_received else None
-    return ServedOutputs(o_RGV, lse_RG, kept)
+    return ServedOutputs(o_RGV, lse_RG)
 
 
 def outputs_back(

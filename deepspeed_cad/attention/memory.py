@@ -35,17 +35,11 @@ class RowBytes(NamedTuple):
     back: tuple[int, int]
 
 
-def rows_resent(shape: HeadShape) -> RowBytes:
-    """Where a server receives Q, K and V again with dO."""
+def rows_of_layers(shape: HeadShape) -> RowBytes:
+    """In a layer; a server receives Q, K and V again with dO."""
     q, o, lse, kv = _bytes_of(shape)
     # Forward: Q and, beside servers, sinks, which are as wide as LSE. Backward: dO and Q.
     return RowBytes((max(q + lse, q + o), kv), (max(q, o + lse), kv))
-
-
-def rows_kept(shape: HeadShape) -> RowBytes:
-    """Where it keeps them."""
-    q, o, lse, kv = _bytes_of(shape)
-    return RowBytes((max(q + lse, o), kv), (max(q, o + lse), kv))
 
 
 def rows_of_ticks(shape: HeadShape) -> RowBytes:
@@ -69,7 +63,7 @@ class ExchangeMemory:
     """Where it comes from, for an error."""
     most: float = 0.0
     """See Limit."""
-    rows: Callable[[HeadShape], RowBytes] = rows_resent
+    rows: Callable[[HeadShape], RowBytes] = rows_of_layers
     """What travels of each row."""
     granularity: int = 128
     """Rows: where head groups have to be cut, blocks are multiples of it."""

@@ -6,7 +6,6 @@ any number of micro-batches can be in flight.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,25 +13,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.layer import LayerInput, kernel_need
-from deepspeed_cad.attention.linear import LinearTimes, Stretches
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
+from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
-from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick, Starts
+from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
 from deepspeed_cad.attention.repeatable import RepeatableCall
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
-from deepspeed_cad.cost import TICKS_PER_LOAD
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.exchange.waits import Gain
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
-from deepspeed_cad.layout import Layout, Tick
+from deepspeed_cad.layout import Layout, LocalSegments, Tick
 from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import OUT
@@ -44,6 +40,7 @@ class MicroBatch:
     """Everything one forward and its backward share on this rank."""
 
     rank: int
+    """Of this process in `layout`. Not that of the session: a layout of evaluation has one rank."""
     layout: Layout
     ticks: tuple[Tick, ...]
     """One, or two where the micro-batch is cut into nano-batches."""
@@ -58,12 +55,6 @@ class MicroBatch:
     """On which served tasks run beside local ones, where they do."""
     turn: int = 0
     """How many micro-batches were opened before it, the same on every rank."""
-    era: int | None = None
-    """Which settings of how much plans move it was planned with; None: nobody weighs gains against waits."""
-    longest: Callable[[Plan], float] = lambda plan: math.inf
-    """Seconds that the exchanges of a plan's tick take at the most, as links are now."""
-    starts: Callable[[Tick, PlanKey], Starts | None] = lambda tick, key: None
-    """When ranks begin, where plans know that they do not begin together."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None
@@ -78,8 +69,8 @@ class MicroBatch:
     """Where reserved servers may change."""
     memory: ExchangeMemory | None = None
     """What its exchanges may need at once; None where nobody looks after that."""
-    linear: LinearTimes | None = None
-    """Where linear layers are timed that run while servers attend; None where nobody plans with that."""
+    stretch_times: StretchTimes | None = None
+    """Where what is not attention is timed; None where nobody plans with that."""
     padding: Any = None
     """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
     check: Any = None
@@ -94,6 +85,15 @@ class MicroBatch:
     """Of each of them."""
     _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _stretches: dict[int, Stretches] = field(default_factory=dict)
+
+    def local(self, nano_batch: int | None = None) -> LocalSegments:
+        """What lies on this rank: of the micro-batch, or of the rows whose output one nano-batch computes."""
+        layout = self.layout if nano_batch is None else self.ticks[nano_batch].rows()
+        return layout.local(self.rank)
+
+    def rows(self, nano_batch: int) -> int:
+        """Rows of this rank whose output a nano-batch computes, padding included."""
+        return int(self.ticks[nano_batch].query_tokens[self.rank])
 
     def schedule(self, key: PlanKey, nano_batch: int) -> DeviceSchedule:
         """The schedule of one tick for one kind of layer, planned now if the look-ahead did not know of it.
@@ -151,17 +151,6 @@ class MicroBatch:
 
         tell = (lambda room: None) if orders is None else partial(orders.room, key, nano_batch)
         return self.memory.make_room(self.transport, planned.schedules, key.shape, nano_batch, again, tell)
-
-    def gain(self, key: PlanKey, nano_batch: int) -> Gain | None:
-        """What the plan of a tick promises this rank, where it moves anything and somebody weighs it."""
-        plan = self.planned[key, nano_batch].plan
-        if self.era is None or not plan.sent_bytes.any():
-            return None
-        none = np.zeros(len(plan.load))
-        starts = self.starts(self.ticks[nano_batch], key) or Starts(none, none)
-        without = float((plan.load_before + starts.begin).max())
-        gained = (without - float(plan.load[self.rank] + starts.begin[self.rank])) / TICKS_PER_LOAD
-        return Gain(gained, self.era, float(starts.held_up[self.rank]) / TICKS_PER_LOAD, self.longest(plan))
 
     def plan_again(
         self,
@@ -241,7 +230,7 @@ class MicroBatch:
             modes: how it overlaps, keeps and recomputes.
             label: names it.
             has_sinks: whether it has attention sinks.
-            timed: whether linear layers of the nano-batch are timed.
+            timed: whether what lies between attentions of the nano-batch is timed.
         """
         self.renew(self)
         number, nano_batch = place
@@ -251,16 +240,16 @@ class MicroBatch:
             orders = self.orders.call(place, key, need, rule, modes, has_sinks)
         return CallSetup(
             schedule, kernel, self.transport, rule, modes, self.counts, nano_batch, label,
-            self.aside if schedule.beside else None, self.turn, number, orders, self.gain(key, nano_batch),
+            self.aside if schedule.beside else None, self.turn, number, orders,
             self.stretches(nano_batch) if timed else None,
         )  # fmt: skip
 
     def stretches(self, nano_batch: int) -> Stretches | None:
-        """Where the linear layers of a nano-batch are timed that alternates with the other over the decoder."""
-        if self.linear is None:
+        """Where what lies between two attentions of a nano-batch is timed."""
+        if self.stretch_times is None:
             return None
-        tokens = int(self.ticks[nano_batch].query_tokens[self.rank])
-        return self._stretches.setdefault(nano_batch, Stretches(self.linear, self.device, tokens))
+        stretches = Stretches(self.stretch_times, self.device, self.rows(nano_batch))
+        return self._stretches.setdefault(nano_batch, stretches)
 
     def forget_calls(self) -> None:
         """The forward begins again, on every rank."""
@@ -325,7 +314,7 @@ class MaskDescriptor:
 
     def row_cut(self, batch: int, width: int) -> RowCut:
         """How a layer's arguments are cut on this rank."""
-        return RowCut(batch, width, int(self.micro_batch.ticks[0].query_tokens[self.micro_batch.rank]))
+        return RowCut(batch, width, self.micro_batch.rows(0))
 
     @property
     def is_cut(self) -> bool:
@@ -349,7 +338,7 @@ class MaskDescriptor:
         q, k, v = given = layer.rows()
         kind, tokens = layer.kind(given), layer.batch * layer.width
         nano_batch = self.nano_batch or 0
-        rows = int(self.micro_batch.ticks[nano_batch].query_tokens[self.micro_batch.rank])
+        rows = self.micro_batch.rows(nano_batch)
         stand_in = rows == 0
         if stand_in:
             # The other nano-batch has all rows of this rank; the model ran on a stand-in whose output is dropped.
@@ -362,7 +351,8 @@ class MaskDescriptor:
         def build() -> AttentionCall:
             key, need, rule = PlanKey(self.window, kind.shape), kernel_need(kind, q.device), layer.rule
             place = micro_batch.number_layer(module, key), nano_batch
-            timed = self.interleaved and self.modes.returns
+            # Between two attentions of a layer that is cut lies attention of the other nano-batch.
+            timed = self.modes.returns and (self.interleaved or self.nano_batch is None)
             make_setup = partial(
                 micro_batch.set_up, place, key, need, self.kernel(need), rule, self.modes, label, sinks is not None,
                 timed,

@@ -34,12 +34,15 @@ class Origin:
 
 @contextmanager
 def stream_beside(device: torch.device) -> Iterator[None]:
-    """Queue what is inside on a new stream; at its end all of that is over."""
+    """Queue what is inside on a new stream; at its end all of that is over, also where it ends with an error: passes
+    that ran again before one are not run once more."""
     if device.type != "cuda":
         yield
         return
     # One that is ahead: streams of the same priority may share a queue, and wait for each other in it.
     stream = torch.cuda.Stream(device, priority=-1)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()

@@ -45,11 +45,19 @@ class Return:
     """Where two streams run."""
     out: WavesOut | None = None
     """Dispatches that nobody has waited for, as nothing here needs what they bring."""
+    used: tuple[torch.cuda.Stream, Run, object] | None = None
+    """Where two streams run: the current one and, by the functions that name it, its memory that the other one uses."""
+
+    def __del__(self) -> None:
+        # An error fell before `finish`, or the pass runs again: whatever thread frees this, what the current stream
+        # does from now on must not use that memory earlier than the other stream has.
+        if self.backs and self.ends is not None and self.used is not None:
+            self.used[0].wait_event(self.ends.served)
 
     def finish(self, setup: CallSetup, backward: bool = False) -> None:
         """Wait for what comes back, and for the other stream where there is one."""
         if self.ends is None or setup.aside is None:
-            with setup.span("wait", backward), setup.counts.waits.timed(setup.device, True, setup.gain):
+            with setup.span("wait", backward), setup.counts.waits.timed(setup.device):
                 self._wait()
             return
         current = torch.cuda.current_stream(setup.device)
@@ -59,7 +67,7 @@ class Return:
             self._wait()
         returned.record(current)
         setup.aside.wait_event(returned)
-        setup.counts.waits.beside(*self.ends, returned, setup.gain)
+        setup.counts.waits.beside(*self.ends, returned)
 
     def _wait(self) -> None:
         while self.out is not None and self.out.under_way:
@@ -103,7 +111,7 @@ def _run_in_turn(
     """The first share of the local batches hides the dispatch, the others what is under way behind each wave."""
 
     def wait() -> list[torch.Tensor]:
-        with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
+        with setup.span("wait", backward), setup.counts.waits.timed(setup.device):
             return out.wait()
 
     first, *others = setup.schedule.local
@@ -118,7 +126,7 @@ def _run_in_turn(
         backs.append(back)
         if out.started < out.count:
             if wave:
-                with setup.span("wait", backward), setup.counts.waits.timed(setup.device, False, setup.gain):
+                with setup.span("wait", backward), setup.counts.waits.timed(setup.device):
                     backs.popleft().wait()
             out.start_next()
         with setup.span("local", backward):
@@ -132,10 +140,10 @@ def _run_beside(
     """Kernels of one stream fill the processors that the last blocks of the other leave idle.
 
     Memory belongs to the stream that made it, and both read what the other made. What the current stream made is
-    freed only after `Return.finish`, or an error here, has made it wait for `aside`. What `aside` made is read by the
-    current stream only where results are placed at home; `Return.finish` makes `aside` wait for that. Results that come
-    back early are placed by `aside`, in rows and heads of O and dQ that local batches do not write, and in sums of
-    their own (DeviceSchedule.lands_apart).
+    freed only after `Return.finish`, the end of a `Return` without that, or an error here, has made it wait for
+    `aside`. What `aside` made is read by the current stream only where results are placed at home; `Return.finish`
+    makes `aside` wait for that. Results that come back early are placed by `aside`, in rows and heads of O and dQ that
+    local batches do not write, and in sums of their own (DeviceSchedule.lands_apart).
     """
     current = torch.cuda.current_stream(setup.device)
     own = torch.cuda.Event(enable_timing=True)
@@ -178,4 +186,4 @@ def _run_beside(
         current.wait_stream(aside)
         raise
     assert idle_from is not None  # there is at least one wave
-    return tuple(made), Return(backs, Ends(own, waits, idle_from))
+    return tuple(made), Return(backs, Ends(own, waits, idle_from), used=(current, run, serve))

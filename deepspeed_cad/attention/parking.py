@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.streams import leave_to_streams
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -110,18 +111,21 @@ class Parking:
     # For parcels
 
     def take_blocks(self, size: int, label: str) -> list[torch.Tensor]:
-        """Blocks for `size` bytes."""
+        """Blocks for `size` bytes.
+
+        One thread at a time takes, but blocks are given back at any moment (Parcel.__del__), also between two steps
+        here. So there are never fewer than were counted, and each is taken by one step. A lock would not do: garbage
+        is collected on the thread that holds it, too.
+        """
         count = -(-size // self.block)
         missing = count - len(self._free)
         if missing > 0:
             self._grow(missing, label)
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return taken
+        return [self._free.pop() for _ in range(count)]
 
     def give_blocks(self, blocks: list[torch.Tensor]) -> None:
         """Blocks that hold nothing any more. Whoever is next copies on the same stream, after all that was queued."""
-        self._free += blocks
+        self._free.extend(blocks)
 
     def copying(self) -> AbstractContextManager[Any]:
         """Copies run here, after what the current stream has to do by now."""
@@ -138,6 +142,12 @@ class Parking:
         """Let the current stream wait; the host goes on."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
+
+    def leave_to_copies(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Tensors that are about to be freed, by whatever thread: their memory is nobody's before all copies so far
+        are done."""
+        if self._stream is not None:
+            leave_to_streams(tensors, [self._stream])
 
     def _grow(self, count: int, label: str) -> None:
         wanted, problem = count * self.block, ""
@@ -168,6 +178,7 @@ class Parcel:
 
     def __init__(self, parking: Parking, number: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
         """Begin to copy them out; see Parking.park."""
+        self._blocks: list[torch.Tensor] = []
         self.parking, self.number, self.label = parking, number, label
         self._here: list[torch.Tensor] | None = list(tensors)
         """On the device."""
@@ -180,14 +191,14 @@ class Parcel:
             self._packed.append(Packed(size, source.shape, back, x.dtype))
             sources.append(source)
             size += -(-source.numel() * source.element_size() // ALIGNMENT) * ALIGNMENT
+        self._copying: list[torch.Tensor] | None = sources
+        """What copies read or write, held meanwhile: a copy of a tensor with gaps is nobody else's."""
         self._blocks = parking.take_blocks(size, label)
         with parking.copying():
             for source, packed in zip(sources, self._packed, strict=True):
                 for host, part in self._pieces(source, packed):
                     host.copy_(part, non_blocking=True)
         self._copied = parking.copied()
-        self._sources: list[torch.Tensor] | None = sources
-        """Held while they are read: a copy of a tensor with gaps is nobody else's."""
 
     @property
     def is_away(self) -> bool:
@@ -199,21 +210,19 @@ class Parcel:
         self._check_unchanged()
         # Memory belongs to the current stream: what it does next must not overwrite what is still read.
         self.parking.wait_for(self._copied)
-        self._here = self._sources = None
+        self._here = self._copying = None
 
     def fetch(self) -> None:
         """Begin to copy them back, into memory of the current stream, behind what that has to do."""
-        self._here = []
-        arriving = []
-        for packed in self._packed:
-            target = torch.empty(packed.shape, dtype=packed.dtype, device=self.parking.device)
-            self._here.append(target.permute(packed.back))
-            arriving.append(target)
+        device = self.parking.device
+        # Where memory runs out here, the parcel stays as it is.
+        self._copying = [torch.empty(packed.shape, dtype=packed.dtype, device=device) for packed in self._packed]
         with self.parking.copying():
-            for target, packed in zip(arriving, self._packed, strict=True):
+            for target, packed in zip(self._copying, self._packed, strict=True):
                 for host, part in self._pieces(target, packed):
                     part.copy_(host, non_blocking=True)
         self._copied = self.parking.copied()
+        self._here = [x.permute(packed.back) for x, packed in zip(self._copying, self._packed, strict=True)]
         self._versions = [x._version for x in self._here]
 
     def take(self) -> list[torch.Tensor]:
@@ -226,7 +235,7 @@ class Parcel:
         assert here is not None
         # Either they are arriving, or a copy still reads them and whoever gets their memory next must not be early.
         self.parking.wait_for(self._copied)
-        self._here = self._sources = None
+        self._here = self._copying = None
         self._give_blocks()
         return here
 
@@ -253,10 +262,10 @@ class Parcel:
         self.parking.give_blocks(blocks)
 
     def __del__(self) -> None:
-        # No backward came. What is arriving must have arrived before its memory is another's.
-        if self.__dict__.get("_blocks"):
-            if self._here is not None:
-                self.parking.wait_for(self._copied)
+        # No backward came. Where garbage was collected this is any thread, whose stream says nothing of whose memory
+        # this is, and copies may be under way.
+        if self._blocks:
+            self.parking.leave_to_copies([*(self._here or ()), *(self._copying or ())])
             self._give_blocks()
 
 

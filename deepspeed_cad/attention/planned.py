@@ -56,8 +56,6 @@ class Starts(NamedTuple):
 
     begin: Floats
     """From then on none is idle, if all goes as planned."""
-    held_up: Floats
-    """Of it, for what a rank is idle although it has come: it reads keys of one that is late."""
     alternation: Alternation | None = None
     """Where another tick is attended in turn with this one."""
 

@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
-from deepspeed_cad.attention.linear import LinearTimes, Stretches
+from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
-from deepspeed_cad.exchange.waits import Gain, Waits
+from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule.room import OUT
 from deepspeed_cad.trace.record import NOT_TRACED, Tracer
@@ -29,8 +29,8 @@ class CallCounts:
     backwards: int = 0
     replays: int = 0
     waits: Waits = field(default_factory=Waits)
-    linear: dict[int, LinearTimes] = field(default_factory=dict)
-    """What linear layers take that run beside servers, by model."""
+    stretch_times: dict[int, StretchTimes] = field(default_factory=dict)
+    """What all that is not attention takes, by model."""
     tracer: Tracer | None = None
     """Records a timeline, where one is wanted."""
 
@@ -43,8 +43,6 @@ class Modes:
     """Run local batches while the dispatch is under way."""
     recompute: bool = False
     """Let activation checkpointing run core attention again instead of keeping O and LSE."""
-    keep_received: bool = False
-    """A server keeps the Q, K, V it received until backward instead of receiving them again."""
     sinks_travel: bool = False
     """Sinks go along with Q: some server has no model to take them from."""
     returns: bool = True
@@ -116,10 +114,8 @@ class CallSetup:
     """Which micro-batch and which of its layers: equal on all ranks, see exchange.identity.Moment."""
     orders: CallOrders | None = None
     """On the rank that leads reserved servers."""
-    gain: Gain | None = None
-    """What the plan promises this rank in a tick; None where nobody weighs that against waits."""
     stretches: Stretches | None = None
-    """Where linear layers of this nano-batch are timed."""
+    """Where what lies between attentions of this nano-batch is timed."""
 
     @property
     def device(self) -> torch.device:
@@ -170,13 +166,13 @@ class CallSetup:
                 else tracer.exchange(what, self.nano_batch, backward, transport, start, wave, is_return=True)
             )
 
-    def begin_linear(self, backward: bool) -> None:
-        """This nano-batch goes on with linear layers."""
+    def leave_attention(self, backward: bool) -> None:
+        """This nano-batch goes on with what is not attention."""
         if self.stretches is not None:
             self.stretches.begin(self.layer, backward)
 
-    def end_linear(self, backward: bool) -> None:
-        """They are over: its next attention is about to be dispatched."""
+    def enter_attention(self, backward: bool) -> None:
+        """That is over: its next attention is about to be dispatched."""
         if self.stretches is not None:
             self.stretches.end(self.layer, backward)
 

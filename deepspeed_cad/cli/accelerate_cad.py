@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed_cad.errors import CADConfigError, CADError
-from deepspeed_cad.run import add_source, read_request
+from deepspeed_cad.run import add_source, read_request, refuse_late_flags
 
 _FLAGS = ("--cad", "--cad_config", "--cad-config", "-h", "--help")
 _COMMAND = "accelerate-cad launch"
@@ -61,6 +61,9 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _launch(block: str | None, path: str | None, words: list[str]) -> None:
     """Become `accelerate launch`. Raises CADConfigError where the processes that it starts would not have CAD."""
+    if block is None and path is None:
+        where = f"must come first, because accelerate reads all that follows: {_COMMAND} --cad JSON …"
+        refuse_late_flags(words, where)
     request = read_request(block, path, _COMMAND)
     if "_deepspeed_cad_autoload" not in sys.modules:
         raise CADConfigError(

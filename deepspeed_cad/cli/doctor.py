@@ -1,7 +1,7 @@
 """`deepspeed-cad doctor`: what is installed, what works here (each tried), and how to get what is missing.
 
-In: this machine. Out: a report for people, or JSON; exit code 0 where the core works: torch and numpy, one kernel and
-one transport. `ds_report` prints the same last line.
+In: this machine. Out: a report for people, or JSON; exit code 0 where the core works: torch and numpy, the compiled
+library, one kernel and one transport. `ds_report` prints the same last line.
 """
 
 import argparse
@@ -45,7 +45,8 @@ class Report:
     def core_works(self) -> bool:
         """Whether CAD can train here at all."""
         packages = all(found.ok for found in self.packages if found.name in CORE_PACKAGES)
-        return packages and any(found.ok for found in self.kernels) and any(found.ok for found in self.transports)
+        kernels, transports = (any(found.ok for found in findings) for findings in (self.kernels, self.transports))
+        return packages and self.native.ok and kernels and transports
 
     @property
     def missing(self) -> list[Finding]:

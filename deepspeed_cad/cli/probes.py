@@ -14,14 +14,19 @@ from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 
+from deepspeed_cad.version import OLDEST, is_too_old
+
 PACKAGES = {
-    "torch": 'pip install "torch>=2.6"',
+    "torch": f"pip install 'torch>={OLDEST['torch']}'",
     "numpy": "pip install numpy",
     "greenlet": "pip install greenlet (needed for the overlap by ping-pong)",
     "transformers": 'pip install "deepspeed_cad[transformers]"',
     "deepspeed": 'DS_BUILD_OPS=0 pip install --no-build-isolation "deepspeed_cad[deepspeed]"',
     "accelerate": 'pip install "deepspeed_cad[accelerate]"',
+    "trl": "",
+    "peft": "",
 }
+"""What is looked for, and how to get it where it is missing; "": only scripts that use it need it."""
 CORE_PACKAGES = ("torch", "numpy")
 TRANSPORTS = ("c10d", "nccl", "mixed", "nvlink")
 
@@ -54,7 +59,11 @@ def try_packages() -> list[Finding]:
             version = metadata.version(name)
             if name in ("torch", "numpy", "greenlet"):
                 version = import_module(name).__version__
-            findings.append(Finding(name, True, version))
+            if name in OLDEST and is_too_old(name, version):
+                upgrade = f"pip install --upgrade '{name}>={OLDEST[name]}'"
+                findings.append(Finding(name, False, f"{version}, but {OLDEST[name]} or newer is needed", upgrade))
+            else:
+                findings.append(Finding(name, True, version))
         except metadata.PackageNotFoundError:
             findings.append(Finding(name, False, "not installed", remedy))
         except Exception as error:
@@ -66,9 +75,8 @@ def try_native() -> Finding:
     """Loads the compiled library."""
     from deepspeed_cad import native
 
-    library = native.load()
-    if library is None:
-        return Finding("native library", False, native.why_missing().split(". To get it")[0], native.REBUILD)
+    if reason := native.why_missing():
+        return Finding("native library", False, reason.split(". To get it")[0], native.REBUILD)
     return Finding("native library", True, f"{native.LIBRARY.name}, ABI {native.ABI_VERSION}")
 
 

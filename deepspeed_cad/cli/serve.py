@@ -7,6 +7,7 @@ import os
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.run import add_source, read_request
 from deepspeed_cad.server.launch import start_server
 from deepspeed_cad.version import __version__
@@ -33,5 +34,9 @@ def main(args: argparse.Namespace) -> int:
     config = read_request(args.cad, args.cad_config).config if given else None
     from deepspeed_cad.server.meeting import take_place  # brings torch
 
-    role, config = take_place(args.rendezvous, args.timeout, config, __version__)
+    place = args.rendezvous
+    notice(f"waits at most {args.timeout:g} s for a training at {place} that has reserved servers")
+    role, config = take_place(place, args.timeout, config, __version__)
+    trainers = counted(role.trainers, "trainer")
+    notice(f"server {role.rank} has found the training at {place} and waits for its {trainers} to turn CAD on")
     return start_server(role, config, os.environ, args.device)

@@ -2,7 +2,7 @@
 
 In: the command that starts the run. Out: its exit code, the timeline of all ranks as a file for https://ui.perfetto.dev
 or chrome://tracing, and a table of what every rank's training stream spent its time on. On several machines the config
-keys "trace" and "trace_steps" say the same, with a path in a folder that all ranks see.
+key "trace" says the same, with a path in a folder that all ranks see.
 """
 
 import argparse

@@ -45,16 +45,41 @@ def find_config(original: Callable, args: tuple, kwargs: dict) -> Mapping:
 def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
     """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`.
 
-    Raises CADConfigError where the config has the block under a name that nobody reads.
+    Raises CADConfigError as `block_of` does.
     """
-    config = find_config(original, args, kwargs)
+    return block_of(find_config(original, args, kwargs))
+
+
+def block_of(config: Mapping) -> Any:
+    """The "cad" value of a DeepSpeed config, or `ABSENT`.
+
+    Raises CADConfigError where the block has a name that nobody reads, or stands inside another block.
+    """
     for key in config:
         if key != "cad" and "".join(filter(str.isalpha, str(key).lower())) in _MEANT:
             raise CADConfigError(
                 f'the DeepSpeed JSON has "{key}" at its top level, which neither DeepSpeed nor CAD reads. The block is '
                 'called "cad"; take it out to train without CAD'
             )
+    place = _inside(config, ())
+    if place:
+        raise CADConfigError(
+            f'the DeepSpeed JSON has "cad" inside "{place}", where nobody reads it. Move it to the top level, beside '
+            f'"{place.split(".")[0]}"; take it out to train without CAD'
+        )
     return config.get("cad", ABSENT)
+
+
+def _inside(config: Mapping, path: tuple[str, ...]) -> str:
+    """The keys, joined by dots, of a block with a "cad" in it; "" where there is none."""
+    if path and "cad" in config:
+        return ".".join(path)
+    inner = (
+        _inside(value, (*path, str(key)))
+        for key, value in config.items()
+        if isinstance(value, Mapping) and key != "cad"
+    )
+    return next(filter(None, inner), "")
 
 
 def read_config(config: Any) -> Mapping:

@@ -18,6 +18,7 @@ from deepspeed_cad.engine.block import find_config
 from deepspeed_cad.engine.monitor import report_statistics
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.meet import together
+from deepspeed_cad.version import refuse_old_packages
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -33,6 +34,7 @@ def initialize(
     config = CADConfig.from_dict(cad_block)
     if not config.enabled:
         return tuple(original(*args, **kwargs))
+    refuse_old_packages()
     from deepspeed_cad.integrations.models import refuse_model
     from deepspeed_cad.integrations.recurrent import keep_whole
     from deepspeed_cad.integrations.structure import find_model
@@ -57,12 +59,11 @@ def initialize(
         return engine, optimizer, loader, scheduler
     binding = bind(engine.module, config)
     # Where documents are exchanged, the script must wrap the loader itself and state how its loss is normalised.
-    if config.look_ahead and config.documents == "keep" and engine.training_dataloader is not None:
+    if config.look_ahead and config.documents != "exchange" and engine.training_dataloader is not None:
         engine.training_dataloader = loader = LookAheadLoader(
             engine.training_dataloader, binding.feed, engine.gradient_accumulation_steps(), lambda: engine.micro_steps
         )
-    if config.monitor:
-        report_statistics(engine, binding.session)
+    report_statistics(engine, binding.session)
     logger.info("CAD is on: %s", binding.session.describe())
     return engine, optimizer, loader, scheduler
 
@@ -90,8 +91,9 @@ def _refuse_call(given: dict[str, Any]) -> None:
     """Parallelism that CAD does not combine with yet."""
     if given.get("mpu") is not None:
         raise CADUnsupportedError(
-            "an mpu (tensor, sequence or pipeline parallelism) was passed to deepspeed.initialize; CAD spreads "
-            'over all data-parallel ranks by itself. Remove the mpu or the "cad" block'
+            "an mpu was passed to deepspeed.initialize: tensor or pipeline parallelism, or Ulysses sequence "
+            "parallelism (sp_size in a ParallelismConfig, UlyssesSPAttentionHF). CAD spreads attention over all "
+            'data-parallel ranks by itself. Train without it, or take the "cad" block out'
         )
 
 

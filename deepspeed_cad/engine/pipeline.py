@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from deepspeed_cad.ahead.pipeline import Documents, Place, PlannedPhase, StepPlans
-from deepspeed_cad.ahead.pipeline_gather import all_are_ready, any_has_attention, gather_documents, gather_layers
+from deepspeed_cad.ahead.pipeline_gather import all_are_ready, any_stage_has, gather_documents, gather_layers
 from deepspeed_cad.attention.layer import LayerInput, LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.attention.phase import Phase, StageMicroBatch
@@ -30,7 +30,6 @@ from deepspeed_cad.integrations.mask_check import ForwardCheck, is_due
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.rounds import Rounds
 from deepspeed_cad.session import Session
-from deepspeed_cad.unused import unused_in_pipelines
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -80,18 +79,21 @@ class PipelineBinding:
         """Of the forward that runs, where it is checked."""
         self._forwards = 0
         """Training forwards of this stage so far."""
-        session.warn(unused_in_pipelines(session.config, session.cost))
-        # Waits of a pipeline tell of bubbles too: neither of slow ranks, nor of what exchanges cost (pipeline ticks
-        # promise no gain that waits could be weighed against).
-        session.pace.most = 0.0
 
-    def check_attention(self, modules: int) -> None:
-        """Raise CADUnsupportedError on all ranks where no stage has an attention module that CAD can switch."""
-        gatherer = self.session.gatherer
-        if not self.session.worker.run(lambda: any_has_attention(gatherer, modules)):
+    def check_modules(self, attention: int, recurrent: int) -> None:
+        """Raise CADUnsupportedError on all ranks where no stage has an attention module that CAD can switch, or one has
+        a layer that carries state. In: how many of each this stage has."""
+        gatherer, worker = self.session.gatherer, self.session.worker
+        if not worker.run(lambda: any_stage_has(gatherer, attention)):
             raise CADUnsupportedError(
                 "no stage of the pipeline has an attention module of transformers, through which CAD takes over "
                 "attention: build its layers of them (deepspeed_cad.to_pipeline does), or train without CAD"
+            )
+        if worker.run(lambda: any_stage_has(gatherer, recurrent)):
+            raise CADUnsupportedError(
+                "the pipeline has layers that carry state from token to token (delta nets, Mamba, short convolutions). "
+                "Stages are not told where documents begin, so state would leak from one document of a row to the "
+                "next. Train this model without a pipeline: there CAD keeps documents apart"
             )
 
     # Steps
@@ -99,8 +101,7 @@ class PipelineBinding:
     @property
     def rounds(self) -> Rounds:
         """Of a training step."""
-        most = self.session.config.pipeline_in_flight
-        return Rounds(self.engine.num_stages, self.engine.micro_batches, most)
+        return Rounds(self.engine.num_stages, self.engine.micro_batches)
 
     def begin_step(self, look: Callable[[], None]) -> None:
         """Before a step: learn what all replicas train, and begin to plan. Raises StopIteration where data ended.
@@ -192,7 +193,7 @@ class PipelineBinding:
     def run_alone(self, work: Callable[[], None]) -> None:
         """The forward of the next micro-batch of an evaluation."""
         part = self.session.plans.open_local(self._alone.popleft())
-        alone = self.running = Alone(lambda window: self.session.descriptor(part, window, False), [])
+        alone = self.running = Alone(lambda window: self.session.descriptor(part, window), [])
         work()
         self.running, self._seen = None, alone.seen
 
@@ -218,8 +219,7 @@ class PipelineBinding:
         number, self._forwards = self._forwards, self._forwards + 1
         if self.session.config.check != "sampled" or not own or self.program is None or not is_due(number):
             return None
-        layout = planned.parts[self.program[own[0]].stages].layout
-        return ForwardCheck(layout, self.session.rank, number)
+        return ForwardCheck(planned.parts[self.program[own[0]].stages].local(), number)
 
     def _setup(self, program: tuple[ProgramTick, ...], planned: PlannedPhase, tick: int, label: str) -> CallSetup:
         session = self.session

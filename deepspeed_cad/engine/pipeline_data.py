@@ -40,13 +40,20 @@ def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
     """A micro-batch as DeepSpeed takes it, and its documents.
 
     `has_loss`: the module has a loss function, so labels are needed. Inputs are token ids [batch, tokens], or a tuple
-    of token ids and position ids; without position ids every row is a document. Raises CADDataError where nothing
-    says where documents are, or nothing is trained.
+    of token ids and position ids; of a dict everything is read that says where documents are. Raises CADDataError
+    where inputs are something else, contradict themselves, or nothing is trained, and CADUnsupportedError for padding.
     """
     inputs, labels = _pair(batch)
     if has_loss:
         _check_labels(labels)
-    local = read_documents(_given(inputs)).local
+    given = _given(inputs)
+    local = read_documents({**batch, **given} if isinstance(batch, Mapping) else given).local
+    padding = local.tokens - int((local.end - local.begin).sum())
+    if padding and given["input_ids"].numel():
+        raise CADUnsupportedError(
+            f"{padding} tokens of a micro-batch are padding, which stages of a pipeline do not see: pack documents "
+            "instead of padding them, and pass position_ids"
+        )
     if len(local.begin) and local.begin.any():
         raise CADDataError(
             f"a document of a micro-batch starts at position {int(local.begin.max())}: in a pipeline every "
@@ -57,12 +64,6 @@ def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
 
 def _pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
-        mask = batch.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and not bool(mask.bool().all()):
-            raise CADUnsupportedError(
-                "attention_mask masks padding, which stages of a pipeline do not see: pack documents instead of "
-                "padding them, and pass position_ids"
-            )
         if "input_ids" not in batch:
             raise CADDataError(f"a micro-batch has no input_ids, only {', '.join(map(str, batch))}")
         ids = batch["input_ids"]

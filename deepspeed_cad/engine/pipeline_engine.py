@@ -24,6 +24,7 @@ from deepspeed_cad.engine.pipeline_refusals import refuse_block, refuse_deepspee
 from deepspeed_cad.engine.pipeline_schedule import BackwardTicks, ForwardTicks, LockstepSchedule
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.integrations.pipeline import install_attention
+from deepspeed_cad.integrations.recurrent import find_recurrent
 from deepspeed_cad.meet import together
 from deepspeed_cad.session import Session, open_session
 
@@ -52,7 +53,7 @@ def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     """Turn CAD on for an engine."""
     session = open_session(config, torch.device(engine.device))
     binding = PipelineBinding(engine, session)
-    binding.check_attention(install_attention(engine.module, binding))
+    binding.check_modules(install_attention(engine.module, binding), len(find_recurrent(engine.module)))
     session.bind(engine.module, binding)
     engine._train_schedule = lambda: LockstepSchedule(binding.rounds, engine.stage_id)
     engine._INSTRUCTION_MAP = {
@@ -66,8 +67,7 @@ def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     engine.dynamic_shape = engine.module.dynamic_shape = True
     engine.train_batch = _make_train_batch(binding, engine.train_batch)
     engine.eval_batch = _make_eval_batch(binding, engine.eval_batch)
-    if config.monitor:
-        _report_statistics(engine, session)
+    _report_statistics(engine, session)
     return binding
 
 

@@ -20,6 +20,8 @@ from deepspeed_cad.exchange.watchdog import Event, Watchdog
 
 PAUSE_S = 1e-4
 """At most, between two looks: what is queued behind an exchange starts late by so much. A choice."""
+ROUND = 1 << 32
+"""Numbers in device memory have 32 bits and begin again at 0."""
 
 
 class Arrival:
@@ -72,7 +74,9 @@ class Reader:
             if self._copied is None:
                 self._copied = self._begin()
             elif self._copied.query():
-                self._copied, self.least = None, int(self._host_R.min())
+                # As a GPU compares: no rank is half a round behind another, so the nearer way round is the right one.
+                ahead_R = (self._host_R.long() - number + ROUND // 2) % ROUND - ROUND // 2
+                self._copied, self.least = None, number + int(ahead_R.min())
         return self.least >= number
 
 

@@ -6,7 +6,6 @@ send and receive at once, as they do in training, so what they share is shared h
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,10 +41,6 @@ LONG_ENOUGH_S = (0.005, 0.02)
 """Of one exchange, inside a host and between hosts: a longer one would say the same. Networks may let a burst pass."""
 BUDGET_S = 0.7
 """For one kind of link, connecting not included; two kinds and what lies between stay below two seconds."""
-AT_MOST = 4.0
-"""Times what links need for the bytes of a forward: a backward moves twice as many, and some ranks share a link."""
-STARTED_S = 2e-3
-"""For starting the exchanges of a tick: ten times what it takes where nothing else keeps the CPU."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +52,6 @@ class Links:
     between: float | None
     source: str = "measured"
     """Where the figures come from: "measured", "given", or words that say why they are not known."""
-
-    def longest(self, size: int, crosses: bool) -> float:
-        """Seconds that the exchanges of one tick take at the very most; infinite where nobody knows.
-
-        Args:
-            size: bytes that leave, or reach, the rank that has most, in one layer's forward.
-            crosses: whether some go to another host.
-        """
-        speed = self.between if crosses else self.inside
-        return AT_MOST * size / speed + STARTED_S if speed else math.inf
 
     def __str__(self) -> str:
         pairs = (("inside a host", self.inside), ("between hosts", self.between))

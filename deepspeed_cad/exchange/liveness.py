@@ -6,21 +6,23 @@ seconds are those that died or hang. Ranks that stopped with an error of their o
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Protocol
 
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
+from deepspeed_cad.exchange.patience import LOOK_S
 from deepspeed_cad.exchange.patient_store import PatientStore, SilentStoreError
 from deepspeed_cad.exchange.standstill import Blocked
+from deepspeed_cad.notice import counted
 
-LOOK_S = 0.5
-"""Seconds between two looks at the board while a rank waits."""
 REMEMBERED = 256
 """Micro-batches that a rank remembers to have trained, or dropped: far more than are ever in flight."""
 LOST = "lost its peers"
@@ -46,12 +48,34 @@ class Losses(Protocol):
         """The same for an exchange that failed: waits until it is known whether a server is to blame."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is that has trained nothing for a while."""
+
+    micro_batches: int
+    """That it has begun."""
+    inside: bool
+    """In a forward or a backward."""
+    waits: bool
+    """There for other ranks, and for long."""
+    text: str
+
+    def describe(self) -> str:
+        """In words, behind "is" or "was"."""
+        return f"{self.text}, after {counted(self.micro_batches, 'micro-batch')}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Place | None:
+        """From a line of the board; None where the rank trains again."""
+        return cls(**json.loads(text)) if text else None
+
+
 class Liveness:
     """The error board of one CAD group."""
 
     def __init__(self, store: dist.Store | PatientStore, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
-        self._stopped = self._closed = False
+        self._stopped = self._closed = self._left = False
         self._said = ""
         self._dropped: deque[int] = deque(maxlen=REMEMBERED)
         self._taken: deque[int] = deque(maxlen=REMEMBERED)
@@ -65,6 +89,8 @@ class Liveness:
         """Whether they are to: known from the beginning."""
         self.started: Callable[[], int] = lambda: 0
         """Says how many exchanges this rank has started."""
+        self.begun: Callable[[], int] = lambda: 0
+        """Says how many collectives its look-ahead thread has begun."""
 
     def report(self, message: str) -> None:
         """This rank has stopped: leave a line for the others, the first one that there is reason for."""
@@ -84,7 +110,32 @@ class Liveness:
     def close(self) -> None:
         """This rank waits for nobody any more, and nobody need wait for it."""
         self._closed = True
-        self._write("closed", self._said or "its session was closed")
+        self.leave(self._said or "its session was closed", failed=bool(self._said))
+
+    def leave(self, reason: str, failed: bool) -> None:
+        """This rank begins nothing more; only the first word counts. Where it `failed`, what it has begun may not end
+        either."""
+        if not self._left:
+            self._left = True
+            begun = (0, 0) if failed else (self.started(), self.begun())
+            self._write("closed", f"{begun[0]} {begun[1]} {reason}")
+
+    def left(self, rank: int, exchange: int = 0, collective: int = 0) -> str | None:
+        """Why a rank has left, where it takes no part in the exchange, or collective, of that number; 0: in any."""
+        line = self._read("closed", rank)
+        if line is None:
+            return None
+        exchanges, collectives, reason = line.split(" ", 2)
+        takes_part = 0 < exchange <= int(exchanges) or 0 < collective <= int(collectives)
+        return None if takes_part else reason
+
+    def move(self, place: Place | None) -> None:
+        """Tell where this rank is that trains nothing; None: it trains again."""
+        self._write("place", "" if place is None else json.dumps(asdict(place)))
+
+    def place(self, rank: int) -> Place | None:
+        """Where a rank is, if it has told."""
+        return Place.from_text(self._read("place", rank) or "")
 
     def drop(self, micro_batches: Iterable[int]) -> None:
         """This rank will never train these micro-batches, given by their turn, although they were announced."""
@@ -100,12 +151,13 @@ class Liveness:
         self._write("blocked", Blocked(self.started(), collectives, subject).to_text())
 
     def patiently(
-        self, work: Work, waited_for: str, exchange: int = 0, with_servers: bool = False, longest_pause_s: float = 1e-3
-    ) -> None:
+        self, work: Work, waited_for: str, exchange: int = 0, with_servers: bool = False,
+        longest_pause_s: float = 1e-3, collective: int = 0,
+    ) -> None:  # fmt: skip
         """Wait on the host for communication; raises CADPeerError as soon as it is certain that it will not end.
 
-        `exchange`: the number of the exchange that it belongs to; 0: to none. `with_servers`: reserved servers take
-        part; where they may be lost, ServerLostError says that one is. `longest_pause_s`: between two looks.
+        `exchange`, `collective`: the number of that which it belongs to; 0: to none. `with_servers`: reserved servers
+        take part; where they may be lost, ServerLostError says that one is. `longest_pause_s`: between two looks.
         """
         pause, looked, before = 20e-6, time.monotonic(), ""
         while not work.is_completed():
@@ -115,7 +167,7 @@ class Liveness:
             pause = min(2 * pause, longest_pause_s)
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
-                hopeless = "the session was closed" if self._closed else self.why_hopeless(exchange)
+                hopeless = "the session was closed" if self._closed else self.why_hopeless(exchange, collective)
                 # Seen twice: what a rank sent before it stopped may still be on its way.
                 before, hopeless = hopeless, hopeless and before
                 if hopeless and self.only_lost():
@@ -125,25 +177,26 @@ class Liveness:
                     self.report(f"waited for {waited_for} in vain: {hopeless}")
                     raise CADPeerError(f"rank {self.rank} waited for {waited_for}: {hopeless}")
 
-    def why_hopeless(self, exchange: int = 0) -> str:
+    def why_hopeless(self, exchange: int = 0, collective: int = 0) -> str:
         """Why waiting for the other ranks cannot end: one has stopped, or left its loop; empty while it may.
 
         `exchange`: the number of the exchange in which, or before which, this rank waits; 0: in none. One that waits in
-        an exchange also asks whether the others wait for it elsewhere (standstill.py).
+        an exchange also asks whether the others wait for it elsewhere (standstill.py). `collective`: likewise, of its
+        look-ahead thread.
         """
         try:
-            return "; ".join(self._hopeless() or self._standstill(exchange))
+            return "; ".join(self._hopeless(exchange, collective) or self._standstill(exchange))
         except SilentStoreError as error:
             return f"{error}: the host that holds it (that of rank 0, or of the launcher) cannot be reached"
         except (RuntimeError, OSError):
             return "the job's store is gone: the process that holds it (rank 0, or the launcher) died"
 
-    def _hopeless(self) -> list[str]:
+    def _hopeless(self, exchange: int, collective: int) -> list[str]:
         others = [rank for rank in self.watched if rank != self.rank]
         stopped = [
             f"rank {rank} stopped: {text}"
             for rank in others
-            if (text := self._read("error", rank) or self._read("closed", rank))
+            if (text := self._read("error", rank) or self.left(rank, exchange, collective))
         ]
         for rank in others:
             missed = set((self._read("dropped", rank) or "").split()) & set(map(str, self._taken))
@@ -158,7 +211,7 @@ class Liveness:
         """Whether all ranks that stopped did so because they lost others."""
         others = [rank for rank in self.watched if rank != self.rank]
         try:
-            said = [text for rank in others if (text := self._read("error", rank) or self._read("closed", rank))]
+            said = [text for rank in others if (text := self._read("error", rank) or self.left(rank))]
         except (RuntimeError, OSError):
             return False
         return bool(said) and all(text.startswith(LOST) for text in said)
@@ -214,11 +267,12 @@ class Liveness:
         try:
             while True:
                 for rank in watched:
-                    if rank not in said and (text := self._read("error", rank)) is not None:
+                    if rank not in said and (text := self._read("error", rank) or self.left(rank)):
                         said[rank] = text
                 if len(said) == len(watched) or time.monotonic() >= deadline:
                     break
                 time.sleep(0.05)
+            absent = self._describe([rank for rank in watched if rank not in said])
         except SilentStoreError as unanswered:
             return CADPeerError(
                 f"rank {self.rank} waited for {waited_for}, and {unanswered}: the host that holds it (that of rank "
@@ -229,13 +283,16 @@ class Liveness:
                 f"rank {self.rank} waited for {waited_for}, and the job's store is gone too: the process that holds it "
                 f"(rank 0, or the launcher) died. First error here: {_first_line(error)}"
             )
-        silent = [rank for rank in watched if rank not in said]
         stopped = [f"rank {rank} stopped: {text}" for rank, text in said.items() if not text.startswith(LOST)]
-        if silent:
-            who = f"rank {', '.join(map(str, silent))} died or hangs"
-        else:
-            who = "; ".join(stopped) or "every rank lost the connection"
+        who = absent or "; ".join(stopped) or "every rank lost the connection"
         return CADPeerError(f"rank {self.rank} waited for {waited_for}: {who}. First error here: {_first_line(error)}")
+
+    def _describe(self, silent: Sequence[int]) -> str:
+        """Ranks that did not say that they stopped: where they are, or that nothing is known of them."""
+        places = {rank: place for rank in silent if (place := self.place(rank)) is not None}
+        unknown = ", ".join(str(rank) for rank in silent if rank not in places)
+        known = [f"rank {rank} did not come: it was last seen {one.describe()}" for rank, one in places.items()]
+        return "; ".join([f"rank {unknown} died or hangs"] * bool(unknown) + known)
 
     class Watch(AbstractContextManager[None]):
         """Turns communication errors raised inside into a CADPeerError."""

@@ -6,15 +6,15 @@ wait for a dead rank for half an hour, and know nothing of one that cannot do it
 
 from __future__ import annotations
 
-import time
-
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, ServerLostError
 from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.liveness import LOOK_S
 from deepspeed_cad.exchange.native_calls import Table
+from deepspeed_cad.exchange.patience import wait_until
 from deepspeed_cad.exchange.patient_store import PatientStore
+
+PAUSE_S = 1e-3
 
 
 class Meeting:
@@ -33,26 +33,28 @@ class Meeting:
             return [word]
         self._held += 1
         keys = [f"{self._held}/{rank}" for rank in range(len(self.members))]
-        begin = looked = time.monotonic()
+        store = self.store
+
+        def are_here() -> bool:
+            if store.check(keys):
+                return True
+            self.alarm.check()
+            if lost := self.alarm.lost():
+                raise ServerLostError(lost)
+            return False
+
+        def look_around() -> None:
+            if found := self.alarm.in_vain():
+                self.alarm.wait_no_more(what, found)
+
         try:
             # A mark before the word: some stores cannot keep an empty one.
-            self.store.set(keys[self.place], f"={word}")
+            store.set(keys[self.place], f"={word}")
             # Asked again and again: waiting inside the store would keep this process's other threads out of it.
-            while not self.store.check(keys):
-                self.alarm.check()
-                if lost := self.alarm.lost():
-                    raise ServerLostError(lost)
-                now = time.monotonic()
-                if now - looked > LOOK_S:
-                    looked = now
-                    if found := self.alarm.in_vain():
-                        self.alarm.wait_no_more(what, found)
-                        continue
-                if now - begin > self.alarm.timeout_s:
-                    missing = [int(rank) for rank, key in zip(self.members, keys) if not self.store.check([key])]
-                    raise RuntimeError(f"ranks {missing} did not come within {self.alarm.timeout_s:g} s")
-                time.sleep(0.001)
-            return [self.store.get(key).decode()[1:] for key in keys]
+            if not wait_until(are_here, self.alarm.timeout_s, PAUSE_S, look_around):
+                missing = [int(rank) for rank, key in zip(self.members, keys) if not store.check([key])]
+                raise RuntimeError(f"ranks {missing} did not come within {self.alarm.timeout_s:g} s")
+            return [store.get(key).decode()[1:] for key in keys]
         except CADError:
             raise
         except RuntimeError as error:

@@ -12,13 +12,13 @@ In: what torch asks of a store. Out: the same of the group's store, under names 
 from __future__ import annotations
 
 import re
-import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.patience import wait_until
 
 PAUSE_S = 1e-3
 _KEY = re.compile(r"(.*)/(\d+)/(\d+)")
@@ -51,16 +51,18 @@ class MemoryStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Until values are there; raises as `get`."""
-        end = time.monotonic() + self._alarm.timeout_s
-        while not self.check(keys):
-            if lost := self._alarm.lost():
+
+        def are_there() -> bool:
+            there = self.check(keys)
+            if not there and (lost := self._alarm.lost()):
                 raise ServerLostError(lost)
-            if time.monotonic() > end:
-                raise CADPeerError(
-                    f"rank {self._alarm.rank} waited {self._alarm.timeout_s:g} s for {', '.join(keys)} while ranks map "
-                    "each other's memory"
-                )
-            time.sleep(PAUSE_S)
+            return there
+
+        if not wait_until(are_there, self._alarm.timeout_s, PAUSE_S):
+            raise CADPeerError(
+                f"rank {self._alarm.rank} waited {self._alarm.timeout_s:g} s for {', '.join(keys)} while ranks map "
+                "each other's memory"
+            )
 
     def _rename(self, key: str) -> str:
         found = _KEY.fullmatch(key)

@@ -157,12 +157,13 @@ class MixedTransport(NvlinkTransport):
         for the whole device before.
         """
         messages = np.ascontiguousarray(np.concatenate([np.zeros((0, 4), np.int64), *table]))
+        under_way.readers.append(way.stream)
+        under_way.sources.extend(packed)
         done = way.exchange(
             under_way.identity, messages, self._comparison, self._watchdog, self.transfers
         )  # fmt: skip
         if done is not None:
             under_way.done.append(done)
-            under_way.sources.extend(packed)
             self.bytes_sent += int(messages[messages[:, 0] == 1, 3].sum())
 
     def _look_up(self, schedule: Schedule) -> tuple[_Far, _Far]:

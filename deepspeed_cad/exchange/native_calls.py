@@ -1,7 +1,7 @@
 """The C functions of csrc/ that transports call, with Python types: addresses in, nothing out, errors raised.
 
 In: addresses, streams and int64 tables. Out: work queued on a CUDA stream. Raises NativeCallError with the library's
-own message; `cuda_calls` and `nccl_calls` raise it where the library, the driver or NCCL is missing.
+own message; `cuda_calls` and `nccl_calls` raise it where the driver or NCCL is missing.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ class _Library:
 
 def _library() -> _Library:
     library = native.load()
-    if library is None:
-        raise NativeCallError(native.why_missing())
     try:
         return _Library(library)
     except AttributeError as error:

@@ -25,6 +25,7 @@ from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds, take
 from deepspeed_cad.exchange.split import list_messages
+from deepspeed_cad.exchange.streams import leave_to_streams
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
@@ -141,7 +142,6 @@ class NcclTransport:
             wait_for(
                 under_way.done.query, self._alarm, self._watchdog, under_way.identity, under_way.identity.index
             )  # fmt: skip
-            self._unfinished.discard(under_way)
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record(current)
@@ -176,13 +176,14 @@ class NcclTransport:
                 runs = np.stack([np.arange(self.ranks), np.cumsum(rows) - rows, rows], axis=1)[rows > 0]
                 messages.append(list_messages(is_send, runs, tensor.data_ptr(), width))
             self.bytes_sent += int(sent.sum()) * width
-        done = way.exchange(
+        under_way = _UnderWay(identity, None, packed, arrived, torch.cuda.current_stream(self.device), way.stream)
+        if self._alarm.goes_on:
+            going = {one for one in self._unfinished if one.done is None or not one.done.query()}
+            self._unfinished = {under_way, *going}
+        under_way.done = way.exchange(
             identity, np.ascontiguousarray(np.concatenate(messages)), self._comparison, self._watchdog, self.transfers
         )
         self.stream = way.stream
-        under_way = _UnderWay(identity, done, packed, arrived, torch.cuda.current_stream(self.device))
-        if self._alarm.goes_on:
-            self._unfinished.add(under_way)
         return under_way
 
     def _look_up(self, schedule: Schedule) -> tuple[KindRows, KindRows]:
@@ -201,6 +202,12 @@ class _UnderWay:
     """Held until the transfer is over."""
     arrived: list[torch.Tensor]
     producer: torch.cuda.Stream
+    messages: torch.cuda.Stream
+    """Where NCCL reads what is packed and writes what arrives."""
+
+    def __del__(self) -> None:
+        # An error fell before `finish` or `release`.
+        leave_to_streams([*self.packed, *self.arrived], [self.messages])
 
 
 @dataclass(eq=False)

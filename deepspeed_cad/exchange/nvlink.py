@@ -59,6 +59,7 @@ from deepspeed_cad.exchange.peers import PeerGroup, changed_group, whole_group
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
 from deepspeed_cad.exchange.rows import check_home, check_served
 from deepspeed_cad.exchange.split import near_part
+from deepspeed_cad.exchange.streams import leave_to_streams
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
 from deepspeed_cad.exchange.watchdog import Watchdog
@@ -71,6 +72,9 @@ PAGE = 4096
 RESCUE_STREAMS = 9
 POISON = 1 << 30
 """Added to an exchange's number to let its waits end after a failure."""
+LONG_AGO = 1 << 29
+"""Exchanges. Flags come round after 2^32 and are compared by the nearer way: a number half a round behind would seem to
+be ahead. A lane may rest that long; who waits for what was longer ago than this waits for this, where all have been."""
 
 
 _Shape = tuple[int, int, torch.dtype]
@@ -141,6 +145,8 @@ class NvlinkTransport:
         self.peers = peers
         self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
         self.exchanges = 0
+        self._pushed = 0
+        """The same of this transport alone, which is what flags count: they begin at 0 also where servers changed."""
         self.bytes_sent = 0
         self.transfers: Transfers | None = None
         self.register = Register()
@@ -193,9 +199,9 @@ class NvlinkTransport:
             size = f.home.element_size()
             row[1:4] = f.home.data_ptr(), f.home.stride(0) * size, f.home.stride(1) * size
         identity = self._next(moment, nano_batch, False, schedule)
-        done = self._push(self._out, identity, tables.dispatch, prepared, area, guard)
+        under_way = self._start(self._out, identity, [f.home for f in fields])
+        self._push(under_way, tables.dispatch, prepared, area, guard)
         lane.dispatch, lane.give_back = self.exchanges, 0
-        under_way = self._under_way(self._out, identity, done, [f.home for f in fields])
         return _Dispatched(self, under_way, prepared.landed)
 
     @property
@@ -217,9 +223,9 @@ class NvlinkTransport:
             check_served(f.served, int(tables.served_rows[self.place, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         identity = self._next(moment, nano_batch, True, schedule)
-        done = self._push(self._back, identity, tables.give_back, prepared, back.area, (self._out, lane.dispatch))
+        under_way = self._start(self._back, identity, [f.served for f in fields])
+        self._push(under_way, tables.give_back, prepared, back.area, (self._out, lane.dispatch))
         lane.give_back = self.exchanges
-        under_way = self._under_way(self._back, identity, done, [f.served for f in fields])
         back.unfinished = found = _Returned(self, under_way, fields, prepared.landed, tables.placements)
         return found
 
@@ -279,14 +285,15 @@ class NvlinkTransport:
 
     def _wait_for_flags(self, stream: torch.cuda.Stream, way: _Way, number: int, waited_for: Identity) -> None:
         """What is queued on a stream from now on begins when all ranks have come to an exchange of a way."""
+        flag = max(number - self.exchanges, -LONG_AGO) + self._pushed
         if not self._alarm.goes_on:
-            self.calls.wait(stream.cuda_stream, way.own_flags, number)
+            self.calls.wait(stream.cuda_stream, way.own_flags, flag)
             return
         # The reader sees the flags of one way. See has_ways_apart.
         assert not self.two_ways
         if self._reader is None:
             self._reader = read_numbers(self._flags.tensor[: FLAG_BYTES * self.ranks].view(torch.int32))
-        wait_for(partial(self._reader.reached, number), self._alarm, self._watchdog, waited_for, waited_for.index)
+        wait_for(partial(self._reader.reached, flag), self._alarm, self._watchdog, waited_for, waited_for.index)
 
     def _begin(self, schedule: Schedule, nano_batch: int, wave: int) -> _Tables:
         self._alarm.check()
@@ -336,21 +343,18 @@ class NvlinkTransport:
         return made
 
     def _next(self, moment: Moment, nano_batch: int, is_return: bool, schedule: Schedule) -> Identity:
-        self.exchanges += 1
+        self.exchanges, self._pushed = self.exchanges + 1, self._pushed + 1
         self._comparison.newest = self.exchanges
         return self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
 
+    def _start(self, way: _Way, identity: Identity, sources: list[torch.Tensor]) -> _UnderWay:
+        return _UnderWay(way, identity, [], sources, torch.cuda.current_stream(self.device), [way.stream])
+
     def _push(
-        self,
-        way: _Way,
-        identity: Identity,
-        table: PushTable,
-        prepared: _Prepared,
-        area: LandingArea,
-        guard: tuple[_Way, int],
-    ) -> torch.cuda.Event:
+        self, under_way: _UnderWay, table: PushTable, prepared: _Prepared, area: LandingArea, guard: tuple[_Way, int]
+    ) -> None:
         """`guard`: the exchange that peers must have come to, and of which way it is."""
-        stream = way.stream
+        way, identity, stream = under_way.way, under_way.identity, under_way.way.stream
         self.stream = None if self.stream is None else stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if area.last_operation:
@@ -360,15 +364,10 @@ class NvlinkTransport:
         names = self._name_of_rank + self._name_row * (identity.index % RING)
         self.calls.push(
             stream.cuda_stream, table.peers, table.begin, table.slices, fields,
-            way.flag_of_rank, identity.index, names, identity.number,
+            way.flag_of_rank, self._pushed, names, identity.number,
         )  # fmt: skip
         self.bytes_sent += int((table.rows_sent[fields[:, 0]] * fields[:, 4]).sum())
-        return stream.record_event()
-
-    def _under_way(
-        self, way: _Way, identity: Identity, done: torch.cuda.Event, sources: list[torch.Tensor]
-    ) -> _UnderWay:
-        return _UnderWay(way, identity, [done], sources, torch.cuda.current_stream(self.device))
+        under_way.done.append(stream.record_event())
 
     def _give_up(self) -> None:
         """Called by the watchdog: end the waits of this rank; what landed becomes NaN, the next call raises."""
@@ -382,7 +381,7 @@ class NvlinkTransport:
                         area.tensor.fill_(255)
                 for flags in (self._out.own_flags, self._back.own_flags):
                     self.calls.push(
-                        stream.cuda_stream, everyone, nothing, no_slices, no_fields, flags, self.exchanges + POISON
+                        stream.cuda_stream, everyone, nothing, no_slices, no_fields, flags, self._pushed + POISON
                     )
 
 
@@ -395,6 +394,12 @@ class _UnderWay:
     sources: list[torch.Tensor]
     """Held until the copies that read them are ordered before whatever reuses their memory."""
     producer: torch.cuda.Stream
+    readers: list[torch.cuda.Stream]
+    """Where sources are read."""
+
+    def __del__(self) -> None:
+        # An error fell before `wait`.
+        leave_to_streams(self.sources, self.readers)
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ In: the group, what was asked for, and a way to gather numbers. Out: the transpo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +20,17 @@ DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
 """Where plans must not depend on times, figures for links do not either."""
 
 
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A group of ranks, and what they exchange through."""
+
+    group: Group
+    transport: Transport
+    hosts: list[int]
+    """Number of every rank's host."""
+    links: Links = Links(None, None, "not measured")
+
+
 def open_transport(
     name: str,
     group: Group,
@@ -28,7 +40,7 @@ def open_transport(
     timeout_s: float,
     given: Mapping[str, float] | None,
     auto: tuple[str, ...] = NAMES,
-) -> tuple[Transport, list[int], Links]:
+) -> Opened:
     """Open the transport of a group. Collective.
 
     Args:
@@ -41,13 +53,12 @@ def open_transport(
         given: speeds of links in GB/s, "inside" and "between"; None: they are measured.
         auto: transports that "auto" may take.
     """
-    rank = rank_of(group)
-    transport, hosts = open_again(name, group, device, agree, liveness, timeout_s, auto)
+    opened = open_again(name, group, device, agree, liveness, timeout_s, auto)
     if given is not None:
-        return transport, hosts, Links(given["inside"] * 1e9, given["between"] * 1e9, "given")
+        return replace(opened, links=Links(given["inside"] * 1e9, given["between"] * 1e9, "given"))
     if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
-        return transport, hosts, Links(None, None, DETERMINISTIC)
-    return transport, hosts, measure_links(transport, device, rank, hosts, agree)
+        return replace(opened, links=Links(None, None, DETERMINISTIC))
+    return replace(opened, links=measure_links(opened.transport, device, rank_of(group), opened.hosts, agree))
 
 
 def open_again(
@@ -58,10 +69,10 @@ def open_again(
     liveness: Liveness | None,
     timeout_s: float,
     auto: tuple[str, ...] = NAMES,
-) -> tuple[Transport, list[int]]:
-    """The transport and hosts of a group, for a job that knows its links. Collective; arguments as above."""
+) -> Opened:
+    """The same for a job that knows its links. Collective; arguments as above."""
     hosts = gather_hosts(agree)
     transport = choose_transport(
         name, group, device, agree=agree, liveness=liveness, timeout_s=timeout_s, host=hosts[rank_of(group)], auto=auto
     )
-    return transport, hosts
+    return Opened(group, transport, hosts)

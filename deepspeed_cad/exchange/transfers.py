@@ -46,11 +46,7 @@ class Transfers:
         out, into = np.asarray(sent), np.asarray(received)
         crossing = max(int(out[~self._near].sum()), int(into[~self._near].sum()))
         found = Size(BETWEEN, crossing) if crossing else Size(INSIDE, max(int(out.sum()), int(into.sum())))
-        return found if self.notes(*found) else None
-
-    def notes(self, kind: int, size: float) -> bool:
-        """Whether a transfer of so many bytes counts."""
-        return size >= self._least[kind]
+        return found if found.bytes >= self._least[found.kind] else None
 
     def size_of_messages(self, messages: npt.NDArray[np.int64]) -> Size | None:
         """The same for messages ([n, 4]: is_send, peer, address, bytes)."""

@@ -1,7 +1,7 @@
 """Which kernel a layer runs on: the first of the backends that supports it, or the one that the configuration names.
 
-In: a name ("auto" or a backend's) and what the model needs. Out: a `Kernel`. Named in the log once per choice, with the
-reasons why faster ones were passed over.
+In: a name ("auto" or a backend's) and what the model needs. Out: a `Kernel`. Rank 0 names each choice in the log, with
+the reasons why faster ones were passed over.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def names() -> tuple[str, ...]:
     return tuple(kernel.name for kernel in KERNELS)
 
 
-def choose(name: str, need: KernelNeed) -> Kernel:
-    """The kernel for a layer.
+def choose(name: str, need: KernelNeed, rank: int = 0) -> Kernel:
+    """The kernel for a layer; `rank`: of this process, since only rank 0 logs the choice.
 
     Raises CADUnsupportedError where `name` is no backend, or one that refuses: the reason is in the message.
     """
@@ -40,7 +40,8 @@ def choose(name: str, need: KernelNeed) -> Kernel:
         for kernel in KERNELS:
             reason = kernel.refuse(need)
             if reason is None:
-                _say(kernel, need, passed_over)
+                if rank == 0:
+                    _say(kernel, need, passed_over)
                 return kernel
             passed_over.append(f"{kernel.name}: {reason}")
         raise CADUnsupportedError(f"no attention kernel supports {need}: {'; '.join(passed_over)}")
@@ -48,7 +49,8 @@ def choose(name: str, need: KernelNeed) -> Kernel:
         if kernel.name == name:
             reason = kernel.refuse(need)
             if reason is None:
-                _say(kernel, need, [])
+                if rank == 0:
+                    _say(kernel, need, [])
                 return kernel
             raise CADUnsupportedError(
                 f'the kernel "{name}" cannot run this model: {reason}. Leave "kernel" out to take the first that can.'
@@ -64,7 +66,9 @@ def try_all(device: torch.device) -> list[tuple[str, bool, str]]:
 def _say(kernel: Kernel, need: KernelNeed, passed_over: list[str]) -> None:
     why = f" ({'; '.join(passed_over)})" if passed_over else ""
     dtype = str(need.dtype).removeprefix("torch.")
-    logger.info("core attention runs on %s for heads of %d, %s%s", kernel.name, need.head_dim, dtype, why)
+    # On a CPU there is nothing to choose from.
+    level = logging.DEBUG if need.device.type == "cpu" else logging.INFO
+    logger.log(level, "core attention runs on %s for heads of %d, %s%s", kernel.name, need.head_dim, dtype, why)
     if kernel.name == TorchMath.name and need.device.type == "cuda":
         logger.warning(
             "core attention runs on plain torch operations, which is many times slower than any kernel%s", why

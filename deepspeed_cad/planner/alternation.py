@@ -19,7 +19,9 @@ shared out as attention is; without checkpointing linear layers are rather more 
 
 from __future__ import annotations
 
-from deepspeed_cad.planner.levels import finish_time
+import numpy as np
+
+from deepspeed_cad.planner.finish import common_finish
 from deepspeed_cad.planner.plan import Alternation, Bools, Floats
 
 
@@ -32,5 +34,5 @@ def alternate(other_work: float, linear: Floats, speed: Floats, servers: Bools) 
         speed: [ranks] of attention; 0: runs none.
         servers: [ranks] which ones only serve.
     """
-    other = max(finish_time(other_work, linear.tolist(), speed.tolist()), float(linear.max(initial=0.0)))
+    other = max(float(common_finish(np.array([other_work]), linear, speed)[0]), float(linear.max(initial=0.0)))
     return Alternation(servers, other - float(linear.max(initial=0.0)))

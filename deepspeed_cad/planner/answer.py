@@ -1,7 +1,7 @@
-"""The answer: what a planner core found, made into a `Plan`.
+"""The answer: what the core found, made into a `Plan`.
 
-In: a question and a core (the reference or the native one). Out: a plan that is never worse than doing nothing, with
-loads as finish times, bytes, and a note where a bound was not reached.
+In: a question. Out: a plan that is never worse than doing nothing, with loads as finish times, bytes, and a note where
+a bound was not reached.
 """
 
 from __future__ import annotations
@@ -12,40 +12,41 @@ import numpy as np
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.aim import Aim, Solve, per_rank
 from deepspeed_cad.planner.checks import check_input
 from deepspeed_cad.planner.constants import ROUNDING
-from deepspeed_cad.planner.finish import finish_best
-from deepspeed_cad.planner.levels import finish_time
+from deepspeed_cad.planner.core import Aim, solve
+from deepspeed_cad.planner.finish import common_finish, finish_best
 from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
 from deepspeed_cad.planner.search import hide_transfers
 from deepspeed_cad.planner.starts import best_start
 
 
-def answer(problem: PlanInput, solve: Solve) -> Plan:
-    """Make a plan. Raises CADConfigError for impossible input, CADError where memory cannot hold any plan."""
+def make_plan(problem: PlanInput) -> Plan:
+    """Make a plan.
+
+    Raises CADConfigError for impossible input, CADError where memory cannot hold any plan or the compiled library is
+    missing.
+    """
     started = time.perf_counter()
     check_input(problem)
-    base, speed = per_rank(problem.base_load, problem, 0.0), per_rank(problem.speed, problem, 1.0)
-    found = best_start(problem, solve(problem, Aim(problem.tolerance)), solve, base, speed)
+    found = best_start(problem, solve(problem, Aim(problem.tolerance)))
     notes: tuple[str, ...] = ()
     if problem.cost.byte_inside > 0 or problem.cost.byte_between > 0:
-        found, notes = hide_transfers(problem, found, solve, base, speed)
+        found, notes = hide_transfers(problem, found)
     check_memory(problem, found.flows.received)
-    divisor = np.where(speed > 0, speed, 1.0)
-    finish, waves = finish_best(problem, found.work, found.flows, base, speed)
+    finish, waves = finish_best(problem, found.work, found.flows)
     return Plan(
         tasks=split_own_rows(problem.tick, found.tasks, problem.window, problem.granularity),
-        load=found.work / divisor + base,
-        load_before=found.work_before / divisor + base,
+        load=found.work / problem.divisors + problem.floors,
+        load_before=found.work_before / problem.divisors + problem.floors,
         sent_bytes=found.flows.sent,
         received_bytes=found.flows.received,
         finish=finish,
         between_bytes=found.flows.between,
         waves=waves,
         planning_ms=(time.perf_counter() - started) * 1e3,
-        notes=notes or _out_of_tolerance(problem, found.work, base, speed),
+        notes=notes or _out_of_tolerance(problem, found.work),
     )
 
 
@@ -64,12 +65,12 @@ def check_memory(problem: PlanInput, received: Ints) -> None:
         )
 
 
-def _out_of_tolerance(problem: PlanInput, work: Floats, base: Floats, speed: Floats) -> tuple[str, ...]:
+def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
     """Why a rank is out of the tolerance, if one is."""
-    floors, speeds = base.tolist(), speed.tolist()
-    finish = finish_time(float(work.sum()), floors, speeds) if problem.base_load is not None else 0.0
-    if problem.base_load is None:
-        finish = float(work.sum() / speed.sum())
+    base, speed = problem.floors, problem.speeds
+    finish = float(work.sum() / speed.sum())
+    if problem.base_load is not None:
+        finish = float(common_finish(work.sum(keepdims=True), base, speed)[0])
     most = np.where(speed > 0, speed * np.maximum(finish * (1.0 + problem.tolerance) - base, 0.0), 0.0)
     least = np.where(speed > 0, speed * np.maximum(finish * (1.0 - problem.tolerance) - base, 0.0), 0.0)
     edge = ROUNDING * finish

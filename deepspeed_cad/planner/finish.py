@@ -1,6 +1,6 @@
 """When each rank is done with a layer, forward and backward, transfers included.
 
-In: a question, the work of each rank and what its plan moves (flows.py). Out: seconds, or the unit of the cost model.
+In: a question, the work of each rank and what its plan moves (`Flows`). Out: seconds, or the unit of the cost model.
 
 The model of one pass, for the forward; backward is its mirror and comes after it:
 
@@ -28,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.constants import FORWARD_SHARE, TRAVELS, WAVE_SECONDS
-from deepspeed_cad.planner.flows import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
+from deepspeed_cad.planner.constants import BISECTIONS, FORWARD_SHARE, TRAVELS, WAVE_SECONDS
+from deepspeed_cad.planner.core import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 from deepspeed_cad.planner.plan import Alternation, Bools, Floats, PlanInput
 
 
@@ -57,25 +57,47 @@ class Trip(NamedTuple):
     """[pairs]: between which anything moves."""
 
 
-def finish_best(problem: PlanInput, work: Floats, flows: Flows, base: Floats, speed: Floats) -> tuple[Floats, int]:
+def common_finish(work: Floats, base: Floats, speed: Floats, group: Ints | None = None) -> Floats:
+    """When all work of a group of ranks is done if each starts at its base load and all of them stop together.
+
+    Args:
+        work: [groups] at speed 1.
+        base: [ranks] base loads.
+        speed: [ranks]; 0: runs none.
+        group: [ranks] number of each rank's; None: all are one.
+    """
+    group = np.zeros(len(base), np.int64) if group is None else group
+    # Sums in rank order: the same on every machine.
+    speeds = np.bincount(group, speed, len(work))
+    low, high = np.zeros(len(work)), np.zeros(len(work))
+    np.maximum.at(high, group, np.where(speed > 0.0, base, 0.0))
+    high += work / np.where(speeds > 0.0, speeds, 1.0)
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        done = np.bincount(group, speed * np.maximum(middle[group] - base, 0.0), len(work))
+        low, high = np.where(done < work, middle, low), np.where(done < work, high, middle)
+    return np.where(speeds > 0.0, high, 0.0)
+
+
+def finish_best(problem: PlanInput, work: Floats, flows: Flows) -> tuple[Floats, int]:
     """When each rank is done ([ranks]) with the number of waves that the question allows and that ends first."""
     if not len(flows.pairs):
-        return finish_times(problem, work, flows, base, speed), 1
-    best, waves = finish_times(problem, work, flows, base, speed, problem.waves[0]), problem.waves[0]
-    without = (base + work / np.where(speed > 0, speed, 1.0)).max()
+        return finish_times(problem, work, flows), 1
+    best, waves = finish_times(problem, work, flows, problem.waves[0]), problem.waves[0]
+    without = (problem.floors + work / problem.divisors).max()
     for count in problem.waves[1:]:
         if best.max() <= without:
             break
-        found = finish_times(problem, work, flows, base, speed, count)
-        if found.max() < best.max():
-            best, waves = found, count
+        ends = finish_times(problem, work, flows, count)
+        if ends.max() < best.max():
+            best, waves = ends, count
     return best, waves
 
 
-def finish_times(problem: PlanInput, work: Floats, flows: Flows, base: Floats, speed: Floats, waves: int = 1) -> Floats:
+def finish_times(problem: PlanInput, work: Floats, flows: Flows, waves: int = 1) -> Floats:
     """When each rank is done ([ranks]) if what moves goes in so many waves."""
-    divisor = np.where(speed > 0, speed, 1.0)
-    seconds, waiting = work / divisor, np.minimum(flows.waiting, work) / divisor
+    base = problem.floors
+    seconds, waiting = work / problem.divisors, np.minimum(flows.waiting, work) / problem.divisors
     link = np.array([problem.cost.byte_inside, problem.cost.byte_between]) / TRAVELS
     if not len(flows.pairs) or not link.any():
         return base + seconds

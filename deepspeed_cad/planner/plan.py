@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,6 +88,29 @@ class PlanInput:
     """Whether servers keep Q, K and V for the backward; else they travel again with dO."""
     alternation: Alternation | None = None
     """Where this tick takes turns with another one beside reserved servers; None: it is alone."""
+
+    @cached_property
+    def floors(self) -> Floats:
+        """[ranks]: base loads, 0 where none are given."""
+        return self._per_rank(self.base_load, 0.0)
+
+    @cached_property
+    def speeds(self) -> Floats:
+        """[ranks]: speeds, 1 where none are given."""
+        return self._per_rank(self.speed, 1.0)
+
+    @cached_property
+    def limits(self) -> Floats:
+        """[ranks]: bytes that each can receive, infinite where none are given."""
+        return self._per_rank(self.memory, np.inf)
+
+    @cached_property
+    def divisors(self) -> Floats:
+        """[ranks]: what work is divided by to become time; a rank of speed 0 has none."""
+        return np.where(self.speeds > 0, self.speeds, 1.0)
+
+    def _per_rank(self, values: Floats | None, default: float) -> Floats:
+        return np.full(self.tick.ranks, default) if values is None else np.ascontiguousarray(values, np.float64)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """The search for how much to move where links are slow: the plan whose slowest rank, transfers included, ends first.
 
-In: a question, the plan that is as even as the tolerance asks, and a core. Out: the best plan that was found, and what
+In: a question and the plan that is as even as the tolerance asks. Out: the best plan that was found, and what
 to say about it. Never one that ends later than moving nothing.
 
 What moves between hosts is bounded by a level: hosts that would end later come down to it. The lower it is, the less
@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_cad.planner.aim import Aim, Solution, Solve, Units
 from deepspeed_cad.planner.constants import FEW_TRIES, MANY_RANKS, NARROWING, ROUNDING, TRIES, UNBOUNDED
-from deepspeed_cad.planner.finish import finish_best
-from deepspeed_cad.planner.levels import finish_times_of
-from deepspeed_cad.planner.plan import Floats, PlanInput
+from deepspeed_cad.planner.core import Aim, Solution, Units, solve
+from deepspeed_cad.planner.finish import common_finish, finish_best
+from deepspeed_cad.planner.plan import PlanInput
 
 NOTHING = "nothing is moved: on these links it would take longer than it saves"
 
 NO_MORE = "only what ranks of speed 0 must hand over is moved: on these links more would take longer than it saves"
 
 
-def hide_transfers(
-    problem: PlanInput, even: Solution, solve: Solve, base: Floats, speed: Floats
-) -> tuple[Solution, tuple[str, ...]]:
+def hide_transfers(problem: PlanInput, even: Solution) -> tuple[Solution, tuple[str, ...]]:
     """The best of plans that move less, where transfers of the even one take longer than attention hides."""
-    search = Search(problem, even, solve, base, speed)
+    search = Search(problem, even)
     # Within one host transfers hide nearly always; what is left of them is no more than what costs miss.
     share = NARROWING if len(np.unique(search.host)) > 1 else 1.0
     if search.finish > search.attention(even) * (1.0 + share * problem.tolerance):
@@ -39,9 +36,9 @@ def hide_transfers(
 class Search:
     """The best plan so far, and how it was found."""
 
-    def __init__(self, problem: PlanInput, even: Solution, solve: Solve, base: Floats, speed: Floats) -> None:
-        """Begins with a plan within the tolerance; `base` and `speed` are those of the question, [ranks]."""
-        self.problem, self.solve, self.base, self.speed = problem, solve, base, speed
+    def __init__(self, problem: PlanInput, even: Solution) -> None:
+        """Begins with a plan within the tolerance."""
+        self.problem = problem
         self.even = self.best = even
         self.finish = self.slowest(even)
         self.share = 1.0
@@ -51,11 +48,11 @@ class Search:
 
     def slowest(self, plan: Solution) -> float:
         """When the slowest rank is done, transfers included."""
-        return float(finish_best(self.problem, plan.work, plan.flows, self.base, self.speed)[0].max())
+        return float(finish_best(self.problem, plan.work, plan.flows)[0].max())
 
     def attention(self, plan: Solution) -> float:
         """The same if transfers took no time."""
-        return float((self.base + plan.work / np.where(self.speed > 0, self.speed, 1.0)).max())
+        return float((self.problem.floors + plan.work / self.problem.divisors).max())
 
     def ways(self) -> list[Units]:
         """Between whom to look: ranks where each has a host of its own or all have one, else hosts."""
@@ -76,7 +73,7 @@ class Search:
         # Waiting rises with the share: taken as a straight line through the last two plans that waited.
         earlier, waited = (0.0, 0.0), (1.0, self.slowest(self.even))
         if units != Units.RANKS:
-            plan = self.solve(self.problem, Aim(self.problem.tolerance, units, mean))
+            plan = solve(self.problem, Aim(self.problem.tolerance, units, mean))
             waited, tries = (1.0, self.keep_better(plan, 1.0, units)), tries - 1
         if top - mean <= ROUNDING * mean:
             return
@@ -87,22 +84,22 @@ class Search:
             meeting = (top - waited[1] + slope * waited[0]) / rise if rise > 0.0 else low
             narrow = NARROWING * (high - low)
             share = 0.5 * (low + high) if meeting <= low else min(max(meeting, low + narrow), high - narrow)
-            plan = self.solve(self.problem, Aim(self.problem.tolerance, units, top - share * (top - mean)))
+            plan = solve(self.problem, Aim(self.problem.tolerance, units, top - share * (top - mean)))
             finish = self.keep_better(plan, share, units)
             if finish > self.attention(plan) * (1.0 + NARROWING * self.problem.tolerance):
                 high, earlier, waited = share, waited, (share, finish)
             else:
                 low = share
         if low == 0.0 and units in (Units.HOSTS, Units.HOSTS_LAST):
-            self.keep_better(self.solve(self.problem, Aim(self.problem.tolerance, units, top)), 0.0, units)
+            self.keep_better(solve(self.problem, Aim(self.problem.tolerance, units, top)), 0.0, units)
 
     def span(self, units: Units) -> tuple[float, float]:
         """When the slowest unit would be done with its own work, spread over its ranks; and the mean of all."""
-        work, ranks = self.even.work_before, len(self.even.work_before)
-        groups = np.arange(ranks) if units == Units.RANKS else np.unique(self.host, return_inverse=True)[1]
-        each = finish_times_of(work, self.base, self.speed, groups)
-        all_of_them = finish_times_of(work, self.base, self.speed, np.zeros(ranks, np.int64))
-        return float(each.max()), float(all_of_them[0])
+        base, speed, work = self.problem.floors, self.problem.speeds, self.even.work_before
+        group = np.arange(len(work)) if units == Units.RANKS else np.unique(self.host, return_inverse=True)[1]
+        each = common_finish(np.bincount(group, work).astype(np.float64), base, speed, group)
+        # Summed in rank order, as a group is.
+        return float(each.max()), float(common_finish(np.cumsum(work)[-1:], base, speed)[0])
 
     def keep_better(self, plan: Solution, share: float, units: Units) -> float:
         """Take a plan if it ends earlier; returns when it does."""
@@ -115,11 +112,11 @@ class Search:
 
     def found(self) -> tuple[Solution, tuple[str, ...]]:
         """The best plan, or nothing where that ends as early; and why it is not even."""
-        at_home = self.base + self.even.work_before / np.where(self.speed > 0, self.speed, 1.0)
-        may_stay = not (self.even.work_before[self.speed <= 0] > 0).any()
+        at_home = self.problem.floors + self.even.work_before / self.problem.divisors
+        may_stay = not (self.even.work_before[self.problem.speeds <= 0] > 0).any()
         # Documents that span ranks travel without a plan, too: that can only take longer than the attention at home.
         if not may_stay or at_home.max() <= self.finish:
-            nothing = self.solve(self.problem, Aim(UNBOUNDED))
+            nothing = solve(self.problem, Aim(UNBOUNDED))
             finish = self.slowest(nothing)
             # What ranks of speed 0 hand over in a hurry minds no memory.
             fits = self.problem.memory is None or bool((nothing.flows.received <= self.problem.memory).all())

@@ -1,6 +1,6 @@
 """Starts: whether documents on many ranks are left at home or dealt out by head groups before ranks are made even.
 
-In: a question, the plan that starts at home, and a core. Out: the plan that ends first, transfers included; of those
+In: a question and the plan that starts at home. Out: the plan that ends first, transfers included; of those
 that end alike, the one that is lightest on the rank that it burdens most. Where documents lie on several ranks
 something travels in any case, so ranks are made more even than the tolerance says.
 
@@ -13,26 +13,33 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.aim import Aim, Solution, Solve
-from deepspeed_cad.planner.columns import link_weights
 from deepspeed_cad.planner.constants import BAND, FINER, KEPT, LIGHTER, READ_FROM, WORTH
-from deepspeed_cad.planner.finish import finish_best
-from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
-from deepspeed_cad.planner.levels import finish_times_of
-from deepspeed_cad.planner.plan import Floats, PlanInput
+from deepspeed_cad.planner.core import (
+    O_RECEIVED,
+    O_SENT,
+    QKV_RECEIVED,
+    QKV_SENT,
+    Aim,
+    Flows,
+    Solution,
+    link_weights,
+    solve,
+)
+from deepspeed_cad.planner.finish import common_finish, finish_best
+from deepspeed_cad.planner.plan import PlanInput
 
 
-def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats, speed: Floats) -> Solution:
-    """`at_home`, the plan that starts there, or a better one; `base` and `speed` are those of the question, [ranks]."""
+def best_start(problem: PlanInput, at_home: Solution) -> Solution:
+    """`at_home`, the plan that starts there, or a better one."""
     ranks = most_ranks(problem)
     if ranks < 2:
         return at_home
     even = solve(problem, Aim(FINER * problem.tolerance))
     if ranks < READ_FROM or problem.shape.groups == 1:
-        return even if fits(problem, even) and pays(even, at_home, base, speed) else at_home
+        return even if fits(problem, even) and pays(problem, even, at_home) else at_home
     plans = [even, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT), at_home]
     plans = [plan for plan in plans if fits(problem, plan)] or [at_home]
-    ends = [end_of(problem, plan, base, speed) for plan in plans]
+    ends = [end_of(problem, plan) for plan in plans]
     alike = min(ends) * (1.0 + BAND * problem.tolerance)
     best, least = None, np.inf
     for plan, end in zip(plans, ends, strict=True):
@@ -45,25 +52,26 @@ def best_start(problem: PlanInput, at_home: Solution, solve: Solve, base: Floats
     return best
 
 
-def pays(plan: Solution, other: Solution, base: Floats, speed: Floats) -> bool:
+def pays(problem: PlanInput, plan: Solution, other: Solution) -> bool:
     """Whether `plan` ends so much sooner than `other` as it moves more."""
-    ends = [float((base + one.work / np.where(speed > 0, speed, 1.0)).max()) for one in (plan, other)]
+    ends = [float((problem.floors + one.work / problem.divisors).max()) for one in (plan, other)]
     moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (plan, other)]
     return 1.0 - ends[0] / ends[1] > WORTH * (moved[0] / moved[1] - 1.0)
 
 
-def end_of(problem: PlanInput, plan: Solution, base: Floats, speed: Floats) -> float:
+def end_of(problem: PlanInput, plan: Solution) -> float:
     """When the slowest rank is done, transfers included; plans within the band of the tolerance count as as even."""
-    load = float((base + plan.work / np.where(speed > 0, speed, 1.0)).max())
-    mean = float(plan.work.sum() / speed.sum())
+    load = float((problem.floors + plan.work / problem.divisors).max())
+    mean = float(plan.work.sum() / problem.speeds.sum())
     if problem.base_load is not None:
-        mean = float(finish_times_of(plan.work, base, speed, np.zeros(len(base), np.int64))[0])
-    waits = float(finish_best(problem, plan.work, plan.flows, base, speed)[0].max()) - load
+        total = np.cumsum(plan.work)[-1:]
+        mean = float(common_finish(total, problem.floors, problem.speeds)[0])
+    waits = float(finish_best(problem, plan.work, plan.flows)[0].max()) - load
     return max(load, mean * (1.0 + BAND * problem.tolerance)) + waits
 
 
 def most_ranks(problem: PlanInput) -> int:
-    """On how many ranks, at the most, a document lies: a quick look at what spread.py decides."""
+    """On how many ranks, at the most, a document lies: a quick look at what planner_spread.cpp decides."""
     return int(problem.tick.query.count_ranks()[1].max(initial=0))
 
 

@@ -1,8 +1,8 @@
-"""How fast each rank runs attention: given, or one fixed call that all ranks time at once at the start.
+"""How fast each rank runs attention: one fixed call that all ranks time at once at the start.
 
 In: the key "speeds". Out: a speed for every rank, the same on all of them, by which the planner divides costs: at 0.5 a
-rank takes twice the seconds that they say. Only attention is meant: how long a trainer's linear layers take is measured
-while they run (ahead/linear.py, ahead/pace.py), in seconds of that trainer, so nothing counts twice.
+rank takes twice the seconds that they say. Only attention is meant: how long a trainer takes for all else is measured
+while it trains (feedback/non_attention.py), in seconds of that trainer, so nothing counts twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.kernels.registry import KERNELS
 from deepspeed_cad.planner.plan import Floats, HeadShape
 from deepspeed_cad.profiles.choice import USUAL_SHAPE, expected_kernel
@@ -41,8 +40,7 @@ Gather = Callable[[int], Sequence[int]]
 
 
 def find_speeds(
-    wanted: str | Sequence[float] | None,
-    ranks: int,
+    wanted: str | None,
     device: torch.device,
     kernel: str,
     gather: Gather,
@@ -51,11 +49,10 @@ def find_speeds(
 ) -> Floats | None:
     """[ranks] speeds, 1 where a task takes what the costs say; None: ranks are equal, or taken for it.
 
-    Collective, for "measure". Raises CADConfigError for a list of another length, the same on all ranks.
+    Collective, for "measure".
 
     Args:
         wanted: the key "speeds".
-        ranks: trainers and reserved servers.
         device: where this rank attends.
         kernel: the key "kernel".
         gather: tells numbers among the ranks.
@@ -64,17 +61,10 @@ def find_speeds(
     """
     if wanted is None:
         return None
-    if not isinstance(wanted, str):
-        if len(wanted) != ranks:
-            raise CADConfigError(
-                f'"cad": key "speeds" has {len(wanted)} number{"s" * (len(wanted) != 1)} and {ranks} '
-                f"rank{'s' * (ranks != 1)} run attention: give one for each, trainers first and then reserved servers"
-            )
-        return np.array(wanted, np.float64)
     if any(gather(int(deterministic))):
         logger.warning(
             '"speeds" is "measure" and does nothing: torch\'s deterministic algorithms are on, on some rank, and plans '
-            "must not depend on measured times. Give a list of speeds, or leave it out"
+            "must not depend on measured times"
         )
         return None
     # All at once: GPUs of one host share power and cooling, and they do so while training.
@@ -95,11 +85,9 @@ def find_speeds(
     return expected / took
 
 
-def in_words(speeds: Floats | None, wanted: str | Sequence[float] | None) -> str:
+def in_words(speeds: Floats | None) -> str:
     """For the log; empty where speeds are not used."""
-    if speeds is None:
-        return ""
-    return f"speeds {' '.join(f'{one:.3g}' for one in speeds)} ({'measured' if wanted == 'measure' else 'given'}), "
+    return "" if speeds is None else f"speeds {' '.join(f'{speed:.3g}' for speed in speeds)}, "
 
 
 def call_shape(device: torch.device) -> HeadShape:

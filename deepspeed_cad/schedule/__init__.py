@@ -1,9 +1,7 @@
-"""Schedules: a plan and a rank in; slices to send, slices to receive and fused varlen batches out. Pure.
+"""Schedules: a plan and a rank in; slices to send, slices to receive and fused varlen batches out. Pure."""
 
-`reference` says what is right in numpy; `native` gives the same tables from the compiled library, faster.
-"""
-
-from deepspeed_cad.schedule.reference import (
+from deepspeed_cad.schedule.build import build_slices, schedule_rank
+from deepspeed_cad.schedule.tables import (
     GROUP,
     HOME,
     HOME_ROW,
@@ -17,9 +15,7 @@ from deepspeed_cad.schedule.reference import (
     Batch,
     Schedule,
     Slices,
-    build_slices,
     padding_rows,
-    schedule_rank,
 )
 
 __all__ = [

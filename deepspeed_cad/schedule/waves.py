@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_cad.cost import count_pairs, window_start
-from deepspeed_cad.layout import Ints, Tick
-from deepspeed_cad.schedule import native
-from deepspeed_cad.schedule.reference import Schedule, Slices, build_slices, home_rows, schedule_rank
+from deepspeed_cad.layout import Ints, Segments, Tick
+from deepspeed_cad.schedule.build import build_slices, schedule_rank
 from deepspeed_cad.schedule.room import OUT, Room, room_needed, too_much
+from deepspeed_cad.schedule.tables import Schedule, Slices
 
 MOST = 32
 """Waves of one tick: as many as the identities of exchanges tell apart (exchange/identity.py)."""
@@ -70,7 +70,7 @@ class Waves(NamedTuple):
 def schedule_waves(
     tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut
 ) -> tuple[Schedule, ...]:
-    """The schedules of one rank ([n, 6] tasks, see Plan.tasks), natively where the library is there."""
+    """The schedules of one rank ([n, 6] tasks, see Plan.tasks)."""
     parts = slice_waves(tick, tasks, window, cut)
     return tuple(schedule_rank(tick, part, rank, groups, window) for part in parts)
 
@@ -111,8 +111,7 @@ def slice_waves(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[S
 
 
 def _slices(tick: Tick, parts: list[Ints], window: int | None) -> list[Slices]:
-    build = native.build_slices if native.is_available() else build_slices
-    return [build(tick, part, window) for part in parts]
+    return [build_slices(tick, part, window) for part in parts]
 
 
 def stretch(tick: Tick, parts: list[Ints], window: int | None) -> float:
@@ -174,8 +173,24 @@ def _run_alone(tick: Tick, tasks: Ints, window: int | None) -> np.ndarray:
     """Which tasks find their rows and keys at their server ([tasks])."""
     document, begin, end, _, _, server = tasks.T
     start = window_start(begin, window)
-    return (home_rows(tick.query, document, begin, end, server) >= 0) & (
-        home_rows(tick.key, document, start, end, server) >= 0
+    held = _is_held(tick.query, document, begin, end, server)
+    return held & _is_held(tick.key, document, start, end, server)
+
+
+def _is_held(where: Segments, document: Ints, begin: Ints, end: Ints, rank: Ints) -> np.ndarray:
+    """Whether `rank` holds all rows [begin, end) in one segment ([tasks])."""
+    if not len(where):
+        return np.zeros(len(document), bool)
+    key = where.document * (np.int64(1) << 40) + where.begin
+    order = np.argsort(key, kind="stable")
+    last = np.searchsorted(key[order], document * (np.int64(1) << 40) + begin, side="right") - 1
+    segment = order[np.maximum(last, 0)]
+    return (
+        (last >= 0)
+        & (where.document[segment] == document)
+        & (where.rank[segment] == rank)
+        & (where.begin[segment] <= begin)
+        & (end <= where.end[segment])
     )
 
 

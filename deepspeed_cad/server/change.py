@@ -2,7 +2,8 @@
 
 A thread of its own does it, whatever the training thread is doing (attention/passes.py says why). It begins when
 
-- a server is lost: its socket here has closed, or it has said that it failed, or another trainer has found that; or
+- a server is lost: its socket here has closed, it has said that it failed, or nothing at all, or another trainer has
+  found that; or
 - the training thread comes to a micro-batch from which on servers take part that came later. All trainers have heard of
   these with the lengths of that micro-batch, so all of them begin at the same point.
 
@@ -10,9 +11,9 @@ Then, in each trainer:
 
 1. The training thread is halted. If it is in an exchange, that ends by ServerLostError.
 2. Trainers tell each other, through the job's store, whom they lost, which passes of attention they entered, and which
-   of those did not run to their end. Nobody is called dead because time passed; who is lost to one is dropped by all.
-3. Trainers and the servers that are left, or have come, open another group. Trainer 0 tells servers to, and tells those
-   that are dropped that they are. Where one more server is lost from here on, this begins again at 2.
+   of those did not run to their end. Who is lost to one is dropped by all.
+3. Trainers and the servers that are left, or have come, open another group. Trainer 0 tells servers to. One that is
+   dropped and lives reads that on the board. Where one more server is lost from here on, this begins again at 2.
 4. Passes that all trainers entered and some did not finish run again, with new plans. What only some trainers entered
    has exchanged nothing: it begins anew when the training thread goes on.
 
@@ -26,9 +27,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed_cad.attention.origin import stream_beside
@@ -36,12 +39,17 @@ from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.liveness import LOOK_S, Liveness
+from deepspeed_cad.exchange.opening import Opened
+from deepspeed_cad.exchange.patience import wait_until
 from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice
-from deepspeed_cad.server.crew import Crew
-from deepspeed_cad.server.link import ServerLink, connect_to
+from deepspeed_cad.server.crew import Members
+from deepspeed_cad.server.handshake import CONNECT_S, connect_to
+from deepspeed_cad.server.link import ServerLink
+from deepspeed_cad.server.meeting import ASKED
 from deepspeed_cad.server.orders import REGROUP
-from deepspeed_cad.server.regroup import Opened, regroup
+from deepspeed_cad.server.regroup import regroup
 from deepspeed_cad.server.rendezvous import Rendezvous
 from deepspeed_cad.server.split import Split
 from deepspeed_cad.threads import start_daemon
@@ -84,19 +92,20 @@ class Changes:
     """Of one trainer; to its exchanges, what says that a server is lost (Losses)."""
 
     def __init__(
-        self, role: Split, config: CADConfig, device: torch.device, host: str, link: ServerLink, liveness: Liveness
+        self, role: Split, config: CADConfig, device: torch.device, link: ServerLink, liveness: Liveness
     ) -> None:
-        """Beside the servers that the job began with. `host`: the name of this one."""
+        """Beside the servers that the job began with."""
         self.role, self.config, self.device, self.link, self.liveness = role, config, device, link, liveness
-        self.crew = Crew(0, role.trainers, tuple(range(role.trainers, role.ranks)))
+        self.crew = Members(0, role.trainers, tuple(range(role.trainers, role.ranks)))
         self.passes = Passes()
         self.newcomers = 0
         """Servers that came later, as far as trainer 0 knows."""
+        self.came = 0
+        """The same, as all trainers have heard."""
         self.repeated = 0
         """Passes that ran again."""
         self.bytes_sent = 0
         """Through groups that were given up."""
-        self._host = host
         self._meeting = Rendezvous(role, config.timeout_s)
         self._transport: Transport | None = None
         self._given_up: list[Callable[[], None]] = []
@@ -114,6 +123,18 @@ class Changes:
         self.liveness.watched, self.liveness.losses = range(self.role.trainers), self
         self.link.heard = self._wake.set
         start_daemon("changes servers", self._run, self.device)
+
+    # What trainers tell each other with document lengths: a Reporter
+
+    columns = 1
+
+    def report(self, model: int) -> Ints:
+        """Servers that came later."""
+        return np.array([self.newcomers])
+
+    def hear(self, model: int, reports: Ints) -> None:
+        """From the micro-batch on with which all trainers hear of them, they take part."""
+        self.came = max(self.came, int(reports.max()))
 
     def close(self) -> None:
         """Nothing changes any more."""
@@ -138,14 +159,9 @@ class Changes:
 
     def wait(self) -> str:
         """See exchange.liveness.Losses."""
-        end, looked = time.monotonic() + BLAME_S * bool(self.crew.servers), time.monotonic()
-        while not (why := self.why()) and time.monotonic() < end:
-            time.sleep(PAUSE_S)
-            if time.monotonic() - looked > LOOK_S:
-                looked = time.monotonic()
-                if self.liveness.why_hopeless():
-                    return ""
-        return why
+        with suppress(CADPeerError):
+            return wait_until(self.why, BLAME_S * bool(self.crew.servers), PAUSE_S, self._look_for_trainers)
+        return ""
 
     def admit(self, came: int) -> None:
         """The training thread comes to a micro-batch in which so many servers take part that came later."""
@@ -163,8 +179,9 @@ class Changes:
             self._wake.clear()
             if self._closed:
                 return
-            if self.role.rank == 0 and self._has(f"came/{self.newcomers + 1}"):
-                self.newcomers += 1
+            if self.role.rank == 0:
+                with suppress(CADPeerError):  # whoever waits for anything finds that the store is gone
+                    self.newcomers = len(self._meeting.who_came())
             if self.why() or self._wanted > self._admitted:
                 self._change()
 
@@ -202,7 +219,7 @@ class Changes:
             self._admitted += 1
         entered = min(word.entered for word in words)
         self.passes.undo(entered)
-        crew = Crew(
+        crew = Members(
             self.crew.generation + 1, self.crew.trainers, tuple(servers), max(word.exchanges for word in words)
         )  # fmt: skip
         self.link.change(
@@ -222,30 +239,29 @@ class Changes:
         if gone:
             self._meeting.root.set(f"called/{generation}", "1")
         keys = [f"word/{generation}/{rank}" for rank in range(self.role.trainers)]
-        began = looked = time.monotonic()
-        while missing := [rank for rank, key in enumerate(keys) if not self._meeting.has(key)]:
-            time.sleep(PAUSE_S)
-            now = time.monotonic()
-            if now - looked > LOOK_S:
-                looked = now
-                if found := self.liveness.why_hopeless():
-                    raise CADPeerError(f"rank {self.role.rank}: servers are lost, and so are trainers: {found}")
-            if now - began > self.config.timeout_s:
-                raise CADPeerError(
-                    f"rank {self.role.rank} waited {self.config.timeout_s:g} s for trainers {missing} to say which "
-                    "servers they have: they hang, or their hosts are lost"
-                )
+        limit, all_said = self.config.timeout_s, lambda: all(map(self._meeting.has, keys))
+        if not wait_until(all_said, limit, PAUSE_S, self._look_for_trainers):
+            missing = [rank for rank, key in enumerate(keys) if not self._meeting.has(key)]
+            raise CADPeerError(
+                f"rank {self.role.rank} waited {limit:g} s for trainers {missing} to say which "
+                "servers they have: they hang, or their hosts are lost"
+            )
         return [Word.from_text(self._meeting.root.get(key).decode()) for key in keys]
+
+    def _look_for_trainers(self) -> None:
+        if found := self.liveness.why_hopeless():
+            raise CADPeerError(f"rank {self.role.rank}: servers are lost, and so are trainers: {found}")
 
     def _let_in(self, nth: int) -> int:
         """Connect to a server that came later; gives its number. One that is not there any more is lost at once."""
-        server = self._meeting.who_came(nth)
-        assert server is not None  # trainer 0 has seen it
+        number = self._meeting.who_came()[nth - 1]
+        self.liveness.store.set(f"{ASKED}/{number}", "now")
         try:
-            self.link.add(server.rank, connect_to(self.role.rank, server, self._host))
+            door = self._meeting.find_door(number, CONNECT_S)
+            self.link.add(number, connect_to(self.role.rank, self._meeting.hear(number).what, door))
         except CADPeerError as error:
-            self.link.gone[server.rank] = str(error)
-        return server.rank
+            self.link.lose(number, str(error))
+        return number
 
     def _go_on_with(self, again: list[int]) -> bool:
         """Open the group of the new crew and run passes again; whether that went well."""
@@ -267,7 +283,7 @@ class Changes:
             return False
         return True
 
-    def _say(self, before: Crew, repeated: int) -> None:
+    def _say(self, before: Members, repeated: int) -> None:
         if self.role.rank:
             return
         lost = [f"server {one} ended: {self.link.gone.get(one, 'a trainer lost it')}" for one in before.servers

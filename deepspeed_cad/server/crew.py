@@ -19,7 +19,7 @@ CHANGING = ("nvlink", "nccl")
 
 
 @dataclass(frozen=True)
-class Crew:
+class Members:
     """Who is there."""
 
     generation: int
@@ -49,9 +49,9 @@ class Crew:
         return {"generation": self.generation, "servers": self.servers, "exchanges": self.exchanges}
 
     @staticmethod
-    def from_head(trainers: int, head: dict[str, Any]) -> Crew:
+    def from_head(trainers: int, head: dict[str, Any]) -> Members:
         """The inverse of `to_head`."""
-        return Crew(head["generation"], trainers, tuple(head["servers"]), head["exchanges"])
+        return Members(head["generation"], trainers, tuple(head["servers"]), head["exchanges"])
 
     def in_words(self) -> str:
         """With whom training goes on."""

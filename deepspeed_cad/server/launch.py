@@ -100,11 +100,11 @@ def needs_launcher(config: CADConfig) -> str:
 
 
 def farewell(reason: str) -> None:
-    """This process ends: tell reserved servers, if there are any and they were not told; "" where it ends well."""
+    """This process ends: tell whoever waits for it, if they were not told; `reason` is empty where it ends well."""
     module = sys.modules.get("deepspeed_cad.session")
     session = module.current_session() if module is not None else None
     if session is not None:
-        session.leave_servers(reason)
+        session.leave(reason)
         return
     role = _published()
     if role is None:

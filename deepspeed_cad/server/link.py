@@ -14,35 +14,43 @@ import selectors
 import socket
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.server.meeting import LEFT
-from deepspeed_cad.server.orders import DROPPED
-from deepspeed_cad.server.rendezvous import Hello
-from deepspeed_cad.server.wire import BUSY, encode, keep_alive, receive
+from deepspeed_cad.server.meeting import GIVEN_UP, LEFT
+from deepspeed_cad.server.orders import FAILED, LEAVE, TO_TRAINERS
+from deepspeed_cad.server.wire import MOST_REASON, Inbox, encode
 from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger("deepspeed_cad")
 
-CONNECT_S = 10.0
-"""For each address of a server."""
 LOOK_S = 0.2
-"""Between two looks for servers that have come."""
+"""Between two looks for servers that have come, or are silent."""
 
 
 class ServerLink:
     """The servers of one trainer."""
 
     def __init__(
-        self, rank: int, connections: dict[int, socket.socket], liveness: Liveness, goes_on: bool = False
+        self,
+        rank: int,
+        connections: dict[int, socket.socket],
+        liveness: Liveness,
+        silent_s: float,
+        goes_on: bool = False,
     ) -> None:
-        """`goes_on`: the training goes on without a server that is lost."""
-        self.rank, self.liveness = rank, liveness
+        """The servers that the job began with.
+
+        `silent_s`: a server that says nothing for so long hangs, and is lost. `goes_on`: the training goes on without
+        a server that is lost.
+        """
+        self.rank, self.liveness, self.silent_s = rank, liveness, silent_s
         self.gone: dict[int, str] = {}
         """Where it does: servers that are lost, and why."""
         self.heard: Callable[[], None] = lambda: None
@@ -51,11 +59,13 @@ class ServerLink:
         self.lost = ""
         """Why the servers cannot be counted on any more."""
         self._busy: dict[int, tuple[float, float]] = {}
-        self._connections = connections
-        self._new: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
-        for one in connections.items():
-            self._new.put(one)
+        self._connections: dict[int, socket.socket] = {}
+        self._crew = tuple(connections)
+        """Who is told orders: not who has just come."""
+        self._new: queue.SimpleQueue[tuple[int, Inbox]] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        for server, connection in connections.items():
+            self.add(server, connection)
         self._closing = False
         me = weakref.ref(self)
         # A forked data loader would hold the sockets open behind a trainer that died.
@@ -63,7 +73,7 @@ class ServerLink:
         start_daemon("servers", self._listen, None)
 
     def tell(self, head: dict[str, Any], arrays: tuple[Ints, ...] = (), generation: int = 0) -> None:
-        """To every server, in this order; raises CADPeerError where one has died and that ends all.
+        """To every server of the crew, in this order; raises CADPeerError where one has died and that ends all.
 
         What is said to servers that have changed since `generation` is not sent.
         """
@@ -73,42 +83,40 @@ class ServerLink:
                 raise CADPeerError(f"rank {self.rank}: {self.lost}")
             if generation != self._generation:
                 return
-            for server, connection in list(self._connections.items()):
+            self._send(self._crew, frame)
+            if self.lost:
+                raise CADPeerError(f"rank {self.rank}: {self.lost}")
+
+    def _send(self, servers: Iterable[int], frame: bytes) -> None:
+        for server in servers:
+            connection = self._connections.get(server)
+            # To one that is lost a part of a frame may have gone out.
+            if connection is not None and server not in self.gone:
                 try:
                     connection.sendall(frame)
                 except OSError as error:
-                    self._lose(server, f"its connection is lost ({error})")
-                    if not self._goes_on:
-                        raise CADPeerError(f"rank {self.rank}: {self.lost}") from error
+                    self.lose(server, _in_words(error))
 
     def add(self, server: int, connection: socket.socket) -> None:
-        """A server that has come later."""
+        """A server is there. It is told nothing before it belongs to the crew."""
+        connection.settimeout(self.silent_s)
         with self._lock:
             self._connections[server] = connection
-        self._new.put((server, connection))
+        self._new.put((server, Inbox(connection, f"server {server}", TO_TRAINERS)))
 
     def change(self, servers: tuple[int, ...], generation: int, head: dict[str, Any] | None) -> None:
-        """From now on these are the servers; they are told `head`, others that they are dropped."""
+        """From now on these are the servers, the crew. They are told `head`; connections to others end."""
         with self._lock:
-            self._generation = generation
-            for server, connection in list(self._connections.items()):
-                word = head if server in servers else {"do": DROPPED, "reason": self.gone.get(server, "")}
-                try:
-                    if word is not None:
-                        connection.sendall(encode(word))
-                except OSError as error:
-                    if server in servers:
-                        self._lose(server, f"its connection is lost ({error})")
-                if server not in servers:
-                    self._close(server)
+            self._generation, self._crew = generation, servers
+            if head is not None:
+                self._send(servers, encode(head))
+            for server in [server for server in self._connections if server not in servers]:
+                self._close(server)
 
     def _close(self, server: int) -> None:
-        connection = self._connections.pop(server)
-        try:
+        with suppress(OSError):  # it has gone already
             # The thread that listens is to see its end, so that it forgets it.
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            logger.debug("server %d has gone: %s", server, error)
+            self._connections.pop(server).shutdown(socket.SHUT_RDWR)
 
     def busy(self) -> tuple[float, float]:
         """Seconds that servers attended and that they are up, summed over servers, as they last told the leader."""
@@ -123,13 +131,10 @@ class ServerLink:
             self._closing = True
             if self._goes_on:
                 self._tell_the_board(reason)
-            frame = encode({"do": "leave", "reason": reason})
+            self._send(self._connections, encode({"do": LEAVE, "reason": reason[:MOST_REASON]}))
             for connection in self._connections.values():
-                try:
-                    connection.sendall(frame)
+                with suppress(OSError):  # of a server that ended before this trainer
                     connection.shutdown(socket.SHUT_WR)
-                except OSError as error:
-                    logger.debug("a server has ended before this trainer: %s", error)
 
     def _tell_the_board(self, reason: str) -> None:
         """Trainers that lose their servers because of this one ask there who is left; and servers that came later and
@@ -150,71 +155,62 @@ class ServerLink:
             connection.close()
 
     def _listen(self) -> None:
+        heard: dict[int, float] = {}
         with selectors.DefaultSelector() as waiting:
             while not self._closing:
+                # Before the look: where this process stood still, what came meanwhile is read first.
+                now = time.monotonic()
                 while not self._new.empty():
-                    server, came = self._new.get()
-                    waiting.register(came, selectors.EVENT_READ, server)
-                if not waiting.get_map() and not self._goes_on:
+                    server, inbox = self._new.get()
+                    waiting.register(inbox.connection, selectors.EVENT_READ, (server, inbox))
+                    heard[server] = now
+                if not heard and not self._goes_on:
                     return
                 for key, _ in waiting.select(LOOK_S):
-                    connection = key.fileobj
-                    assert isinstance(connection, socket.socket)
-                    if not self._hear(key.data, connection):
-                        waiting.unregister(connection)
+                    server, inbox = key.data
+                    heard[server] = now
+                    if not self._hear(server, inbox):
+                        waiting.unregister(inbox.connection)
+                        del heard[server]
+                for server in [server for server, last in heard.items() if now - last > self.silent_s]:
+                    del heard[server]
+                    hangs = "it hangs, or nothing reaches its host"
+                    self.lose(server, f"it has said nothing for {self.silent_s:g} s: {hangs}")
 
-    def _hear(self, server: int, connection: socket.socket) -> bool:
+    def _hear(self, server: int, inbox: Inbox) -> bool:
+        """Whether more may come."""
         try:
-            frame = receive(connection)
-        except OSError:
-            frame = None
-        if self._closing:
-            return False
-        if frame is not None and frame.head["do"] == BUSY:
-            self._busy[server] = float(frame.head["busy"]), float(frame.head["total"])
+            for frame in inbox.read():
+                if frame.head["do"] == FAILED:
+                    self.lose(server, frame.head["reason"])
+                    return False
+                if self.rank == 0:
+                    self._busy[server] = frame.head["busy"], frame.head["total"]
             return True
-        self._lose(server, "its process died" if frame is None else str(frame.head["reason"]))
-        return False
+        except OSError as error:
+            self.lose(server, _in_words(error))
+            return False
 
-    def _lose(self, server: int, reason: str) -> None:
-        if self._goes_on:
-            self.gone.setdefault(server, reason)
-            self.heard()
+    def lose(self, server: int, reason: str) -> None:
+        """A server is lost; only the first reason counts."""
+        if self._closing or server in self.gone or (self.lost and not self._goes_on):
             return
-        if not self.lost:
+        if self._goes_on:
+            self.gone[server] = reason
+        else:
             self.lost = f"server {server} ended: {reason}"
             # Said at once: a launcher may end this process before it meets the error itself.
             sys.stderr.write(f"deepspeed_cad: rank {self.rank}: {self.lost}\n")
             sys.stderr.flush()
         try:
-            self.liveness.store.set(f"error/{server}", reason[:2000])
+            self.liveness.store.set(f"{GIVEN_UP if self._goes_on else 'error'}/{server}", reason[:MOST_REASON])
         except (RuntimeError, OSError) as error:
             logger.debug("the board is gone: %s", error)
+        self.heard()
 
 
-def connect(rank: int, servers: list[Hello], liveness: Liveness, host: str, goes_on: bool = False) -> ServerLink:
-    """Connect to every server. Raises CADPeerError, naming what does not answer. `goes_on`: see ServerLink."""
-    return ServerLink(rank, {server.rank: connect_to(rank, server, host) for server in servers}, liveness, goes_on)
-
-
-def connect_to(rank: int, server: Hello, host: str) -> socket.socket:
-    """A connection to one server; raises CADPeerError where it does not answer."""
-    tried = []
-    for address in (("127.0.0.1",) if server.host == host else ()) + server.addresses:
-        try:
-            connection = socket.create_connection((address, server.port), timeout=CONNECT_S)
-            connection.sendall(encode({"rank": rank, "token": server.token}))
-            answer = receive(connection)
-        except OSError as error:
-            tried.append(f"{address}:{server.port} ({error})")
-            continue
-        if answer is not None and answer.head == {"rank": server.rank}:
-            connection.settimeout(None)
-            keep_alive(connection)
-            return connection
-        connection.close()
-        tried.append(f"{address}:{server.port} (somebody else answers)")
-    raise CADPeerError(f"trainer {rank} does not reach {server.what}: {'; '.join(tried)}")
+def _in_words(error: OSError) -> str:
+    return "its process died" if isinstance(error, ConnectionError) else f"its connection is lost ({error})"
 
 
 def _drop(link: ServerLink | None) -> None:

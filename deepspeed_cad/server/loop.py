@@ -235,7 +235,7 @@ class Loop:
         need = kernel_need(LayerKind(shape, rule, dtype), self.device, head["deterministic"])
         if need not in self._kernels:
             self._kernels[need] = self._choose(need)
-        modes = Modes(False, False, head["keep"], sinks_travel=True, returns=head["returns"])
+        modes = Modes(False, False, sinks_travel=True, returns=head["returns"])
         setup = CallSetup(
             self._uploaded(opened, key, head["nano_batch"]), self._kernels[need], self.transport, rule, modes,
             self.counts, head["nano_batch"], f"layer {head['layer']}", None, head["turn"], head["layer"],
@@ -291,8 +291,7 @@ class Loop:
         if self.budget is not None and self.held > self.budget:
             raise CADError(
                 f"server {self.rank} holds {self.held >> 20} MiB for backwards to come and has {self.budget >> 20} MiB "
-                'for that: reserve more servers, use smaller micro-batches, or set "backward": "resend", with which a '
-                "server keeps O but not Q, K and V"
+                "for that: reserve more servers, or use smaller micro-batches"
             )
 
     def _free(self, call: Call) -> None:
@@ -304,8 +303,7 @@ class Loop:
 
 
 def _bytes_of(served: ServedOutputs) -> int:
-    tensors = [served.o_RGV, served.lse_RG, *(served.received or ())]
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in served)
 
 
 def _key(fields: list[Any]) -> PlanKey:

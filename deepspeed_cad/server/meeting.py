@@ -6,8 +6,9 @@ And how servers of another launch find their places: trainer 0 leaves word of it
 from __future__ import annotations
 
 import json
-import time
+import math
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,14 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADPeerError
 from deepspeed_cad.exchange.group import OwnGroup, make_group
 from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.patience import wait_until
 from deepspeed_cad.exchange.patient_store import PatientStore
 from deepspeed_cad.server.rendezvous import LOOK_S, PREFIX, Abandoned, Hello, Rendezvous, open_store
 from deepspeed_cad.server.split import Split
 
 JOB = "job"
-LEFT = "left"
-"""On the board: the training has ended."""
+LEFT, ASKED, GIVEN_UP = "left", "asked", "given up"
+"""On the board: the training has ended; a server that came later is asked in; trainers go on without a server."""
 
 
 def open_board(meeting: Rendezvous, split: Split, config: CADConfig) -> Liveness:
@@ -33,14 +35,31 @@ def open_board(meeting: Rendezvous, split: Split, config: CADConfig) -> Liveness
     return liveness
 
 
+def wait_to_be_asked_in(liveness: Liveness) -> None:
+    """A server that came later, until trainers come to a step in which it takes part; raises as `look_for_end`."""
+    asked = f"{ASKED}/{liveness.rank}"
+    wait_until(lambda: read_board(liveness, asked), math.inf, LOOK_S, partial(look_for_end, liveness))
+
+
 def look_for_end(liveness: Liveness) -> None:
-    """Raises Abandoned where the training has ended that a server waits for which came later."""
+    """For a server that came later and waits for trainers. Raises Abandoned where the training has ended, CADPeerError
+    where trainers go on without this server."""
+    if reason := read_board(liveness, f"{GIVEN_UP}/{liveness.rank}"):
+        raise CADPeerError(f"the trainers go on without it: {reason}")
     try:
         ended = liveness.store.check([LEFT])
     except (RuntimeError, OSError):
         ended = True
     if ended or liveness.why_hopeless():
         raise Abandoned("the training ended before it came to a step that this server could take part in")
+
+
+def read_board(liveness: Liveness, key: str) -> str:
+    """What is under a key of the board; "" where nothing is, or the board is gone."""
+    try:
+        return liveness.store.get(key).decode() if liveness.store.check([key]) else ""
+    except (RuntimeError, OSError):
+        return ""
 
 
 def open_group(split: Split, liveness: Liveness, device: torch.device, timeout_s: float) -> OwnGroup:
@@ -65,14 +84,11 @@ def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None, vers
     another launch, has all of them, or is configured otherwise than `config`.
     """
     store = dist.PrefixStore(PREFIX, open_store(rendezvous, timeout_s))
-    end = time.monotonic() + timeout_s
-    while not store.check([JOB]):
-        if time.monotonic() > end:
-            raise CADPeerError(
-                f"the store at {rendezvous} is there, but no training with reserved servers came to it within "
-                f'{timeout_s:g} s. Its "cad" block must say {{"servers": {{"joined": n}}}}'
-            )
-        time.sleep(LOOK_S)
+    if not wait_until(lambda: store.check([JOB]), timeout_s, LOOK_S):
+        raise CADPeerError(
+            f"the store at {rendezvous} is there, but no training with reserved servers came to it within "
+            f'{timeout_s:g} s. Its "cad" block must say {{"servers": {{"joined": n}}}}'
+        )
     job = json.loads(store.get(JOB))
     # First of all: the configuration of another version may have keys that are unknown here.
     if job["version"] != version:

@@ -16,25 +16,28 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from deepspeed_cad import native
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
+from deepspeed_cad.exchange.group import OwnGroup
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.profiles.speed import find_speeds
-from deepspeed_cad.server.crew import Crew, transports_of, why_not_change
+from deepspeed_cad.server.crew import Members, transports_of, why_not_change
+from deepspeed_cad.server.handshake import Listener
 from deepspeed_cad.server.loop import Loop
-from deepspeed_cad.server.meeting import look_for_end, open_board, open_group
+from deepspeed_cad.server.meeting import look_for_end, open_board, open_group, wait_to_be_asked_in
 from deepspeed_cad.server.orders import REGROUP
 from deepspeed_cad.server.regroup import regroup
 from deepspeed_cad.server.rendezvous import Abandoned, Rendezvous, hello
 from deepspeed_cad.server.split import Split
-from deepspeed_cad.server.trainers import End, Listener, TrainerLinks
+from deepspeed_cad.server.trainers import End, TrainerLinks
 from deepspeed_cad.version import __version__
 
 logger = logging.getLogger("deepspeed_cad")
@@ -47,10 +50,6 @@ LAST_WORD_S = 1.5
 """For trainers to say why an exchange failed, which may be what ended this server."""
 STUCK_S = 6.0
 """After the trainers ended, for a GPU or an exchange that does not let go."""
-TELL_S = 0.1
-"""Between two words to the leader on how long this server attended."""
-LATE_S = 7 * 24 * 3600.0
-"""For a training to come to its next step, where this server came later: as good as for ever. It looks for its end."""
 FAREWELL_S = 3.0
 """For trainers to end after this server failed: a launcher may end them as soon as it sees this process go."""
 
@@ -81,25 +80,28 @@ class _Server:
     def open(self) -> None:
         """Meet the trainers; raises a CADError, the same on all ranks where they do not belong together."""
         split, config, device = self.split, self.config, self.device
-        # Whoever starts training may first load a model for as long as it likes.
-        listener = Listener(split.rendezvous)
         meeting = Rendezvous(split, config.timeout_s)
         meeting.claim()
-        mine = hello(
-            split, config, __version__, addresses=listener.addresses, port=listener.port, token=listener.token
-        )  # fmt: skip
-        if reason := why_not_change(config, device):
+        mine = hello(split, config, __version__)
+        if reason := native.why_missing() or why_not_change(config, device):
             meeting.refuse(f"{mine.what}: {reason}")
+        self.liveness = open_board(meeting, split, config)
+        # Whoever starts training may first load a model for as long as it likes; nobody can connect meanwhile.
         if split.came_later:
             meeting.knock(mine)
+            wait_to_be_asked_in(self.liveness)
         else:
             meeting.meet(mine)
-        self.liveness = open_board(meeting, split, config)
+        elsewhere = {meeting.hear(trainer).host for trainer in range(split.trainers)} - {mine.host}
+        try:
+            listener = Listener(split.rank, split.rendezvous, sorted(elsewhere))
+        except CADPeerError as error:
+            meeting.open_door(str(error))
+            raise
+        meeting.open_door(listener.door)
         look = partial(look_for_end, self.liveness) if split.came_later else lambda: None
-        limit = LATE_S if split.came_later else config.timeout_s
-        self.trainers = self._links = TrainerLinks(
-            split.rank, listener.accept(split.trainers, split.rank, limit, look), self.liveness
-        )
+        connections = listener.accept(split.trainers, config.timeout_s, look)
+        self.trainers = self._links = TrainerLinks(split.rank, connections, self.liveness)
         self._closed = threading.Event()
         threading.Thread(target=self._end_with_trainers, daemon=True).start()
         self.worker = Worker(device, config.timeout_s)
@@ -107,7 +109,7 @@ class _Server:
             self.group = open_group(split, self.liveness, device, config.timeout_s)
             self.transport = self._open_transport()
             # Trainers plan with what all ranks say of their speed; a server that comes later is taken for a mean one.
-            find_speeds(config.speeds, split.ranks, device, config.kernel, self._numbers, False)
+            find_speeds(config.speeds, device, config.kernel, self._numbers, False)
         self.loop = Loop(split.rank, device, self.transport, self._kernel, self.worker, self._budget())
         if config.on_server_failure == "continue":
             self.liveness.watched, self.liveness.losses = range(split.trainers), self._links
@@ -116,7 +118,7 @@ class _Server:
         split, loop = self.split, self.loop
         if not split.came_later:
             self._say_up(split.servers - 1)
-        began, told, reason = 0.0, 0.0, ""
+        began, reason = 0.0, ""
         try:
             while not isinstance(item := self._links.items.get(), End):
                 # Until the first micro-batch comes, trainers load models and data.
@@ -127,9 +129,7 @@ class _Server:
                         self._regroup(item.head)
                     elif self._links.called <= self._links.generation:
                         loop.follow(item)
-                if (now := time.perf_counter()) - told > TELL_S:
-                    told = now
-                    self._links.tell_busy(loop.busy.seconds(), now - began)
+                self._links.busy = loop.busy.seconds(), time.perf_counter() - began
             reason = item.reason
             if not reason:
                 loop.end_trace()
@@ -155,7 +155,7 @@ class _Server:
 
     def _regroup(self, head: dict[str, Any]) -> None:
         """Servers have changed: begin again in a group with those that are there now."""
-        crew = Crew.from_head(self.split.trainers, head)
+        crew = Members.from_head(self.split.trainers, head)
         first = self.transport is None
         if self.transport is not None:
             release = self.transport.abandon()
@@ -163,7 +163,7 @@ class _Server:
             release()
         self._links.generation = crew.generation
         opened = regroup(self.split, crew, self.config, self.device, self.liveness)
-        self.group, self.transport = opened.group, opened.transport
+        self.group, self.transport = cast(OwnGroup, opened.group), opened.transport
         self.loop.begin_again(crew.place(self.split.rank), self.transport)
         if first and self.split.came_later:
             self._say_up(len(crew.servers) - 1)
@@ -194,7 +194,7 @@ class _Server:
         return open_transport(
             self.config.transport, self.group, self.device, self._numbers, self.liveness, self.config.timeout_s, given,
             transports_of(self.config, self.device),
-        )[0]  # fmt: skip
+        ).transport  # fmt: skip
 
     def _numbers(self, value: int) -> list[int]:
         """One number of every rank. Collective."""
@@ -203,7 +203,7 @@ class _Server:
     def _kernel(self, need: KernelNeed) -> Kernel:
         from deepspeed_cad.kernels.registry import choose
 
-        return choose(self.config.kernel, need)
+        return choose(self.config.kernel, need, self.split.rank)
 
     def _budget(self) -> int | None:
         if self.device.type != "cuda":

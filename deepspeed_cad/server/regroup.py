@@ -8,9 +8,9 @@ In: who is there, by agreement. Out: group, transport and hosts. ServerLostError
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.group import OwnGroup, make_group
-from deepspeed_cad.exchange.liveness import LOOK_S, Liveness
-from deepspeed_cad.exchange.opening import open_again
-from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.server.crew import Crew, transports_of
+from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.opening import Opened, open_again
+from deepspeed_cad.exchange.patience import wait_until
+from deepspeed_cad.server.crew import Members, transports_of
 from deepspeed_cad.server.rendezvous import Rendezvous
 from deepspeed_cad.server.split import Split
 from deepspeed_cad.threads import start_daemon
@@ -29,23 +29,17 @@ from deepspeed_cad.threads import start_daemon
 PAUSE_S = 0.005
 
 
-@dataclass(frozen=True, eq=False)
-class Opened:
-    """A group and what it exchanges through."""
-
-    group: OwnGroup
-    transport: Transport
-    hosts: list[int]
-
-
-def regroup(split: Split, crew: Crew, config: CADConfig, device: torch.device, liveness: Liveness) -> Opened:
+def regroup(split: Split, crew: Members, config: CADConfig, device: torch.device, liveness: Liveness) -> Opened:
     """Open the group of a crew. Collective over its ranks; `split.rank` is the number of this one."""
-    watch = _Watch(liveness, config.timeout_s)
     meeting = Rendezvous(split, config.timeout_s)
     here = {number: f"here/{crew.generation}/{number}" for number in crew.numbers}
     meeting.root.set(here[split.rank], "1")
-    while missing := [number for number, key in here.items() if not meeting.has(key)]:
-        watch.look(f"ranks {missing} to open another group")
+
+    def missing() -> list[int]:
+        return [number for number, key in here.items() if not meeting.has(key)]
+
+    wait = partial(_wait, liveness, config.timeout_s)
+    wait(lambda: not missing(), lambda: f"ranks {missing()} to open another group")
     store = dist.PrefixStore(f"group/{crew.generation}", Rendezvous(split, config.timeout_s).root)
     made: Future[OwnGroup] = Future()
 
@@ -59,8 +53,7 @@ def regroup(split: Split, crew: Crew, config: CADConfig, device: torch.device, l
             made.set_exception(error)
 
     start_daemon("opens a group", make, device)
-    while not made.done():
-        watch.look("the group of trainers and servers")
+    wait(made.done, lambda: "the group of trainers and servers")
     with Liveness.watch(liveness, "the group of trainers and servers", with_servers=True):
         group = made.result()
 
@@ -68,29 +61,22 @@ def regroup(split: Split, crew: Crew, config: CADConfig, device: torch.device, l
         return group.numbers(value, liveness)
 
     auto = transports_of(config, device)
-    transport, hosts = open_again(config.transport, group, device, agree, liveness, config.timeout_s, auto)
-    transport.exchanges = crew.exchanges
-    return Opened(group, transport, hosts)
+    opened = open_again(config.transport, group, device, agree, liveness, config.timeout_s, auto)
+    opened.transport.exchanges = crew.exchanges
+    return opened
 
 
-class _Watch:
-    """Looks around while this rank waits."""
+def _wait(liveness: Liveness, timeout_s: float, is_there: Callable[[], bool], waited_for: Callable[[], str]) -> None:
+    """Raises ServerLostError where a server is lost, CADPeerError where a trainer is, or time is up."""
 
-    def __init__(self, liveness: Liveness, timeout_s: float) -> None:
-        self._liveness, self._timeout_s = liveness, timeout_s
-        self._began = self._looked = time.monotonic()
-
-    def look(self, waited_for: str) -> None:
-        """Raises ServerLostError where a server is lost, CADPeerError where a trainer is, or time is up."""
-        time.sleep(PAUSE_S)
-        if self._liveness.losses is not None and (lost := self._liveness.losses.why()):
+    def ask() -> bool:
+        if liveness.losses is not None and (lost := liveness.losses.why()):
             raise ServerLostError(lost)
-        now = time.monotonic()
-        if now - self._looked > LOOK_S:
-            self._looked = now
-            if found := self._liveness.why_hopeless():
-                raise CADPeerError(f"rank {self._liveness.rank} waited for {waited_for}: {found}")
-        if now - self._began > self._timeout_s:
-            raise CADPeerError(
-                f"rank {self._liveness.rank} waited {self._timeout_s:g} s for {waited_for}"
-            )  # fmt: skip
+        return is_there()
+
+    def look_around() -> None:
+        if found := liveness.why_hopeless():
+            raise CADPeerError(f"rank {liveness.rank} waited for {waited_for()}: {found}")
+
+    if not wait_until(ask, timeout_s, PAUSE_S, look_around):
+        raise CADPeerError(f"rank {liveness.rank} waited {timeout_s:g} s for {waited_for()}")

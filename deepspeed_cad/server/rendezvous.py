@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
+from deepspeed_cad.exchange.patience import wait_until
+from deepspeed_cad.server.handshake import Door
 from deepspeed_cad.server.split import Split
 
 logger = logging.getLogger("deepspeed_cad")
@@ -30,7 +32,7 @@ PATIENCE_S = 10.0
 """Seconds of waiting after which absent ranks are named."""
 REFUSED = "refused"
 CAME = "came"
-"""Counts servers that came when the job ran; each one's number is under a key of its own."""
+"""Numbers of servers that came when the job ran, in one value: each adds its own by one call, or has not come."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,6 @@ class Hello:
     version: str
     config: dict[str, Any]
     host: str
-    addresses: tuple[str, ...] = ()
-    """Of a server: where trainers reach it, best first."""
-    port: int = 0
-    token: str = ""
-    """Of a server: what a trainer shows there."""
 
     @property
     def what(self) -> str:
@@ -99,7 +96,7 @@ class Rendezvous:
                 warned = True
                 logger.warning("rank %d has waited %.0f s for %s", mine.rank, PATIENCE_S, self._name(missing))
             time.sleep(LOOK_S)
-        said = [_read(self.root.get(f"hello/{rank}")) for rank in ranks]
+        said = [self.hear(rank) for rank in ranks]
         self._look_for_refusal()
         if problem := compare(said):
             raise CADConfigError(problem)
@@ -108,14 +105,32 @@ class Rendezvous:
     def knock(self, mine: Hello) -> None:
         """A server that came later: say so, and wait to be asked in."""
         self.root.set(f"hello/{mine.rank}", json.dumps(asdict(mine)))
-        self.root.set(f"{CAME}/{self.root.add(CAME, 1)}", str(mine.rank))
+        store: Any = self.root  # whose stubs lack this call
+        store.append(CAME, f"{mine.rank} ")
 
-    def who_came(self, nth: int) -> Hello | None:
-        """The n-th server that came later, counted from 1; None where no more have come."""
-        if not self.has(f"{CAME}/{nth}"):
-            return None
-        number = int(self.root.get(f"{CAME}/{nth}"))
-        return _read(self.root.get(f"hello/{number}"))
+    def who_came(self) -> list[int]:
+        """The numbers of servers that came later, in their order."""
+        return list(map(int, self.root.get(CAME).split())) if self.has(CAME) else []
+
+    def hear(self, rank: int) -> Hello:
+        """What a rank said when it came."""
+        said = json.loads(self.root.get(f"hello/{rank}"))
+        # Another version may say more; that it is another one is found by `compare`.
+        return Hello(**{name: value for name, value in said.items() if name in Hello.__dataclass_fields__})
+
+    def open_door(self, door: Door | str) -> None:
+        """A server says where it listens, or why it cannot."""
+        self.root.set(f"door/{self.split.rank}", json.dumps(door if isinstance(door, str) else asdict(door)))
+
+    def find_door(self, server: int, timeout_s: float) -> Door:
+        """Where a server listens that was met. CADPeerError where it does not say so in time, or cannot listen."""
+        key = f"door/{server}"
+        if not wait_until(lambda: self.has(key), timeout_s, LOOK_S):
+            what = self.hear(server).what
+            raise CADPeerError(f"{what} came and did not listen within {timeout_s:g} s: it died or hangs")
+        if isinstance(said := json.loads(self.root.get(key)), str):
+            raise CADPeerError(f"{self.hear(server).what} cannot listen: {said}")
+        return Door(**said)
 
     def refuse(self, reason: str) -> None:
         """End the meeting on every rank that is still at it. Raises CADConfigError."""
@@ -123,8 +138,11 @@ class Rendezvous:
         raise CADConfigError(reason)
 
     def leave(self, reason: str) -> None:
-        """This trainer ends without having met the servers; `reason` is empty where it ended well."""
-        self.root.set(f"left/{self.split.rank}", reason)
+        """This trainer ends without having met the servers; `reason` is empty where it ended well. The first word
+        counts: the exit code of a process that an error ended comes after the error."""
+        left = f"left/{self.split.rank}"
+        if not self.has(left):
+            self.root.set(left, reason)
 
     def has(self, key: str) -> bool:
         """Whether a key is there."""
@@ -180,18 +198,10 @@ def compare(said: list[Hello]) -> str:
     return ""
 
 
-def hello(split: Split, config: CADConfig, version: str, **listens: Any) -> Hello:
+def hello(split: Split, config: CADConfig, version: str) -> Hello:
     """What this process says of itself."""
-    return Hello(
-        split.rank, split.trainers, split.servers, version, json.loads(json.dumps(config.to_dict())),
-        socket.gethostname(), **listens,
-    )  # fmt: skip
-
-
-def _read(text: bytes) -> Hello:
-    # Another version may say more; that it is another one is found by `compare`.
-    said = {name: value for name, value in json.loads(text).items() if name in Hello.__dataclass_fields__}
-    return Hello(**{**said, "addresses": tuple(said["addresses"])})
+    settings = json.loads(json.dumps(config.to_dict()))
+    return Hello(split.rank, split.trainers, split.servers, version, settings, socket.gethostname())
 
 
 def _ask(question: Callable[[], bool]) -> bool:

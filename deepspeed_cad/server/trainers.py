@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.server.orders import DROPPED, REGROUP
-from deepspeed_cad.server.wire import BUSY, Frame, encode, keep_alive, receive
+from deepspeed_cad.server.meeting import GIVEN_UP, read_board
+from deepspeed_cad.server.orders import BUSY, FAILED, LEAVE, REGROUP, TO_SERVERS
+from deepspeed_cad.server.wire import MOST_REASON, Frame, Inbox, encode
 from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger("deepspeed_cad")
 
 LOOK_S = 0.5
-"""Between two looks at the error board."""
+"""Between two looks at the error board, and between two words to trainers."""
+SEND_S = 1.0
+"""For a word to go out: a trainer that does not read must not keep others from hearing of this server."""
 GRACE_S = 1.5
 """For a trainer that stopped or died to say why: on the board, or as the word with which it ends."""
 
@@ -34,49 +35,6 @@ class End:
     """There is nothing more to serve; `reason` is empty where all trainers ended well."""
 
     reason: str = ""
-
-
-class Listener:
-    """Where trainers reach this server."""
-
-    def __init__(self, rendezvous: str) -> None:
-        self.socket = socket.create_server(("", 0))
-        self.port = int(self.socket.getsockname()[1])
-        self.token = secrets.token_hex(16)
-        self.addresses = _own_addresses(rendezvous.rpartition(":")[0])
-
-    def accept(
-        self, trainers: int, rank: int, timeout_s: float, look: Callable[[], None] = lambda: None
-    ) -> dict[int, socket.socket]:
-        """A connection from every trainer. Raises CADPeerError where one does not come.
-
-        `look` is called now and then; it may raise.
-        """
-        found: dict[int, socket.socket] = {}
-        end = time.monotonic() + timeout_s
-        while len(found) < trainers:
-            look()
-            self.socket.settimeout(min(max(end - time.monotonic(), 0.01), LOOK_S))
-            try:
-                connection, _ = self.socket.accept()
-                connection.settimeout(5.0)
-                frame = receive(connection)
-            except TimeoutError as error:
-                missing = [one for one in range(trainers) if one not in found]
-                if time.monotonic() >= end:
-                    raise CADPeerError(f"server {rank}: trainers {missing} did not connect in time") from error
-                continue
-            except OSError:
-                continue
-            if frame is None or frame.head.get("token") != self.token:
-                connection.close()
-                continue
-            connection.sendall(encode({"rank": rank}))
-            connection.settimeout(None)
-            keep_alive(connection)
-            found[int(frame.head["rank"])] = connection
-        self.socket.close()
-        return found
 
 
 class TrainerLinks:
@@ -93,7 +51,13 @@ class TrainerLinks:
         self.reason = ""
         """Why trainers cannot go on."""
         self.ended = threading.Event()
+        self.busy = (0.0, 0.0)
+        """Seconds in which this server attended, and since its first micro-batch."""
         self._connections = connections
+        self._reached = dict(connections)
+        """Trainers to which all that was sent went out in time."""
+        for connection in connections.values():
+            connection.settimeout(SEND_S)
         self._sending = threading.Lock()
         self._left: set[int] = set()
         self._failed: set[int] = set()
@@ -102,14 +66,17 @@ class TrainerLinks:
 
     def fail(self, reason: str) -> None:
         """Tell every trainer that this server ends, and why."""
-        frame = encode({"do": "failed", "reason": reason[:4000]})
+        self._send({"do": FAILED, "reason": reason[:MOST_REASON]})
+
+    def _send(self, head: dict[str, Any]) -> None:
+        frame = encode(head)
         with self._sending:
-            for connection in self._connections.values():
+            for trainer, connection in list(self._reached.items()):
                 try:
-                    connection.settimeout(1.0)
                     connection.sendall(frame)
                 except OSError as error:
-                    logger.debug("a trainer has gone: %s", error)
+                    logger.debug("trainer %d is told nothing more: %s", trainer, error)
+                    del self._reached[trainer]
 
     def why(self) -> str:
         """See exchange.liveness.Losses."""
@@ -123,14 +90,6 @@ class TrainerLinks:
             time.sleep(0.02)
         return why
 
-    def tell_busy(self, busy_s: float, total_s: float) -> None:
-        """Tell the leader how long this server attended so far, and how long it is up."""
-        with self._sending:
-            try:
-                self._connections[0].sendall(encode({"do": BUSY, "busy": busy_s, "total": total_s}))
-            except OSError as error:
-                logger.debug("the leader has gone: %s", error)
-
     def wait_for_reason(self, seconds: float) -> str:
         """Why trainers cannot go on, as far as it is known by then."""
         self.ended.wait(seconds)
@@ -140,59 +99,75 @@ class TrainerLinks:
         looked = 0.0
         with selectors.DefaultSelector() as waiting:
             for trainer, connection in self._connections.items():
-                waiting.register(connection, selectors.EVENT_READ, trainer)
+                inbox = Inbox(connection, f"trainer {trainer}", TO_SERVERS)
+                waiting.register(connection, selectors.EVENT_READ, (trainer, inbox))
             while not self.ended.is_set():
                 for key, _ in waiting.select(LOOK_S):
-                    if not self._hear(key.data):
+                    if not self._hear(*key.data):
                         waiting.unregister(key.fileobj)
                 if time.monotonic() - looked > LOOK_S:
                     looked = time.monotonic()
+                    # Trainers take a server that says nothing for one that hangs.
+                    self._send({"do": BUSY, "busy": self.busy[0], "total": self.busy[1]})
                     self._look()
 
-    def _hear(self, trainer: int) -> bool:
+    def _hear(self, trainer: int, inbox: Inbox) -> bool:
+        """Whether more may come."""
         try:
-            frame = receive(self._connections[trainer])
-        except OSError:
-            frame = None
-        if frame is None:
+            for frame in inbox.read():
+                self._take(trainer, frame)
+            return True
+        except OSError as error:
             if trainer not in self._left:
-                self._end(self._explain(trainer))
+                self._explain(trainer, error)
             return False
-        if frame.head["do"] == DROPPED:
-            self._end(f"the trainers go on without it{': ' * bool(frame.head['reason'])}{frame.head['reason']}", False)
-            return False
-        if frame.head["do"] != "leave":
+
+    def _take(self, trainer: int, frame: Frame) -> None:
+        if frame.head["do"] != LEAVE:
             if frame.head["do"] == REGROUP:
                 self.called = frame.head["generation"]
             self.items.put(frame)
-            return True
+            return
         self._left.add(trainer)
         if frame.head["reason"]:
             self._failed.add(trainer)
             self._end(f"trainer {trainer} ended: {frame.head['reason']}")
         elif len(self._left) == len(self._connections):
             self._end("")
-        return True
 
     def _look(self) -> None:
-        """A trainer that stopped says so on the board; its process may go on for a while."""
+        """Trainers go on without this server, or one stopped: it says so, and its process may go on for a while."""
+        if self._is_given_up():
+            return
         stopped = [trainer for trainer in self._connections if self._said(trainer)]
         if stopped and not self.ended.is_set():
             time.sleep(GRACE_S)
             self._end(self._first_cause(stopped))
 
-    def _explain(self, trainer: int) -> str:
+    def _is_given_up(self) -> bool:
+        reason = read_board(self.liveness, f"{GIVEN_UP}/{self.rank}")
+        if reason:
+            self._end(f"the trainers go on without it: {reason}", for_all=False)
+        return bool(reason)
+
+    def _explain(self, trainer: int, error: OSError) -> None:
+        """The connection to a trainer has ended."""
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end:
+            if self._is_given_up():
+                return
             if said := self._said(trainer):
-                return f"trainer {trainer} stopped: {said}"
+                return self._end(f"trainer {trainer} stopped: {said}")
             time.sleep(0.1)
+        died = isinstance(error, ConnectionError)
         try:
             # For the others, which may wait for it too.
-            self.liveness.store.set(f"error/{trainer}", "its process died")
-        except (RuntimeError, OSError) as error:
-            logger.debug("the board is gone: %s", error)
-        return f"the process of trainer {trainer} died, or ended by os._exit"
+            text = "its process died" if died else f"the connection to it is lost ({error})"
+            self.liveness.store.set(f"error/{trainer}", text)
+        except (RuntimeError, OSError) as gone:
+            logger.debug("the board is gone: %s", gone)
+        how = "died, or ended by os._exit" if died else f"is not reached any more ({error})"
+        self._end(f"the process of trainer {trainer} {how}")
 
     def _first_cause(self, stopped: list[int]) -> str:
         """What a trainer says that did not stop because of others."""
@@ -202,11 +177,7 @@ class TrainerLinks:
         return f"trainer {trainer} stopped: {words[trainer]}"
 
     def _said(self, trainer: int) -> str:
-        try:
-            key = f"error/{trainer}"
-            return self.liveness.store.get(key).decode() if self.liveness.store.check([key]) else ""
-        except (RuntimeError, OSError):
-            return ""
+        return read_board(self.liveness, f"error/{trainer}")
 
     def _end(self, reason: str, for_all: bool = True) -> None:
         """`for_all`: the reason ends the trainers too."""
@@ -221,15 +192,3 @@ class TrainerLinks:
             self.fail(reason)
         self.ended.set()
         self.items.put(End(reason))
-
-
-def _own_addresses(master: str) -> tuple[str, ...]:
-    """Where other hosts may reach this one: the address from which it reaches the master, then its names."""
-    found = []
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))  # sends nothing: only asks which interface would
-            found.append(str(probe.getsockname()[0]))
-    except OSError as error:
-        logger.debug("no way to %s: %s", master, error)
-    return tuple(dict.fromkeys([*found, socket.gethostname()]))

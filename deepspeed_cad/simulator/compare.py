@@ -22,8 +22,11 @@ from deepspeed_cad.simulator.step import Foreseen, mean
 
 MODES = {
     "plain": "plain",
+    "plain kept": "plain, attention kept",
     "ulysses": "Ulysses",
+    "ulysses kept": "Ulysses, attention kept",
     "gathered": "all-gather CP",
+    "gathered kept": "all-gather CP, attention kept",
     "packed": "packing by length, ideal",
     "cad": "CAD in place",
     "cad reserved": "CAD, reserved servers",
@@ -238,10 +241,13 @@ Run = Callable[[modes.Step], Foreseen]
 
 def _choices(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     """Ways to run a mode, or why it cannot run."""
-    if mode == "plain":
+    kind, kept = mode.removesuffix(" kept"), mode.endswith(" kept")
+    if kept and not setting.checkpointing:
+        return "without checkpointing no mode repeats attention"
+    if kind == "plain":
         if any(layout.segments.begin.any() for layout in step):
             return "documents go on on the next GPU, and it would cut them there: another computation"
-        return [partial(modes.plain, setting)]
+        return [partial(modes.plain, setting, kept=kept)]
     if mode == "cad":
         runs: list[Run] = [partial(modes_cad.in_place, setting)]
         if setting.checkpointing and not setting.recompute_attention:
@@ -251,16 +257,16 @@ def _choices(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
             again = replace(setting, keep="device", recompute_attention=True)
             runs.append(partial(_variant, again, "recompute_attention"))
         return runs
-    if mode == "ulysses":
+    if kind == "ulysses":
         degrees = modes.ulysses_degrees(setting)
         if not degrees:
             return f"{setting.shape.query_heads} query heads and {setting.seats} seats have no common divisor"
-        return [partial(modes.ulysses, setting, degree=degree) for degree in degrees]
-    if mode == "gathered":
+        return [partial(modes.ulysses, setting, degree=degree, kept=kept) for degree in degrees]
+    if kind == "gathered":
         degrees = modes.gathered_degrees(setting)
         if not degrees:
             return f"{setting.seats} seats cannot be divided by 2"
-        return [partial(modes.gathered, setting, degree=degree) for degree in degrees]
+        return [partial(modes.gathered, setting, degree=degree, kept=kept) for degree in degrees]
     if mode == "packed":
         longest = max(int(document_lengths(layout).max(initial=1)) for layout in step)
         degrees = modes.packed_degrees(setting, longest, int(step[0].tokens.max()))

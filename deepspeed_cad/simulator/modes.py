@@ -10,6 +10,9 @@ In: a setting and the layouts of a step's micro-batches, one row per seat. Out: 
                  attention, by an oracle and at no cost, but no document is split between groups; inside a group as
                  `gathered`
     none         no attention at all
+
+`kept`: the recompute of activation checkpointing finds attention's output and does not attend; what `ulysses`
+and `gathered` send again then is hidden. As modes dp:kept and ulysses:kept of the training benchmark.
 """
 
 from __future__ import annotations
@@ -33,15 +36,14 @@ Step = Sequence[Layout]
 """The micro-batches of a step."""
 
 
-def plain(setting: Setting, step: Step) -> Foreseen:
+def plain(setting: Setting, step: Step, kept: bool = False) -> Foreseen:
     """See the module. Documents that span ranks are cut at the border: then it is another computation."""
     groups = setting.shape.groups
     attention = _stack([of_documents(layout, setting.cost, cut=True) for layout in step])
-    attention = (attention * _scale(setting, groups)).repeated(setting.checkpointing)
+    attention = (attention * _scale(setting, groups)).repeated(setting.checkpointing and not kept)
     tokens = np.array([layout.tokens for layout in step], np.float64)
-    return finish(
-        setting, "plain", Rows(tokens, attention, _nothing(tokens)), Figures((0.0, 0.0), _peak(setting, tokens))
-    )
+    figures = Figures((0.0, 0.0), _peak(setting, tokens, kept), measured=not kept)
+    return finish(setting, _name("plain", kept), Rows(tokens, attention, _nothing(tokens)), figures)
 
 
 def without_attention(setting: Setting, step: Step) -> Foreseen:
@@ -51,7 +53,7 @@ def without_attention(setting: Setting, step: Step) -> Foreseen:
     return finish(setting, "none", rows, Figures((0.0, 0.0), _peak(setting, tokens)))
 
 
-def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False) -> Foreseen:
+def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kept: bool = False) -> Foreseen:
     """See the module. `joined`: the rows of a group are one micro-batch, not one after the other."""
     parts = [_split(setting, layout, degree, of_documents(layout, setting.cost), joined) for layout in step]
     tokens = np.concatenate([part[0] for part in parts])
@@ -61,13 +63,14 @@ def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False) -> 
     width = 2.0 * shape.query_heads * shape.head_dim + 2.0 * max(shape.groups, degree) * shape.head_dim
     size = tokens * width * shape.bytes_per_element
     seconds = _each(size, lambda one: setting.cluster.all_to_all(one, degree, setting.tensor)) * setting.layers
-    exchange = Both(seconds, seconds).repeated(setting.checkpointing)
+    again = setting.checkpointing and not kept
+    exchange = Both(seconds, seconds).repeated(again)
     times = 3 if setting.checkpointing else 2
     inside, between = setting.cluster.shares(degree, setting.tensor)
     amount = float(size.sum(0).mean()) * setting.layers * times
-    rows = Rows(tokens, attention.repeated(setting.checkpointing), exchange)
-    peak = _peak(setting, tokens)
-    return finish(setting, "ulysses", rows, Figures((amount * inside, amount * between), peak, degree))
+    rows = Rows(tokens, attention.repeated(again), exchange)
+    figures = Figures((amount * inside, amount * between), _peak(setting, tokens, kept), degree, measured=not kept)
+    return finish(setting, _name("ulysses", kept), rows, figures)
 
 
 def ulysses_degrees(setting: Setting) -> list[int]:
@@ -80,7 +83,7 @@ def ulysses_degrees(setting: Setting) -> list[int]:
     ]
 
 
-def gathered(setting: Setting, step: Step, degree: int, joined: bool = True) -> Foreseen:
+def gathered(setting: Setting, step: Step, degree: int, joined: bool = True, kept: bool = False) -> Foreseen:
     """See the module. `joined`: the rows of a group are one micro-batch."""
     parts = []
     for layout in step:
@@ -89,10 +92,11 @@ def gathered(setting: Setting, step: Step, degree: int, joined: bool = True) -> 
         parts.append(_split(setting, layout, degree, each.summed(home, layout.ranks), joined))
     tokens = np.concatenate([part[0] for part in parts])
     attention = _join([part[1] for part in parts]) * _scale(setting, setting.shape.groups)
-    exchange, moved = _gather_keys(setting, tokens, degree)
-    rows = Rows(tokens, attention.repeated(setting.checkpointing), exchange)
-    peak = _peak(setting, tokens) + _gathered_bytes(setting, tokens, degree)
-    return finish(setting, "gathered", rows, Figures(moved, peak, degree, measured=False))
+    again = setting.checkpointing and not kept
+    exchange, moved = _gather_keys(setting, tokens, degree, again)
+    rows = Rows(tokens, attention.repeated(again), exchange)
+    peak = _peak(setting, tokens, kept) + _gathered_bytes(setting, tokens, degree)
+    return finish(setting, _name("gathered", kept), rows, Figures(moved, peak, degree, measured=False))
 
 
 def gathered_degrees(setting: Setting) -> list[int]:
@@ -103,7 +107,7 @@ def gathered_degrees(setting: Setting) -> list[int]:
 def packed(setting: Setting, step: Step, degree: int, kept: bool = False) -> Foreseen:
     """See the module: the least that any such packing reaches. Tokens count as equal, which is generous.
 
-    `kept`: the recompute does not repeat attention nor the gathering of its keys, as if it were done as CAD does it.
+    `kept`: see the module, as if it were done as CAD does it.
     """
     lengths = np.concatenate([document_lengths(layout) for layout in step])
     each = of_pieces(lengths, setting.cost, degree)
@@ -117,9 +121,10 @@ def packed(setting: Setting, step: Step, degree: int, kept: bool = False) -> For
     forward = float(each.forward[of_worst].sum() / each.total[of_worst].sum())
     scale = _scale(setting, setting.shape.groups)
     slow = np.full((count, 1), worst * scale)
-    attention = Both(slow * forward, slow * (1.0 - forward)).repeated(setting.checkpointing and not kept)
+    again = setting.checkpointing and not kept
+    attention = Both(slow * forward, slow * (1.0 - forward)).repeated(again)
     tokens = np.full((count, 1), sum(float(layout.tokens.sum()) for layout in step) / (setting.seats * count))
-    exchange, moved = _gather_keys(setting, tokens, degree)
+    exchange, moved = _gather_keys(setting, tokens, degree, again)
     peak = _peak(setting, tokens) + _gathered_bytes(setting, tokens, degree)
     if kept:
         peak += kept_output_bytes(setting, float(tokens.max()), min(setting.pipeline, count))
@@ -155,8 +160,11 @@ def _split(setting: Setting, layout: Layout, degree: int, by_row: Both, joined: 
     return fold(layout.tokens.astype(np.float64)), Both(fold(by_row.forward), fold(by_row.backward))
 
 
-def _gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Both, tuple[float, float]]:
-    """Seconds and bytes of gathering K and V of a row, and of scattering their gradients."""
+def _gather_keys(setting: Setting, tokens: Floats, degree: int, again: bool) -> tuple[Both, tuple[float, float]]:
+    """Seconds and bytes of gathering K and V of a row, and of scattering their gradients.
+
+    `again`: the recompute waits for K and V; else they are gathered for the backward while it runs.
+    """
     if degree == 1:
         return _nothing(tokens), (0.0, 0.0)
     row = 2.0 * setting.shape.groups * setting.shape.head_dim * setting.shape.bytes_per_element
@@ -168,7 +176,7 @@ def _gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Both, t
     times = 3 if setting.checkpointing else 2
     inside, between = setting.cluster.shares(degree, setting.tensor)
     amount = float(size.sum(0).mean()) * setting.layers * times
-    return Both(once, back).repeated(setting.checkpointing), (amount * inside, amount * between)
+    return Both(once, back).repeated(again), (amount * inside, amount * between)
 
 
 def _gathered_bytes(setting: Setting, tokens: Floats, degree: int) -> float:
@@ -177,11 +185,16 @@ def _gathered_bytes(setting: Setting, tokens: Floats, degree: int) -> float:
     return float(tokens.max()) * degree * row * 4.0 if degree > 1 else 0.0
 
 
-def _peak(setting: Setting, tokens: Floats) -> float:
-    state, most = state_bytes(setting, setting.seats), float(tokens.max())
-    if setting.pipeline == 1:
-        return state + activation_bytes(setting, most)
-    return state + stage_bytes(setting, most, (min(setting.pipeline, len(tokens)), 1))
+def _name(mode: str, kept: bool) -> str:
+    return f"{mode} kept" if kept else mode
+
+
+def _peak(setting: Setting, tokens: Floats, kept: bool = False) -> float:
+    own = replace(setting, keep="device", recompute_attention=False)  # which say what CAD keeps
+    state, most = state_bytes(own, own.seats), float(tokens.max())
+    if own.pipeline == 1:
+        return state + activation_bytes(own, most) + (kept_output_bytes(own, most) if kept else 0.0)
+    return state + stage_bytes(own, most, (min(own.pipeline, len(tokens)), 1), kept)
 
 
 def _scale(setting: Setting, groups: int) -> float:

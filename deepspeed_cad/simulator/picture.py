@@ -13,8 +13,11 @@ from deepspeed_cad.simulator.sweep import Curve
 
 COLOURS = {
     "plain": "#6b7482",
+    "plain kept": "#a3aab5",
     "ulysses": "#e09b22",
+    "ulysses kept": "#f0c987",
     "gathered": "#9b5bd6",
+    "gathered kept": "#cbb0ea",
     "packed": "#0f9d8a",
     "cad": "#2f6fde",
     "cad reserved": "#7fb2ff",

@@ -41,7 +41,9 @@ UnderWay = TypeVar("UnderWay", Dispatched, Returned)
 WARM_UP = 2
 """Micro-batches before the first that is recorded: plans and kernels are made for the first time in them."""
 PATH_VARIABLE, STEPS_VARIABLE = "DEEPSPEED_CAD_TRACE", "DEEPSPEED_CAD_TRACE_STEPS"
-"""What `deepspeed-cad trace` sets; the config keys are "trace" and "trace_steps"."""
+"""What `deepspeed-cad trace` sets; the config key is "trace"."""
+STEPS = 3
+"""Micro-batches to record, where nobody says."""
 NOT_TRACED: AbstractContextManager[None] = nullcontext()
 
 
@@ -240,8 +242,8 @@ class _TracedWait:
         return found
 
 
-def open_tracer(path: str, steps: int, device: torch.device, rank: int, ranks: int) -> Tracer | None:
+def open_tracer(path: str, device: torch.device, rank: int, ranks: int) -> Tracer | None:
     """The tracer that the config or `deepspeed-cad trace` asks for; None where neither does."""
     path = os.environ.get(PATH_VARIABLE, path)
-    steps = int(os.environ.get(STEPS_VARIABLE, steps))
+    steps = int(os.environ.get(STEPS_VARIABLE, STEPS))
     return Tracer(path, steps, device, rank, ranks) if path else None

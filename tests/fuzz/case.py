@@ -1,13 +1,13 @@
 """A case: everything that a random training loop differs in, as one line of JSON that can be replayed.
 
-`draw` makes a case from a seed, `simpler` the cases that have one feature less: what shrinking tries.
+`simpler` gives the cases that have one feature less: what shrinking tries. draw.py makes cases of seeds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +18,60 @@ ALL = -1
 DENSE = ("llama", "mistral", "gemma2", "qwen2")
 MIXTURES = ("gpt_oss", "deepseek_v3", "mixtral")
 """In fp64 only: in fp32 a router may choose another expert after a rounding."""
-FORMS = ("packed", "cumulative", "rows", "left", "right", "stream")
+HYBRIDS = ("lfm2", "qwen3_5_text", "granitemoehybrid")
+"""Layers that carry state beside layers that attend; likewise in fp64."""
+PIPELINED = ("llama", "mistral", "qwen2", "gpt_oss", "mixtral", "deepseek_v3", "qwen3_5_text")
+"""Models that `to_pipeline` cuts, and one that is refused later."""
+WITHOUT_WINDOWS = ("llama", "deepseek_v3")
+"""Where a ready-made mask of four axes means the same as documents: it takes the place of windows, too."""
 
 EXCEPTIONS = ("forward", "loss", "backward")
 KINDS = (*EXCEPTIONS, "loader", "positions", "break", "skip", "look")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a micro-batch tells its documents."""
+
+    shape: str
+    """"row": one row, packed; "rows": several, packed, padded on the right; "left", "right": a document in each row;
+    "stream": each rank's part of a row that all ranks share."""
+    positions: str
+    """"again": position ids begin again at each document; "on": they go on over it; "none": there are none."""
+    lengths: bool
+    """Whether there is cu_seq_lens_q, as for flash attention."""
+    mask: str
+    """"": a mask of zeros and ones where there is padding; "ones": one where there is none; "numbers": it numbers
+    documents; "blocks": four axes, true and false; "bias": four axes, added to scores."""
+
+    @property
+    def pads(self) -> bool:
+        """Whether rows may be longer than their documents."""
+        return self.shape in ("rows", "left", "right")
+
+    @property
+    def tells(self) -> bool:
+        """Whether documents can be read from it."""
+        return self.positions == "again" or self.lengths or self.mask not in ("", "ones") or self.shape in FLAT
+
+    @property
+    def name(self) -> str:
+        """The words that are not as in most."""
+        words = self.shape, "" if self.positions == "again" else self.positions, "lengths" * self.lengths, self.mask
+        return " ".join(word for word in words if word)
+
+
+FLAT = ("left", "right")
+MASKS_OF_FOUR_AXES = ("blocks", "bias")
+_POSITIONS = ("again", "on", "none")
+_MASKS = ("", "numbers", *MASKS_OF_FOUR_AXES)
+_ALL_FORMS = (
+    Form("stream", "again", False, ""),
+    *itertools.starmap(Form, itertools.product(("row",), _POSITIONS, (False, True), (*_MASKS, "ones"))),
+    *itertools.starmap(Form, itertools.product(("rows", *FLAT), _POSITIONS, (False,), _MASKS)),
+)
+FORMS = {form.name: form for form in _ALL_FORMS if form.tells}
+"""By name, such as "row none lengths ones"."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +90,29 @@ class Plant:
     """The script catches the exception and goes on with its next micro-batch."""
 
 
+MOMENTS = (
+    "open", "plan", "dispatch", "dispatch served", "dispatch done", "return", "return done", "backward dispatch",
+    "backward dispatch served", "backward dispatch done", "backward return", "backward return done",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fate:
+    """A reserved server that is killed, or stops without a word, in a step. It may be over before that."""
+
+    server: int
+    """Which, from 0."""
+    signal: str
+    """"KILL"; "STOP"; "PAUSE": it is stopped for a second, which is no reason to lose it."""
+    what: str
+    """One of MOMENTS: when it is told that, when it has computed what arrived ("served"), or is done with it."""
+    turn: int
+    """Micro-batch, as trainers count forwards."""
+    layer: int = 0
+    after: float = 0.0
+    """Seconds after that moment."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One random training loop."""
@@ -47,6 +120,11 @@ class Case:
     seed: int
     """Of the documents."""
     world: int = 2
+    """Ranks that train."""
+    servers: int = 0
+    """Ranks that are reserved beside them."""
+    stages: int = 0
+    """Of a DeepSpeed pipeline; 0: none."""
     model: str = "llama"
     dtype: str = "fp64"
     checkpoint: str = ""
@@ -59,47 +137,65 @@ class Case:
     accumulation: int = 1
     epochs: int = 1
     batches: tuple[int, ...] = (2, 2)
-    """Of each rank's loader."""
+    """Of each rank's loader; of a pipeline its steps, as often for every rank."""
     stop: int = 0
     """Every rank leaves each epoch after so many micro-batches; 0: at the end of its loader."""
     islice: bool = False
     """It stops by islice instead of break."""
     generator: bool = False
     """The loader is a generator function's iterable: no length."""
-    forms: tuple[str, ...] = ("packed",)
+    forms: tuple[str, ...] = ("row",)
     """How micro-batches are given: which of FORMS, drawn for each."""
     longest: int = 64
     """Tokens of a document, at most."""
     documents: int = 4
     """Of a micro-batch, at most; there may be none."""
     evaluate: int = 0
-    """Every so many micro-batches a rank evaluates, one rank more often than the other; 0: never."""
+    """Every so many micro-batches (steps of a pipeline) a rank evaluates, one rank more often than the other; 0: never.
+    """
     look: int = 0
     """Every so many micro-batches a forward without gradients, on every rank."""
     gradients: int = 2
     """Every so many micro-batches gradients are compared, too."""
     plant: Plant | None = None
+    fates: tuple[Fate, ...] = ()
+    comes: tuple[float, ...] = ()
+    """Servers that come when the job runs: seconds after trainers met. Counted behind the reserved ones."""
+    flight: int = 1
+    """Micro-batches whose forwards run before the first backward, which is that of any of them."""
+
+    @property
+    def processes(self) -> int:
+        """Ranks that train, ranks that serve, and servers that come later."""
+        return self.world + self.servers + len(self.comes)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether trainers go on without a server."""
+        return self.block.get("on_server_failure") == "continue"
 
     def to_line(self) -> str:
         """One line of JSON without what is as in every case."""
         changed = {
             one.name: getattr(self, one.name)
             for one in dataclasses.fields(self)
-            if one.name != "plant" and (one.default is dataclasses.MISSING or getattr(self, one.name) != one.default)
+            if one.default is dataclasses.MISSING or getattr(self, one.name) != one.default
         }
         if self.plant is not None:
             changed["plant"] = dataclasses.asdict(self.plant)
+        if self.fates:
+            changed["fates"] = [dataclasses.asdict(fate) for fate in self.fates]
         return json.dumps(changed)
 
     @classmethod
     def from_line(cls, line: str) -> Case:
         """The inverse of `to_line`."""
         read = json.loads(line)
-        plant = read.pop("plant", None)
-        for name in ("batches", "forms"):
+        plant, fates = read.pop("plant", None), read.pop("fates", [])
+        for name in ("batches", "forms", "comes"):
             if name in read:
                 read[name] = tuple(read[name])
-        return cls(**read, plant=None if plant is None else Plant(**plant))
+        return cls(**read, plant=plant and Plant(**plant), fates=tuple(Fate(**fate) for fate in fates))
 
     def given_out(self, rank: int) -> int:
         """Micro-batches of an epoch that reach this rank's loop where nothing is planted."""
@@ -112,86 +208,67 @@ class Case:
             plant.epoch == epoch and plant.at == at
         )  # fmt: skip
 
-
-def draw(seed: int, worlds: tuple[int, int] = (1, 4)) -> Case:
-    """A random case, the same for the same seed."""
-    rng = random.Random(seed)
-    world = max(rng.randint(*worlds), rng.randint(*worlds))
-    model = rng.choice(DENSE + MIXTURES)
-    ahead = rng.random() < 0.8
-    ddp = world > 1 and rng.random() < 0.2
-    checkpoint = rng.choice(["", "", "", "plain", "plain", "reentrant"])
-    if checkpoint == "reentrant" and (ddp or model in MIXTURES):
-        checkpoint = "plain"
-    forms = tuple(sorted(rng.sample(FORMS, rng.randint(1, 3)))) if rng.random() < 0.7 else ("packed",)
-    count = rng.randint(1, 6)
-    unequal = not ddp and rng.random() < 0.4
-    batches = tuple(count + (rng.randint(0, 2) if unequal else 0) for _ in range(world))
-    epochs = rng.choice([1, 1, 2, 3])
-    # Most loaders of unequal lengths are left together: that is how it can be right.
-    stop = rng.randint(1, min(batches)) if rng.random() < (0.7 if unequal else 0.2) else 0
-    case = Case(
-        seed, world, model,
-        dtype="fp64" if model in MIXTURES or rng.random() < 0.7 else "fp32",
-        checkpoint=checkpoint, ddp=ddp, block=_draw_block(rng, ahead), ahead=ahead,
-        accumulation=rng.choice([1, 1, 2, 3, 4]) if ahead else 1,
-        epochs=epochs, batches=batches, stop=stop, islice=rng.random() < 0.5, generator=rng.random() < 0.3,
-        forms=forms, longest=rng.choice([8, 40, 150, 400]), documents=rng.choice([1, 3, 8]),
-        evaluate=rng.choice([0, 0, 0, 1, 2]), look=rng.choice([0, 0, 0, 1, 2]), gradients=rng.choice([1, 2, 3]),
-    )  # fmt: skip
-    if world > 1 and not ddp and rng.random() < 0.45:
-        case = dataclasses.replace(case, plant=_draw_plant(rng, case))
-    if model == "gemma2" and set(forms) & {"left", "right", "rows"}:
-        # In fp64, eager attention of transformers gives NaN to rows of padding that see no token.
-        case = dataclasses.replace(case, dtype="fp32")
-    if case.block.get("documents") == "exchange" and rng.random() < 0.7:
-        case = dataclasses.replace(case, forms=("packed",))
-    return case
+    def features(self) -> list[str]:
+        """What is counted together in the table of a run."""
+        kinds = {DENSE: "dense", MIXTURES: "mixture", HYBRIDS: "hybrid"}
+        kind = next(word for models, word in kinds.items() if self.model in models)
+        signals = {fate.signal for fate in self.fates}
+        where = "pipeline" if self.stages else "reserved servers" if self.servers else "in place"
+        given = {
+            "killed server": "KILL" in signals, "hung server": "STOP" in signals, "slow server": "PAUSE" in signals,
+            "trainers go on": self.goes_on and bool(signals - {"PAUSE"}), "evaluation": self.evaluate > 0,
+            "no checkpointing": not self.checkpoint, "checkpointing, not reentrant": self.checkpoint == "plain",
+            "checkpointing, reentrant": self.checkpoint == "reentrant", "waves": "waves" in self.block,
+            "memory": "memory" in self.block, "keep host": "keep" in self.block, "ddp": self.ddp,
+            "accumulation": self.accumulation > 1, "exchanged documents": self.block.get("documents") == "exchange",
+            "planted": self.plant is not None, "server comes later": bool(self.comes), "in flight": self.flight > 1,
+        }  # fmt: skip
+        words = {f"form: {word}" for form in self.forms for word in _words(FORMS[form])}
+        return [where, f"{kind}: {self.model}", *(name for name, has in given.items() if has), *sorted(words)]
 
 
-def _draw_block(rng: random.Random, ahead: bool) -> dict[str, Any]:
-    choices: dict[str, list[Any]] = {
-        "overlap": ["local_first", "interleave", "pingpong", "none"],
-        "backward": ["keep", "resend"],
-        "recompute_attention": [True],
-        "granularity": [1, 8, 16, 64],
-        "tolerance": [0.01, 0.02, 0.2],
-        "straggler_relief": [0.0, 0.2],
-        "cost": ["h200", "pairs"],
-        "documents": ["exchange"] if ahead else ["keep"],
-        "look_ahead": [0],
-        "check": ["off"],
-    }
-    odds = {"granularity": 0.9, "tolerance": 0.8, "overlap": 0.7, "look_ahead": 0.1, "check": 0.1}
-    block = {key: rng.choice(values) for key, values in choices.items() if rng.random() < odds.get(key, 0.3)}
-    if block.get("documents") == "exchange":
-        block.pop("look_ahead", None)
-    return block
-
-
-def _draw_plant(rng: random.Random, case: Case) -> Plant:
-    kind = rng.choice(KINDS)
-    rank = ALL if rng.random() < 0.3 else rng.randrange(case.world)
-    least = min(case.given_out(one) for one in range(case.world))
-    return Plant(
-        kind, rank, rng.randrange(case.epochs), rng.randrange(least), caught=kind in EXCEPTIONS and rng.random() < 0.6
-    )  # fmt: skip
+def _words(form: Form) -> list[str]:
+    words = [form.shape, f"positions {form.positions}"] + ["cu_seq_lens"] * form.lengths
+    return [*words, f"mask {form.mask}"] if form.mask else words
 
 
 def simpler(case: Case) -> Iterator[Case]:
     """Cases with one feature less, the largest first."""
     plain = Case(case.seed, world=case.world, batches=case.batches)
-    names = ("model", "ddp", "checkpoint", "dtype", "evaluate", "look", "islice", "generator", "forms", "accumulation")
+    names = (
+        "model",
+        "ddp",
+        "checkpoint",
+        "dtype",
+        "evaluate",
+        "look",
+        "islice",
+        "generator",
+        "forms",
+        "accumulation",
+        "flight",
+        "comes",
+    )
     for name in names:
         if getattr(case, name) != getattr(plain, name):
             yield dataclasses.replace(case, **{name: getattr(plain, name)})
+    for form in case.forms if len(case.forms) > 1 else ():
+        yield dataclasses.replace(case, forms=(form,))
     for key in case.block:
-        yield dataclasses.replace(case, block={name: value for name, value in case.block.items() if name != key})
+        if key != "on_server_failure" or not case.fates:
+            yield dataclasses.replace(case, block={name: value for name, value in case.block.items() if name != key})
     if case.plant is not None:
         yield dataclasses.replace(case, plant=None)
+    for fate in case.fates:
+        yield dataclasses.replace(case, fates=tuple(other for other in case.fates if other != fate))
+    if case.servers and not case.fates:
+        block = {name: value for name, value in case.block.items() if name != "on_server_failure"}
+        yield dataclasses.replace(case, servers=case.servers - 1, block=case.block if case.servers > 1 else block)
     last = 0 if case.plant is None else max(case.plant.rank, 0)
-    if case.world > 2 and last < case.world - 1:
+    if case.world > 2 and last < case.world - 1 and not case.stages:
         yield dataclasses.replace(case, world=case.world - 1, batches=case.batches[:-1])
+    if 0 < case.stages < case.world:
+        yield dataclasses.replace(case, world=case.stages, batches=case.batches[: case.stages])
     if case.epochs > (1 if case.plant is None else case.plant.epoch + 1):
         yield dataclasses.replace(case, epochs=case.epochs - 1)
     least = 1 if case.plant is None else case.plant.at + 1

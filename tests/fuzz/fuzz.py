@@ -1,6 +1,7 @@
-"""Random training loops until a budget of seconds is spent: each step is right, or every rank says what is wrong.
+"""Random training loops until there were enough: each step is right, or every rank says what is wrong.
 
     python tests/fuzz/fuzz.py --seed 0 --seconds 60 --ranks 2-4
+    python tests/fuzz/fuzz.py --seed 0 --cases 2000
     python tests/fuzz/fuzz.py --replay '{"seed": 17, ...}'
 
 A case that fails is made simpler while it still fails, and printed as a line to replay. Ends with 1 if any failed.
@@ -14,17 +15,30 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 # As a script, this file's folder is in front: `fuzz` must be the package, not this file.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of DDP's
 
+import torch.distributed as dist
 from pool import WorkerPool
 
-from fuzz.case import Case, draw, simpler
-from fuzz.judge import judge, may
+from fuzz.case import Case, simpler
+from fuzz.draw import draw
+from fuzz.judge import judge, may, mortal, refused
 from fuzz.play import TIMEOUT_S, Played, play
+from fuzz.roles import play_role
+
+EVERY = 50
+"""Cases between two lines that say how far it is."""
+PRELOAD = (
+    "deepspeed_cad.session", "deepspeed_cad.integrations.transformers", "deepspeed_cad.integrations.pipeline_model",
+    "deepspeed_cad.engine.pipeline",
+)  # fmt: skip
+"""What each fresh worker would import again."""
 
 
 @dataclass
@@ -33,50 +47,92 @@ class Tally:
 
     cases: int = 0
     steps: int = 0
+    cpu: float = 0.0
+    """Seconds of processor time of all ranks that gave an answer."""
     ends: Counter[str] = field(default_factory=Counter)
     """How ranks ended."""
     failures: list[tuple[str, Case]] = field(default_factory=list)
     slowest: tuple[float, str] = (0.0, "")
     """Seconds of the slowest case, and its line."""
+    features: dict[str, Counter[str]] = field(default_factory=dict)
+    """By feature: cases, and those that failed by kind."""
 
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {name}" for name, count in self.ends.most_common())
         return (
-            f"{self.cases} cases, {self.steps} micro-batches compared, "
+            f"{self.cases} cases, {self.steps} micro-batches compared, {self.cpu:.0f} s of processor time, "
             f"{len(self.failures)} failures\nranks ended: {ends or 'none'}\n"
             f"slowest case {self.slowest[0]:.1f} s: {self.slowest[1]}"
         )
 
+    def add(self, case: Case, failure: str, played: list[Played | None], seconds: float) -> None:
+        """One case more."""
+        self.cases += 1
+        self.slowest = max(self.slowest, (seconds, case.to_line()))
+        self.cpu += sum(one.cpu for one in played if one is not None)
+        for one in played[: case.world]:
+            if one is not None:
+                self.steps += one.trained
+                self.ends["right" if one.error is None else one.error[0]] += 1
+        for lost in played[case.world :]:
+            self.ends["server lost" if lost is None else "served" if not lost.exit_code else "server failed"] += 1
+        trainers = [one for one in played[: case.world] if one is not None]
+        kind = failure.split(":")[0] if failure else "refused" if refused(case, trainers) else ""
+        for feature in case.features():
+            self.features.setdefault(feature, Counter()).update(["cases", *([kind] if kind else [])])
+        if failure:
+            self.failures.append((failure, case))
+
+    def table(self) -> str:
+        """Cases by feature, and which of them were wrong, hung, or failed in another way."""
+        columns = ("cases", "refused", "wrong", "hang")
+        lines = ["".join([f"{'feature':32}", *(f"{name:>9}" for name in (*columns, "other"))])]
+        for name, counts in sorted(self.features.items()):
+            shown = [counts[column] for column in columns]
+            other = counts.total() - sum(shown)
+            lines.append("".join([f"{name:32}", *(f"{count:9}" for count in (*shown, other))]))
+        return "\n".join(lines)
+
 
 def run_case(workers: WorkerPool, case: Case) -> tuple[str, list[Played | None]]:
-    """Why a case failed (empty: it did not), and what each rank says."""
-    # A rank that is done, or stopped, ends its process: that is what the others notice.
-    once = any("right" not in ends or len(ends) > 1 for ends in may(case))
-    errors, played = workers.try_run(
-        play, case.world, case.to_line(), timeout=TIMEOUT_S, grace=TIMEOUT_S, once=once
-    )  # fmt: skip
+    """Why a case failed (empty: it did not), and what each rank says; None: it gave no answer."""
+    # A rank that is done, or stopped, ends its process: that is what the others notice. DeepSpeed leaves state behind.
+    once = any("right" not in ends or len(ends) > 1 for ends in may(case)) or bool(case.stages or case.fates)
+    settings = {"timeout": TIMEOUT_S, "grace": TIMEOUT_S, "once": once}
+    if case.servers:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        errors, played = workers.try_run(
+            play_role, case.processes, store.port, case.to_line(), joined=False, mortal=mortal(case), **settings
+        )  # fmt: skip
+    else:
+        errors, played = workers.try_run(play, case.world, case.to_line(), **settings)
     found = [one if error is None else None for one, error in zip(played, errors)]
-    died = [f"rank {rank}: {error[0]} {error[1]}" for rank, error in enumerate(errors) if error and error[0] != "Hung"]
+    died = [
+        f"rank {rank}: {error[0]} {error[1]}"
+        for rank, error in enumerate(errors)
+        if error and error[0] != "Hung" and rank not in mortal(case)
+    ]
     return (f"died: {'; '.join(died)}" if died else judge(case, found)), found
 
 
-def run(workers: WorkerPool, seed: int, seconds: float, ranks: tuple[int, int], say: bool = False) -> Tally:
-    """Cases of seeds `seed`, `seed` + 1, … until the budget is spent."""
+def run(
+    workers: WorkerPool, seed: int, seconds: float, ranks: tuple[int, int], say: bool = False, cases: int = sys.maxsize
+) -> Tally:
+    """Cases of seeds `seed`, `seed` + 1, … until there were as many as wanted, or the budget of seconds is spent."""
     tally, begin = Tally(), time.monotonic()
-    while time.monotonic() - begin < seconds:
+    while tally.cases < cases and time.monotonic() - begin < seconds:
         case = draw(seed + tally.cases, ranks)
-        tally.cases += 1
         started = time.monotonic()
         failure, played = run_case(workers, case)
-        tally.slowest = max(tally.slowest, (time.monotonic() - started, case.to_line()))
-        for one in played:
-            if one is not None:
-                tally.steps += one.trained
-                tally.ends["right" if one.error is None else one.error[0]] += 1
-        if failure:
-            tally.failures.append((failure, case))
-            if say:
-                print(f"{failure}\n  --replay '{case.to_line()}'", flush=True)
+        tally.add(case, failure, played, time.monotonic() - started)
+        if say and failure:
+            print(f"{failure}\n  --replay '{case.to_line()}'", flush=True)
+        if say and tally.cases % EVERY == 0:
+            print(
+                f"{tally.cases} cases in {time.monotonic() - begin:.0f} s, {len(tally.failures)} failures; the next "
+                f"seed is {seed + tally.cases}",
+                flush=True,
+            )
     return tally
 
 
@@ -104,12 +160,14 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next ones count up from it")
-    parser.add_argument("--seconds", type=float, default=60.0, help="no case begins after this")
-    parser.add_argument("--ranks", type=_ranks, default=(1, 4), help="such as 2-4")
+    parser.add_argument("--seconds", type=float, help="no case begins after this; 60 where --cases is not given")
+    parser.add_argument("--cases", type=int, default=sys.maxsize, help="how many")
+    parser.add_argument("--ranks", type=_ranks, default=(1, 4), help="that train, such as 2-4")
     parser.add_argument("--replay", help="run this one case, given as its line")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make each of the first failures simpler")
     given = parser.parse_args()
-    workers = WorkerPool()
+    seconds = given.seconds or (60.0 if given.cases == sys.maxsize else float("inf"))
+    workers = WorkerPool(PRELOAD)
     try:
         if given.replay:
             failure, played = run_case(workers, Case.from_line(given.replay))
@@ -117,10 +175,11 @@ def main() -> int:
                 print(one if one is None or one.error is None else f"rank {one.rank}: {one.error[3]}")
             print(failure or "passed")
             return int(bool(failure))
-        tally = run(workers, given.seed, given.seconds, given.ranks, say=True)
+        tally = run(workers, given.seed, seconds, given.ranks, say=True, cases=given.cases)
         for failure, case in tally.failures[:3]:
             failure, case = shrink(workers, case, failure, given.shrink)
             print(f"made simpler: {failure}\n  --replay '{case.to_line()}'", flush=True)
+        print(tally.table())
         print(tally)
         return int(bool(tally.failures))
     finally:

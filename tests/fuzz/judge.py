@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from fuzz.case import ALL, Case
-from fuzz.play import TIMEOUT_S, Played, difference
+from fuzz.case import ALL, FORMS, HYBRIDS, MASKS_OF_FOUR_AXES, Case
+from fuzz.play import TIMEOUT_S, Played, difference, timeout_of
 
 LIMIT_S = 0.8 * TIMEOUT_S
 """Seconds that a case may take on a rank: nothing may wait for a time-out."""
+NO_ROOM = 'Set "memory" to at least'
+"""In the error on every rank where attention does not fit into the memory that the case allows."""
 
 
 def trains(case: Case, rank: int) -> list[tuple[int, int]]:
@@ -25,7 +27,7 @@ def trains(case: Case, rank: int) -> list[tuple[int, int]]:
 
 
 def may(case: Case) -> list[set[str]]:
-    """Of each rank: which of "right", "error" (of CAD) and "planted" may be its end."""
+    """Of each rank that trains: which of "right", "error" (of CAD) and "planted" may be its end."""
     plans = [trains(case, rank) for rank in range(case.world)]
     if not case.ahead:  # micro-batches meet in the order of forwards, whatever epochs they belong to
         plans = [[(0, i) for i in range(len(plan))] for plan in plans]
@@ -68,27 +70,75 @@ def may(case: Case) -> list[set[str]]:
 
 
 def judge(case: Case, played: list[Played | None]) -> str:
-    """Why a case failed, beginning with a word for the kind of failure; empty if it did not. None: no answer."""
-    silent = [rank for rank, one in enumerate(played) if one is None]
+    """Why a case failed, beginning with a word for the kind of failure; empty if it did not.
+
+    Of each rank, reserved servers last: None where it gave no answer, as one that is killed.
+    """
+    silent = [rank for rank, one in enumerate(played) if one is None and rank not in mortal(case)]
     if silent:
         return f"hang: ranks {silent} gave no answer"
-    ranks = [one for one in played if one is not None]
+    trainers = [one for one in played[: case.world] if one is not None]
+    if failure := _judge_trainers(case, trainers, played):
+        return failure
+    if all(one.error is None for one in trainers):
+        for one in played[case.world :]:
+            if one is not None and (one.exit_code or one.held):
+                return f"server: rank {one.rank} ended with {one.exit_code} and holds {one.held} bytes"
+    return _compare_sums(case, trainers)
+
+
+def refused(case: Case, ranks: list[Played]) -> bool:
+    """Whether trainers ended because CAD does not take a case like this one, and said so."""
+    forms = [FORMS[form] for form in case.forms]
+    may_be = {
+        "ready-made attention mask": any(form.mask in MASKS_OF_FOUR_AXES for form in forms),
+        "its only row begins with padding": any(form.shape == "left" for form in forms),
+        "layers that carry state": bool(case.stages and case.model in HYBRIDS),
+    }
+    said = [one.error[2] for one in ranks if one.error is not None]
+    return any(allowed and any(words in text for text in said) for words, allowed in may_be.items())
+
+
+def mortal(case: Case) -> set[int]:
+    """Ranks that are killed or stopped for good."""
+    return {case.world + fate.server for fate in case.fates if fate.signal != "PAUSE"}
+
+
+def _judge_trainers(case: Case, ranks: list[Played], played: list[Played | None]) -> str:
     for one in ranks:
         if one.wrong:
             return f"wrong: {one.wrong[0]}"
     for one in ranks:
         if one.error is not None and end_of(one) == "other":
             return f"raw: rank {one.rank} ended with {one.error[0]}: {one.error[2]}"
+    if refused(case, ranks):
+        return ""
+    if "memory" in case.block and all(one.error is not None and NO_ROOM in one.error[2] for one in ranks):
+        return ""
+    if case.fates and not case.goes_on and any(played[rank] is None for rank in mortal(case)):
+        return _judge_lost(case, ranks)
     ended_early = any(one.error is None or one.error[0] == "Planted" for one in ranks)
+    limit = LIMIT_S if not case.fates else LIMIT_S + len(case.fates) * timeout_of(case)
     for one, allowed in zip(ranks, may(case)):
         end, text = end_of(one), "" if one.error is None else f"{one.error[0]}: {one.error[2]}"
         if end not in allowed:
             return f"unexpected: rank {one.rank} was {end} instead of {' or '.join(sorted(allowed))}. {text}"
         if end == "error" and "died or hangs" in text and not ended_early:
             return f"unclear: rank {one.rank} ended with {text}"
-        if one.seconds > LIMIT_S:
+        if one.seconds > limit:
             return f"late: rank {one.rank} took {one.seconds:.0f} s. {text}"
-    return _compare_sums(case, ranks)
+    return ""
+
+
+def _judge_lost(case: Case, ranks: list[Played]) -> str:
+    """Where trainers end with a server: all of them do, and say which; or none needed it any more."""
+    names = [f"{word} {rank}" for rank in mortal(case) for word in ("server", "rank")]
+    for one in ranks:
+        if one.error is not None and not any(name in one.error[2] for name in names):
+            return f"unclear: rank {one.rank} ended with {one.error[0]}, not with the name of a server: {one.error[2]}"
+        if one.seconds > LIMIT_S:
+            return f"late: rank {one.rank} took {one.seconds:.0f} s"
+    return ""
 
 
 def end_of(one: Played) -> str:

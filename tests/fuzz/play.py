@@ -9,26 +9,29 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import random
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from model_cases import FAMILIES, tiny_model
+from model_cases import FAMILIES, Family, tiny_model
 
 import deepspeed_cad
 from deepspeed_cad.session import close_session
-from fuzz.case import MIXTURES, Case
-from fuzz.data import document, micro_batch
+from fuzz.case import DENSE, Case
+from fuzz.data import ORACLE, document, micro_batch
 
 TIMEOUT_S = 30.0
 """Longer than a case may take: what waits for this is never right."""
+HUNG_S = 10.0
+"""The same where a server hangs: half of it is the silence after which a server is lost."""
 CHANGES: dict[str, dict[str, Any]] = {"gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}}
 """Besides those of FAMILIES. A soft cap that tiny logits do not reach would not be noticed if it were left out."""
 
@@ -51,26 +54,55 @@ class Played:
     error: tuple[str, list[str], str, str] | None = None
     """How the loop ended: type, its bases, message, traceback; None: at its end."""
     seconds: float = 0.0
+    cpu: float = 0.0
+    """Seconds of processor time."""
     sums: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     """Gradients, and this rank's share of what they should be, where only sums over ranks can be compared."""
+    exit_code: int | None = None
+    """Of a reserved server."""
+    held: int = 0
+    """Bytes that a server has left for backwards, at its end."""
 
 
-def play(rank: int, world: int, line: str) -> Played:
-    """Play a case on this rank."""
-    begin, played = time.monotonic(), Played(rank)
-    with _quiet():
+def play(rank: int, world: int, line: str, farewell: Callable[[str], None] = lambda reason: None) -> Played:
+    """Play a case on this rank; `farewell` hears why its loop ended, if not at its end."""
+    begin, cpu, played = time.monotonic(), time.process_time(), Played(rank)
+    case = Case.from_line(line)
+    with quiet():
         try:
-            _Player(Case.from_line(line), rank, played).run()
+            if case.stages:
+                from fuzz.pipeline import run_pipeline
+
+                run_pipeline(case, rank, played)
+            else:
+                _Player(case, rank, played).run()
         except BaseException as error:
             names = [one.__name__ for one in type(error).__mro__]
             played.error = (type(error).__name__, names, str(error), traceback.format_exc())
+            farewell(f"{type(error).__name__}: {error}")
         played.seconds = time.monotonic() - begin
         close_session()
+    played.cpu = time.process_time() - cpu
     return played
 
 
+def whole_block(case: Case) -> dict[str, Any]:
+    """The "cad" block of a case."""
+    block = {"timeout_s": timeout_of(case), **case.block}
+    if case.servers:
+        block["servers"] = {"reserved": case.servers}
+    if block.get("cost") == "h200":
+        block["cost"] = str(Path(deepspeed_cad.__file__).parent / "profiles" / "h200_torch_varlen.json")
+    return block
+
+
+def timeout_of(case: Case) -> float:
+    """Seconds: short where a server hangs, which only time tells."""
+    return HUNG_S if any(fate.signal == "STOP" for fate in case.fates) else TIMEOUT_S
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Warnings and log lines of some hundred cases say nothing that a failure does not."""
     cad, host = (logging.getLogger(name) for name in ("deepspeed_cad", "transformers"))
     before = (cad.level, cad.propagate, host.level)
@@ -80,7 +112,7 @@ def _quiet() -> Iterator[None]:
     cad.setLevel(logging.INFO)
     cad.propagate = False
     host.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), redirect_stdout(nowhere.stream), redirect_stderr(nowhere.stream):
         warnings.simplefilter("ignore")
         try:
             yield
@@ -91,33 +123,43 @@ def _quiet() -> Iterator[None]:
             host.setLevel(host_level)
 
 
+def model_of(case: Case) -> Any:
+    """The model, in training mode, with the same weights whenever it is made."""
+    dtype = torch.float64 if case.dtype == "fp64" else torch.float32
+    layers = {"num_hidden_layers": 4} if case.stages > 2 else {}
+    return tiny_model(case.model, dtype, **{**_family(case).changes, **CHANGES.get(case.model, {}), **layers}).train()
+
+
+def tolerance_of(case: Case) -> float:
+    """How far a loss may be off, relative, and a tenth of how far gradients may.
+
+    Norms and positions of most models are computed in fp32 whatever their dtype: where 1e-15 turns a rounding,
+    gradients of tiny models are off by some 1e-8. A family's own figure holds for outputs; a loss adds up some hundred
+    of them. A wrong plan is off by 1e-3 and more.
+    """
+    return max(10 * _family(case).tolerance, 1e-7) if case.dtype == "fp64" else 2e-4
+
+
+def _family(case: Case) -> Family:
+    return next(family for family in FAMILIES if family.kind == case.model)
+
+
 class _Player:
     def __init__(self, case: Case, rank: int, played: Played) -> None:
         self.case, self.rank, self.played = case, rank, played
-        family = next(one for one in FAMILIES if one.kind == case.model)
-        dtype = torch.float64 if case.dtype == "fp64" else torch.float32
-        changes = {**family.changes, **CHANGES.get(case.model, {})}
-        self.reference = tiny_model(case.model, dtype, **changes)
+        self.reference, model = model_of(case), model_of(case)
         if case.model == "gemma2":
             self.reference.set_attn_implementation("eager")  # sdpa knows no soft cap
-        self.reference.train()
-        model = tiny_model(case.model, dtype, **changes).train()
         if case.checkpoint:
             model.gradient_checkpointing_enable({"use_reentrant": case.checkpoint == "reentrant"})
-        block = {"timeout_s": TIMEOUT_S, **case.block}
-        if block.get("cost") == "h200":
-            block["cost"] = str(Path(deepspeed_cad.__file__).parent / "profiles" / "h200_torch_varlen.json")
-        self.inner = deepspeed_cad.apply(model, block)
+        self.inner = deepspeed_cad.apply(model, whole_block(case))
         self.model: torch.nn.Module = self.inner
         if case.ddp:
             self.model = torch.nn.parallel.DistributedDataParallel(
-                self.inner, find_unused_parameters=case.model in MIXTURES, broadcast_buffers=False
+                self.inner, find_unused_parameters=case.model not in DENSE, broadcast_buffers=False
             )
-        # Norms and positions of most models are computed in fp32 whatever their dtype: where 1e-15 turns a rounding,
-        # gradients of tiny models are off by some 1e-8. A family's own figure holds for outputs; a loss adds up some
-        # hundred of them. A wrong plan is off by 1e-3 and more.
-        self.tolerance = max(10 * family.tolerance, 1e-7) if case.dtype == "fp64" else 2e-4
-        self.alone: dict[int, torch.Tensor] = {}
+        self.tolerance = tolerance_of(case)
+        self.alone: dict[tuple[int, int], torch.Tensor] = {}
 
     def run(self) -> None:
         case, loader = self.case, _Loader(self.case, self.rank)
@@ -130,13 +172,22 @@ class _Player:
         for epoch in range(case.epochs):
             loader.epoch = epoch
             batches = itertools.islice(source, case.stop) if case.stop and case.islice else source
+            together: list[dict[str, torch.Tensor]] = []
             for at, batch in enumerate(batches):
                 if (case.stop and at == case.stop) or case.hits(self.rank, epoch, at, "break"):
                     break
                 if case.hits(self.rank, epoch, at, "skip"):
                     continue
                 self.between(epoch, at)
-                self.train(epoch, at, batch)
+                if case.flight == 1:
+                    self.train(epoch, at, batch)
+                    continue
+                together.append(batch)
+                if len(together) == case.flight:
+                    self.train_together(epoch, at, together)
+                    together = []
+            if together:
+                self.train_together(epoch, case.stop, together)
 
     def between(self, epoch: int, at: int) -> None:
         """Evaluation, and forwards without gradients."""
@@ -154,7 +205,7 @@ class _Player:
 
     def whole(self, index: int) -> dict[str, torch.Tensor]:
         """A micro-batch whose documents lie on this rank alone."""
-        forms = tuple(form for form in self.case.forms if form != "stream") or ("packed",)
+        forms = tuple(form for form in self.case.forms if form != "stream") or ("row",)
         return micro_batch(replace(self.case, forms=forms), self.rank, index)
 
     def train(self, epoch: int, at: int, batch: dict[str, torch.Tensor]) -> None:
@@ -186,9 +237,22 @@ class _Player:
         if checked:
             self.compare_gradients(epoch, at, batch)
 
+    def train_together(self, epoch: int, at: int, batches: list[dict[str, torch.Tensor]]) -> None:
+        """Forwards of several micro-batches, then their backwards in any order, the same on all ranks."""
+        self.model.zero_grad()
+        losses = [self.loss(self.model, batch) for batch in batches]
+        order = list(range(len(batches)))
+        random.Random(f"{self.case.seed} {epoch} {at}").shuffle(order)
+        for index in order:
+            losses[index].backward()
+        for loss, batch in zip(losses, batches, strict=True):
+            self.compare("training in flight", epoch, at, loss, batch)
+        self.played.trained += len(batches)
+        self.compare_gradients(epoch, at, *batches)
+
     def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sum of the cross entropy over targets."""
-        given = {name: value for name, value in batch.items() if name not in ("document", "shift_labels")}
+        given = {name: value for name, value in batch.items() if name not in ORACLE}
         logits = model(**given, use_cache=False).logits
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).to(torch.float64), batch["shift_labels"].flatten(), reduction="sum"
@@ -199,24 +263,16 @@ class _Player:
     def expected(self, batch: dict[str, torch.Tensor], gradients: bool = False) -> torch.Tensor:
         """The same sum from each document alone: of a document on several ranks, the rows of this one."""
         total = torch.zeros((), dtype=torch.float64)
-        names, positions = batch["document"].flatten(), batch["position_ids"].flatten()
-        for number in names[names >= 0].unique().tolist():
-            found = self.alone.get(number)
+        documents, places, reads = (batch[name].flatten() for name in ("document", "place", "reads"))
+        for number in documents[documents >= 0].unique().tolist():
+            mine = documents == number
+            rows, begin = places[mine], int((reads - places)[mine][0])
+            found = self.alone.get((number, begin))
             if found is None or gradients:
-                found = self._alone(number, gradients)
-                self.alone[number] = found.detach()
-            rows = positions[names == number]
+                found = alone(self.case, self.reference, number, begin, gradients)
+                self.alone[number, begin] = found.detach()
             total = total + found[rows[rows < len(found)]].sum()
         return total
-
-    def _alone(self, number: int, gradients: bool) -> torch.Tensor:
-        """Cross entropy of each target of a document that is run alone."""
-        ids = document(self.case, number)
-        with torch.set_grad_enabled(gradients):
-            logits = self.reference(
-                input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False
-            ).logits[0, :-1]
-            return torch.nn.functional.cross_entropy(logits.to(torch.float64), ids[1:], reduction="none")
 
     def compare(self, what: str, epoch: int, at: int, loss: torch.Tensor, batch: dict[str, torch.Tensor]) -> None:
         """Remember a loss that is not that of the documents alone."""
@@ -227,12 +283,13 @@ class _Player:
                 f"{expected:.9g}, {batch['input_ids'].numel()} tokens"
             )
 
-    def compare_gradients(self, epoch: int, at: int, batch: dict[str, torch.Tensor]) -> None:
-        """Gradients of a micro-batch; those that ranks share are compared as sums, by the judge."""
+    def compare_gradients(self, epoch: int, at: int, *batches: dict[str, torch.Tensor]) -> None:
+        """Gradients of micro-batches; those that ranks share are compared as sums, by the judge."""
         self.reference.zero_grad()
-        expected = self.expected(batch, gradients=True)
-        if expected.requires_grad:
-            expected.backward()
+        for batch in batches:
+            expected = self.expected(batch, gradients=True)
+            if expected.requires_grad:
+                expected.backward()
         found, wanted = _flat(self.inner), _flat(self.reference)
         self.model.zero_grad()
         if self.case.ddp or "stream" in self.case.forms:
@@ -244,6 +301,15 @@ class _Player:
             self.played.wrong.append(
                 f"rank {self.rank}, micro-batch {at} of epoch {epoch}: gradients off by {wrong:.3g}"
             )
+
+
+def alone(case: Case, model: torch.nn.Module, number: int, begin: int, gradients: bool) -> torch.Tensor:
+    """Cross entropy of each target of a document that is run alone, its first token at position `begin`."""
+    ids = document(case, number)
+    with torch.set_grad_enabled(gradients):
+        positions = torch.arange(begin, begin + len(ids))[None]
+        logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0, :-1]
+        return torch.nn.functional.cross_entropy(logits.to(torch.float64), ids[1:], reduction="none")
 
 
 def difference(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -258,8 +324,9 @@ def _flat(model: torch.nn.Module) -> np.ndarray:
 
 def _plant(model: torch.nn.Module, where: str) -> Any:
     """A hook that raises in the forward or the backward of the second layer, before its attention."""
-    name = "input_layernorm" if where == "forward" else "post_attention_layernorm"
-    module = getattr(model.model.layers[1], name)
+    layer = model.model.layers[1]
+    names = ("input_layernorm", "operator_norm") if where == "forward" else ("post_attention_layernorm", "ffn_norm")
+    module = next(getattr(layer, name) for name in names if hasattr(layer, name))
 
     def fail(*_: Any) -> None:
         raise Planted(f"in the {where}")
@@ -301,4 +368,5 @@ def _jump(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     positions = torch.arange(ids.shape[1]).expand_as(ids).clone()
     positions[:, 3:] += 2
     nothing = torch.full_like(ids, -100)
-    return {"input_ids": ids, "position_ids": positions, "shift_labels": nothing, "document": nothing.clamp(-1)}
+    jumping = {"input_ids": ids, "position_ids": positions, "shift_labels": nothing, "document": nothing.clamp(-1)}
+    return {**jumping, "place": positions, "reads": positions}

@@ -24,8 +24,8 @@ def takes_long(transport: str, ranks: int) -> bool:
 
 
 def run(place: Place, lines: Lines, case: str) -> None:
-    """Transports × overlaps × documents, with checkpointing and what a server keeps in turns, and some in waves; with
-    pretended hosts those in waves alone, by what carries exchanges between hosts."""
+    """Transports × overlaps × documents, with checkpointing in turns, and some in waves; with pretended hosts those in
+    waves alone, by what carries exchanges between hosts."""
     hidden, heads, groups, tokens = (1024, 8, 4, 2048) if place.on_gpu else (64, 8, 4, 128)
     size = hidden // heads
     kernel = choose(place.kernel, KernelNeed(place.device, place.dtype, size, size, heads // groups)).name
@@ -40,24 +40,23 @@ def run(place: Place, lines: Lines, case: str) -> None:
         return (None if text.startswith(REFUSED) else right), text
 
     transports = ["nvlink", "nccl"] if place.on_gpu else ["c10d"]
-    modes = list(product(CHECKPOINTING, ("keep", "resend")))
-    chosen = []
+    modes, chosen = len(CHECKPOINTING), []
     for i, (transport, overlap, documents) in enumerate(product(transports, OVERLAPS, ("rows", "stream"))):
-        checkpointing, backward = modes[(i + i // len(modes)) % len(modes)]
+        checkpointing = CHECKPOINTING[(i + i // modes) % modes]
         if takes_long(transport, place.ranks) and (i + i // 2) % 2:
             continue
-        chosen.append(Case(kernel, transport, overlap, documents, checkpointing, backward))
+        chosen.append(Case(kernel, transport, overlap, documents, checkpointing))
     if place.hosts:
         transports, chosen = ["nccl" if len(set(place.hosts)) == place.ranks else "mixed"], []
     for i, (transport, waves, documents) in enumerate(product(transports, (2, 4), ("rows", "stream"))):
-        checkpointing, backward = modes[(2 * i + 1) % len(modes)]
+        checkpointing = CHECKPOINTING[i % modes]
         overlap = "pingpong" if i % 4 == 1 else "local_first"
         if takes_long(transport, place.ranks) and i % 4 not in (1, 2):
             continue
-        chosen.append(Case(kernel, transport, overlap, documents, checkpointing, backward, waves))
+        chosen.append(Case(kernel, transport, overlap, documents, checkpointing, waves))
     where = f", hosts {','.join(map(str, place.hosts))}" if place.hosts else ""
     for each in chosen:
-        label = f"{each.overlap}, {each.documents}, {each.checkpointing}, {each.backward}"
+        label = f"{each.overlap}, {each.documents}, {each.checkpointing}"
         label += "" if each.waves == "auto" else f", {each.waves} waves"
         lines.check(f"exactness by {each.transport}", label + where, lambda c=each: one(c))
         close_session()

@@ -29,7 +29,7 @@ def check(place: Place, transport: str, how: str) -> Found:
     model = training.tiny_llama(torch.float32).to(place.device)
     block = {"granularity": 16, "timeout_s": TIMEOUT_S, "transport": transport, "kernel": "torch_math"}
     # The same plan in every step: a kernel that is met first in the last one could keep the GPU from being freed.
-    block |= {"straggler_relief": 0.0, "links": {"inside": 100.0, "between": 100.0}}
+    block |= {"links": {"inside": 100.0, "between": 100.0}}
     deepspeed_cad.apply(model, block)
     batch = training.pack(training.documents([300, 20] if place.rank == 0 else [33], seed=place.rank))
     batch = {name: value.to(place.device) for name, value in batch.items()}

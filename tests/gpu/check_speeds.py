@@ -102,10 +102,10 @@ def measure(place: Place) -> Measured:
     found = session.take_statistics("check")
     waited = place.gather(found.waited_s / timed)
     text = f"speeds {in_words(speeds)}, step {took * 1e3:.1f} ms, allowed {best * 1e3:.1f} ms, "
-    text += f"waited {in_words(waited, 1e3)} ms a step, late {in_words(session.pace.late, 1e3)} ms a layer, "
+    text += f"waited {in_words(waited, 1e3)} ms a step, "
     text += f"planned {in_words(found.load / found.load.mean())} of the mean, before {in_words(as_they_lay(found))}, "
     text += f"alone {as_alone(alone)} s, "
-    text += f"brake level {session.traffic.brake.level}, {session.traffic.links}"
+    text += str(session.learned.links.links if session.learned.links else "no links")
     close_session()
     return Measured(took, best, speeds, text)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,12 +90,13 @@ def check(place: Place, transport: str, kernel: str, documents: str, waves: int)
     sizes = Sizes(512, 2048) if place.on_gpu else Sizes(64, 192)
     model = make_model(place, "llama", sizes)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    block = {"transport": transport, "kernel": kernel, "straggler_relief": 0.0, "tolerance": 0.02, "timeout_s": 60.0}
+    block = {"transport": transport, "kernel": kernel, "tolerance": 0.02, "timeout_s": 60.0}
     block |= {"granularity": 64 if place.on_gpu else 16, "waves": waves, "keep": "host"}
     place.together(lambda: deepspeed_cad.apply(model, block))
     session = deepspeed_cad.current_session()
     assert session is not None
-    aside, parking = session.aside, session.parking
+    plans, parking = session.plans, session.parking
+    aside = plans.aside
     assert parking is not None
     if place.on_gpu and aside is None:
         return False, "the session has no second stream"
@@ -104,12 +106,12 @@ def check(place: Place, transport: str, kernel: str, documents: str, waves: int)
     disturbance = Disturbance(place, session, aside, parking._stream)
     with disturbed(session, disturbance):
         # The second stream is the first: the same batches in the same order, one after the other.
-        session.aside = torch.cuda.current_stream(place.device) if place.on_gpu else None
+        plans.aside = torch.cuda.current_stream(place.device) if place.on_gpu else None
         session.parking = None
         calm = [place.together(lambda: train(model, *row)) for _ in range(3)]
         # Of all tensors together: where a kernel adds in any order, three runs say little of a single one.
         noise = max(distance(one, calm[0], name) for name in calm[0] for one in calm[1:])
-        session.aside, disturbance.on = aside, True
+        plans.aside, disturbance.on = aside, True
         worst: dict[str, float] = dict.fromkeys(calm[0], 0.0)
         wrong: list[str] = []
         for repeat in range(REPEATS[place.device.type]):
@@ -144,11 +146,12 @@ def allowed(found: Results, calm: Results, name: str, noise: float) -> bool:
 @contextmanager
 def disturbed(session: Session, by: Disturbance) -> Iterator[None]:
     """Transport and kernels of a session with disturbances around every call."""
-    transport, choose = session.transport, session.kernel
-    session.transport = Disturbed(transport, by, ("dispatch", "give_back"))  # type: ignore[assignment]
+    plans, crew, choose = session.plans, session.plans.crew, session.kernel
+    transport: Any = Disturbed(crew.transport, by, ("dispatch", "give_back"))
+    plans.crew = replace(crew, transport=transport)
     session.kernel = lambda need: Disturbed(choose(need), by, ("forward", "backward"))  # type: ignore[method-assign]
     try:
         yield
     finally:
-        session.transport = transport
+        plans.crew = crew
         session.kernel = choose  # type: ignore[method-assign]

@@ -147,15 +147,7 @@ class Round:
     def serve(self, transport: Transport) -> None:
         """Check what arrived; what goes back is what arrived times a number of this rank."""
         arrived = self.out.wait()
-        self.wrong = []
-        for f, (kind, _width, _dtype) in enumerate(self.FIELDS):
-            expected = torch.empty_like(arrived[f])
-            for s in self.schedules:
-                for table in (s.own,) if s.rank == self.rank else (s.sends[s.sends[:, SERVER] == self.rank],):
-                    index = torch.from_numpy(s.home_index(table, kind)).to(self.device)
-                    rows = torch.from_numpy(s.server_index(table, kind)).to(self.device)
-                    expected[rows] = self.homes[s.rank][f][index // GROUPS, index % GROUPS]
-            self.wrong.append((arrived[f] != expected).sum())
+        self.wrong = self.differences(arrived)
         given = [(x.float() * self.factor(self.rank)).to(x.dtype) for x in arrived]
         self.given = given
         self.target = [torch.full_like(home, 0.5) for home in self.homes[self.rank]]
@@ -167,6 +159,19 @@ class Round:
         self.lse, self.lse_target = torch.full((served, 1), float(self.rank + 1), device=self.device), lse
         fields = [*back, Returning(QUERY, self.lse, lse)]
         self.back = transport.give_back(self.own, fields, self.nano_batch, self.moment)
+
+    def differences(self, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
+        """How many values of each field are not those that were sent."""
+        wrong = []
+        for f, (kind, _width, _dtype) in enumerate(self.FIELDS):
+            expected = torch.empty_like(arrived[f])
+            for s in self.schedules:
+                for table in (s.own,) if s.rank == self.rank else (s.sends[s.sends[:, SERVER] == self.rank],):
+                    index = torch.from_numpy(s.home_index(table, kind)).to(self.device)
+                    rows = torch.from_numpy(s.server_index(table, kind)).to(self.device)
+                    expected[rows] = self.homes[s.rank][f][index // GROUPS, index % GROUPS]
+            wrong.append((arrived[f] != expected).sum())
+        return wrong
 
     def collect(self) -> None:
         self.back.wait()

@@ -76,6 +76,8 @@ class Ended:
     lines: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""
     """The ends of the outputs of ranks that failed."""
+    seconds: float = 0.0
+    """From its start to its end, processes included."""
 
 
 def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -> list[Launch] | str:
@@ -100,6 +102,9 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
         transports, passes = ("nvlink", "nccl") if cuda else ("c10d",), ("forward", "backward")
         deaths = [f"{transport}: dies in the {one}" for transport in transports for one in passes]
         return [Launch(group, limit_s=150), *(Launch(group, case, limit_s=240) for case in deaths)]
+    if group == "lifetimes":
+        between = [Launch(group, "mixed", limit_s=100, hosts=one) for one in hosts] if cuda else []
+        return [Launch(group, "nvlink,nccl" if cuda else "c10d", limit_s=100), *between]
     if group == "streams":
         # NCCL takes seconds to open among many ranks: there one case each, and every case on two.
         nccl = "nccl,nccl/4" if ranks == 2 else "nccl/1,nccl/4"
@@ -129,16 +134,16 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
 
 GROUPS = (
     "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
-    "pipelines", "servers", "timeouts", "speeds",
+    "pipelines", "servers", "timeouts", "speeds", "lifetimes",
 )  # fmt: skip
 WAVES = (
     ("growth",), ("speeds",), ("kernels", "failures"), ("pipelines", "servers", "identity", "timeouts"),
-    ("transports", "loaders", "models", "mixed"), ("streams", "exactness"),
+    ("transports", "loaders", "models", "mixed"), ("streams", "exactness", "lifetimes"),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; checks that fill the memory of GPUs, or time steps, are alone. The last ones
 have the most cases: where time runs out, some of these are left, and no group as a whole."""
-AT_ONCE = ("kernels", "failures", "loaders", "timeouts", "servers", "mixed", "streams")
+AT_ONCE = ("kernels", "failures", "loaders", "timeouts", "servers", "mixed", "streams", "lifetimes")
 """Groups whose launches run at the same time."""
 
 
@@ -253,7 +258,8 @@ def run_group(group: str, options: argparse.Namespace, folder: Path, until: floa
             return Ended(launch, [{**line, "detail": f"not run: the {options.budget:.0f} s for everything are over"}])
         begun = time.monotonic()
         found = start(launch, options, folder, min(launch.limit_s * options.patience, left))
-        _say(f"{launch.label}: {_summary(found.lines)}, {time.monotonic() - begun:.0f} s")
+        found.seconds = time.monotonic() - begun
+        _say(f"{launch.label}: {_summary(found.lines)}, {found.seconds:.0f} s")
         # Said now as well as in the table: whoever stops the rest has it.
         for row in merge([found]):
             if row["state"] == FAILED:
@@ -380,7 +386,10 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], ended: list[E
         "result": result,
         **machine,
         "table": rows,
-        "lines": [{"launch": one.launch.label, "hosts": one.launch.hosts, "lines": one.lines} for one in ended],
+        "lines": [
+            {"launch": one.launch.label, "hosts": one.launch.hosts, "seconds": round(one.seconds), "lines": one.lines}
+            for one in ended
+        ],
         "logs": [one.log for one in ended if one.log],
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from trainers import write_inputs
 
 from deepspeed_cad import asked
@@ -133,7 +133,7 @@ def test_a_process_that_trained_without_does_not_end_well(tmp_path, end: str, wh
 @pytest.mark.parametrize(("end", "where"), ENDS.values(), ids=ENDS)
 def test_a_process_that_did_not_is_left_alone(tmp_path, end: str, where: str) -> None:
     done = _end(tmp_path, end, where, "")
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "deepspeed_cad" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os._exit(7)", 7), ("raise KeyError", 1)])
@@ -187,6 +187,7 @@ def test_disabled_is_not_armed(tmp_path) -> None:
 
 PLAIN = """
 import os, sys, torch
+rank = os.environ["RANK"]
 weight = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([weight], lr=0.1)
 for _ in range(3):
@@ -194,14 +195,8 @@ for _ in range(3):
     try:
         optimizer.step()
     except RuntimeError as error:  # a script that goes on whatever happens
-        os.write(1, f"caught {type(error).__name__}\\n".encode())
+        os.write(1, f"{type(error).__name__} on rank {rank}\\n".encode())
 """
-
-
-def _port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 def _run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -216,13 +211,14 @@ def _run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[
 def test_torchrun_started_by_a_script(tmp_path, end: str) -> None:
     """The children train a model that is none of transformers, and catch the error."""
     (tmp_path / "train.py").write_text(PLAIN + end)
-    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", _port(), "train.py"]
+    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py"]
     (tmp_path / "launch.py").write_text(
         f"import subprocess, sys\nsys.exit(subprocess.call([sys.executable, *{words!r}]))"
     )
     done = _run(tmp_path, "-m", "deepspeed_cad.run", "launch.py")
     assert done.returncode != 0
-    assert done.stdout.count("caught CADError") in (3, 6)  # every step is refused; torchrun may stop the other rank
+    # Every step is refused. The first rank that ends has torchrun stop the other one, wherever that is.
+    assert max(done.stdout.count(f"CADError on rank {rank}") for rank in range(2)) == 3
     assert re.search(r"deepspeed_cad: rank [01]: CAD was asked for \(-m deepspeed_cad.run\) but is not", done.stderr)
 
 
@@ -244,7 +240,7 @@ def _launched(way: str, folder: Path) -> subprocess.CompletedProcess[str]:
     }  # fmt: skip
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]
     sft = ["trl_command.py", "sft", *words]
-    two = [*TWO, "--main_process_port", _port()]
+    two = [*TWO, "--main_process_port", str(free_port())]
     if way == "environment":
         return _run(folder, *sft, *two, **{VARIABLE: BLOCK})
     if way == "run":

@@ -20,8 +20,8 @@ from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, Tick
-from deepspeed_cad.planner import HeadShape, PlanInput, reference
-from deepspeed_cad.planner.aim import Aim
+from deepspeed_cad.planner import HeadShape, PlanInput
+from deepspeed_cad.planner.core import Aim, solve
 from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
@@ -54,11 +54,11 @@ def planned_tasks(tick: Tick, window: int | None, kept: int) -> np.ndarray:
     """As the planner makes them from one of its starts; −1: home."""
     shape = HeadShape(HEADS, GROUPS, DIM, VALUE, 8)
     problem = PlanInput(tick, shape, PAIRS, window, granularity=16)
-    return split_own_rows(tick, reference.solve(problem, Aim(0.05, kept=kept)).tasks, window, 16)
+    return split_own_rows(tick, solve(problem, Aim(0.05, kept=kept)).tasks, window, 16)
 
 
 def _run(
-    rank: int, world: int, name: str, seed: int, window: int | None, keep: bool, sinks: bool, cut: bool,
+    rank: int, world: int, name: str, seed: int, window: int | None, sinks: bool, cut: bool,
     dtype: torch.dtype = torch.float64, waves: int = 1, kept: int | None = None,
 ) -> float:  # fmt: skip
     layout = LAYOUTS[name]
@@ -77,7 +77,7 @@ def _run(
         schedules = schedule_waves(tick, tasks, rank, GROUPS, window, Cut(waves))
         setup = CallSetup(
             upload_schedule(schedules, torch.device("cpu")), LseTransposed(), transport, rule,
-            Modes(local_first=bool(seed % 2), keep_received=keep), counts, nano_batch,
+            Modes(local_first=bool(seed % 2)), counts, nano_batch,
         )  # fmt: skip
         q0, k0 = int(tick.query_base[rank]), int(tick.key_base[rank])
         rows = slice(q0, q0 + int(tick.query_tokens[rank]))
@@ -90,51 +90,50 @@ def _run(
 
 
 @pytest.mark.parametrize(
-    "window, keep, sinks, cut",
-    [(None, False, False, False), (None, True, True, True), (19, False, True, False), (5, True, False, True)],
+    "window, sinks, cut, seed",
+    [(None, False, False, 0), (None, True, True, 3), (19, True, False, 1), (5, False, True, 2)],
 )
 @pytest.mark.parametrize("name", list(cases.layouts()))
 def test_random_plans_are_exact(
-    workers: WorkerPool, name: str, window: int | None, keep: bool, sinks: bool, cut: bool
+    workers: WorkerPool, name: str, window: int | None, sinks: bool, cut: bool, seed: int
 ) -> None:
     """Any plan that covers the tick gives the outputs and gradients of each document alone."""
-    seed = 2 * int(keep) + int(sinks)
-    assert max(workers.run(_run, cases.layouts()[name].ranks, name, seed, window, keep, sinks, cut)) < 1e-10
+    assert max(workers.run(_run, cases.layouts()[name].ranks, name, seed, window, sinks, cut)) < 1e-10
 
 
-@pytest.mark.parametrize("waves, keep, cut", [(2, False, True), (3, True, False), (4, False, True), (7, True, False)])
+@pytest.mark.parametrize("waves, window, cut", [(2, None, True), (3, 19, False), (4, None, True), (7, 19, False)])
 @pytest.mark.parametrize("name", ["odd", "a rank with no tokens", "documents over borders"])
-def test_waves(workers: WorkerPool, name: str, waves: int, keep: bool, cut: bool) -> None:
+def test_waves(workers: WorkerPool, name: str, waves: int, window: int | None, cut: bool) -> None:
     """Several exchanges of one tick are under way at once, more than gloo moves at a time."""
-    args = (name, 1, 19 if keep else None, keep, True, cut, torch.float64, waves)
+    args = (name, 1, window, True, cut, torch.float64, waves)
     assert max(workers.run(_run, cases.layouts()[name].ranks, *args)) < 1e-10
 
 
 @pytest.mark.parametrize(
-    "name, window, keep, sinks, waves, kept",
+    "name, window, sinks, waves, kept",
     [
-        ("two", 19, False, True, 1, -1),
-        ("three", None, False, True, 1, 0),
-        ("four", None, True, False, 2, 1),
-        ("four", 250, False, True, 1, 0),
-        ("four", 19, True, False, 2, -1),
-        ("three of four", None, False, True, 2, 0),
-        ("two documents", None, False, True, 1, 1),
-        ("zigzag", None, True, True, 1, 0),
+        ("two", 19, True, 1, -1),
+        ("three", None, True, 1, 0),
+        ("four", None, False, 2, 1),
+        ("four", 250, True, 1, 0),
+        ("four", 19, False, 2, -1),
+        ("three of four", None, True, 2, 0),
+        ("two documents", None, True, 1, 1),
+        ("zigzag", None, True, 1, 0),
     ],
 )
 def test_plans_of_documents_on_many_ranks(
-    workers: WorkerPool, name: str, window: int | None, keep: bool, sinks: bool, waves: int, kept: int
+    workers: WorkerPool, name: str, window: int | None, sinks: bool, waves: int, kept: int
 ) -> None:
     """Dealt out by head groups, or begun at home with own rows split off where a window allows it."""
     layout = ON_MANY[name]
     tasks = planned_tasks(layout.tick(), window, kept)
     if kept == 0 and name in ("three", "four", "zigzag"):
         assert (tasks[tasks[:, 5] == 0, 4] <= GROUPS - 1).all(), "not dealt out"
-    args = (name, 1, window, keep, sinks, False, torch.float64, waves, kept)
+    args = (name, 1, window, sinks, False, torch.float64, waves, kept)
     assert max(workers.run(_run, layout.ranks, *args)) < 1e-10
 
 
 def test_bf16(workers: WorkerPool) -> None:
     """Bounds by the kernel's own error: test_attention_ranks.py. Values here are about 1, sums of gradients about 4."""
-    assert max(workers.run(_run, 3, "odd", 2, None, False, True, False, torch.bfloat16)) < 2**-5
+    assert max(workers.run(_run, 3, "odd", 2, None, True, False, torch.bfloat16)) < 2**-5

@@ -7,7 +7,6 @@ does at the start of every Python.
 import base64
 import json
 import os
-import py_compile
 import re
 import shutil
 import subprocess
@@ -37,6 +36,7 @@ class Accelerator:
         self.distributed_type = type("Kind", (str,), {"value": "MULTI_CPU" if cpu else "DEEPSPEED"})
         self.distributed_type = self.distributed_type(self.distributed_type.value)
 """
+JSON_READER = "class HfDeepSpeedConfig:\n    def __init__(self, config):\n        self.config = config\n"
 REPORT = "def main(hide_operator_status=False):\n    print('the report')\n    return 7\n"
 ENGINE = """
 import sys
@@ -56,8 +56,11 @@ def python(tmp_path):
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text(DEEPSPEED)
     (tmp_path / "deepspeed" / "env_report.py").write_text(REPORT)
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "__init__.py").write_text("from accelerate.accelerator import Accelerator\n")
+    (tmp_path / "accelerate" / "utils").mkdir(parents=True)
+    (tmp_path / "accelerate" / "__init__.py").write_text(
+        "from accelerate.accelerator import Accelerator\nimport accelerate.utils.deepspeed\n"
+    )
+    (tmp_path / "accelerate" / "utils" / "deepspeed.py").write_text(JSON_READER)
     (tmp_path / "accelerate" / "accelerator.py").write_text(ACCELERATOR)
     (tmp_path / "torch.py").write_text("STAND_IN = True\n")
 
@@ -99,10 +102,10 @@ def test_disarms_and_leaves_the_module_as_it_was(python) -> None:
             "f = deepspeed.initialize\n"
             "print(inspect.getsource(deepspeed).count('LOADED'), pickle.loads(pickle.dumps(f)) is f)\n"
             "print(sorted(find_waiter(AUTOLOAD).waiting))\n"
-            "import deepspeed.env_report, accelerate.accelerator; print(find_waiter(AUTOLOAD))"
+            "import deepspeed.env_report, accelerate; print(find_waiter(AUTOLOAD))"
         )
     )
-    waiting = "['accelerate.accelerator', 'deepspeed.env_report']"
+    waiting = "['accelerate.accelerator', 'accelerate.utils.deepspeed', 'deepspeed.env_report']"
     assert python(code).split("\n") == ["SourceFileLoader True", "1 True", waiting, "None"]
 
 
@@ -114,18 +117,6 @@ def test_turned_off_by_the_environment(python) -> None:
 def test_arming_imports_nothing(python) -> None:
     code = "import sys, os; before = set(sys.modules); " + ARM + "print(sorted(set(sys.modules) - before))"
     assert python(code) == "['_deepspeed_cad_autoload', '_deepspeed_cad_waiter']"
-
-
-def test_arming_takes_less_than_a_millisecond(python, tmp_path) -> None:
-    for name in ("_deepspeed_cad_autoload", "_deepspeed_cad_waiter"):
-        py_compile.compile(str(ROOT / f"{name}.py"), str(tmp_path / f"{name}.pyc"))  # as pip does
-    code = (
-        "import os, time; t = time.perf_counter(); import _deepspeed_cad_autoload as hook; hook.arm()\n"
-        "print(time.perf_counter() - t, hook.__file__)"
-    )
-    taken = [python(code).split() for _ in range(5)]
-    assert all(file.endswith(".pyc") for _, file in taken)
-    assert min(float(seconds) for seconds, _ in taken) < 1e-3
 
 
 def test_a_failing_import_is_reported_and_the_next_one_is_hooked(python, tmp_path) -> None:
@@ -197,7 +188,7 @@ BLOCK = '{"cad": {}}'
 UNREAD = {
     "no plugin": ("cpu=True", "", "fine"),
     "no block": ("cpu=True, deepspeed_plugin=plugin({})", "", "fine"),
-    "block and DeepSpeed": ("deepspeed_plugin=plugin({'cad': {}})", "", "fine"),
+    "block and DeepSpeed": ("deepspeed_plugin=plugin({'cad': {}})", "", "refused?\nfine"),
     "block on a CPU": ("cpu=True, deepspeed_plugin=plugin({'cad': {}})", "", "unread"),
     "block that is off": ("cpu=True, deepspeed_plugin=plugin({'cad': {'enabled': False}})", "", "fine"),
     "one of several": ("cpu=True, deepspeed_plugins={'a': plugin({}), 'b': plugin({'cad': {}})}", "", "unread"),
@@ -209,7 +200,9 @@ UNREAD = {
 def test_a_block_that_accelerate_would_leave_unread(python, tmp_path, call: str, file: str, said: str) -> None:
     (tmp_path / "elsewhere" / "ds.json").write_text(BLOCK)
     code = ARM + (
-        "import types, accelerate\nplugin = lambda config: types.SimpleNamespace(deepspeed_config=config)\n"
+        "import sys, types, accelerate\nours = types.ModuleType('deepspeed_cad.integrations.refusals')\n"
+        "ours.refuse_accelerator = lambda accelerator: print('refused?')\nsys.modules[ours.__name__] = ours\n"
+        "plugin = lambda config: types.SimpleNamespace(deepspeed_config=config)\n"
         f"try:\n accelerate.Accelerator({call}); print('fine')\n"
         "except ValueError as error:\n assert 'it found MULTI_CPU, as on a CPU' in str(error); print('unread')"
     )
@@ -280,8 +273,10 @@ def test_no_request_no_word(python) -> None:
 
 
 def test_a_request_that_cannot_be_read_stops_the_import(python) -> None:
-    code = ARM + "try:\n import torch\nexcept ValueError as error:\n print(error)"
-    assert "DEEPSPEED_CAD_CONFIG in the environment is '{', which is not JSON" in python(code, DEEPSPEED_CAD_CONFIG="{")
+    code = f"import sys\nsys.stderr = sys.stdout\n{ARM}try:\n import torch\nexcept ValueError as error:\n print(error)"
+    start, at_import = python(code, DEEPSPEED_CAD_CONFIG="{").splitlines()
+    assert start.startswith("deepspeed_cad: DEEPSPEED_CAD_CONFIG cannot be used") and start.endswith(at_import)
+    assert "in the environment is '{', which is not JSON" in at_import
 
 
 CALLS = {
@@ -406,21 +401,18 @@ def test_what_a_wheel_and_an_editable_install_put_into_site_packages(tmp_path) -
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
     shutil.copytree(ROOT, source, ignore=ignore)
-    compiles = bool(list(source.glob("csrc/*.cpp"))) and shutil.which("g++") is not None
     wheels = tmp_path / "wheels"
     offline = ("--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check")
     pip = (sys.executable, "-m", "pip")
     subprocess.run([*pip, "wheel", *offline, "-w", wheels, source], check=True, timeout=280)
     (wheel,) = wheels.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    platform = "any"
-    if compiles:  # the name says which glibc the library needs
-        needed = re.findall(rb"GLIBC_2\.(\d+)", zipfile.ZipFile(wheel).read("deepspeed_cad/_native.so"))
-        platform = f"manylinux_2_{max(map(int, needed))}_{os.uname().machine}"
+    # The name says which glibc the library needs.
+    needed = re.findall(rb"GLIBC_2\.(\d+)", zipfile.ZipFile(wheel).read("deepspeed_cad/_native.so"))
+    platform = f"manylinux_2_{max(map(int, needed))}_{os.uname().machine}"
     assert wheel.name.endswith(f"py3-none-{platform}.whl")
     hook = {"deepspeed_cad_autoload.pth", "_deepspeed_cad_autoload.py", "_deepspeed_cad_waiter.py"}
     assert hook | {"deepspeed_cad/config.py"} <= set(names)
-    assert ("deepspeed_cad/_native.so" in names) == compiles
     assert any(name.startswith("deepspeed_cad/integrations/") for name in names) == (ROOT / "integrations").is_dir()
     assert not any(name.startswith(("tests/", "csrc/", "benchmarks/", "deepspeed_cad/tests")) for name in names)
 
@@ -445,26 +437,8 @@ def test_what_a_wheel_and_an_editable_install_put_into_site_packages(tmp_path) -
         subprocess.run([*pip, "--python", str(python), "install", *offline, *what], check=True, timeout=280)
         env = {**os.environ, "PYTHONPATH": str(stand_in)}
         done = subprocess.run([python, "-c", show], env=env, cwd=stand_in, capture_output=True, text=True, timeout=120)
-        assert (done.stdout.split("\n")[:2], done.stderr) == (["set() True", str(compiles)], "")
+        assert (done.stdout.split("\n")[:2], done.stderr) == (["set() True", "True"], "")
         command = subprocess.run([folder / "bin" / "deepspeed-cad", "--version"], capture_output=True, text=True)
         assert command.stdout.startswith("deepspeed_cad ")
         subprocess.run([*pip, "--python", str(python), "uninstall", "-y", "--quiet", "deepspeed_cad"], check=True)
         assert not list(site.glob("*deepspeed_cad*"))
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_without_a_compiler_the_install_goes_on_with_one_line(tmp_path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "*.so"))
-    (source / "csrc").mkdir(exist_ok=True)
-    (source / "csrc" / "extra.cpp").write_text("int one() { return 1; }\n")
-    command = [sys.executable, "setup.py", "-q", "build_native", "--inplace"]
-    done = subprocess.run(
-        command, cwd=source, env={**os.environ, "CXX": "no-such-compiler"}, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0 and "goes on without its native library" in done.stderr
-    assert not (source / "deepspeed_cad" / "_native.so").exists()
-    (source / "csrc" / "extra.cpp").write_text("this is not C++\n")
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "goes on without its native library" in done.stderr

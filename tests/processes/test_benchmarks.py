@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import launch
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
@@ -27,9 +28,7 @@ WORKLOADS = sorted((ROOT / "benchmarks" / "workloads").glob("*.json"))
 
 def torchrun(processes: int, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a benchmark; its output is shown where it fails."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *command]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return launch(processes, command, ROOT, CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: path.stem)
@@ -94,15 +93,21 @@ def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
     size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens-per-rank 256 --scale".split()
     run = torchrun(
         2, "benchmarks/train_step.py", "--workload", f"benchmarks/workloads/{workload}.json", *size,
-        "--mode", 'dp,ulysses,ulysses_joined,allgather_cp,cad,cad:recompute,cad@{"overlap":"pingpong"},bound,bound_qkv',
-        "--steps", "2", "--warmup", "1", "--repeats", "1", "--cad", '{"granularity": 16}', "--output", str(tmp_path),
+        "--mode", "dp,dp:kept,dp:kept_host,ulysses,ulysses:kept,ulysses:kept_host,ulysses_joined,allgather_cp,cad,"
+        'cad:recompute,cad@{"overlap":"pingpong"},bound,bound_qkv', "--steps", "2", "--warmup", "1", "--repeats", "2",
+        "--until", "1", "--cad", '{"granularity": 16}', "--output", str(tmp_path),
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     (path,) = tmp_path.glob("*.json")
     assert {file.suffix for file in tmp_path.iterdir()} >= {".json", ".md"}
     results = json.loads(path.read_text())
     exact = {name: mode for name, mode in results["modes"].items() if mode["exact"]}
-    assert len(exact) == (7 if workload.startswith("heavy") else 6)
+    assert len(exact) == (11 if workload.startswith("heavy") else 8)
+    # 2 layers in 2 steps; Ulysses trains the rows of all ranks in turn.
+    for name, calls in (("dp", 4), ("ulysses", 4 if workload.startswith("stream") else 8)):
+        modes = [results["modes"][name + kept] for kept in ("", ":kept", ":kept_host")]
+        assert [mode["attention_calls"]["forward"] for mode in modes] == [[2 * calls] * 2, [calls] * 2, [calls] * 2]
+        assert [mode["attention_calls"]["backward"] for mode in modes] == [[calls] * 2] * 3
     first = next(iter(exact.values()))
     for name, mode in exact.items():
         assert mode["gradient_difference"] < 1e-5, name
@@ -113,6 +118,7 @@ def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
     assert results["modes"]["cad"]["exposed_exchange_share"]["mean"] > 0
     assert set(results["bounds"]) == {"bound", "bound_qkv"}
     assert results["collective_GBps"]["inside"] > 0
+    assert results["settings"]["repeats"] == 1 and "pass 1," in run.stderr and "pass 2," not in run.stderr
     assert "| cad |" in run.stdout
 
 
@@ -122,19 +128,22 @@ def test_alst_and_cad_train_the_same(tmp_path: Path) -> None:
     """Full optimizer steps: losses after the first show gradients too."""
     pytest.importorskip("deepspeed")
     size = "--tokens 512 --layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tile 100".split()
-    for mode in ("alst", "cad"):
+    for mode in ("alst", "alst:kept", "cad"):
         run = torchrun(
             2, "benchmarks/alst_step.py", "--mode", mode, *size, "--steps", "2", "--lr", "0.01",
             "--cad", '{"granularity": 16, "keep": "host"}', "--output", str(tmp_path / f"{mode}.json"),
         )  # fmt: skip
         assert run.returncode == 0, run.stderr[-4000:]
-    alst, cad = (json.loads((tmp_path / f"{mode}.json").read_text()) for mode in ("alst", "cad"))
+    alst, kept, cad = (json.loads((tmp_path / f"{mode}.json").read_text()) for mode in ("alst", "alst:kept", "cad"))
     assert cad["ranks"][0]["losses"] == pytest.approx(alst["ranks"][0]["losses"], rel=1e-5)
+    assert kept["ranks"][0]["losses"] == pytest.approx(alst["ranks"][0]["losses"], rel=1e-5)
+    assert kept["ranks"][0]["parked"] > 0
     assert len(set(cad["ranks"][0]["losses"])) == 3
     assert cad["ranks"][0]["parked"] > 0 and cad["ranks"][0]["waited"] > 0 and alst["ranks"][0]["waited"] is None
     words = [sys.executable, "benchmarks/alst_step.py", "--table", str(tmp_path)]
     table = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
     assert re.search(r"^\| alst \|.* 1\.000 ", table, re.MULTILINE) and "| cad |" in table
+    assert re.search(r"^\| alst:kept \|.* \| 1\.000 \| 0\.0 ", table, re.MULTILINE)
 
 
 @pytest.mark.long
@@ -239,7 +248,7 @@ def test_a_server_killed_in_mid_step(tmp_path: Path, limit: int, code: int) -> N
     run = subprocess.run([*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == code, run.stdout + run.stderr
     found = json.loads((tmp_path / "killed.json").read_text())
-    assert found["passed"] == (code == 0) and 0 < found["killed_after_s"] < 2 * found["step_s"]
+    assert found["passed"] == (code == 0) and found["killed_after_s"] > 0
     if code == 0:
         assert "server 1 ended: its process died" in found["killed"][0]["words"]
     else:
@@ -287,6 +296,7 @@ def test_the_measurements_have_names() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "last"),
     [
+        ("headline", "--tokens-per-rank 256 --scale --steps 1 --warmup 1", r"÷ Ulysses kept \|(?s:.*)\n\| cad \| "),
         ("exchange", "--tokens-per-rank 256 --scale --repeats 1 --steps 1 --warmup 1", "bound_qkv: "),
         ("pipeline", "--layers 2 --tokens 256 --scale --repeats 1 --steps 1", r"\| 2 × 1 \| meet_64k_2r \| \d"),
         ("finetune", "--tiny --context 256 --synthetic 64 --steps 3", r"median [\d.]+ s off, [\d.]+ s on"),
@@ -297,7 +307,7 @@ def test_measurements_by_name(tmp_path: Path, name: str, sizes: str, last: str) 
     more = {"SIZES": sizes} if name == "finetune" else {"MORE": f"{' '.join(TINY)} {sizes}"}
     run = gpus(name, str(tmp_path), workload, script="two_gpus", **more)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    assert re.search(last, run.stdout) and list(tmp_path.glob("*.json"))
+    assert re.search(last, run.stdout) and list(tmp_path.rglob("*.json"))
 
 
 def test_fine_tuning_side_by_side() -> None:
@@ -344,7 +354,7 @@ def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts:
 @pytest.mark.slow
 def test_a_product_beside_a_rank_and_the_picture_of_a_timeline(tmp_path: Path) -> None:
     size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens 512 --warmup 3".split()
-    trace = {"trace": str(tmp_path / "timeline" / "trace.json"), "trace_steps": 2}
+    trace = {"trace": str(tmp_path / "timeline" / "trace.json")}
     script = ["benchmarks/servers_step.py", *size]
     alone = [*script, "--slowed", "0", "--alone", "--in-place", json.dumps({"speeds": "measure"})]
     block = {"speeds": "measure", "servers": {"reserved": 1}, **trace}

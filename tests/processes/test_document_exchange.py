@@ -20,6 +20,7 @@ from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.ahead.gather import Gatherer
 from deepspeed_cad.ahead.move_documents import Fields, exchange_documents, read_fields
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+from deepspeed_cad.notice import notice
 
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 SHORT = [13, 27, 8, 31, 19, 22, 11, 29]
@@ -46,6 +47,7 @@ def _rich(lengths: list[int], seed: int) -> dict[str, Any]:
     batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.from_numpy(ends).to(torch.int32)
     batch["max_length_q"], batch["max_length_k"] = max(lengths, default=0), torch.tensor(max(lengths, default=0))
     batch["seq_idx"] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(torch.int32)
+    batch["attention_mask"] = batch["seq_idx"].long() + 1
     batch["nothing"], batch["flag"] = None, True
     return batch
 
@@ -90,6 +92,7 @@ def _shuffle(rank: int, world: int, lengths: list[list[list[int]]], seed: int) -
         assert batch["cu_seq_lens_k"].dtype == torch.int32
         assert batch["max_length_q"] == int(batch["max_length_k"]) == own.max(initial=0)
         assert batch["seq_idx"][0].tolist() == np.repeat(np.arange(len(own)), own).tolist()
+        assert batch["attention_mask"].tolist() == [[1] * own.sum()]
         assert batch["nothing"] is None and batch["flag"] is True
         local = read_documents(batch).local
         assert (local.end - local.begin).tolist() == own.tolist()
@@ -116,7 +119,14 @@ def _reason(**changes: Any) -> str:
 def test_what_cannot_travel_is_named() -> None:
     assert _reason() == ""
     assert _reason(attention_mask=torch.ones(1, 32)) == ""
+    assert _reason(attention_mask=torch.tensor([[1] * 20 + [2] * 12])) == ""
     assert "position_ids" in _reason(position_ids=...)
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 20, 32])}
+    assert "position_ids do not start again" in _reason(position_ids=torch.arange(32)[None], **lengths)
+    numbers = torch.tensor([[1] * 20 + [2] * 12])
+    assert '"attention_mask" of shape (1, 1, 32, 32)' in _reason(
+        attention_mask=(numbers[:, None, None] == numbers[:, None, :, None]).tril()
+    )
     assert "padding" in _reason(attention_mask=torch.tensor([[1] * 30 + [0] * 2]))
     assert '"pixels" of shape (2, 5)' in _reason(pixels=torch.zeros(2, 5))
     assert '"lengths" (list)' in _reason(lengths=[20, 12])
@@ -157,9 +167,13 @@ def test_losses_and_gradients_of_a_loop(workers: WorkerPool, accumulation: int) 
     assert accumulation == 1 or sum(one["bytes"] for one in exchanged) < sum(one["bytes"] for one in kept)
 
 
-def _order(rank: int, world: int, spans: bool) -> list[int]:
-    """Tokens of the first document of each micro-batch, in the order in which they are trained."""
-    model = deepspeed_cad.apply(training.tiny_llama(), BLOCK)
+def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int], str]:
+    """Tokens of the first document of each micro-batch, in the order in which they are trained; and the first line."""
+    from deepspeed_cad import words
+
+    said: list[str] = []
+    words.notice = said.append
+    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": documents})
     model.train()
     lengths = [[8, 8], [16], [4] * 4, [16], [8, 8], [4] * 4]
     batches = _rank_batches(lengths if rank == 0 else lengths[::-1], 0)
@@ -170,13 +184,25 @@ def _order(rank: int, world: int, spans: bool) -> list[int]:
         starts = torch.nonzero(batch["position_ids"][0, 1:] == 0)
         seen.append(int(starts[0]) + 1 if len(starts) else 16)
         training.loss_sum(model, batch).backward()
-    return seen
+    words.notice = notice
+    return seen, "".join(said)
 
 
-def test_order_inside_steps(workers: WorkerPool) -> None:
-    """Heaviest first on every rank, never across steps; as the loader gave them where documents span ranks."""
-    assert workers.run(_order, 2, False) == [[16, 8, 4, 16, 8, 4]] * 2
-    assert workers.run(_order, 2, True) == [[8, 16, 4, 16, 8, 4], [4, 8, 16, 16, 8, 4]]
+@pytest.mark.parametrize(
+    ("spans", "documents", "rank_0", "rank_1", "told"),
+    [
+        (False, "keep", [8, 16, 4, 16, 8, 4], [8, 16, 4, 16, 8, 4], True),
+        # Heavy ones of all ranks meet, in rank 0's order; not where documents span ranks.
+        (True, "keep", [8, 16, 4, 16, 8, 4], [4, 8, 16, 16, 8, 4], False),
+        (False, "in_order", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
+    ],
+)
+def test_order_inside_steps(
+    workers: WorkerPool, spans: bool, documents: str, rank_0: list[int], rank_1: list[int], told: bool
+) -> None:
+    (first, said), (second, nothing) = workers.run(_order, 2, spans, documents)
+    assert (first, second, nothing) == (rank_0, rank_1, "")
+    assert said.startswith("CAD is on: 2 ranks") and ("compare losses of whole steps" in said) == told
 
 
 # Trainer
@@ -215,7 +241,8 @@ def _trainers(rank: int, world: int, folder: str, deepspeed_stage: int | None) -
     from deepspeed_cad.session import close_session
 
     found: dict[str, Any] = {}
-    for name, block in (("plain", None), ("keep", BLOCK), ("exchange", {**BLOCK, "documents": "exchange"})):
+    for name in ("plain", "keep", "in_order", "exchange"):
+        block = None if name == "plain" else {**BLOCK, "documents": name}
         AcceleratorState._reset_state(True)
         if deepspeed_stage is None:
             trainer = _trainer(block, folder)
@@ -253,7 +280,7 @@ def test_trainer(fresh_workers: WorkerPool, tmp_path, stage: int | None) -> None
     for found in fresh_workers.run(_trainers, 2, str(tmp_path), stage, timeout=140.0):
         plain = losses_of(found["plain"])
         assert len(plain) == 8
-        for name in ("keep", "exchange"):
+        for name in ("keep", "in_order", "exchange"):
             assert_same(losses_of(found[name]), plain)
         before = {
             name: np.mean([e["cad/attention_max_over_mean_before"] for e in found[name] if "loss" in e])
@@ -282,13 +309,13 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed_cad.install()
     found: dict[str, Any] = {}
-    for name in ("keep", "own loader", "exchange"):
+    for name in ("keep", "in_order", "own loader", "exchange"):
         model = training.tiny_llama(torch.float32)
         batches = _rank_batches(ROWS[rank], 10 * rank)
         config = {
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-            "cad": {**BLOCK, "documents": "exchange" if name == "exchange" else "keep"},
+            "cad": {**BLOCK, "documents": "keep" if name == "own loader" else name},
         }  # fmt: skip
         given: dict[str, Any] = {}
         if name == "own loader":
@@ -309,8 +336,8 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
         total = torch.tensor([sum(one) for one in steps if one])
         dist.all_reduce(total)
         found[name] = {
-            "losses": total.tolist(), "before": deepspeed_cad.current_session().statistics.imbalance_before,
-            "kind": type(loader).__name__,
+            "own": [loss for one in steps for loss in one], "losses": total.tolist(), "kind": type(loader).__name__,
+            "before": deepspeed_cad.current_session().statistics.imbalance_before,
         }  # fmt: skip
         engine.destroy()
         close_session()
@@ -319,7 +346,11 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_engine(fresh_workers: WorkerPool) -> None:
-    for found in fresh_workers.run(_engine, 2, timeout=140.0):
+    ranks = fresh_workers.run(_engine, 2, timeout=140.0)
+    for rank, found in enumerate(ranks):
+        same = found["keep"]["own"] == pytest.approx(found["in_order"]["own"], rel=1e-5)
+        assert same == (rank == 0), "losses of micro-batches come in the loader's order on rank 0, and with in_order"
+        assert found["in_order"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
         assert len(found["keep"]["losses"]) == 3 and len(found["own loader"]["losses"]) == 3
         assert found["exchange"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
         assert found["exchange"]["before"] < found["keep"]["before"] - 0.1

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fuzz.case import Case, Plant
-from fuzz.fuzz import run
+from fuzz.case import Case, Fate, Plant
+from fuzz.fuzz import run, run_case
 from fuzz.judge import judge
 from fuzz.play import Played, play
 from fuzz.soak import grown, soak
@@ -65,3 +65,20 @@ def test_a_planted_exception_is_caught(workers: WorkerPool) -> None:
     case = replace(SMALL, plant=Plant("loss", -1, 0, 0, caught=True))
     played = workers.run(play, 2, case.to_line())
     assert judge(case, played) == "" and [(one.caught, one.trained) for one in played] == [(1, 1)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["dispatch served", "backward return"])
+def test_a_server_is_killed(workers: WorkerPool, what: str) -> None:
+    """Its process is gone, and trainers are right."""
+    block = {**SMALL.block, "on_server_failure": "continue"}
+    case = replace(SMALL, servers=1, block=block, fates=(Fate(0, "KILL", what, 1),))
+    failure, played = run_case(workers, case)
+    assert not failure and played[2] is None and [one.trained for one in played[:2] if one] == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_pipeline(workers: WorkerPool) -> None:
+    case = replace(SMALL, stages=2, accumulation=2, evaluate=1, checkpoint="plain")
+    failure, played = run_case(workers, case)
+    assert not failure and [one.trained for one in played if one] == [4, 4]

@@ -19,10 +19,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     ("groups", "ranks", "checks"),
     [
-        ("kernels,transports,models,streams,exactness,speeds", 2, "kernel rows transport model two exactness speeds"),
+        (
+            "kernels,transports,models,streams,exactness,speeds,lifetimes",
+            2,
+            "kernel rows transport model two exactness speeds lifetimes",
+        ),
         # Two trainers, which are a world of their own.
         ("servers", 3, "reserved"),
-    ],
+    ],  # fmt: skip
     ids=["all", "servers"],
 )
 def test_rehearsal(tmp_path: Path, groups: str, ranks: int, checks: str) -> None:

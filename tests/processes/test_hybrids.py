@@ -158,3 +158,22 @@ def _whole_world(rank: int, world: int) -> float:
 def test_unequally_many_documents(workers: WorkerPool) -> None:
     """Ranks run layers a different number of times, and exchange attention between."""
     assert max(workers.run(_whole_world, 2)) < 1e-4
+
+
+def _evaluate(rank: int, world: int, kind: str) -> float:
+    """The largest difference of logits, of documents that lie otherwise on each rank."""
+    import deepspeed_cad
+
+    family = next(one for one in FAMILIES if one.kind == kind)
+    model = tiny_model(kind, torch.float64, **family.changes).eval()
+    batch, lengths = packed(ROWS[rank]), ROWS[rank]
+    with torch.no_grad():
+        expected = alone(model, batch, lengths)[0]
+        got = run(deepspeed_cad.apply(model, BLOCK), batch, lengths)[0]
+    return float((got - expected).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
+def test_evaluation_on_every_rank(workers: WorkerPool, kind: str) -> None:
+    """State stays inside documents there, too: the layout has one rank, and the session several."""
+    assert max(workers.run(_evaluate, 2, kind)) < 1e-6

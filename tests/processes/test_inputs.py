@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import told
 import torch
 import torch.distributed as dist
 import training
@@ -14,8 +15,7 @@ from pool import WorkerPool
 from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_cad
-from deepspeed_cad.ahead.documents import read_documents
-from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+from deepspeed_cad.errors import CADUnsupportedError
 
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = [[200, 31], [40, 9, 1, 70]]
@@ -34,6 +34,8 @@ def _padded(docs: list[torch.Tensor], left: bool) -> dict[str, torch.Tensor]:
 
 
 def _batch(form: str, docs: list[torch.Tensor]) -> dict[str, Any]:
+    if form in told.FORMS:
+        return told.told(docs, form)
     packed = training.pack(docs)
     if form == "positions":
         return packed
@@ -60,7 +62,7 @@ def _train(rank: int, world: int, form: str, overlap: str) -> dict[str, Any]:
     docs = training.documents(LENGTHS[rank], seed=rank)
     loss = training.loss_sum(model, _batch(form, docs))
     loss.backward()
-    expected, gradients = training.alone(reference, docs)
+    expected, gradients = (told if form in told.FORMS else training).alone(reference, docs)
     assert abs(float(loss.detach()) - expected) < 1e-8
     for name, p in model.named_parameters():
         assert (p.grad - gradients[name]).abs().max() < 1e-9, name
@@ -69,7 +71,10 @@ def _train(rank: int, world: int, form: str, overlap: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overlap", ["local_first", "interleave", "pingpong"])
-@pytest.mark.parametrize("form", ["positions", "cumulative", "right padding", "left padding"])
+@pytest.mark.parametrize(
+    "form",
+    ["positions", "cumulative", "right padding", "left padding", "lengths and ones", "numbers, padded", "additive"],
+)
 def test_every_form_is_exact(workers: WorkerPool, form: str, overlap: str) -> None:
     results = workers.run(_train, 2, form, overlap)
     assert sum(r["sent"] for r in results) > 0
@@ -103,7 +108,7 @@ def test_documents_that_span_ranks(workers: WorkerPool, overlap: str, lengths: l
 
 def _scaled_by_the_batch(rank: int, world: int) -> str:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = deepspeed_cad.apply(training.tiny_llama(rope_parameters=rope), {**BLOCK, "timeout_s": 5.0})
+    model = deepspeed_cad.apply(training.tiny_llama(rope_parameters=rope), BLOCK)
     training.loss_sum(model.train(), training.pack(training.documents(LENGTHS[rank], seed=rank))).backward()
     part = deepspeed_cad.shard_stream(training.pack(training.documents([130, 90], seed=7)), rank, world)
     with pytest.raises(CADUnsupportedError) as caught:
@@ -161,20 +166,6 @@ def _ddp(rank: int, world: int, overlap: str) -> None:
 @pytest.mark.parametrize("overlap", ["local_first", "interleave", "pingpong"])
 def test_data_parallel_wrapper_and_accumulation(workers: WorkerPool, overlap: str) -> None:
     workers.run(_ddp, 2, overlap)
-
-
-def test_bad_inputs_are_named() -> None:
-    ids = torch.zeros(2, 6, dtype=torch.long)
-    with pytest.raises(CADUnsupportedError, match="ready-made attention mask"):
-        read_documents({"input_ids": ids, "attention_mask": torch.zeros(2, 1, 6, 6)})
-    with pytest.raises(CADDataError, match="shape"):
-        read_documents({"input_ids": ids, "position_ids": torch.zeros(2, 5, dtype=torch.long)})
-    with pytest.raises(CADDataError, match="several axes"):
-        read_documents({"input_ids": ids, "position_ids": torch.zeros(3, 2, 6, dtype=torch.long)})
-    with pytest.raises(CADDataError, match="must start at 0"):
-        read_documents({"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 5, 30])})
-    with pytest.raises(CADDataError, match="positions start at 0"):
-        read_documents({"input_ids": ids, "position_ids": torch.full((2, 6), -1)})
 
 
 def test_wrappers_pass_the_descriptor_on_as_it_is() -> None:

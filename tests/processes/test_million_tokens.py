@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from itertools import chain, islice
 from pathlib import Path
 
 import pytest
 import torch
 import trainers
+from forked import launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,11 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), re
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "examples/million_tokens.py"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, *words, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
-    )
+    return launch(2, ["examples/million_tokens.py", *arguments], ROOT, PYTHONWARNINGS="ignore")
 
 
 def _plain(model: Path, data: Path) -> tuple[list[float], torch.nn.Module]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import training
 from pool import WorkerPool
+from told import told
 
 BLOCK = {"cost": "pairs", "granularity": 2}
 COUNT = 3
@@ -62,7 +63,8 @@ def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[f
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     replica = engine.grid.get_data_parallel_id()
-    batches = [training.pack(pipelines.documents_of(replica, m)) for m in range(COUNT)]
+    batches: list[Any] = [training.pack(pipelines.documents_of(replica, m)) for m in range(COUNT)]
+    batches[1] = told(pipelines.documents_of(replica, 1), "lengths")
     evaluated = float(engine.eval_batch(iter(batches)))
     loss = float(engine.train_batch(iter(batches)))
     assert abs(evaluated - loss) < 1e-5

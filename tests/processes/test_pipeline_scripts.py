@@ -20,12 +20,13 @@ def _losses(output: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_example_there_and_without_cad(tmp_path: Path) -> None:
+def test_the_example_there_and_without_cad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same losses with the block and without; a checkpoint that transformers loads; a timeline with every tick."""
     from transformers import AutoModelForCausalLM
 
+    monkeypatch.setenv("DEEPSPEED_CAD_TRACE_STEPS", "14")
     config = json.loads((ROOT / "examples" / "ds_pipeline_cad.json").read_text())
-    config["cad"] = {"trace": str(tmp_path / "timeline.json"), "trace_steps": 14, "granularity": 16, "cost": "pairs"}
+    config["cad"] = {"trace": str(tmp_path / "timeline.json"), "granularity": 16, "cost": "pairs"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = [
         "examples/finetune_pipeline.py", "--tiny", "--stages", "2", "--micro-batches", "3", "--steps", "3",

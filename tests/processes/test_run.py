@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, run, torchrun, trained, zero
-from served import free_port
+from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, run_ranks, torchrun, trained, zero
+from ports import free_port
 from trainers import assert_same
 
 import _deepspeed_cad_autoload as hook
@@ -25,7 +25,7 @@ CAD = ["-m", "deepspeed_cad.run", "--cad", '{"granularity": 16, "tolerance": 0.0
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> list[float]:
     """Losses without CAD; the same for every loop of the script that shards data as DistributedSampler does."""
-    return losses(trained(torchrun(2), tmp_path_factory.mktemp("plain"), "ddp"))
+    return losses(trained(2, tmp_path_factory.mktemp("plain"), "ddp"))
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_torchrun(plain, tmp_path, loop: str) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_four_processes_with_the_trainer(tmp_path) -> None:
-    without = trained(torchrun(4), tmp_path, "trainer")
+    without = trained(4, tmp_path, "trainer")
     found = trained([*torchrun(4), *CAD], tmp_path, "trainer")
     assert_same(losses(found), losses(without))
     for entry in found["log"]:
@@ -81,7 +81,7 @@ def test_deepspeed_launcher(plain, tmp_path) -> None:
 
 
 def _refused(folder: Path, *words: str) -> str:
-    done = run([*CAD, SCRIPT, *words], folder)
+    done = run_ranks(1, [*CAD, SCRIPT, *words], folder)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     return next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_switched(tmp_path) -> None:
 @pytest.mark.parametrize("loop", ["deepspeed", "trainer"])
 def test_two_sources_that_disagree(tmp_path, loop: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(zero(1, cad={"tolerance": 0.3, "granularity": 16})))
-    done = run([*torchrun(1), *CAD, SCRIPT, loop, "out.json", "--json", "ds.json"], tmp_path)
+    done = run_ranks(1, [*CAD, SCRIPT, loop, "out.json", "--json", "ds.json"], tmp_path)
     assert done.returncode != 0
     line = next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
     assert 'the "cad" block of the DeepSpeed JSON disagree in tolerance: 0.02 and 0.3' in line

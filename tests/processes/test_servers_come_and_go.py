@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import time
+from collections.abc import Callable
 
 import pytest
 from jobs import BLOCK, Job, job
@@ -11,6 +13,13 @@ from jobs import BLOCK, Job, job
 __all__ = ["job"]
 
 GOES_ON = {**BLOCK, "servers": {"joined": 1}, "on_server_failure": "continue"}
+
+
+def _wait(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def _serve(job: Job, name: str) -> None:
@@ -32,6 +41,38 @@ def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
     codes = job.ends("rank0")
     assert codes.pop("first") == -signal.SIGKILL and set(codes.values()) == {0}
     assert "server 3 is done" in job.said("second") and "Error" not in job.said("rank0") + job.said("rank1")
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_dropped_and_ends_when_it_wakes(job: Job) -> None:
+    for name in ("first", "second"):
+        _serve(job, name)
+    for rank in range(2):
+        job.launch(rank, 2, "until", "9", block={**GOES_ON, "servers": {"joined": 2}, "timeout_s": 20})
+    job.wait_for("rank0", "step 1")
+    hung = next(name for name in ("first", "second") if "server 2 is up" in job.said(name))
+    job.processes[hung].send_signal(signal.SIGSTOP)
+    silent = "server 2 ended: it has said nothing for 10 s: it hangs, or nothing reaches its host"
+    job.wait_for("rank0", f"{silent}. Training goes on with server 3")
+    job.processes[hung].send_signal(signal.SIGCONT)
+    assert job.processes[hung].wait(20) == 1
+    assert "the trainers go on without it: it has said nothing for 10 s" in job.said(hung)
+    written = len(job.said("rank0"))
+    _wait(lambda: "step" in job.said("rank0")[written:])
+    (job.folder / "stop").touch()
+    codes = job.ends("rank0")
+    assert codes.pop(hung) == 1 and set(codes.values()) == {0}
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_named_where_it_ends_all(job: Job) -> None:
+    for rank in range(3):
+        job.launch(rank, 3, "wait", "9", block={**BLOCK, "timeout_s": 20})
+    job.wait_for("rank0", "step 1")
+    job.processes["rank2"].send_signal(signal.SIGSTOP)
+    for name in ("rank0", "rank1"):
+        assert job.processes[name].wait(40) != 0
+        assert "server 2 ended: it has said nothing for 10 s" in job.said(name), job.said(name)
 
 
 @pytest.mark.slow

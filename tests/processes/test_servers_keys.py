@@ -14,11 +14,12 @@ import pytest
 import torch
 import training
 from pool import WorkerPool
-from served import free_port, play
+from ports import free_port
+from served import play
 
 import deepspeed_cad
-from deepspeed_cad.ahead.memory import ALL
 from deepspeed_cad.cli.trace import summary
+from deepspeed_cad.feedback.memory_limit import ALL
 from deepspeed_cad.session import close_session
 from deepspeed_cad.trace.record import WARM_UP
 
@@ -56,7 +57,7 @@ def test_verify(workers: WorkerPool, overlap: str) -> None:
 
 def _traced(rank: int, trainers: int, block: dict[str, Any]) -> None:
     model = deepspeed_cad.apply(training.tiny_llama(), block).train()
-    for step in range(WARM_UP + 2):
+    for step in range(WARM_UP + 4):
         training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=step))).backward()
     close_session()
 
@@ -65,7 +66,7 @@ def test_trace(workers: WorkerPool) -> None:
     """One timeline of all ranks: where trainers wait, and what the server attends meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        _run(workers, _traced, trace=str(path), trace_steps=1)
+        _run(workers, _traced, trace=str(path))
         events = json.loads(path.read_text())["traceEvents"]
         assert [one.name for one in Path(folder).iterdir()] == ["trace.json"]
     for rank in range(2):
@@ -75,9 +76,9 @@ def test_trace(workers: WorkerPool) -> None:
     assert [*lanes.values()] == ["micro-batch", "serving A", "serving B", "exchange A", "exchange B"]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1", "server 2"]
     spans = [e for e in events if e["ph"] == "X" and e["pid"] == 2]
-    # Two layers, forward and backward, of each part.
+    # Two layers, forward and backward, of each part, in three micro-batches.
     served = Counter((lanes[e["tid"]], e["cat"]) for e in spans if e["name"] == "served")
-    assert served == {(f"serving {part}", way): 2 for part in "AB" for way in ("forward", "backward")}
+    assert served == {(f"serving {part}", way): 6 for part in "AB" for way in ("forward", "backward")}
     # On one clock: what is served lies inside the micro-batch of the trainers.
     steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("micro-batch") and e["pid"] < 2]
     begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
@@ -129,13 +130,13 @@ def _refused(rank: int, trainers: int, block: dict[str, Any]) -> tuple[str, int]
     """What the first step says, and what the ticks of one that is allowed needed at most."""
     model = deepspeed_cad.apply(training.tiny_llama(), block).train()
     session = deepspeed_cad.current_session()
-    assert session.memory.share == ALL
+    assert session.learned.memory.share == ALL
     said = ""
     try:
         training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=1))).backward()
     except deepspeed_cad.CADError as error:
         said = str(error)
-    return said, int(session.memory.most_needed)
+    return said, int(session.learned.memory.most_needed)
 
 
 def test_memory_that_no_cut_fits_into_is_refused(workers: WorkerPool) -> None:

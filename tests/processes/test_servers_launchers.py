@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import training
 from launched import accelerate_yaml, deepspeed_launcher, losses, torchrun, trained, zero
-from served import free_port
+from ports import free_port
 from trainers import assert_same
 
 BLOCK = {"granularity": 16, "tolerance": 0.02, "servers": {"reserved": 1}, "links": training.LINKS}
@@ -19,7 +19,7 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of two processes without CAD; every loop of the script deals the same rows to the same ranks."""
-    return losses(trained(torchrun(2), tmp_path_factory.mktemp("plain"), "ddp", "--steps", str(STEPS)))
+    return losses(trained(2, tmp_path_factory.mktemp("plain"), "ddp", "--steps", str(STEPS)))
 
 
 def _check(plain: list[float], words: list[str], folder: Path, *script: str) -> None:

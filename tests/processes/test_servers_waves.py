@@ -12,7 +12,8 @@ from jobs import BLOCK, Job, job
 from landing import counted
 from model_cases import tiny_model
 from pool import WorkerPool
-from served import Served, free_port, play
+from ports import free_port
+from served import Served, play
 
 import deepspeed_cad
 
@@ -97,12 +98,12 @@ LONG = [pytest.mark.slow, pytest.mark.long]
 @pytest.mark.parametrize(
     ("trainers", "servers", "kib", "checkpoint", "block"),
     [
-        (2, 1, 510, False, {"overlap": "interleave", "backward": "resend"}),
-        (1, 2, 260, False, {"overlap": "local_first", "backward": "keep"}),
-        pytest.param(2, 1, 510, False, {"overlap": "interleave", "backward": "keep", "waves": 3}, marks=SLOW),
-        pytest.param(1, 2, 620, True, {"overlap": "interleave", "backward": "resend"}, marks=SLOW),
+        (2, 1, 510, False, {"overlap": "interleave"}),
+        (1, 2, 260, False, {"overlap": "local_first"}),
+        pytest.param(2, 1, 510, False, {"overlap": "interleave", "waves": 3}, marks=SLOW),
+        pytest.param(1, 2, 620, True, {"overlap": "interleave"}, marks=SLOW),
         pytest.param(1, 2, 560, True, {"overlap": "pingpong", "waves": 3}, marks=LONG),
-        pytest.param(2, 1, 380, False, {"overlap": "local_first", "backward": "keep"}, marks=LONG),
+        pytest.param(2, 1, 380, False, {"overlap": "local_first"}, marks=LONG),
         pytest.param(2, 1, 380, True, {"overlap": "local_first", "recompute_attention": True}, marks=LONG),
         pytest.param(2, 1, 760, False, {"trainers_serve": False}, marks=LONG),
         pytest.param(2, 1, 380, True, {"overlap": "none", "keep": "host"}, marks=LONG),

@@ -1,52 +1,33 @@
-"""Ranks of different speed: measured or given, in place and as reserved servers; what each then gets, exactly."""
+"""Ranks of different speed, measured in place and as reserved servers; what each then gets, exactly.
+
+How long a call takes is said by the test: what a clock says depends on who else uses the machine.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import training
-from pool import WorkerError, WorkerPool
-from served import free_port, play
+from pool import WorkerPool
+from ports import free_port
+from served import play
 
 import deepspeed_cad
-from deepspeed_cad.kernels.registry import KERNELS
-from deepspeed_cad.profiles.speed import TOKENS
+from deepspeed_cad.profiles import speed
 
 BLOCK = {"granularity": 16, "tolerance": 0.05, "links": training.LINKS, "kernel": "torch_math"}
-PAUSE_S = 0.03
 GROUPS = 4
 """Of the tiny model: its KV heads."""
 LENGTHS = [[300], [40, 130, 9, 1, 120]]
 
 
-@contextmanager
-def slowed(times: float) -> Iterator[None]:
-    """The call that is timed takes so many times PAUSE_S forward and as much backward; tests have no such task.
-
-    Nothing else of it is run: how long that takes depends on who else uses the machine.
-    """
-    kernel: Any = next(one for one in KERNELS if one.name == "torch_math")
-
-    def slow(method: Any) -> Any:
-        def run(first: torch.Tensor, *args: Any) -> Any:
-            if first.shape[0] != TOKENS["cpu"]:
-                return method(first, *args)
-            time.sleep(PAUSE_S * times)
-            return first, first
-
-        return run
-
-    kernel.forward, kernel.backward = slow(kernel.forward), slow(kernel.backward)
-    try:
-        yield
-    finally:
-        del kernel.forward, kernel.backward
+def slowed(seconds: float) -> Any:
+    """The call that is timed takes so long."""
+    return mock.patch.object(speed, "time_call", lambda *given: SimpleNamespace(seconds=seconds))
 
 
 def _train(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:
@@ -89,36 +70,23 @@ def _shares_are_by_speed(found: dict[str, Any], lengths: list[list[int]] = LENGT
 def test_a_slow_rank_gets_less(workers: WorkerPool) -> None:
     first, second = workers.run(_in_place, 2, {"speeds": "measure"}, [1, 2])
     assert first["speeds"] == second["speeds"] and first["seconds"] == second["seconds"]
-    assert first["speeds"] == pytest.approx([1.0, 0.5], rel=0.15)
+    assert first["speeds"] == pytest.approx([1.0, 0.5])
     _shares_are_by_speed(first)
-    assert "(measured)" in first["said"]
+    assert ", speeds " in first["said"]
 
 
 @pytest.mark.parametrize("times", [[1, 1, 2], pytest.param([2, 1, 1], marks=pytest.mark.slow)])
 def test_servers_and_trainers_of_different_speed(workers: WorkerPool, times: list[float]) -> None:
     first, second, served = workers.run(_reserved, 3, free_port(), {"speeds": "measure"}, times, joined=False)
     assert first == second | {"said": first["said"]} and served.code == 0 < served.micro_batches
-    assert first["speeds"] == pytest.approx([times[0] / one for one in times], rel=0.15)
+    assert first["speeds"] == pytest.approx([times[0] / one for one in times])
     _shares_are_by_speed(first)
 
 
 @pytest.mark.slow
 def test_servers_of_different_speed_beside_trainers_that_do_not_serve(workers: WorkerPool) -> None:
-    block = {"speeds": [1, 0.25, 0.5], "servers": {"reserved": 2}, "trainers_serve": False}
-    first, *served = workers.run(_reserved, 3, free_port(), block, [1, 1, 1], joined=False)
+    block = {"speeds": "measure", "servers": {"reserved": 2}, "trainers_serve": False}
+    first, *served = workers.run(_reserved, 3, free_port(), block, [1, 4, 2], joined=False)
     assert [one.code for one in served] == [0, 0]
     assert first["seconds"][0] == 0
-    _shares_are_by_speed({name: found[1:] for name, found in first.items()}, LENGTHS[:1])
-
-
-def test_given(workers: WorkerPool) -> None:
-    for found in workers.run(_in_place, 2, {"speeds": [1, 0.5]}, [1, 1]):
-        assert found["speeds"] == [1.0, 0.5]
-        _shares_are_by_speed(found)
-
-
-def test_a_list_of_another_length(workers: WorkerPool) -> None:
-    with pytest.raises(WorkerError) as caught:
-        workers.run(_in_place, 2, {"speeds": [1, 1, 1]}, [1, 1])
-    for error in caught.value.errors:
-        assert error is not None and 'key "speeds" has 3 numbers and 2 ranks run attention' in error[1]
+    _shares_are_by_speed({name: found[1:] for name, found in first.items() if name != "said"}, LENGTHS[:1])

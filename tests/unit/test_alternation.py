@@ -14,13 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cad.ahead.plan import Beside, Reserved
+from deepspeed_cad.ahead.crew import Crew, Servers
+from deepspeed_cad.ahead.starts import Beside
 from deepspeed_cad.attention.microbatch import PlanKey
+from deepspeed_cad.attention.planned import Starts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.alternation import alternate
 from deepspeed_cad.planner.constants import WAVES_IN_TURN
@@ -189,23 +191,31 @@ def session() -> Iterator[Session]:
     opened = Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))
     costs = (ShapeCost(SHAPE, pair=1e-9),)
     opened.plans.cost = Profile("test", "test", costs, unit="seconds", inside=1e9, between=1e9)
-    opened.plans.reserved = Reserved(1, None, 1, lambda model: np.array([1e-6]))
+    opened.plans.crew = Crew(1, None, None, None, Servers(1, 1, 1))
     yield opened
     opened.close()
+
+
+def _transport(two_ways: bool = True) -> Transport:
+    return cast(
+        Transport, SimpleNamespace(most_waves=8, two_ways=two_ways, close=lambda: None, bytes_sent=0, landing_bytes=0)
+    )
 
 
 @pytest.mark.parametrize(("waves", "chosen"), [("auto", 2), (1, 1), (4, 4)])
 def test_plans_beside_servers_choose_waves(session: Session, waves: str | int, chosen: int) -> None:
     session.plans.config = replace(session.plans.config, waves=waves)
-    session.plans.transport = lambda: cast(Transport, SimpleNamespace(most_waves=1, two_ways=True))
+    crew = session.plans.crew = replace(session.plans.crew, transport=_transport())
     layout = Layout.from_rank_lengths([[8192], []])
     beside = Beside(np.array([1e-6]), layout)
     for tick in layout.cut(np.array([4864, 0])):
-        plan = session.plans.plan_tick(tick, KEY, partial(session.plans._starts, np.zeros(1), beside))
-        assert plan.waves == chosen
+        assert session.plans.plan_tick(tick, KEY, crew, partial(_starts, session, beside)).waves == chosen
         # Without another tick nobody knows how late results may come.
-        alone = session.plans.plan_tick(tick, KEY, partial(session.plans._starts, np.zeros(1), None))
-        assert alone.waves == (1 if waves == "auto" else waves)
+        assert session.plans.plan_tick(tick, KEY, crew).waves == (1 if waves == "auto" else waves)
+
+
+def _starts(session: Session, beside: Beside, tick: Tick, key: PlanKey) -> Starts:
+    return beside.starts(tick, session.plans.cost.cost_for(key.shape), key.shape.groups, key.window)
 
 
 def test_plans_take_all_for_waiting_where_nothing_comes_home_meanwhile(
@@ -214,16 +224,14 @@ def test_plans_take_all_for_waiting_where_nothing_comes_home_meanwhile(
     """One queue for both ways, or a host that waits for each exchange."""
     layout = Layout.from_rank_lengths([[8192], []])
     tick, beside = layout.cut(np.array([4864, 0]))[0], Beside(np.array([1e-6]), layout)
-    starts = partial(session.plans._starts, np.zeros(1), beside)
     asked: list[PlanInput] = []
     monkeypatch.setattr(
         "deepspeed_cad.ahead.plan.make_plan", lambda problem: asked.append(problem) or make_plan(problem)
     )
 
-    def plan(two_ways: bool, **given: Any) -> PlanInput:
-        transport = cast(Transport, SimpleNamespace(most_waves=8, two_ways=two_ways))
-        session.plans.transport = lambda: transport
-        session.plans.plan_tick(tick, KEY, starts, **given)
+    def plan(two_ways: bool) -> PlanInput:
+        crew = session.plans.crew = replace(session.plans.crew, transport=_transport(two_ways))
+        session.plans.plan_tick(tick, KEY, crew, partial(_starts, session, beside))
         return asked[-1]
 
     hidden = plan(True)
@@ -231,12 +239,6 @@ def test_plans_take_all_for_waiting_where_nothing_comes_home_meanwhile(
     shown = plan(False)
     assert shown.alternation is None and shown.waves == (1,) and (shown.base_load == hidden.base_load).all()
     assert make_plan(shown).load[1] < 0.9 * make_plan(hidden).load[1]
-    # Servers that may be lost have a transport of their own.
-    reserved = session.plans.reserved
-    assert reserved is not None
-    own = cast(Transport, SimpleNamespace(most_waves=8, two_ways=False))
-    lost = plan(True, reserved=replace(reserved, passes=cast(Any, object()), transport=own))
-    assert lost.alternation is None and lost.waves == (1,)
     # Four waves do not all go out at once.
     session.plans.config = replace(session.plans.config, waves=4)
     four = plan(True)

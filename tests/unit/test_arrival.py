@@ -4,6 +4,7 @@ not shown here; when the host goes on, stops, or says that a server is lost is."
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -80,7 +81,8 @@ class Ring:
         def query() -> bool:
             left[0] -= 1
             if left[0] == 0:
-                self.host.copy_(torch.tensor(self.numbers))
+                # As a stream writes them: the last 32 bits.
+                self.host.copy_(torch.tensor(self.numbers).to(torch.int32))
             return left[0] <= 0
 
         return SimpleNamespace(query=query)
@@ -96,6 +98,18 @@ def test_a_number_is_reached_when_the_last_rank_is_there() -> None:
     assert ring.reader.reached(3) and ring.reader.reached(1) and ring.copies == copies, "known, so nothing is read"
 
 
+@pytest.mark.parametrize("begin", [(1 << 31) - 3, (1 << 32) - 3, 5 * (1 << 31) - 3])
+def test_numbers_come_round(begin: int) -> None:
+    """After 2^31 exchanges they are less than nothing as 32 bits, after 2^32 they begin again."""
+    ring = Ring([begin, begin - 1])
+    for number in range(begin, begin + 6):
+        assert [ring.reader.reached(number) for _ in range(6)] == [False] * 6
+        ring.numbers[1] = number
+        while not ring.reader.reached(number):
+            assert ring.copies < 99
+        ring.numbers[0] = number + 1
+
+
 def test_nothing_is_taken_from_a_copy_that_is_under_way() -> None:
     ring = Ring([5, 5], looks=4)
     assert [ring.reader.reached(5) for _ in range(5)] == [False] * 4 + [True] and ring.copies == 1
@@ -103,20 +117,28 @@ def test_nothing_is_taken_from_a_copy_that_is_under_way() -> None:
 
 def test_the_host_goes_on_when_all_is_there() -> None:
     side, ring = Side(), Ring([7, 6])
-    threading.Timer(0.1, lambda: ring.numbers.__setitem__(1, 7)).start()
-    begin = time.monotonic()
-    side.wait(lambda: ring.reader.reached(7))
-    assert 0.05 < time.monotonic() - begin < 5 and not side.freed
+
+    def reached() -> bool:
+        if ring.copies == 3:
+            ring.numbers[1] = 7
+        return ring.reader.reached(7)
+
+    side.wait(reached)
+    assert ring.copies >= 3 and not side.freed
     side.dog.close()
 
 
 def test_a_server_that_is_lost_ends_the_wait_at_once() -> None:
-    side = Side()
-    threading.Timer(0.1, lambda: setattr(side.losses, "reason", "server 1 ended: its process died")).start()
-    begin = time.monotonic()
+    side, looks = Side(timeout_s=300.0), []
+
+    def reached() -> bool:
+        looks.append(1)
+        if len(looks) == 3:
+            side.losses.reason = "server 1 ended: its process died"
+        return False
+
     with pytest.raises(ServerLostError, match="server 1 ended"):
-        side.wait(lambda: False)
-    assert time.monotonic() - begin < 5
+        side.wait(reached)
     assert side.board.reason(0) is None, "this rank has not stopped"
     side.dog.abandon()
 
@@ -144,7 +166,6 @@ def test_waits_end_by_force_and_not_because_all_is_there(monkeypatch: pytest.Mon
     begin = time.monotonic()
     with side.dog.inside("a call of NCCL"):
         while not side.freed:
-            assert time.monotonic() - begin < 10
             time.sleep(0.01)
     assert time.monotonic() - begin > 0.25 and not side.alarm.sounded
     with pytest.raises(ServerLostError):
@@ -176,28 +197,23 @@ def test_a_call_that_fails_with_a_server_says_so() -> None:
 
 
 def test_nobody_waits_for_a_lost_server_to_make_memory() -> None:
-    side = Side()
+    side = Side(timeout_s=300.0)
     one = Meeting(dist.HashStore(), np.arange(2), 0, side.alarm)
     threading.Timer(0.1, lambda: setattr(side.losses, "reason", "server 1 ended")).start()
-    begin = time.monotonic()
     with pytest.raises(ServerLostError):
         one.hold("making it")
-    assert time.monotonic() - begin < 5
 
 
 def test_nobody_waits_for_a_lost_server_to_join_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "LOOK_S", 0.05)
-    late, joined = threading.Event(), []
-    begin = time.monotonic()
+    late, joined, looks = threading.Event(), [], itertools.count()
     with pytest.raises(ServerLostError, match="server 1"):
         messages._in_time(
-            lambda: late.wait(30) and SimpleNamespace(name="late"), joined.append, torch.device("cpu"), 30.0,
-            lambda: "server 1 ended" * (time.monotonic() - begin > 0.1),
+            lambda: late.wait() and SimpleNamespace(name="late"), joined.append, torch.device("cpu"), 300.0,
+            lambda: "server 1 ended" * (next(looks) > 1),
         )  # fmt: skip
-    assert time.monotonic() - begin < 5
     late.set()
     while not joined:
-        assert time.monotonic() - begin < 10
         time.sleep(0.01)
     assert joined[0].name == "late", "what was made too late is dropped"
 
@@ -307,6 +323,7 @@ def test_no_stream_waits_for_flags_where_a_server_may_be_lost(goes_on: bool) -> 
     nvlink.calls = SimpleNamespace(wait=lambda *given: queued.append(given))  # type: ignore[assignment]
     way: Any = SimpleNamespace(own_flags=np.arange(2))
     nvlink._out = nvlink._back = way
+    nvlink.exchanges = nvlink._pushed = 7
     nvlink._wait_for_flags(SimpleNamespace(cuda_stream=3), way, 7, SimpleNamespace(index=7))  # type: ignore[arg-type]
     assert bool(queued) != goes_on and bool(ring.copies) == goes_on
     side.dog.abandon()
@@ -354,9 +371,7 @@ def test_nccl_is_left_beside_and_its_buffers_stay_until_then() -> None:
     gc.collect()
     assert said == ["group"] and held() is not None, "a kernel of NCCL may still write into them"
     stuck.set()
-    end = time.monotonic() + 10
     while held() is not None:
-        assert time.monotonic() < end
         time.sleep(0.01)
     assert said == ["group", "left", "drained", "drained"]
 

@@ -7,7 +7,7 @@ import pytest
 from test_steps import step_of, tokens_of
 
 from deepspeed_cad.ahead import assign, swaps
-from deepspeed_cad.ahead.assign import TOKENS_PER_ROW, StepDocuments, assign_documents, is_worth, order_rows
+from deepspeed_cad.ahead.assign import TOKENS_PER_ROW, StepDocuments, assign_documents, is_worth
 from deepspeed_cad.ahead.swaps import RowSums, find_swap
 from deepspeed_cad.cost import PAIRS, CostModel, count_pairs
 
@@ -121,11 +121,6 @@ def test_tokens_of_a_row_stay_within_the_longest() -> None:
     fits = step_of([[[100, 100, 8]], [[92, 100] + [1] * 8]])
     got = assign_documents(fits, np.array([1e9, 1e9, 1.0, 1e3, 1e3] + [1.0] * 8), 0.05)
     assert tokens_of(fits, got).max() <= 208
-
-
-def test_heaviest_first_is_stable() -> None:
-    step = step_of([[[10], [20], [20], [5]]])
-    assert order_rows(step, step.work()).tolist() == [[1, 2, 0, 3]]
 
 
 def test_the_fingerprint_is_of_every_place() -> None:

@@ -42,13 +42,13 @@ def batch(lengths: list[int] | None = None) -> dict[str, torch.Tensor]:
 
 
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Arguments of every call of the mask check from now on: rank, window, forwards."""
+    """Arguments of every call of the mask check from now on: tokens, window, forwards."""
     seen: list[tuple[Any, ...]] = []
     check = functions.check_mask
 
-    def note(layout: Any, rank: int, window: int | None, given: Any, forwards: int) -> None:
-        seen.append((rank, window, forwards, "mask_function" in given))
-        check(layout, rank, window, given, forwards)
+    def note(local: Any, window: int | None, given: Any, forwards: int) -> None:
+        seen.append((local.tokens, window, forwards, "mask_function" in given))
+        check(local, window, given, forwards)
 
     monkeypatch.setattr(functions, "check_mask", note)
     return seen
@@ -62,7 +62,7 @@ def test_the_mask_check_is_called_with_the_number_of_the_forward(monkeypatch: py
     seen = checks(monkeypatch)
     for _ in range(3):
         model(**batch())
-    assert seen == [(0, None, forwards, True) for forwards in range(3)]
+    assert seen == [(43, None, forwards, True) for forwards in range(3)]
 
 
 def test_the_mask_check_knows_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +93,8 @@ def test_a_wrong_mask_stops_training(monkeypatch: pytest.MonkeyPatch) -> None:
     model, binding = bound()
     mask = functions.check_mask
 
-    def bidirectional(layout: Any, rank: int, window: Any, given: Any, forwards: int) -> None:
-        mask(layout, rank, window, {**given, "mask_function": lambda b, h, q, k: q >= 0}, forwards)
+    def bidirectional(local: Any, window: Any, given: Any, forwards: int) -> None:
+        mask(local, window, {**given, "mask_function": lambda b, h, q, k: q >= 0}, forwards)
 
     monkeypatch.setattr(functions, "check_mask", bidirectional)
     with pytest.raises(CADUnsupportedError, match="the model's own mask shows"):
@@ -204,37 +204,6 @@ def test_positional_arguments_are_read() -> None:
     by_place = model.model(given["input_ids"], None, given["position_ids"]).last_hidden_state
     assert binding.last_read is not None and binding.last_read.same_as(documents)
     assert torch.equal(by_name, by_place) and len(documents.begin) == 3
-
-
-@pytest.mark.parametrize("where", ["decoder", "first layer"])
-def test_checkpointing_is_seen(where: str) -> None:
-    """Wherever this version of transformers keeps the flag: received Q, K and V are not kept then."""
-    model, _ = bound()
-    descriptors: list[Any] = []
-    model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: descriptors.append(kwargs["attention_mask"]), with_kwargs=True
-    )
-    model(**batch())
-    flagged = model.model if where == "decoder" else model.model.layers[0]
-    flagged.__dict__["gradient_checkpointing"] = True
-    flagged.__dict__["_gradient_checkpointing_func"] = torch.utils.checkpoint.checkpoint
-    model(**batch())
-    flagged.__dict__["gradient_checkpointing"] = False
-    model(**batch())
-    assert [one.modes.keep_received for one in descriptors[::1]][0] is True
-    assert False in [one.modes.keep_received for one in descriptors[1:-1]]
-    assert descriptors[-1].modes.keep_received is True
-
-
-def test_checkpointing_in_evaluation_changes_nothing() -> None:
-    model, _ = bound()
-    model.gradient_checkpointing_enable()
-    descriptors: list[Any] = []
-    model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: descriptors.append(kwargs["attention_mask"]), with_kwargs=True
-    )
-    model.eval()(**batch(), use_cache=False)
-    assert descriptors[0].modes.keep_received
 
 
 def test_a_forward_without_gradients_is_none_of_the_announced() -> None:

@@ -105,6 +105,7 @@ def test_report_for_programs(monkeypatch, capsys) -> None:
     "broken",
     [
         {"packages": [Finding("torch", False, "no", "get it"), Finding("numpy", True, "2")]},
+        {"native": Finding("native library", False, "not built")},
         {"kernels": [Finding("torch_math", False, "wrong numbers")]},
         {"transports": [Finding("c10d", False, "failed")]},
     ],
@@ -270,3 +271,21 @@ def test_a_transport_that_does_not_deliver_is_found(monkeypatch, tmp_path) -> No
     )
     found = probes._try("c10d", lambda: probes._try_transport("c10d"))
     assert not found.ok and "no exchange today" in found.detail
+
+
+def test_serve_says_what_it_waits_for(monkeypatch, capsys) -> None:
+    from deepspeed_cad.cli import serve
+    from deepspeed_cad.server import meeting
+    from deepspeed_cad.server.split import Split
+
+    said = []
+
+    def take_place(rendezvous, timeout, config, version):
+        said.append(capsys.readouterr().err)
+        return Split(2, 1, 2, rendezvous), config
+
+    monkeypatch.setattr(meeting, "take_place", take_place)
+    monkeypatch.setattr(serve, "start_server", lambda *args: said.append(capsys.readouterr().err) or 0)
+    assert cli.main(["serve", "--rendezvous", "10.0.0.1:29500", "--timeout", "40"]) == 0
+    assert "waits at most 40 s for a training at 10.0.0.1:29500" in said[0]
+    assert "server 2 has found the training at 10.0.0.1:29500 and waits for its 2 trainers" in said[1]

@@ -54,6 +54,8 @@ def test_the_fastest_degree_that_fits_is_taken() -> None:
         ({"ranks": 1}, "gathered", "cannot be divided by 2"),
         ({"ranks": 1}, "cad reserved", "one seat cannot be split"),
         ({"pipeline": 4}, "cad reserved", "together with pipeline stages"),
+        ({"checkpointing": False}, "plain kept", "without checkpointing no mode repeats attention"),
+        ({"checkpointing": False}, "ulysses kept", "without checkpointing no mode repeats attention"),
     ],
 )
 def test_what_cannot_run_is_left_out_with_its_reason(changes: dict[str, Any], mode: str, reason: str) -> None:
@@ -99,6 +101,16 @@ def made(mode: str, total: float, peak: float = 10.0, **parts: float) -> Foresee
             [made("plain", 10.0), made("ulysses", 9.0), replace(made("gathered", 8.0), measured=False), made("cad", 5)],
             "Take CAD in place: 2.00 times plain and 1.60 times all-gather CP; ",
         ),
+        (
+            [
+                made("plain", 10.0),
+                made("plain kept", 9.0),
+                replace(made("ulysses kept", 8.0), degree=4),
+                made("cad", 5),
+            ],
+            "Take CAD in place: 2.00 times plain and 1.60 times Ulysses, attention kept ×4; ",
+        ),
+        ([made("plain", 10.0), made("plain kept", 9.0), made("cad", 8.9)], "Take plain, attention kept: 1.11 times"),
     ],
 )
 def test_the_sentence(found: list[Foreseen], words: str) -> None:

@@ -22,13 +22,11 @@ def test_defaults() -> None:
         "trainers_serve": True,
         "on_server_failure": "stop",
         "tolerance": 0.05,
-        "straggler_relief": 0.03,
         "granularity": 128,
         "overlap": "auto",
         "transport": "auto",
         "kernel": "auto",
         "recompute_attention": False,
-        "backward": "auto",
         "keep": "device",
         "cost": "auto",
         "links": "measure",
@@ -37,11 +35,8 @@ def test_defaults() -> None:
         "memory": "auto",
         "documents": "keep",
         "look_ahead": 1,
-        "pipeline_in_flight": 0,
         "timeout_s": 300.0,
-        "monitor": True,
         "trace": "",
-        "trace_steps": 3,
         "check": "sampled",
         "verify": 0,
     }
@@ -80,7 +75,6 @@ ALLOWED = [
     ("kernel", "sdpa"),
     ("kernel", "flash_attn_4"),
     ("recompute_attention", True),
-    ("backward", "resend"),
     ("keep", "host"),
     ("cost", "pairs"),
     ("cost", "profiles/mine.json"),
@@ -92,7 +86,6 @@ ALLOWED = [
     ("documents", "keep"),
     ("look_ahead", 0),
     ("timeout_s", 5),
-    ("monitor", False),
     ("check", "off"),
     ("verify", 3),
 ]
@@ -158,17 +151,15 @@ REFUSED = [
     ("kernel", "Flash Attention", "deepspeed-cad doctor"),
     ("recompute_attention", "false", "true or false"),
     ("recompute_attention", "auto", 'no "auto"'),
-    ("backward", "drop", '"keep" or "resend"'),
     ("cost", "pair", "ends in .json"),
     ("cost", 1.0, "ends in .json"),
-    ("documents", "swap", '"keep" or "exchange"'),
+    ("documents", "swap", '"keep" or "exchange" or "in_order"'),
     ("look_ahead", 2, "0 or 1"),
     ("look_ahead", True, "0 or 1"),
     ("look_ahead", 1.0, "0 or 1"),
     ("timeout_s", 0, "above 0"),
     ("timeout_s", math.inf, "above 0"),
     ("timeout_s", "60", "above 0"),
-    ("monitor", 0, "true or false"),
     ("check", True, '"sampled" or "off"'),
     ("verify", True, "whole number of micro-batches"),
     ("verify", -1, "0 or more"),
@@ -283,12 +274,11 @@ def test_what_going_on_without_a_server_refuses(block: dict, key: str, says: str
     assert f'"{key}"' in str(caught.value)
 
 
-@pytest.mark.parametrize("speeds", ["auto", "fast", 0, [], [1.0, 0.0], [1, "x"], [True], [1, float("nan")], {"a": 1}])
+@pytest.mark.parametrize("speeds", ["auto", "fast", 0, [1.0, 2.0], {"a": 1}])
 def test_speeds_that_are_none(speeds: object) -> None:
     with pytest.raises(CADConfigError, match='key "speeds"'):
         CADConfig.from_dict({"speeds": speeds})
 
 
 def test_speeds() -> None:
-    assert CADConfig.from_dict({"speeds": [1, 2]}).speeds == [1.0, 2.0]
     assert CADConfig.from_dict({"speeds": "measure"}).speeds == "measure" and CADConfig().speeds is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cad.cost import PAIRS, CostModel, count_pairs, window_start
@@ -12,6 +12,7 @@ from deepspeed_cad.cost import PAIRS, CostModel, count_pairs, window_start
 TERMS = CostModel("one of each", "seconds", pair=1.0, row=1e3, key=1e6, task=1e9)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.none(), st.integers(1, 60)))
 def test_terms_as_counted_one_by_one(begin: int, rows: int, window: int | None) -> None:
     reads = [

@@ -15,7 +15,6 @@ from deepspeed_cad.integrations.verify import loss_of
 from transformers import LlamaConfig, PretrainedConfig
 
 import deepspeed_cad
-from deepspeed_cad import session
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.session import close_session
 
@@ -25,17 +24,6 @@ def test_the_look_ahead_thread_ends_after_its_jobs() -> None:
     worker.submit(lambda: done.append("a job"))
     worker.close()
     assert done == ["a job"] and not worker._thread.is_alive()
-
-
-def test_a_session_says_its_last_words_when_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(
-        session, "_sessions", [SimpleNamespace(say_last=lambda: said.append("done"), leave_servers=said.append)]
-    )
-    session._say_last()
-    monkeypatch.setattr("sys.last_value", ValueError("no data"), raising=False)
-    session._say_last()
-    assert said == ["done", "", "done", "ValueError: no data"]
 
 
 class WithoutSdpa:

@@ -7,6 +7,7 @@ to another with the n-th receive there.
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from deepspeed_cad.exchange.mixed import MixedTransport
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.peers import PeerGroup
+from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import far_part, list_messages, near_part
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
@@ -145,6 +147,8 @@ class Network:
         self.memory: dict[tuple[object, int], list[torch.Tensor]] = {}
         self.made: dict[tuple[object, int], int] = defaultdict(int)
         self.delivered = 0
+        self.asked: dict[int, list[object]] = defaultdict(list)
+        """Streams that the allocator was told of, by address."""
 
     def deliver(self) -> None:
         assert self.sends.keys() == self.receives.keys()
@@ -206,6 +210,7 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # no
         ("current_stream", lambda *_: current),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: network.asked[x.data_ptr()].append(stream))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
@@ -263,6 +268,33 @@ def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None
         assert transport.messages.out.calls.left and transport.messages.back.calls.left
     plain = [NvlinkTransport(group(rank, ranks), CPU) for rank in range(ranks)]
     assert run_rounds(plain, network, 4) == sent, "the same bytes, whatever carries them"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_read_stays_where_an_error_falls(
+    network: Network, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Peers get what was sent, though nobody here waits for it: the allocator is told of the streams that read it."""
+    transport = MixedTransport(group(1, 3), CPU, [0, 0, 2])
+    one = Round(make_schedules(3, 1, 300), 1, 0, 0, CPU)
+    homes, copies, messages = one.homes[1], transport._out.stream, transport.messages.out.stream
+    packed: list[torch.Tensor] = []
+    gc.collect()  # what other tests left
+    network.asked.clear()
+    monkeypatch.setattr(mixed, "take", lambda *given: packed.append(take(*given)) or packed[-1])
+    if fails:
+        monkeypatch.setattr(transport.messages.out, "_queue", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            one.start(transport)
+    else:
+        one.start(transport)
+        assert not network.asked
+    del one, transport
+    gc.collect()
+    for x in (*homes, *packed):
+        if x.numel():
+            assert {copies, messages} == set(network.asked[x.data_ptr()])
+    assert sum(x.numel() for x in packed) > 0
 
 
 def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:

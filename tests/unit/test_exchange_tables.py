@@ -258,10 +258,8 @@ class Watched:
         self.dog = Watchdog(self.alarm, lambda: self.gave_up.append(time.monotonic()), comparison=comparison)
 
     def wait_until_given_up(self) -> None:
-        deadline = time.monotonic() + 10
-        while not self.gave_up and time.monotonic() < deadline:
+        while not self.gave_up:
             time.sleep(0.01)
-        assert self.gave_up
 
 
 @pytest.mark.parametrize(("timeout_s", "pause"), [(0.1, 0.02), (2.0, 0.1), (300.0, 0.2)])
@@ -317,8 +315,7 @@ def test_a_stream_that_a_peer_stops_again_is_let_go_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(watchdog, "AGAIN_S", 0.05)
     watched = Watched(0.1)
     watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
-    deadline = time.monotonic() + 10
-    while len(watched.gave_up) < watchdog.AGAIN and time.monotonic() < deadline:
+    while len(watched.gave_up) < watchdog.AGAIN:
         time.sleep(0.01)
     time.sleep(0.3)
     watched.dog.close()
@@ -331,20 +328,18 @@ def test_a_process_whose_gpu_cannot_be_freed_ends(monkeypatch: pytest.MonkeyPatc
     watched, ended = Watched(0.1), []
     watched.dog.end_process = ended.append
     watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
-    deadline = time.monotonic() + 10
-    while not ended and time.monotonic() < deadline:
+    while not ended:
         time.sleep(0.01)
     watched.dog.close()
     assert ended[0].startswith("rank 0 waited for exchange 1: rank 1 died or hangs") and "The GPU could not" in ended[0]
     assert len(watched.gave_up) == watchdog.AGAIN
-    freed = Watched(0.1)
-    freed.dog.end_process = lambda reason: pytest.fail(reason)
-    wait = FakeEvent(False)
+    freed, wait, before = Watched(0.1), FakeEvent(False), len(ended)
+    freed.dog.end_process = ended.append
+    freed.dog.give_up = lambda: setattr(wait, "done", True)
     freed.dog.track(FakeEvent(True), wait, "exchange 1")
-    freed.wait_until_given_up()
-    wait.done = True
     time.sleep(0.5)
     freed.dog.close()
+    assert wait.done and len(ended) == before
 
 
 def test_a_process_that_stays_inside_nccl_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,8 +349,7 @@ def test_a_process_that_stays_inside_nccl_ends(monkeypatch: pytest.MonkeyPatch) 
     watched, ended = Watched(0.1), []
     watched.dog.end_process = ended.append
     with watched.dog.inside("exchange 1"):
-        deadline = time.monotonic() + 10
-        while not ended and time.monotonic() < deadline:
+        while not ended:
             time.sleep(0.01)
     watched.dog.close()
     assert "rank 1 died or hangs" in ended[0] and "The training thread could not be freed" in ended[0]
@@ -369,8 +363,7 @@ def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(monkeypatc
     watched.dog.end_process = ended.append
     wait = FakeEvent(False)
     watched.dog.track(FakeEvent(True), wait, "exchange 1")
-    deadline = time.monotonic() + 10
-    while not ended and time.monotonic() < deadline:
+    while not ended:
         time.sleep(0.01)
         wait.done = watched.alarm.sounded
     blocked.set()
@@ -434,16 +427,18 @@ def test_a_wait_is_in_vain_where_a_rank_waits_elsewhere(
             watched.alarm.check()
 
 
-def test_the_host_is_watched_where_it_may_wait_for_others() -> None:
+def test_the_host_is_watched_where_it_may_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(0.1)
     with watched.dog.inside("connecting"):
         watched.wait_until_given_up()
     watched.dog.close()
     assert watched.alarm._waited_for == "connecting"
-    quick = Watched(0.1)
-    for _ in range(20):
+    quick = Watched(60.0)
+    for begin in range(3):  # together they last longer than one may
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda begin=begin: 50.0 * begin))
         with quick.dog.inside("connecting"):
-            time.sleep(0.01)
+            monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda begin=begin: 50.0 * (begin + 1)))
+            time.sleep(0.3)  # for the watchdog to look
     quick.dog.close()
     assert not quick.alarm.sounded
 
@@ -464,18 +459,15 @@ def test_a_rank_that_waits_hears_why_another_stopped() -> None:
     watched = Watched(30.0)
     watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
     Liveness(watched.board, 1, 2).stop("ranks differ")
-    begin = time.monotonic()
     watched.wait_until_given_up()
-    assert time.monotonic() - begin < 3
     watched.dog.close()
     with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
         watched.alarm.check()
 
 
 def test_the_native_library_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_calls.native, "load", lambda: None)
-    monkeypatch.setattr(native_calls.native, "why_missing", lambda: "it was not built")
-    with pytest.raises(NativeCallError, match="it was not built"):
+    monkeypatch.setattr(native_calls.native, "_load_once", lambda: (None, "it was not built"))
+    with pytest.raises(CADError, match="it was not built"):
         cuda_calls()
 
 

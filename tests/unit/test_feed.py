@@ -60,8 +60,13 @@ def feed_of(two: Two) -> tuple[Feed, list[tuple[list[Announcement], Any]]]:
         return SimpleNamespace(turn=len(opened) - 1)
 
     plans: Any = SimpleNamespace(
-        gatherer=two, worker=Worker(), config=CADConfig(), abandoned="", open=open_one, ranks=two.ranks
-    )
+        gatherer=two,
+        worker=Worker(),
+        config=CADConfig(),
+        abandoned="",
+        open=open_one,
+        crew=SimpleNamespace(ranks=two.ranks),
+    )  # fmt: skip
     return Feed(plans, "a model", 1), opened
 
 

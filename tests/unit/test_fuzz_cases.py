@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzz.case import ALL, Case, Plant, draw, simpler
+import torch
+from fuzz.case import ALL, FORMS, HYBRIDS, Case, Fate, Plant, simpler
 from fuzz.data import micro_batch
+from fuzz.draw import draw
 from fuzz.judge import judge, may
 from fuzz.play import Played
 from fuzz.soak import Sample, grown
@@ -27,15 +29,48 @@ def test_lines_are_replayed(seed: int) -> None:
 
 
 def test_all_kinds_are_drawn() -> None:
-    cases = [draw(seed) for seed in range(400)]
+    cases = [draw(seed) for seed in range(2000)]
     assert {case.world for case in cases} == {1, 2, 3, 4}
     assert {case.plant.kind for case in cases if case.plant} == {
         "forward", "loss", "backward", "loader", "positions", "break", "skip", "look",
     }  # fmt: skip
-    assert {form for case in cases for form in case.forms} == {
-        "packed", "cumulative", "rows", "left", "right", "stream",
-    }  # fmt: skip
+    assert {form for case in cases for form in case.forms} == set(FORMS)
     assert any(0 in micro_batch(case, 0, 0)["input_ids"].shape for case in cases), "no rank is ever empty"
+    drawn = {feature for case in cases for feature in case.features()}
+    assert drawn >= {
+        "in place", "reserved servers", "killed server", "hung server", "slow server", "trainers go on", "pipeline",
+        "evaluation", "waves", "memory", "keep host", "accumulation", "no checkpointing", "checkpointing, reentrant",
+        "checkpointing, not reentrant", *(f"hybrid: {model}" for model in HYBRIDS),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_tell_the_same_documents(name: str) -> None:
+    """Whatever says where documents begin says it at the same rows."""
+    form, case = FORMS[name], Case(3, forms=(name,), documents=5, longest=9)
+    if form.shape == "stream":
+        return
+    batch = next(made for i in range(9) if (made := micro_batch(case, 1, i))["input_ids"].numel() > 12)
+    documents = batch["document"]
+    before = torch.cat([torch.full_like(documents[:, :1], -2), documents[:, :-1]], 1)
+    begin = (documents != before) & (documents >= 0)
+    assert ((batch["place"] == 0) & (documents >= 0)).equal(begin) and int(begin.sum()) > 1
+    assert ("position_ids" in batch) == (form.positions != "none")
+    if form.positions == "again":
+        assert ((batch["position_ids"] == 0) & (documents >= 0)).equal(begin)
+    if form.lengths:
+        assert batch["cu_seq_lens_q"][:-1].tolist() == begin[0].nonzero()[:, 0].tolist()
+        assert batch["cu_seq_lens_q"][-1] == documents.shape[1]
+    mask = batch.get("attention_mask")
+    assert (mask is None) == (not form.mask and not form.pads)
+    if mask is not None and mask.ndim == 4:
+        sees = mask if form.mask == "blocks" else mask == 0
+        same = (documents[:, :, None] == documents[:, None]) & (documents >= 0)[:, None]
+        assert sees[:, 0].equal(same & torch.ones_like(same[0]).tril())
+    elif form.mask == "numbers":
+        assert mask.equal(begin.cumsum(1) * (documents >= 0))
+    elif mask is not None:
+        assert mask.equal((documents >= 0).long())
 
 
 RIGHT, ERROR, EITHER = {"right"}, {"error"}, {"right", "error"}
@@ -114,3 +149,29 @@ def test_judge_of_errors() -> None:
 def test_growth(step: int, mib: float, found: list[str]) -> None:
     samples = [Sample(i, 0.0, 300 + mib * i, {"End": step * i, "threads": 4}) for i in range(16)]
     assert [line.startswith(word) for line, word in zip(grown(samples), found, strict=True)] == [True] * len(found)
+
+
+LOST = replace(TWO, servers=1, fates=(Fate(0, "KILL", "return", 1),), block={"on_server_failure": "continue"})
+STOPS = replace(LOST, block={"on_server_failure": "stop"})
+NAMED = _error("CADPeerError", "CADError", text="server 2 ended: its process died")
+NAMELESS = _error("CADPeerError", "CADError", text="the group broke")
+
+
+@pytest.mark.parametrize(
+    ("case", "played", "begins"),
+    [
+        (LOST, [Played(0), Played(1), None], ""),
+        (LOST, [Played(0), Played(1), Played(2, exit_code=0)], ""),
+        (LOST, [Played(0), Played(1), Played(2, exit_code=1)], "server: rank 2"),
+        (LOST, [Played(0), Played(1), Played(2, exit_code=0, held=8)], "server: rank 2"),
+        (LOST, [Played(0), None, None], "hang"),
+        (LOST, [Played(0, error=NAMED), Played(1, error=NAMED), None], "unexpected"),
+        (STOPS, [Played(0, error=NAMED), Played(1, error=NAMED), None], ""),
+        (STOPS, [Played(0), Played(1, error=NAMELESS), None], "unclear"),
+        (STOPS, [Played(0, error=NAMED), Played(1, error=NAMED), Played(2, exit_code=1)], "unexpected"),
+        (replace(TWO, servers=1), [Played(0), Played(1), None], "hang"),
+    ],
+)  # fmt: skip
+def test_judge_of_servers(case: Case, played: list[Any], begins: str) -> None:
+    failure = judge(case, played)
+    assert failure.startswith(begins) and bool(failure) == bool(begins)

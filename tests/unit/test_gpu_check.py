@@ -118,6 +118,7 @@ def test_a_process_that_ends_says_who_is_missing(said: str, may_end: bool, dies:
         ("loaders", True, [1] * 7),
         ("loaders", False, [7]),
         ("growth", True, [2]),
+        ("lifetimes", True, [1] * 3),
         ("servers", True, [1] * 5),
         ("servers", False, [3]),
     ],

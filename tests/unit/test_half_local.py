@@ -19,7 +19,7 @@ from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.constants import IN_PLACE
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED
-from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, SERVER, build_slices, native, reference, schedule_rank
+from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, SERVER, build, build_slices, schedule_rank
 from deepspeed_cad.schedule.room import Room, room_needed
 from deepspeed_cad.schedule.waves import Cut, slice_waves
 
@@ -95,12 +95,11 @@ class GroupByGroup(LseTransposed):
 def test_the_same_bits_as_with_copies(
     dtype: torch.dtype, waves: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "is_available", lambda: False)
     found = []
     for share in (IN_PLACE, 0):
-        monkeypatch.setattr(reference, "IN_PLACE", share)
+        monkeypatch.setattr(build, "IN_PLACE", share)
         ranks = Ranks(
-            LONG, MaskRule(DIM**-0.5, window), Modes(keep_received=waves == 2), SINKS, dtype=dtype, tasks=[TASKS],
+            LONG, MaskRule(DIM**-0.5, window), Modes(), SINKS, dtype=dtype, tasks=[TASKS],
             waves=waves, kernel=GroupByGroup(),
         )  # fmt: skip
         runs = [wave.half_local for calls in ranks.calls[0] for wave in calls.setup.schedule.waves]

@@ -27,8 +27,8 @@ FIGURES = Statistics(micro_batches=4, planning_s=0.012, waited_s=1.5, bytes_sent
 class Session:
     """What a binding's session says."""
 
-    def __init__(self, monitor: bool = True) -> None:
-        self.config = CADConfig(monitor=monitor)
+    def __init__(self) -> None:
+        self.config = CADConfig()
         self.statistics, self.cost = FIGURES, SimpleNamespace(unit="seconds")
 
     def take_statistics(self, reader: str) -> Statistics:
@@ -41,17 +41,12 @@ def binding_of(session: Session) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("logs", "monitor", "statistics", "savings"),
-    [
-        ({"loss": 2.0}, True, True, False),
-        ({"loss": 2.0}, False, False, False),
-        ({"eval_loss": 2.0}, True, False, False),
-        ({"train_runtime": 9.0}, True, False, True),
-    ],
+    ("logs", "statistics", "savings"),
+    [({"loss": 2.0}, True, False), ({"eval_loss": 2.0}, False, False), ({"train_runtime": 9.0}, False, True)],
 )
-def test_what_the_trainer_logs(monkeypatch, logs: dict, monitor: bool, statistics: bool, savings: bool) -> None:
+def test_what_the_trainer_logs(monkeypatch, logs: dict, statistics: bool, savings: bool) -> None:
     seen: list[dict[str, float]] = []
-    monkeypatch.setattr(trainer, "find_binding", lambda model: binding_of(Session(monitor)))
+    monkeypatch.setattr(trainer, "find_binding", lambda model: binding_of(Session()))
     log = trainer._wrap_log(lambda self, logs: seen.append(dict(logs)))
     log(SimpleNamespace(model=object(), callback_handler=SimpleNamespace(callbacks=[CADCallback()])), dict(logs))
     assert seen[0].items() >= logs.items()

@@ -1,13 +1,22 @@
 """What importing the package costs and offers."""
 
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import deepspeed_cad
-from deepspeed_cad import errors, native
+from deepspeed_cad import errors, native, session
+from deepspeed_cad.cli.probes import try_native
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.server import process
+from deepspeed_cad.server.split import Split
 
 HEAVY = ("torch", "numpy", "transformers", "deepspeed", "accelerate", "greenlet")
 
@@ -49,7 +58,7 @@ def test_a_library_that_cannot_be_used_is_refused_with_the_reason(tmp_path, cont
     if content is not None:
         path.write_bytes(content)
     library, why = native._open(path)
-    assert library is None and reason in why and "install g++" in why
+    assert library is None and reason in why and "install deepspeed_cad again" in why
 
 
 @pytest.mark.slow
@@ -58,7 +67,7 @@ def test_a_library_that_cannot_be_used_is_refused_with_the_reason(tmp_path, cont
     [
         (f'extern "C" int cad_abi_version() {{ return {native.ABI_VERSION}; }}', ""),
         ('extern "C" int cad_abi_version() { return 999; }', "stale: its ABI version is 999"),
-        ('extern "C" int another() { return 1; }', "not of this package"),
+        ('extern "C" int another() { return 1; }', "so it is another one"),
     ],
     ids=["fits", "stale", "foreign"],
 )
@@ -71,3 +80,57 @@ def test_the_abi_version_decides(tmp_path, source, reason) -> None:
     subprocess.run([compiler, "-shared", "-fPIC", "-o", path, tmp_path / "library.cpp"], check=True)
     library, why = native._open(path)
     assert (library is not None) == (reason == "") and reason in why
+
+
+@pytest.mark.parametrize(
+    ("request_", "line"),
+    [
+        ('{"tolerence": 0.1}', 'did you mean "tolerance"?'),
+        ("tolerance=0.1", "is not JSON"),
+        ('{"tolerance": 0.1}', ""),
+        ("", ""),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_said_when_the_process_starts(request_: str, line: str) -> None:
+    code = f"import sys; print([name for name in {HEAVY} if name in sys.modules], 'deepspeed_cad' in sys.modules)"
+    environment = {**os.environ, "DEEPSPEED_CAD_CONFIG": request_}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"[] {bool(request_)}\n")
+    assert len(done.stderr.splitlines()) == bool(line) and line in done.stderr
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_load_once", lambda: (None, "the library was not built"))
+
+
+def test_without_the_library_a_session_refuses_before_ranks_meet(no_library, monkeypatch) -> None:
+    monkeypatch.setattr(session, "open_groups", lambda *_: pytest.fail("ranks met"))
+    with pytest.raises(errors.CADError, match="^the library was not built$"):
+        session.open_session(CADConfig(), torch.device("cpu"))
+    assert session.current_session() is None
+
+
+def test_without_the_library_a_server_tells_all_ranks(no_library, monkeypatch) -> None:
+    """Through the meeting, so that trainers end with the same words."""
+
+    class Meeting:
+        def __init__(self, *given) -> None: ...
+
+        def claim(self) -> None: ...
+
+        def refuse(self, reason: str) -> None:
+            raise errors.CADConfigError(reason)
+
+    monkeypatch.setattr(process, "Rendezvous", Meeting)
+    server = process._Server(Split(2, 1, 2, "127.0.0.1:1"), CADConfig(servers={"reserved": 1}), torch.device("cpu"))
+    with pytest.raises(errors.CADConfigError, match=r"^server 2 on .*: the library was not built$"):
+        server.open()
+
+
+def test_without_the_library_nothing_is_planned_and_the_doctor_says_why(no_library) -> None:
+    problem = PlanInput(Layout.from_rank_lengths([[10], [20]]).tick(), HeadShape(1, 1, 8, 8, 2), PAIRS)
+    with pytest.raises(errors.CADError, match="the library was not built"):
+        make_plan(problem)
+    found = try_native()
+    assert not found.ok and found.detail == "the library was not built" and "g++" in found.remedy

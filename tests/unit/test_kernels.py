@@ -129,9 +129,12 @@ def need(**changes: object) -> KernelNeed:
     return KernelNeed(**{**given, **changes})
 
 
-def test_on_the_cpu_auto_takes_torch_math_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "deepspeed_cad"):
+def test_on_the_cpu_auto_takes_torch_math_and_says_why_on_rank_0_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "deepspeed_cad"):
+        assert choose("auto", need(), rank=1).name == "torch_math"
+        assert not caplog.records
         assert choose("auto", need()).name == "torch_math"
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
     assert all(name in caplog.text for name in names())
 
 

@@ -19,7 +19,7 @@ from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import list_messages
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
-from deepspeed_cad.schedule import KEY, QUERY, ROWS, SERVER_ROW, build_slices, native, schedule_rank
+from deepspeed_cad.schedule import KEY, QUERY, ROWS, SERVER_ROW, build_slices, schedule_rank
 from deepspeed_cad.schedule.room import Room, room_needed
 from deepspeed_cad.schedule.waves import Cut, slice_waves, split_tasks
 
@@ -30,13 +30,6 @@ GROUPS, ROW_BYTES = 4, 1024
 TICK = Layout.from_rank_lengths([[LONG, 64], [8, LONG]]).tick()
 TASKS = np.array([(0, 64, LONG, 0, 3, 1), (0, 64, LONG, 3, 4, 0), (0, 0, 64, 0, 4, 0), (1, 0, 64, 0, 4, 0),
                   (2, 0, 8, 0, 4, 1), (3, 0, LONG, 0, 4, 1)])  # fmt: skip
-
-
-@pytest.mark.skipif(not native.is_available(), reason="the compiled library is not built")
-def test_both_builders_count_alike() -> None:
-    one, other = build_slices(TICK, TASKS), native.build_slices(TICK, TASKS)
-    for name in ("table", "sequences", "local", "half_local", "served_rows", "landed_rows"):
-        assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
 def test_keys_of_rows_in_place_lie_beyond_2_to_the_31() -> None:
@@ -92,28 +85,23 @@ def test_plans_of_such_documents_cover_them() -> None:
     assert rows.sum() == GROUPS * (2 * LONG + 72) and (plan.sent_bytes >= 0).all()
 
 
-def batches(rows: list[list[int]], tasks: list[tuple[int, ...]], fast: bool) -> list:
-    if fast and not native.is_available():
-        pytest.skip("the compiled library is not built")
+def batches(rows: list[list[int]], tasks: list[tuple[int, ...]]) -> list:
     tick = Layout.from_rank_lengths(rows).tick()
-    slices = build_slices(tick, np.array(tasks))
-    one = native.schedule_all(tick, slices, GROUPS)[0] if fast else schedule_rank(tick, slices, 0, GROUPS)
-    return [(batch.q_row, batch.cu_q.tolist(), batch.k_row, batch.cu_k.tolist()) for batch in one.local]
+    schedule = schedule_rank(tick, build_slices(tick, np.array(tasks)), 0, GROUPS)
+    return [(batch.q_row, batch.cu_q.tolist(), batch.k_row, batch.cu_k.tolist()) for batch in schedule.local]
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_batches_end_where_kernels_can_count_no_further(fast: bool) -> None:
+def test_batches_end_where_kernels_can_count_no_further() -> None:
     tasks = [(0, 0, LONG, 0, GROUPS, 0), (1, 0, 7, 0, GROUPS, 0), (2, 0, LONG, 0, GROUPS, 0), (3, 0, 8, 0, GROUPS, 1)]
-    assert batches([[LONG, 7, LONG], [8]], tasks, fast) == [
+    assert batches([[LONG, 7, LONG], [8]], tasks) == [
         (0, [0, LONG, LONG + 7], 0, [0, LONG, LONG + 7]),
         (LONG + 7, [0, LONG], LONG + 7, [0, LONG]),
     ]
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_document_of_more_rows_is_refused(fast: bool) -> None:
+def test_a_document_of_more_rows_is_refused() -> None:
     with pytest.raises(CADError, match="has 2147483648 rows on one rank, and kernels count them in 32 bits"):
-        batches([[2**31], [8]], [(0, 0, 2**31, 0, GROUPS, 0), (1, 0, 8, 0, GROUPS, 1)], fast)
+        batches([[2**31], [8]], [(0, 0, 2**31, 0, GROUPS, 0), (1, 0, 8, 0, GROUPS, 1)])
 
 
 def test_copies_take_strides_and_rows_in_64_bits(calls: CudaCalls) -> None:  # noqa: F811

@@ -101,7 +101,7 @@ def what_sessions_say(rank: int, world: int) -> list[str]:
         torch.use_deterministic_algorithms(number >= 2 and rank == 1)
         try:
             session = Session(CADConfig.from_dict(block), CPU)
-            now = session.traffic.now if session.traffic else None
+            now = session.learned.links.now if session.learned.links else None
             said.append(f"{session.describe()} | {now}")
             session.close()
         finally:

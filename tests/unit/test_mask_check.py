@@ -14,7 +14,7 @@ from deepspeed_cad.integrations.mask_check import ForwardCheck, check_mask, is_d
 from transformers import masking_utils
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.layout import Layout, assemble, segments_from_positions
+from deepspeed_cad.layout import Layout, segments_from_positions
 
 Mask = Callable[..., torch.Tensor]
 
@@ -64,8 +64,8 @@ def test_the_mask_function_is_asked_at_the_places_it_is_given() -> None:
             assert (int(places.min()), int(places.max())) == (7, 7 + 9)
         return key <= query
 
-    layout = assemble([segments_from_positions([list(range(10))] * 2)])
-    check_mask(layout, 0, None, simple(10, function, batch=2, q_offset=7, kv_offset=7), 1)
+    local = segments_from_positions([list(range(10))] * 2)
+    check_mask(local, None, simple(10, function, batch=2, q_offset=7, kv_offset=7), 1)
 
 
 def test_the_first_mask_of_each_window_of_a_forward_is_checked() -> None:
@@ -79,8 +79,8 @@ def test_the_first_mask_of_each_window_of_a_forward_is_checked() -> None:
 
         return simple(10, function)
 
-    layout = assemble([segments_from_positions([list(range(10))])])
-    forward = ForwardCheck(layout, 0, 1)
+    local = segments_from_positions([list(range(10))])
+    forward = ForwardCheck(local, 1)
     for window, name in ((None, "full"), (5, "window"), (None, "full again"), (5, "window again")):
         forward.see(window, note(name))
     assert asked == ["full", "window"]
@@ -97,10 +97,10 @@ def spans(lengths: list[int]) -> list[int]:
 def test_masks_of_transformers_agree(window: int | None, batch: int) -> None:
     """Packed positions, with and without a window, one batch row or several."""
     positions = [spans([40, 1, 13, 46])] * batch
-    layout = assemble([segments_from_positions(positions)])
+    local = segments_from_positions(positions)
     given = given_by_transformers(positions, None, window)
     for forwards in (0, 1, 3, 7):
-        check_mask(layout, 0, window, given, forwards)
+        check_mask(local, window, given, forwards)
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -109,23 +109,23 @@ def test_padding_is_left_out(left: bool) -> None:
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, slice(0, 11) if left else slice(19, 30)] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    layout = assemble([segments_from_positions(positions.numpy(), mask.numpy())])
-    check_mask(layout, 0, 7, given_by_transformers(positions.tolist(), mask, 7), 0)
+    local = segments_from_positions(positions.numpy(), mask.numpy())
+    check_mask(local, 7, given_by_transformers(positions.tolist(), mask, 7), 0)
 
 
 def test_documents_that_span_ranks_and_empty_ranks() -> None:
     """Only pairs on this rank are compared; a rank without tokens has none."""
     layout = Layout.from_stream([130, 90, 1, 79], 3, 100)
     for rank in range(3):
-        check_mask(layout, rank, 20, simple(100, lambda b, h, q, k: (k <= q) & (k > q - 20)), 0)
+        check_mask(layout.local(rank), 20, simple(100, lambda b, h, q, k: (k <= q) & (k > q - 20)), 0)
     nothing = Layout.from_rank_lengths([[5], []])
-    check_mask(nothing, 1, None, simple(0, causal), 0)
-    check_mask(nothing, 1, None, simple(1, causal), 0)  # such a rank runs one row that belongs to no document
+    check_mask(nothing.local(1), None, simple(0, causal), 0)
+    check_mask(nothing.local(1), None, simple(1, causal), 0)  # such a rank runs one row that belongs to no document
 
 
 def test_model_may_show_other_documents() -> None:
     """gpt-oss and OPT make one causal mask over all documents: CAD separates them itself."""
-    check_mask(Layout.from_rank_lengths([[20, 30, 7]]), 0, None, simple(57, causal), 0)
+    check_mask(Layout.from_rank_lengths([[20, 30, 7]]).local(0), None, simple(57, causal), 0)
 
 
 WRONG: dict[str, tuple[Mask, int | None]] = {
@@ -147,25 +147,25 @@ def test_wrong_masks_are_found(name: str) -> None:
     function, window = WRONG[name]
     layout = Layout.from_rank_lengths([[300, 7, 200]])
     with pytest.raises(CADUnsupportedError, match="key position [0-9]+ to query position [0-9]+"):
-        check_mask(layout, 0, window, simple(507, function), 0)
+        check_mask(layout.local(0), window, simple(507, function), 0)
 
 
 def test_message_says_what_differs() -> None:
     """Which positions, what the model's mask says, what CAD does."""
     with pytest.raises(CADUnsupportedError, match="shows key position 1 to query position 0.*CAD would not use it"):
-        check_mask(Layout.from_rank_lengths([[2]]), 0, None, simple(2, lambda b, h, q, k: q >= 0), 0)
+        check_mask(Layout.from_rank_lengths([[2]]).local(0), None, simple(2, lambda b, h, q, k: q >= 0), 0)
 
 
 def test_another_number_of_tokens() -> None:
     """Tokens in front of the micro-batch (prompt tuning) are refused."""
     with pytest.raises(CADUnsupportedError, match="prompt or prefix"):
-        check_mask(Layout.from_rank_lengths([[20]]), 0, None, simple(24, causal), 0)
+        check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(24, causal), 0)
 
 
 def test_only_now_and_then() -> None:
     """Powers of two minus one."""
     assert [n for n in range(40) if is_due(n)] == [0, 1, 3, 7, 15, 31]
-    check_mask(Layout.from_rank_lengths([[20]]), 0, None, simple(20, lambda b, h, q, k: q >= 0), 2)
+    check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, lambda b, h, q, k: q >= 0), 2)
 
 
 def test_at_most_a_thousand_pairs() -> None:
@@ -178,7 +178,7 @@ def test_at_most_a_thousand_pairs() -> None:
 
     rng = np.random.default_rng(0)
     layout = Layout.from_rank_lengths([rng.integers(1, 200, 300).tolist()])
-    check_mask(layout, 0, None, simple(int(layout.tokens[0]), count), 0)
+    check_mask(layout.local(0), None, simple(int(layout.tokens[0]), count), 0)
     assert 200 < seen[0] <= 1000
 
 
@@ -190,7 +190,7 @@ def test_function_that_cannot_be_asked_is_said(caplog: pytest.LogCaptureFixture)
 
     with caplog.at_level(logging.WARNING, logger="deepspeed_cad"):
         for forwards in (0, 1, 3):
-            check_mask(Layout.from_rank_lengths([[20]]), 0, None, simple(20, scalar), forwards)
+            check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, scalar), forwards)
     assert [record.message.count("not checked") for record in caplog.records] == [1]
 
 

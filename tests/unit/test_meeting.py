@@ -33,7 +33,7 @@ def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
         return [future.exception() or future.result() for future in futures]
 
 
-def meeting(store: dist.Store, rank: int, members: list[int], timeout_s: float = 5.0) -> Meeting:
+def meeting(store: dist.Store, rank: int, members: list[int], timeout_s: float = 60.0) -> Meeting:
     return Meeting(store, np.array(members), rank, Alarm(members[rank], None, timeout_s))
 
 
@@ -49,14 +49,12 @@ def test_every_member_reads_the_words_of_all() -> None:
 
 def test_a_meeting_does_not_wait_for_ever_and_names_who_is_missing() -> None:
     one = meeting(dist.HashStore(), 1, [4, 6, 9], 0.2)
-    begin = time.monotonic()
     with pytest.raises(CADPeerError, match=r"rank 6 waited for making it: ranks \[4, 9\] did not come within 0.2 s"):
         one.hold("making it")
-    assert time.monotonic() - begin < 3
 
 
 def test_a_meeting_ends_where_the_alarm_sounds() -> None:
-    one = meeting(dist.HashStore(), 0, [0, 1], 30.0)
+    one = meeting(dist.HashStore(), 0, [0, 1])
     threading.Timer(0.1, lambda: one.alarm.stop("ranks differ")).start()
     with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
         one.hold("making it")
@@ -152,12 +150,14 @@ def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace) ->
 
 
 class Nccl:
-    """In place of NCCL: joins at once, or never."""
+    """In place of NCCL: joins at once, or when it is let."""
+
+    may_join = threading.Event()
 
     def __init__(self, library: object, unique_id: bytes, ranks: int, rank: int) -> None:
         self.given, self.left = (unique_id, ranks, rank), False
         if library == "stuck":
-            time.sleep(0.6)
+            self.may_join.wait()
 
     def leave(self, abort: bool) -> None:
         self.left = True
@@ -175,7 +175,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def join(rank: int, timeout_s: float = 5.0) -> Any:
+def join(rank: int, timeout_s: float = 60.0) -> Any:
     alarm = Alarm(rank, None, timeout_s)
     return messages.join_ranks(SimpleNamespace(rank=rank), CPU, alarm)  # type: ignore[arg-type]
 
@@ -219,9 +219,10 @@ def test_joining_ends_in_time_and_what_comes_too_late_is_left(nccl: pytest.Monke
 
     nccl.setattr(messages, "NcclCalls", Slow)
     nccl.setattr(messages, "open_nccl", lambda: ("stuck", 0))
-    begin = time.monotonic()
-    for error in on_ranks(lambda rank: join(rank, 0.3), 2):
+    nccl.setattr(Nccl, "may_join", threading.Event())
+    for error in on_ranks(lambda rank: join(rank, 2.0), 2):
         assert isinstance(error, NativeCallError) and "NCCL_SOCKET_IFNAME" in str(error)
-    assert time.monotonic() - begin < 0.6
-    time.sleep(0.7)
-    assert len(made) == 2 and all(one.left for one in made)
+    assert len(made) == 2 and not any(one.left for one in made)
+    Nccl.may_join.set()
+    while not all(one.left for one in made):
+        time.sleep(0.01)

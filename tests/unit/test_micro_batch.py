@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +14,9 @@ from cases import document_attention
 
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.memory import ExchangeMemory
-from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey, PlannedTick
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
-from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
+from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
@@ -355,28 +354,3 @@ def test_nano_batches_run_in_the_context_of_the_layer() -> None:
 
     assert run_alternating(lambda: run("a"), lambda: run("b")) == (("of the layer", "a"), ("of the layer", "b"))
     assert setting.get() == "of the layer"
-
-
-def test_what_a_plan_promises_counts_what_ranks_are_late_by() -> None:
-    """Without CAD rank 0 ends last, after 9 s and 1 s of lateness; with it after 6 s and that 1 s."""
-    moved, none = np.array([5, 0]), np.zeros(2, np.int64)
-    found: list[float | None] = []
-    for sent, era in ((moved, 4), (none, 4), (moved, None)):
-        starts = Starts(np.array([1.0, 0.5]), np.array([0.25, 0.5]))
-        one = micro_batch([[6], [4]], era=era, starts=lambda tick, key, found=starts: found)
-        plan = Plan(np.zeros((0, 6), np.int64), np.array([6.0, 6.5]), np.array([9.0, 3.0]), sent, sent)
-        one.planned[FULL, 0] = PlannedTick(plan, None, 0.0)  # type: ignore[arg-type]
-        gain = one.gain(FULL, 0)
-        assert gain is None or (gain.era, gain.held_up) == (4, 0.125)
-        found.append(None if gain is None else gain.seconds)
-    assert found == [(10 - 7) / 2, None, None]
-    one = micro_batch([[6], [4]], era=0)
-    one.planned[FULL, 0] = PlannedTick(
-        Plan(np.zeros((0, 6), np.int64), np.array([6.0, 6.0]), np.array([9.0, 3.0]), moved, moved), None, 0.0
-    )  # type: ignore[arg-type]
-    gain = one.gain(FULL, 0)
-    assert gain is not None and gain.seconds == 1.5 and gain.held_up == 0 and math.isinf(gain.most)
-    asked: list[Plan] = []
-    one.longest = lambda plan: asked.append(plan) or 7.0  # type: ignore[func-returns-value]
-    gain = one.gain(FULL, 0)
-    assert gain is not None and gain.most == 7.0 and asked == [one.planned[FULL, 0].plan]

@@ -10,13 +10,14 @@ import torch
 
 from deepspeed_cad.ahead.pipeline import Place, StepPlans, phase_layout, tick_cost
 from deepspeed_cad.ahead.pipeline_order import order_micro_batches
-from deepspeed_cad.ahead.traffic import Traffic
+from deepspeed_cad.ahead.plan import Learned
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.program import ProgramTick, merge_stages
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.exchange.links import Links
+from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
@@ -38,9 +39,8 @@ def _when(rounds: Rounds, stage: int) -> tuple[dict[int, int], dict[int, int]]:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-@pytest.mark.parametrize("most", [0, 1, 2, 5])
-def test_every_micro_batch_runs_once_and_after_what_it_needs(stages: int, count: int, most: int) -> None:
-    rounds = Rounds(stages, count, most)
+def test_every_micro_batch_runs_once_and_after_what_it_needs(stages: int, count: int) -> None:
+    rounds = Rounds(stages, count)
     when = [_when(rounds, stage) for stage in range(stages)]
     for forward, backward in when:
         assert sorted(forward) == sorted(backward) == list(range(count))
@@ -49,8 +49,6 @@ def test_every_micro_batch_runs_once_and_after_what_it_needs(stages: int, count:
         assert all(later_forward[m] == forward[m] + 1 for m in forward)
         assert all(backward[m] == later_backward[m] + 1 for m in backward)
     for stage in range(stages):
-        if most:
-            assert rounds.in_flight(stage) <= most
         forward, backward = when[stage]
         buffers = rounds.buffers(stage)
         for r in range(rounds.count + 1):
@@ -98,6 +96,20 @@ def test_light_micro_batches_come_first_and_last() -> None:
     assert sorted(orders[1]) == list(range(5))
 
 
+@pytest.mark.parametrize(("documents", "order"), [("keep", [0, 1]), ("in_order", [1, 0])])
+def test_micro_batches_stay_in_order_where_that_is_asked_for(documents: str, order: list[int]) -> None:
+    """The light one comes first, or the one that was loaded first."""
+    session = Session(CADConfig(cost="pairs", documents=documents), torch.device("cpu"))
+    light, heavy = LocalSegments.none(0), LocalSegments(*np.array([[0], [9], [0]]), 9)
+    given = [[light, heavy] if order == [0, 1] else [heavy, light]]
+    tick = ProgramTick(FULL, (0,))
+    try:
+        steps = StepPlans(session.plans, [Place(0, 0)], (tick,), lambda: given, Rounds(1, 2), 0)
+        assert steps.known and steps.order == [[0, 1]]
+    finally:
+        session.close()
+
+
 def test_keys_cost_backward() -> None:
     """In shares of both directions' products: 2 ÷ 7 forward without keys, 5 ÷ 7 backward with them make the whole."""
     cost = CostModel(pair=2.0, row=3.0, key=5.0, task=7.0)
@@ -112,8 +124,9 @@ def test_what_ranks_learn_of_links_is_said(capfd: pytest.CaptureFixture[str]) ->
     """It travels with the documents of a step, and is said once."""
     session = Session(CADConfig(cost="pairs"), torch.device("cpu"))
     try:
-        traffic = session.plans.traffic = Traffic(Links(None, None), Links(None, None), None, None, ["here"], bool)
-        traffic.news.append(("the link is slow", True))
+        links = LinkSpeeds(Links(None, None), Links(None, None), None, ["here"], bool)
+        links._warning = "the link is slow"
+        session.plans.learned = Learned(links)
         for step in range(2):
             assert not StepPlans(session.plans, [Place(0, 0)], (), lambda: None, Rounds(1, 1), step).known
     finally:

@@ -1,4 +1,4 @@
-"""The planner: coverage, cuts, balance, bytes, and inputs at the edge, on the reference planner."""
+"""The planner: plans of random questions counted again, balance, bytes, and inputs at the edge."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_checks import SECONDS, check_plan, check_solution, random_problem
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.layout import Layout, Segments
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
-from deepspeed_cad.planner.checks import check_coverage, check_cuts
+from deepspeed_cad.planner.checks import check_coverage
+from deepspeed_cad.planner.constants import UNBOUNDED
+from deepspeed_cad.planner.core import Aim, Units, solve
 from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
 
 SHAPE = HeadShape(query_heads=8, groups=4, head_dim=16, value_dim=16, bytes_per_element=2)
-SECONDS = CostModel("h", "seconds", pair=1e-9, row=2e-9, key=2.5e-7, task=1e-6)
 
 
 @st.composite
@@ -62,52 +64,60 @@ def finish_spread(plan: Plan) -> tuple[float, float]:
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
-def test_every_row_and_group_once_and_bytes_as_a_slow_count_has_them(problem: PlanInput) -> None:
+def test_every_row_and_group_once_and_loads_and_bytes_as_counted_again(problem: PlanInput) -> None:
     plan = make_plan(problem)
-    check_coverage(plan.tasks, problem.tick, problem.shape.groups)
-    assert check_cuts(plan.tasks, problem.tick, problem.granularity) == 0
-    assert plan.tasks.tolist() == sorted(plan.tasks.tolist())
-    sent, received = slow_bytes(plan, problem)
-    assert plan.sent_bytes.tolist() == sent.tolist()
-    assert plan.received_bytes.tolist() == received.tolist()
-    assert plan.load.max() <= plan.load_before.max() * (1 + 1e-12) or problem.speed is not None
-    if problem.speed is not None:
-        assert not np.isin(plan.tasks[:, 5], np.flatnonzero(np.asarray(problem.speed) == 0)).any()
+    check_plan(problem, plan)
+    sent, received = count_bytes(plan.tasks, problem.tick, problem.shape, problem.window)
+    assert plan.sent_bytes.tolist() == sent.tolist() and plan.received_bytes.tolist() == received.tolist()
 
 
-def slow_bytes(plan: Plan, problem: PlanInput) -> tuple[np.ndarray, np.ndarray]:
-    """Row by row and head group by head group."""
-    tick, shape, window = problem.tick, problem.shape, problem.window
-    sent, received = np.zeros(tick.ranks, np.int64), np.zeros(tick.ranks, np.int64)
+@settings(max_examples=200, deadline=None)
+@given(
+    problems(),
+    st.sampled_from([None, None, 1e3, 3e4, 3e5]),
+    st.sampled_from(Units),
+    st.floats(0.2, 3),
+    st.sampled_from([-1, 0, 1, 2]),
+)
+def test_what_the_core_finds_for_any_aim(
+    problem: PlanInput, bytes_each: float | None, units: Units, level: float, kept: int
+) -> None:
+    """With units they come down to a level around the mean; within memory as far as rows may stay at home."""
+    memory = None if bytes_each is None else np.full(problem.tick.ranks, bytes_each)
+    problem = dataclasses.replace(problem, memory=memory)
+    at_home = solve(problem, Aim(UNBOUNDED))
+    mean = float(at_home.work_before.sum() / problem.speeds.sum())
+    found = solve(problem, Aim(problem.tolerance, units, level * mean, kept))
+    check_solution(problem, found)
+    if kept < 0 and memory is not None and not (problem.speeds == 0).any():
+        assert (found.flows.received <= np.maximum(memory, at_home.flows.received)).all()
 
-    def homes(segments) -> dict[int, np.ndarray]:
-        found: dict[int, np.ndarray] = {}
-        for document in np.unique(segments.document):
-            own = segments.select(segments.document == document)
-            home = np.full(int(own.end.max()), -1)
-            for begin, end, rank in zip(own.begin, own.end, own.rank, strict=True):
-                home[begin:end] = rank
-            found[int(document)] = home
-        return found
 
-    query, key = homes(tick.query), homes(tick.key)
-    needed: dict[tuple[int, int, int], np.ndarray] = {}
-    for document, begin, end, group, group_end, server in plan.tasks.tolist():
-        for home in query[document][begin:end]:
-            if home != server:
-                for source, target, size in ((home, server, shape.query_bytes), (server, home, shape.output_bytes)):
-                    sent[source] += size * (group_end - group)
-                    received[target] += size * (group_end - group)
-        start = 0 if window is None else max(begin - window + 1, 0)
-        for one in range(group, group_end):
-            mask = needed.setdefault((document, one, server), np.zeros(len(key[document]), bool))
-            mask[start:end] = True
-    for (document, _, server), mask in needed.items():
-        for home in key[document][mask]:
-            if home != server:
-                sent[home] += shape.key_value_bytes
-                received[server] += shape.key_value_bytes
-    return sent, received
+def check_random(seed: int) -> None:
+    """The plan of a random problem, and what the core finds from each start."""
+    problem = random_problem(seed)
+    for kept in (-1, 0, 1):
+        check_solution(problem, solve(problem, Aim(problem.tolerance, kept=kept)))
+    try:
+        plan = make_plan(problem)
+    except CADError as error:
+        assert problem.memory is not None and "has memory for" in str(error)
+        return
+    check_plan(problem, plan)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_plans_of_any_kind_are_plans(part: int) -> None:
+    for seed in range(part, 96, 4):
+        check_random(seed)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_plans_of_any_kind_are_plans_thousands_of_them(part: int) -> None:
+    for seed in range(96 + part, 2400, 8):
+        check_random(seed)
 
 
 @settings(max_examples=60, deadline=None)
@@ -179,6 +189,48 @@ def test_moves_stay_inside_a_node_where_they_can() -> None:
     plan = make_plan(problem)
     matrix = traffic_matrix(plan.tasks, tick, SHAPE)
     assert matrix and all(source // 4 == target // 4 for source, target in matrix)
+
+
+def test_segments_in_any_order_and_in_pieces() -> None:
+    """Neighbouring segments on one rank are one; empty ones are none."""
+    columns = np.array([[0, 5, 9, 1], [0, 0, 2, 0], [0, 2, 5, 0], [1, 3, 3, 0], [2, 0, 4, 1]]).T
+    segments = Segments(*columns, [0] * 5)
+    tick = dataclasses.replace(Layout.from_rank_lengths([[5], [8]]).tick(), query=segments, key=segments)
+    found = solve(PlanInput(tick, SHAPE, PAIRS), Aim(UNBOUNDED))
+    assert found.tasks.tolist() == [[0, 0, 5, 0, 4, 0], [0, 5, 9, 0, 4, 1], [2, 0, 4, 0, 4, 1]]
+    assert found.flows.received.tolist() == [0, 5 * 4 * SHAPE.key_value_bytes]
+    assert found.work_before.tolist() == [4 * 15, 4 * (5 * 4 + 10 + 10)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bounds"),
+    [
+        # One rank is far above: it comes down to the edge of what is aimed at, and the others rise as that needs.
+        ([3000, 1800, 1800, 1800], {0: 1.08}),
+        # One rank is far below: it rises to the other edge, and the others come down as that needs.
+        ([1000, 2000, 2000, 2000], {0: 0.92}),
+    ],
+)
+def test_no_more_moves_than_must(lengths: list[int], bounds: dict[int, float]) -> None:
+    """With a tolerance of 0.2 ranks aim at 0.8 of half of it."""
+    tick = Layout.from_rank_lengths([[length] for length in lengths]).tick()
+    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.2, granularity=1))
+    for rank, share in bounds.items():
+        assert plan.load[rank] / plan.load.mean() == pytest.approx(share, abs=0.01)
+    assert np.ptp(plan.load[1:]) / plan.load.mean() < 0.1
+
+
+@pytest.mark.parametrize("bytes_each", [np.inf, 3e6, 1.5e6])
+def test_many_short_documents(bytes_each: float) -> None:
+    """Whole short documents leave in company, as far as memory goes: none is cut."""
+    random = np.random.default_rng(0)
+    lengths = [random.integers(50, 1000, 300 if rank % 2 else 20).tolist() for rank in range(4)]
+    tick = Layout.from_rank_lengths(lengths).tick()
+    problem = PlanInput(tick, SHAPE, PAIRS, tolerance=0.02, memory=np.full(4, bytes_each))
+    plan = make_plan(problem)
+    check_plan(problem, plan)
+    assert len(plan.tasks) < len(tick.query) + 40
+    assert plan.received_bytes.max() > 0.99 * min(bytes_each, plan.received_bytes.max())
 
 
 def test_same_plan_again_and_from_shuffled_segments() -> None:

@@ -15,10 +15,8 @@ import pytest
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import HeadShape, PlanInput
-from deepspeed_cad.planner.aim import Aim, Solution
-from deepspeed_cad.planner.answer import answer
-from deepspeed_cad.planner.flows import Flows
+from deepspeed_cad.planner import HeadShape, PlanInput, answer, make_plan
+from deepspeed_cad.planner.core import Aim, Flows, Solution
 from deepspeed_cad.planner.plan import Plan
 
 SHAPE = HeadShape(8, 4, 16, 16, 2)
@@ -43,7 +41,9 @@ def plan(core: Callable[[Aim], Solution], **fields: Any) -> tuple[Plan, list[Aim
         asked.append(aim)
         return core(aim)
 
-    return answer(PlanInput(TICK, SHAPE, FREE, **fields), solve), asked
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answer, "solve", solve)
+        return make_plan(PlanInput(TICK, SHAPE, FREE, **fields)), asked
 
 
 def test_loads_are_finish_times() -> None:

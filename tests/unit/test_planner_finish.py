@@ -7,18 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from test_planner import SHAPE, problems
+from test_planner import SHAPE
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import PlanInput, finish, make_plan
-from deepspeed_cad.planner.aim import Aim
-from deepspeed_cad.planner.columns import Columns
-from deepspeed_cad.planner.finish import finish_times
-from deepspeed_cad.planner.flows import Flows, count_flows
-from deepspeed_cad.planner.reference import solve
-from deepspeed_cad.planner.traffic import traffic_matrix
+from deepspeed_cad.planner.constants import UNBOUNDED
+from deepspeed_cad.planner.core import Aim, Flows, solve
+from deepspeed_cad.planner.finish import common_finish, finish_times
 
 LINKS = CostModel(byte_inside=2.0, byte_between=20.0)
 """A byte takes one second inside a host and ten between hosts."""
@@ -46,11 +42,10 @@ def flows(out: dict[tuple[int, int], tuple[int, int]], waiting: list[float], hos
 def times(
     work: list[float], moved: Flows, hosts: list[int], base: list[float] | None = None, waves: int = 1, **fields: Any
 ) -> Any:
-    ranks = len(work)
-    problem = PlanInput(Layout.from_rank_lengths([[1]] * ranks).tick(), SHAPE, LINKS, hosts=np.array(hosts), **fields)
-    zero = np.zeros(ranks)
-    floor = zero if base is None else np.array(base)
-    return finish_times(problem, np.array(work), moved, floor, zero + 1.0, waves).tolist()
+    tick = Layout.from_rank_lengths([[1]] * len(work)).tick()
+    floor = None if base is None else np.array(base)
+    problem = PlanInput(tick, SHAPE, LINKS, hosts=np.array(hosts), base_load=floor, **fields)
+    return finish_times(problem, np.array(work), moved, waves).tolist()
 
 
 @pytest.mark.parametrize(
@@ -92,8 +87,8 @@ def test_the_number_of_waves_that_ends_first() -> None:
     )
 
     def best(work: list[float], moved: Flows, asked: PlanInput) -> int:
-        found, waves = finish.finish_best(asked, np.array(work), moved, zero, zero + 1.0)
-        assert found.tolist() == finish_times(asked, np.array(work), moved, zero, zero + 1.0, waves).tolist()
+        found, waves = finish.finish_best(asked, np.array(work), moved)
+        assert found.tolist() == finish_times(asked, np.array(work), moved, waves).tolist()
         return waves
 
     assert best([0.0, 8.0], moved, problem) == 4
@@ -150,33 +145,35 @@ def test_keys_alone_return_gradients_only() -> None:
 
 def test_without_figures_for_links_they_take_no_time() -> None:
     moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 0])
-    problem = PlanInput(Layout.from_rank_lengths([[1]] * 2).tick(), SHAPE, CostModel())
-    ones = np.ones(2)
-    assert finish_times(problem, np.array([40.0, 30.0]), moved, ones, ones * 2).tolist() == [21.0, 16.0]
-
-
-@settings(max_examples=100, deadline=None)
-@given(problems())
-def test_flows_are_what_tasks_move(problem: PlanInput) -> None:
-    found = solve(problem, Aim(problem.tolerance))
-    matrix = traffic_matrix(found.tasks, problem.tick, problem.shape, problem.window)
-    hosts = np.zeros(problem.tick.ranks) if problem.hosts is None else problem.hosts
-    sent, between = np.zeros(problem.tick.ranks, np.int64), 0
-    for (source, target), amount in matrix.items():
-        sent[source] += amount
-        between += amount if hosts[source] != hosts[target] else 0
-    assert found.flows.sent.tolist() == sent.tolist() and found.flows.between == between
-    assert {(a, b) for a, b in matrix} >= {(a, b) for a, b, _ in found.flows.pairs.tolist()}
+    tick, ones = Layout.from_rank_lengths([[1]] * 2).tick(), np.ones(2)
+    problem = PlanInput(tick, SHAPE, CostModel(), base_load=ones, speed=ones * 2)
+    assert finish_times(problem, np.array([40.0, 30.0]), moved).tolist() == [21.0, 16.0]
 
 
 def test_work_that_waits() -> None:
-    """Rows of others, and own rows that read keys of others."""
-    state = Columns(PlanInput(Layout.from_stream([64, 32], 3, 32).tick(), SHAPE, LINKS))
-    second, short = state.cost_of(32, 64) * 4, state.cost_of(0, 32)
-    assert count_flows(state).waiting.tolist() == [0.0, second, 0.0]
-    state.move(1, 0, 0, 32, 0)
-    assert count_flows(state).waiting.tolist() == [short, second, 0.0]
-    assert count_flows(state).pairs.tolist() == [[0, 1, 0], [2, 0, 1]]
+    """Rows of others, and all rows of a document's head group where some of them read keys of others."""
+    tick = Layout.from_stream([64, 32], 3, 32).tick()
+    problem = PlanInput(tick, SHAPE, LINKS)
+    first, second = float(LINKS.of(0, 32)), float(LINKS.of(32, 64))
+    at_home = solve(problem, Aim(UNBOUNDED)).flows
+    assert at_home.waiting.tolist() == [0.0, 4 * second, 0.0] and at_home.pairs.tolist() == [[0, 1, 0]]
+    alone = solve(dataclasses.replace(problem, speed=np.array([1.0, 0.0, 0.0])), Aim(problem.tolerance)).flows
+    assert alone.waiting.tolist() == [4 * (first + second + first), 0.0, 0.0]
+    assert alone.pairs.tolist() == [[1, 0, 1], [2, 0, 1]] and alone.parts.tolist() == [8.0, 0.0, 0.0]
+
+
+BASE, SPEED = np.array([0.0, 6.0, 100.0, 1.0]), np.array([1.0, 2.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(("work", "end"), [(18.0, 10.0), (5.0, 5.0), (0.0, 0.0)])
+def test_all_ranks_stop_together(work: float, end: float) -> None:
+    """10 of rank 0, from 6 on twice as much of rank 1; rank 2 begins too late, and rank 3 runs nothing."""
+    assert common_finish(np.array([work]), BASE, SPEED) == pytest.approx([end])
+
+
+def test_groups_of_ranks_stop_each_by_itself() -> None:
+    found = common_finish(np.array([18.0, 7.0, 3.0]), BASE, SPEED, np.array([0, 0, 1, 2]))
+    assert found == pytest.approx([10.0, 107.0, 0.0])
 
 
 def test_plans_say_when_ranks_are_done() -> None:
@@ -184,8 +181,7 @@ def test_plans_say_when_ranks_are_done() -> None:
     problem = PlanInput(Layout.from_rank_lengths([[30000], [2000]]).tick(), SHAPE, cost, hosts=np.arange(2))
     plan = make_plan(problem)
     even = solve(problem, Aim(problem.tolerance))
-    zero, one = np.zeros(2), np.ones(2)
-    late = finish_times(problem, even.work, even.flows, zero, one).max()
+    late = finish_times(problem, even.work, even.flows).max()
     assert plan.load.max() <= plan.finish.max() < min(late, plan.load_before.max())
     assert 0 < plan.between_bytes == plan.sent_bytes.sum() < even.flows.between
     free = make_plan(dataclasses.replace(problem, cost=dataclasses.replace(cost, byte_inside=0.0, byte_between=0.0)))

@@ -14,18 +14,13 @@ from test_planner_search import BIG, H200
 
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.layout import Layout, Segments
-from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
-from deepspeed_cad.planner.aim import Aim, Solution
-from deepspeed_cad.planner.answer import answer
+from deepspeed_cad.layout import Layout, Segments, Tick
+from deepspeed_cad.planner import HeadShape, Plan, PlanInput, answer, make_plan, starts
 from deepspeed_cad.planner.checks import check_coverage, check_cuts
-from deepspeed_cad.planner.columns import Columns
 from deepspeed_cad.planner.constants import FINER
-from deepspeed_cad.planner.flows import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
+from deepspeed_cad.planner.core import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Aim, Solution, solve
 from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.planner.question import with_links
-from deepspeed_cad.planner.reference import solve
-from deepspeed_cad.planner.spread import Band, bands, stretches
 from deepspeed_cad.planner.starts import best_start, burden, landing
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, build_slices
 
@@ -174,14 +169,18 @@ def test_home_stays_the_start(lengths: list[int], ranks: int, shape: HeadShape, 
     ],
     ids=["whole documents", "on two ranks", "in pieces on two", "on three"],
 )
-def test_other_starts_are_planned_only_where_a_document_lies_on_many_ranks(layout: Layout, asked: int) -> None:
+def test_other_starts_are_planned_only_where_a_document_lies_on_many_ranks(
+    layout: Layout, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     aims: list[Aim] = []
 
     def count(problem: PlanInput, aim: Aim) -> Solution:
         aims.append(aim)
         return solve(problem, aim)
 
-    answer(PlanInput(layout.tick(), BIG, PAIRS), count)
+    for module in (answer, starts):
+        monkeypatch.setattr(module, "solve", count)
+    make_plan(PlanInput(layout.tick(), BIG, PAIRS))
     assert len(aims) == asked
 
 
@@ -224,7 +223,7 @@ def test_a_start_that_ends_clearly_later_is_not_taken() -> None:
     problem = ask([MILLION], 16, MILLION // 16, **links)
     at_home, dealt_out = start(problem, -1), start(problem, 0)
     assert burden(problem, dealt_out.flows) < 0.9 * burden(problem, at_home.flows)
-    assert best_start(problem, at_home, solve, np.zeros(16), np.ones(16)) is at_home
+    assert best_start(problem, at_home) is at_home
 
 
 def test_slow_and_late_ranks_and_those_that_only_serve_get_their_share() -> None:
@@ -244,67 +243,75 @@ def test_a_rank_without_rows_of_the_document_helps_where_it_has_room() -> None:
 
 
 @pytest.mark.parametrize("between", [1.0, 10.0, 50.0, 400.0])
-def test_over_hosts_only_where_it_pays(between: float) -> None:
+def test_over_hosts_only_where_it_pays(between: float, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ask([MILLION], 8, MILLION // 8, hosts=np.arange(8) // 4, cost=with_links(H200, 362.0, between))
     plan = make_plan(problem)
-    only_home = answer(problem, lambda asked, aim: solve(asked, dataclasses.replace(aim, kept=-1)))
+    monkeypatch.setattr(starts, "solve", lambda asked, aim: solve(asked, dataclasses.replace(aim, kept=-1)))
+    only_home = make_plan(problem)
     assert plan.finish.max() <= only_home.finish.max() * (1 + 0.5 * TOLERANCE)
 
 
-BAND = Band(document=0, begin=0, end=1024, segments=[0, 1, 2, 3], homes=[0, 1, 2, 3], group=1024 * 1025 / 2)
-
-
 @pytest.mark.parametrize(
-    ("share", "slack", "expected"),
+    ("speed", "expected"),
     [
         # Two head groups by four equal ranks: the second half of the pairs is behind row 724, the nearest cut is 720.
-        ([1, 1, 1, 1], 0.0, [[(0, 720, 0), (720, 1024, 1)], [(0, 720, 2), (720, 1024, 3)]]),
-        ([2, 0, 2, 0], 0.0, [[(0, 1024, 0)], [(0, 1024, 2)]]),
-        ([2.02, 1.98, 0, 0], 0.0, [[(0, 1024, 0)], [(0, 96, 0), (96, 1024, 1)]]),
-        ([2.02, 1.98, 0, 0], 0.02, [[(0, 1024, 0)], [(0, 1024, 1)]]),
-        ([1.98, 2.02, 0, 0], 0.02, [[(0, 1024, 0)], [(0, 1024, 1)]]),
-        ([1.98, 2.02, 0, 0], 0.0, [[(0, 1024, 0)], [(0, 1024, 1)]]),
-        ([1.94, 2.06, 0, 0], 0.0, [[(0, 1008, 0), (1008, 1024, 1)], [(0, 1024, 1)]]),
-        ([0, 0, 0, 0], 0.0, [[], []]),
+        ([1, 1, 1, 1], [(0, 720, 0, 0), (720, 1024, 0, 1), (0, 720, 1, 2), (720, 1024, 1, 3)]),
+        ([2, 0, 2, 0], [(0, 1024, 0, 0), (0, 1024, 1, 2)]),
+        # Ends of shares that are near one of a head group are moved there; others are cut at the nearest granule.
+        ([2.004, 1.996, 0, 0], [(0, 1024, 0, 0), (0, 1024, 1, 1)]),
+        ([2.01, 1.99, 0, 0], [(0, 1024, 0, 0), (0, 64, 1, 0), (64, 1024, 1, 1)]),
+        ([1.99, 2.01, 0, 0], [(0, 1024, 0, 0), (0, 1024, 1, 1)]),
+        ([1.94, 2.06, 0, 0], [(0, 1008, 0, 0), (1008, 1024, 0, 1), (0, 1024, 1, 1)]),
+        ([2.06, 1.94, 0, 0], [(0, 1024, 0, 0), (0, 176, 1, 0), (176, 1024, 1, 1)]),
     ],
 )
-def test_stretches_of_the_line(share: list[float], slack: float, expected: list[list[tuple[int, int, int]]]) -> None:
-    layout = Layout.from_stream([1024], 4, 256)
-    state = Columns(PlanInput(layout.tick(), HeadShape(2, 2, 8, 8, 2), PAIRS, granularity=16))
-    assert stretches(state, BAND, [0, 1, 2, 3], share, slack * BAND.group) == expected
+def test_shares_are_stretches_of_a_line(speed: list[float], expected: list[tuple[int, int, int, int]]) -> None:
+    tick = Layout.from_stream([1024], 4, 256).tick()
+    shape = HeadShape(2, 2, 8, 8, 2)
+    problem = PlanInput(tick, shape, PAIRS, granularity=16, tolerance=TOLERANCE, speed=np.array(speed, float))
+    found = start(problem, 0).tasks
+    each = [
+        (begin, end, group, server)
+        for _, begin, end, first, last, server in found.tolist()
+        for group in range(first, last)
+    ]
+    assert sorted(each) == sorted(expected)
+
+
+GAP = Segments([0, 0, 0], [0, 400, 800], [300, 700, 1100], [0, 1, 2], [0, 0, 0])
 
 
 @pytest.mark.parametrize(
-    ("layout", "window", "kept", "expected"),
+    ("tick", "window", "kept", "expected"),
     [
-        (Layout.from_stream([900], 3, 300), None, 0, [(0, 900)]),
-        (Layout.from_stream([900], 3, 300), None, 1, [(300, 900)]),
-        (Layout.from_stream([900], 3, 300), None, 2, []),
-        (Layout.from_stream([900], 3, 300), 301, 0, []),
-        (Layout.from_stream([900], 3, 300), 302, 0, [(0, 900)]),
-        (Layout.from_stream([500, 700], 4, 300), None, 0, [(0, 700)]),
-        (Layout.from_stream([600], 3, 300), None, 0, []),
+        (Layout.from_stream([900], 3, 300).tick(), None, 0, (0, 900)),
+        (Layout.from_stream([900], 3, 300).tick(), None, 1, (300, 900)),
+        (Layout.from_stream([900], 3, 300).tick(), None, 2, None),
+        (Layout.from_stream([900], 3, 300).tick(), 301, 0, None),
+        (Layout.from_stream([900], 3, 300).tick(), 302, 0, (0, 900)),
+        (Layout.from_stream([500, 700], 4, 300).tick(), None, 0, (0, 700)),
+        (Layout.from_stream([600], 3, 300).tick(), None, 0, None),
+        (dataclasses.replace(Layout.from_stream([1200], 3, 400).tick(), query=GAP), None, 0, None),
     ],
+    ids=["all", "but the first", "one is left", "window of two", "window of three", "one of two", "two ranks", "gaps"],
 )
-def test_what_is_dealt_out(layout: Layout, window: int | None, kept: int, expected: list[tuple[int, int]]) -> None:
-    state = Columns(PlanInput(layout.tick(), BIG, PAIRS, window=window))
-    assert [(band.begin, band.end) for band in bands(state, kept)] == expected
+def test_what_is_dealt_out(tick: Tick, window: int | None, kept: int, expected: tuple[int, int] | None) -> None:
+    """A rank that is dealt head groups runs all of their rows; the first one runs its own beside them."""
+    problem = PlanInput(tick, BIG, PAIRS, window=window, granularity=1)
+    found = start(problem, kept).tasks
+    assert np.array_equal(found, start(problem, -1).tasks) == (expected is None)
+    if expected is not None:
+        others = found[found[:, 5] != 0]
+        assert tuple(others[(others[:, 2] - others[:, 1]).argmax(), 1:3]) == expected
 
 
-def test_a_document_with_gaps_stays() -> None:
-    gap = Segments([0, 0, 0], [0, 400, 800], [300, 700, 1100], [0, 1, 2], [0, 0, 0])
-    tick = dataclasses.replace(Layout.from_stream([1200], 3, 400).tick(), query=gap)
-    assert bands(Columns(PlanInput(tick, BIG, PAIRS)), 0) == []
-
-
-@pytest.mark.parametrize(("ranks", "expected"), [(2, []), (8, [[*range(8)]])])
-def test_a_document_in_zigzag_is_dealt_out_too(ranks: int, expected: list[list[int]]) -> None:
+@pytest.mark.parametrize(("ranks", "dealt_out"), [(2, False), (8, True)])
+def test_a_document_in_zigzag_is_dealt_out_too(ranks: int, dealt_out: bool) -> None:
     """Each rank has a part from the front of it and one from its end."""
     layout = Layout.from_stream([MILLION], ranks, MILLION // ranks, zigzag=True)
     problem = PlanInput(layout.tick(), BIG, H200, tolerance=TOLERANCE)
-    assert [band.homes for band in bands(Columns(problem), 0)] == expected
     found, at_home = start(problem, 0), start(problem, -1)
     assert np.ptp(found.work) <= 0.02 * found.work.max()
-    assert (len(found.tasks) == ranks) == bool(expected)
-    if expected:
+    assert (len(found.tasks) == ranks) == dealt_out
+    if dealt_out:
         assert burden(problem, found.flows) < 0.9 * burden(problem, at_home.flows)

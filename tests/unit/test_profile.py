@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import socket
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import WorkerPool
+from ports import free_port
 
 from deepspeed_cad import cli
 from deepspeed_cad.cli import profile as profile_command
@@ -398,12 +398,6 @@ def profile_of_two(
             words = ["--output", path, "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
             code = cli.main(["profile", *words, "--transport", transport])
     return code, said.getvalue()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def test_under_a_launcher_rank_0_writes_and_links_are_measured(workers: WorkerPool, tmp_path: Path) -> None:

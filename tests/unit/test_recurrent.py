@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError, CADUnsupportedError
-from deepspeed_cad.layout import assemble, segments_from_positions
+from deepspeed_cad.layout import segments_from_positions
 from deepspeed_cad.session import close_session
 
 ROW = [[70, 3, 39, 1]]
@@ -75,7 +75,7 @@ def test_where_pieces_begin(positions: Any, mask: Any, begin: list[int]) -> None
     """At batch rows and at documents; padding belongs to what is before it."""
     array = np.array(positions)
     local = segments_from_positions(array, None if mask is None else np.array(mask))
-    found = find_borders(assemble([local]), 0, *array.shape)
+    found = find_borders(local, *array.shape)
     assert found.tolist() == begin
     assert Borders(found, *array.shape).are_batch_rows == (len(begin) == len(array) + 1)
 
@@ -252,14 +252,21 @@ def test_checkpointing(checkpoint: str, kernels: bool, monkeypatch: pytest.Monke
     assert_same((logits.detach()[0], got), expected, FP32)
 
 
-def test_evaluation() -> None:
-    """Packed rows are right there too, although a cache is on by default; generation is left alone."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_evaluation(rank: int) -> None:
+    """Packed rows are right there too, although a cache is on by default; generation is left alone.
+
+    A layout of evaluation has one rank, whatever rank of the session evaluates.
+    """
     model, batch = _tiny("lfm2").eval(), packed(ROW)
     with torch.no_grad():
         expected = alone(model, batch, ROW)[0]
         prompt = batch["input_ids"][:, :20]
         generated = model.generate(prompt, max_new_tokens=4, do_sample=False)
         _apply(model)
+        session = deepspeed_cad.current_session()
+        assert session is not None
+        session.rank = rank
         assert difference(run(model, batch, ROW)[0], expected) < 1e-10
         assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), generated)
 

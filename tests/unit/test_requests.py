@@ -127,3 +127,17 @@ def test_how_a_process_that_was_asked_ends(check, settled: bool, code: int, caps
 def test_deepspeed_alone_where_cad_is_off() -> None:
     given = initialize(lambda *args, **kwargs: [args, kwargs, None, None], {"enabled": False}, (1,), {"model": 2})
     assert given == ((1,), {"model": 2}, None, None)
+
+
+@pytest.mark.parametrize("late", [["--cad", "{}"], ["--lr", "1", "--cad={}"], ["--cad_config", "cad.json"]])
+def test_a_flag_behind_the_script_is_refused(late: list[str], tmp_path, capsys) -> None:
+    (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")
+    assert run.main([str(tmp_path / "train.py"), *late]) == 2
+    assert f"{late[-1].split('=')[0] if '=' in late[-1] else late[-2]} stands behind" in capsys.readouterr().err
+    for words in (["launch", "train.py", *late], ["launch", "--num_processes", "2", *late, "train.py"]):
+        assert accelerate_cad.main(words) == 2
+        assert "must come first" in capsys.readouterr().err
+
+
+def test_a_script_may_have_a_flag_of_that_name() -> None:
+    run.refuse_late_flags(["--cad", "computer aided design"], "before it")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.memory import ALL, MARGIN, PAUSED, SHARE, Memory
-from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory, rows_kept, rows_of_ticks, rows_resent
+from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory, rows_of_layers, rows_of_ticks
 from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.landing import NoRoomError
+from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, PAUSED, SHARE, MemoryLimit
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.profiles import Profile
@@ -165,12 +165,11 @@ def test_a_fixed_number_of_waves_is_the_least() -> None:
 
 def test_bytes_of_a_row_are_those_of_the_pass_that_has_more() -> None:
     """4 query heads of 128 in bf16 are 1024 bytes, K and V of a head 512, LSE 16."""
-    assert rows_resent(SHAPE) == ((2048, 512), (1040, 512)), "dO and Q; O and LSE"
-    assert rows_kept(SHAPE) == ((1040, 512), (1040, 512)), "Q and sinks, which are as wide as LSE"
+    assert rows_of_layers(SHAPE) == ((2048, 512), (1040, 512)), "dO and Q; O and LSE"
     assert rows_of_ticks(SHAPE) == ((3088, 512), (1040, 512)), "dO, Q, O and LSE"
     # In fp64 LSE is too; here dQ is wider than O with LSE.
     wide = HeadShape(4, 2, 64, 16, 8)
-    assert rows_kept(wide) == ((1040, 640), (1024, 640)) and rows_of_ticks(wide).out == (1024 + 2 * 256 + 16, 640)
+    assert rows_of_ticks(wide).out == (1024 + 2 * 256 + 16, 640)
 
 
 def test_ranks_that_only_follow_are_told_before_each_try(tasks: np.ndarray) -> None:
@@ -269,47 +268,47 @@ def gpu(monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, peak: int
 
 def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = SimpleNamespace(yes=False, pauses=False)
-    one = Memory(None, torch.device("cuda", 0), lambda: trained.yes, lambda: trained.pauses)
+    one = MemoryLimit(None, torch.device("cuda", 0), lambda: trained.yes, lambda: trained.pauses)
     gpu(monkeypatch, 1 << 29)
-    assert one.report() == (int(SHARE * 2**30), 0), "before the first backward its peak is not known"
-    one.hear(np.array([[32, 0], [20, 0]]))
+    assert tuple(one.report(0)) == (int(SHARE * 2**30), 0), "before the first backward its peak is not known"
+    one.hear(0, np.array([[32, 0], [20, 0]]))
     assert one.now == (20.0, '"memory": "auto" (by rank 1)', float("inf"))
-    one.hear(np.array([[32, 90], [20, 80]]))
+    one.hear(0, np.array([[32, 90], [20, 80]]))
     assert one.now == (20.0, '"memory": "auto" (by rank 1)', 80.0), "a share is a choice, what is free is not"
     trained.yes = True
     one.needs(1000.0)
     gpu(monkeypatch, 1 << 29, reserved=5000, peak=2000)
-    assert one.report()[1] == int((1 << 29) + 3000 + 1000 - MARGIN * 2**30)
+    assert one.report(0)[1] == int((1 << 29) + 3000 + 1000 - MARGIN * 2**30)
     gpu(monkeypatch, 0)
-    assert one.report()[1] == 1000, "what it has it keeps"
-    one.hear(np.array([[100, 90], [100, 60], [100, 70]]))
+    assert one.report(0)[1] == 1000, "what it has it keeps"
+    one.hear(0, np.array([[100, 90], [100, 60], [100, 70]]))
     assert one.now == (60.0, "what training leaves free on rank 1", 0.0)
-    one.hear(np.array([[100, 90], [100, 0], [100, 70]]))
+    one.hear(0, np.array([[100, 90], [100, 0], [100, 70]]))
     assert one.now.size == 100, "one rank does not know yet"
     trained.pauses = True
-    assert one.report()[1] == PAUSED
-    one.hear(np.array([[100, PAUSED], [100, 3]]))
+    assert one.report(0)[1] == PAUSED
+    one.hear(0, np.array([[100, PAUSED], [100, 3]]))
     assert one.now.size == 100
     one.lacks(50.0)
-    assert one.report()[0] == 50
-    one.hear(np.array([[50, PAUSED], [50, 3]]))
+    assert one.report(0)[0] == 50
+    one.hear(0, np.array([[50, PAUSED], [50, 3]]))
     assert one.now.size == 50 and not one.now.most, "there was not more than that"
 
 
 def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = SimpleNamespace(yes=False)
-    one = Memory(None, torch.device("cuda", 0), lambda: trained.yes, share=ALL)
+    one = MemoryLimit(None, torch.device("cuda", 0), lambda: trained.yes, share=ALL)
     gpu(monkeypatch, 1 << 29)
-    assert one.report() == (1 << 30, 0)
+    assert tuple(one.report(0)) == (1 << 30, 0)
     trained.yes = True
-    one.hear(np.array([one.report()]))
+    one.hear(0, np.array([one.report(0)]))
     assert one.now == (int((1 << 29) - MARGIN * 2**30), "what training leaves free on rank 0", 0.0)
 
 
 def test_given_and_unlimited() -> None:
-    given = Memory(0.5, torch.device("cpu"))
-    assert given.report() == (1 << 29, 0) and given.now.size == 2**29
-    cpu = Memory(None, torch.device("cpu"))
-    assert cpu.report() == (0, 0)
-    cpu.hear(np.array([[0, 0], [0, 0]]))
+    given = MemoryLimit(0.5, torch.device("cpu"))
+    assert tuple(given.report(0)) == (1 << 29, 0) and given.now.size == 2**29
+    cpu = MemoryLimit(None, torch.device("cpu"))
+    assert tuple(cpu.report(0)) == (0, 0)
+    cpu.hear(0, np.array([[0, 0], [0, 0]]))
     assert cpu.now.size == float("inf")

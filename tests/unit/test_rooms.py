@@ -30,6 +30,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "exchange": (*HOSTS, "attention", "ahead", "server", "session", "planner", "kernels", "engine", "integrations"),
     "kernels": ("torch.distributed", *HOSTS),
     "attention": (*HOSTS, "ahead", "server", "session", "engine", "integrations"),
+    "feedback": (*HOSTS, "ahead", "attention", "server", "session", "engine", "integrations"),
     "ahead": (*HOSTS, "server", "session", "engine", "integrations"),
     "server": (*HOSTS, "session", "engine", "integrations"),
     "server.split": ("torch", "numpy"),
@@ -43,10 +44,11 @@ NEVER: dict[str, tuple[str, ...]] = {
 }
 """By room: rooms and other packages that none of its modules imports."""
 THROUGH = {
-    "api", "config", "errors", "notice", "request", "autoload", "meet", "layout", "session", "kernels.interface",
+    "api", "config", "errors", "version", "notice", "request", "autoload", "meet", "layout", "session",
+    "kernels.interface",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
     "attention.thread_state", "ahead.pipeline", "ahead.pipeline_gather", "rounds", "attention.phase",
-    "attention.program", "attention.setup", "attention.layer", "unused",
+    "attention.program", "attention.setup", "attention.layer",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
 STARTS = {"engine", "cli", "api", "run", "asked", "autoload"}

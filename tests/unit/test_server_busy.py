@@ -53,4 +53,4 @@ def test_on_a_cpu_the_clock_counts() -> None:
     busy = Busy()
     with busy.timed(torch.device("cpu")):
         sum(range(100_000))
-    assert 0 < busy.seconds() < 1
+    assert busy.seconds() > 0

@@ -16,7 +16,7 @@ from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.probe import NAMES
 from deepspeed_cad.server.change import Word
-from deepspeed_cad.server.crew import Crew, transports_of, why_not_change
+from deepspeed_cad.server.crew import Members, transports_of, why_not_change
 from deepspeed_cad.server.join import speeds_of
 from deepspeed_cad.statistics import Statistics
 
@@ -122,8 +122,8 @@ def test_a_change_that_failed_ends_the_training_thread() -> None:
 
 @pytest.mark.parametrize("servers", [(), (5,), (2, 7)])
 def test_crews_travel(servers: tuple[int, ...]) -> None:
-    crew = Crew(4, 2, servers, 17)
-    assert Crew.from_head(2, crew.to_head()) == crew
+    crew = Members(4, 2, servers, 17)
+    assert Members.from_head(2, crew.to_head()) == crew
     assert crew.ranks == 2 + len(servers) and [crew.place(one) for one in crew.numbers] == list(range(crew.ranks))
     assert ("alone" in crew.in_words()) == (not servers)
 
@@ -232,5 +232,5 @@ def test_loads_of_more_and_of_fewer_ranks_add_up() -> None:
     ],
 )
 def test_speeds_follow_servers_that_change(numbers: tuple[int, ...], expected: list[float]) -> None:
-    found = speeds_of(Crew(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25]))
+    found = speeds_of(Members(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25]))
     assert found.tolist() == expected

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -78,8 +79,8 @@ def test_another_version_may_say_other_things(place: str, monkeypatch: pytest.Mo
 
 
 def test_a_server_that_does_not_come(place: str) -> None:
-    found = _all(place, lambda role, mine: mine, timeout_s=0.5, ranks=2)
-    assert all(isinstance(one, CADConfigError) and "server 2 did not come within 0.5 s" in str(one) for one in found)
+    found = _all(place, lambda role, mine: mine, timeout_s=1.5, ranks=2)
+    assert all(isinstance(one, CADConfigError) and "server 2 did not come within 1.5 s" in str(one) for one in found)
 
 
 @pytest.mark.parametrize(("reason", "kind"), [("", Abandoned), ("ValueError: no data", CADPeerError)])
@@ -122,6 +123,41 @@ def test_a_job_that_does_not_fit(place: str, changes: dict[str, Any], ours: CADC
 def test_no_job(place: str) -> None:
     with pytest.raises(CADPeerError, match="no training with reserved servers came to it within 0.2 s"):
         take_place(place, 0.2, None, "1.0")
+
+
+class _Dies(Exception):
+    pass
+
+
+class _Mortal:
+    """A store for a process that dies after so many calls of it that change something."""
+
+    def __init__(self, store: dist.Store, calls: int) -> None:
+        self.store, self.calls = store, calls
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*given: Any) -> Any:
+            if name in ("set", "add", "append"):
+                if not self.calls:
+                    raise _Dies
+                self.calls -= 1
+            return getattr(self.store, name)(*given)
+
+        return ask
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_a_newcomer_that_dies_on_its_way_hides_nobody(place: str, calls: int) -> None:
+    for rank in (3, 4):
+        role = Split(2, 1, rank, place)
+        meeting = Rendezvous(role, 20.0)
+        if rank == 3:
+            meeting.root = _Mortal(meeting.root, calls)  # type: ignore[assignment]
+        with suppress(_Dies):
+            meeting.knock(hello(role, CONFIG, "1.0"))
+    trainer = Rendezvous(Split(2, 1, 0, place), 20.0)
+    came = trainer.who_came()
+    assert came[-1] == 4 and len(came) == 1 + (calls >= 2)
 
 
 # The script's own world

@@ -287,6 +287,26 @@ def test_ulysses_shares_each_row_and_pays_for_it() -> None:
     assert modes.ulysses_degrees(setting(ranks=64, per_host=8)) == [2, 4, 8, 16, 32], "no more than query heads"
 
 
+def test_kept_attention_is_not_repeated() -> None:
+    own = setting()
+    shape, again = own.shape, setting(recompute_attention=True)
+    for mode, more in ((modes.plain, {}), (modes.ulysses, {"degree": 4}), (modes.gathered, {"degree": 4})):
+        repeated, kept = mode(own, [UNEVEN], **more), mode(own, [UNEVEN], kept=True, **more)
+        assert kept.mode == f"{repeated.mode} kept" and not kept.measured
+        without = mode(replace(own, checkpointing=False), [UNEVEN], **more)
+        # What runs once without checkpointing runs once; what the backward needs of Q, K and V still travels.
+        assert kept.seconds.attention == pytest.approx(without.seconds.attention)
+        assert kept.seconds.exchange == pytest.approx(without.seconds.exchange)
+        assert kept.inside == repeated.inside and kept.seconds.linear == repeated.seconds.linear
+        rows = 4096 if mode is modes.ulysses else 16384
+        size = shape.query_heads * (2 * shape.value_dim + 4)
+        assert kept.peak - repeated.peak == pytest.approx(rows * size * (MODEL.layers - 1))
+        assert mode(again, [UNEVEN], kept=True, **more).peak == kept.peak, "a key of CAD alone"
+    stages = setting(pipeline=2)
+    both = [modes.plain(stages, [UNEVEN] * 4, kept=kept).peak for kept in (False, True)]
+    assert both[1] > both[0]
+
+
 def test_gathered_keys_are_cut_documents() -> None:
     found = modes.gathered(setting(), [UNEVEN], 4)
     row = 2 * 8 * 128 * 2
@@ -315,6 +335,8 @@ def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
     assert shared.seconds.waiting == pytest.approx(0.0, abs=1e-9)
     kept = modes.packed(own, [UNEVEN], 4, kept=True)
     assert kept.seconds.attention < shared.seconds.attention and kept.peak > shared.peak
+    once = modes.packed(replace(own, checkpointing=False), [UNEVEN], 4)
+    assert kept.seconds.exchange == pytest.approx(once.seconds.exchange), "keys are gathered again beside the recompute"
     assert modes.packed_degrees(own, 40000, 16384) == [4] and modes.packed_degrees(own, 10**9, 16384) == [4]
 
 

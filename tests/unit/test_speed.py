@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.pace import allowance
-from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.profiles import speed
 from deepspeed_cad.profiles.choice import PAIRS
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
@@ -25,11 +23,11 @@ EXPECTED = PER_PAIR * TOKENS["cpu"] * (TOKENS["cpu"] + 1) / 2
 def _find(wanted: Any, took: list[float], cost: Profile | None = PAIRS, deterministic: list[bool] | None = None) -> Any:
     """What rank 0 finds where ranks take so many seconds."""
     answers = iter([[int(one) for one in deterministic or [False] * len(took)], [round(one * 1e9) for one in took]])
-    return find_speeds(wanted, len(took), CPU, "torch_math", lambda mine: next(answers), False, cost)
+    return find_speeds(wanted, CPU, "torch_math", lambda mine: next(answers), False, cost)
 
 
 def test_none_where_none_are_wanted() -> None:
-    assert _find(None, [1.0, 1.0]) is None and in_words(None, None) == ""
+    assert _find(None, [1.0, 1.0]) is None and in_words(None) == ""
 
 
 @pytest.mark.parametrize(
@@ -45,15 +43,8 @@ def test_what_speeds_are_relative_to(cost: Profile | None, expected: list[float]
     assert found == pytest.approx(np.array(expected), rel=1e-4)
 
 
-def test_given() -> None:
-    assert _find([1.0, 0.25], [1.0, 1.0]).tolist() == [1.0, 0.25]
-    assert in_words(np.array([1.0, 0.25]), [1.0, 0.25]) == "speeds 1 0.25 (given), "
-
-
-@pytest.mark.parametrize(("wanted", "words"), [([1.0], "1 number and 2 ranks"), ([1.0] * 3, "3 numbers and 2 ranks")])
-def test_a_list_of_another_length(wanted: list[float], words: str) -> None:
-    with pytest.raises(CADConfigError, match=f'key "speeds" has {words} run attention'):
-        _find(wanted, [1.0, 1.0])
+def test_in_words() -> None:
+    assert in_words(np.array([1.0, 0.25])) == "speeds 1 0.25, "
 
 
 def test_nothing_is_measured_where_any_rank_is_deterministic(caplog: pytest.LogCaptureFixture) -> None:
@@ -70,20 +61,12 @@ def test_a_rank_that_cannot_time_its_kernel_leaves_all_equal(caplog: pytest.LogC
         told.append(mine)
         return [mine]
 
-    assert find_speeds("measure", 1, CPU, "flash_attn_4", gather, False) is None
+    assert find_speeds("measure", CPU, "flash_attn_4", gather, False) is None
     assert told == [0, speed.FAILED]
 
 
 def test_what_is_timed_is_the_call_forward_and_backward() -> None:
     told: list[int] = []
     begin = time.perf_counter()
-    find_speeds("measure", 1, CPU, "torch_math", lambda mine: told.append(mine) or [mine], False)  # type: ignore[func-returns-value]
-    assert 0 < told[1] / 1e9 < time.perf_counter() - begin < 10
-
-
-@pytest.mark.parametrize(
-    ("relief", "speeds", "expected"),
-    [(0.03, None, 0.03), (0.03, [1.0, 0.99], 0.03), (0.03, [2.0, 1.0], 0.5), (0.0, [2.0, 1.0], 0.0)],
-)
-def test_relief_goes_as_far_as_speeds_differ(relief: float, speeds: list[float] | None, expected: float) -> None:
-    assert allowance(relief, None if speeds is None else np.array(speeds)) == expected
+    find_speeds("measure", CPU, "torch_math", lambda mine: told.append(mine) or [mine], False)  # type: ignore[func-returns-value]
+    assert 0 < told[1] / 1e9 < time.perf_counter() - begin

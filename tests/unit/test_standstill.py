@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from deepspeed_cad.ahead.gather import Gatherer, Said, Subject, What
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange import liveness as liveness_room
-from deepspeed_cad.exchange import meeting as meeting_room
+from deepspeed_cad.exchange import patience
 from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.meeting import Meeting
@@ -101,7 +100,7 @@ def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_meeting_before_an_exchange_ends_as_the_exchange_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_room, "LOOK_S", 0.02)
+    monkeypatch.setattr(patience, "LOOK_S", 0.02)
     made = boards()
     made[0].started = lambda: 3
     early = Meeting(dist.HashStore(), np.arange(2), 0, Alarm(0, made[0], 0.3))
@@ -122,13 +121,15 @@ def test_only_a_training_thread_that_waits_tells_so(monkeypatch: pytest.MonkeyPa
     """A loader on a thread of its own may wait while this rank goes on to train."""
     monkeypatch.setattr(worker_room, "TELL_S", 0.02)
     worker, told = Worker(), []
-    worker.while_blocked = lambda: told.append(worker.is_idle)
+    heard = threading.Event()
+    worker.while_blocked = lambda: (told.append(worker.is_idle), heard.set())
     if trains:
         worker.trains_here()
     assert worker.is_idle
-    assert worker.run(lambda: time.sleep(0.2) or "done") == "done"
+    assert worker.run(lambda: heard.wait(None if trains else 0.2)) is trains
     assert bool(told) == trains and not any(told)
     told.clear()
+    monkeypatch.setattr(worker_room, "TELL_S", 60.0)
     assert worker.run(lambda: "quick") == "quick" and not told
     worker.close()
 
@@ -145,11 +146,12 @@ def test_jobs_that_failed_are_over_too() -> None:
 
 def test_a_job_that_does_not_end_is_waited_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_room, "GRACE_S", 0.0)
-    worker, begin = Worker(timeout_s=0.1), time.monotonic()
-    job = worker.submit(lambda: time.sleep(0.4))
+    worker, may_end = Worker(timeout_s=0.1), threading.Event()
+    job = worker.submit(may_end.wait)
     with pytest.raises(CADPeerError, match="waited 0 s for lengths"):
         worker.wait(job, "lengths")
-    assert time.monotonic() - begin < 0.35 and not worker.is_idle
+    assert not worker.is_idle
+    may_end.set()
     worker.close()
 
 

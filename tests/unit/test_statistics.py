@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import training
 
 import deepspeed_cad
-from deepspeed_cad.ahead.memory import Memory
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import why_ended
+from deepspeed_cad.feedback.memory_limit import MemoryLimit
 from deepspeed_cad.notice import notice
-from deepspeed_cad.session import _say_last, close_session
+from deepspeed_cad.server.launch import farewell
+from deepspeed_cad.session import _end, close_session
 from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.words import Words
 
@@ -49,14 +50,6 @@ def test_reading_during_a_forward_changes_nothing() -> None:
     assert session.statistics.mean == session.take_statistics("test").mean == 21 * pairs
 
 
-def test_nobody_is_late() -> None:
-    """Rank 0 is a rank; where nobody is late there is none."""
-    session = train()
-    assert session.statistics.late_rank == -1 and session.statistics.as_events()["cad/late_rank"] == -1.0
-    session.pace._late = np.array([1e-3])
-    assert session.statistics.late_rank == 0 and session.statistics.late_s == 1e-3
-
-
 def test_two_lines_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
     """What to expect after the first forward, and the sums at the end, each once, and not through the root logger."""
     session = train(3)
@@ -66,10 +59,79 @@ def test_two_lines_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
         "the first micro-batch, rank 0 sent 0.0 MiB in its forward"
     ]
     assert session.report().startswith("3 micro-batches, attention max/mean 1.00 → 1.00, 0.0 MiB sent for each")
-    _say_last()
+    _end()
     close_session()
     end = capfd.readouterr().err
-    assert end.count("CAD is done: 3 micro-batches") == 1
+    assert end.count("CAD is done: 3 micro-batches") == 1 and "CAD stopped" not in end
+
+
+def _crash(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.last_value", ValueError("no data"), raising=False)
+    _end()
+    assert session.ended == "ValueError: no data", "servers are told"
+
+
+def _exit_under_the_launcher(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    farewell(why_ended(SystemExit(3)))
+    _end()
+
+
+def _close_while_an_error_passes(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        close_session()
+
+
+def _go_on_after_a_forward_that_raised(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    session.plans.abandoned = "rank 0: out of memory"
+    _end()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (_crash, "ValueError: no data"),
+        (_exit_under_the_launcher, "exit code 3"),
+        (_close_while_an_error_passes, "KeyboardInterrupt"),
+        (_go_on_after_a_forward_that_raised, "rank 0: out of memory"),
+    ],
+)
+def test_the_last_line_tells_a_crash(end: Any, reason: str, monkeypatch: Any, capfd: Any) -> None:
+    end(train(), monkeypatch)
+    close_session()
+    said = [line for line in capfd.readouterr().err.splitlines() if "CAD is done" in line or "CAD stopped" in line]
+    assert len(said) == 1 and said[0].startswith(f"deepspeed_cad: CAD stopped early ({reason}): 1 micro-batch, ")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (None, ""),
+        (SystemExit(), ""),
+        (SystemExit(0), ""),
+        (SystemExit("no data"), "exit code no data"),
+        (KeyError(), "KeyError"),
+        (KeyError("labels"), "KeyError: 'labels'"),
+    ],
+)
+def test_why_a_process_ended(error: BaseException | None, text: str) -> None:
+    assert why_ended(error) == text
+
+
+@pytest.mark.parametrize(
+    ("serve", "servers", "words"),
+    [
+        (True, 2, "attention max/mean 1.66 → 3.00"),
+        (False, 0, "attention max/mean 1.66 → 3.00"),
+        (False, 1, "attention max/mean 1.11 on trainers; 1 reserved server runs all of it"),
+        (False, 2, "attention max/mean 0.83 on trainers; 2 reserved servers run all of it, max/mean 1.50"),
+    ],
+)
+def test_servers_that_do_all_are_named(serve: bool, servers: int, words: str) -> None:
+    figures = Statistics(mean=1.0, slowest_before=1.66, slowest=3.0)
+    session: Any = SimpleNamespace(config=CADConfig(trainers_serve=serve), ranks=2, group_ranks=2 + servers)
+    assert Words(session)._balance(figures) == words
 
 
 @pytest.mark.parametrize(
@@ -122,12 +184,13 @@ def test_a_notice_is_seen_once(level: int, handler_level: int, shown: bool, capf
 
 
 def test_memory_for_what_arrives_is_told_where_there_is_any() -> None:
-    assert "kept for what arrives" not in Statistics(micro_batches=1).in_words()
-    assert ", 96 MiB kept for what arrives" in Statistics(micro_batches=1, landing_bytes=96 << 20).in_words()
+    assert "kept for what arrives" not in Statistics(micro_batches=1).in_words("")
+    assert ", 96 MiB kept for what arrives" in Statistics(micro_batches=1, landing_bytes=96 << 20).in_words("")
     now, before = Statistics(landing_bytes=5, waves=9), Statistics(landing_bytes=3, waves=4)
     assert (now.since(before).landing_bytes, now.since(before).waves) == (5, 5), "what is held is no sum"
     transport, cpu = SimpleNamespace(landing_bytes=3 << 28), torch.device("cpu")
-    words = Words(SimpleNamespace(memory=Memory(2.0, cpu), transport=transport))  # type: ignore[arg-type]
+    learned = SimpleNamespace(memory=MemoryLimit(2.0, cpu))
+    words = Words(SimpleNamespace(learned=learned, transport=transport))  # type: ignore[arg-type]
     assert words._memory() == "landing areas 0.75 of at most 2 GiB, "
-    words.session.memory = Memory(None, cpu)
+    learned.memory = MemoryLimit(None, cpu)
     assert words._memory() == "landing areas 0.75 GiB, "

@@ -89,9 +89,10 @@ def test_assignment(step: StepDocuments) -> None:
     assert got.tokens_moved == step.length[got.rank != step.rank].sum()
 
 
-def test_order_is_heaviest_first_and_stable() -> None:
-    step = step_of([[[10], [5, 5], [20], [5, 5]]])
-    assert order_rows(step, step.work()).tolist() == [[2, 0, 1, 3]]
+def test_rank_0_keeps_its_order_and_the_others_follow_it() -> None:
+    """The heaviest micro-batches of all ranks at the same time, equal ones in the order of their loader."""
+    step = step_of([[[10], [5, 5], [20], [5, 5]], [[30], [4], [7], [4]]])
+    assert order_rows(step, step.work()).tolist() == [[0, 1, 2, 3], [2, 1, 0, 3]]
 
 
 def test_documents_that_span_ranks_stay_where_they_are() -> None:

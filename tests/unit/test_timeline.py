@@ -240,11 +240,11 @@ def test_a_layer_that_runs_after_its_backward_is_marked(tmp_path: Path) -> None:
 def test_who_asks_for_a_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PATH_VARIABLE, raising=False)
     monkeypatch.delenv(STEPS_VARIABLE, raising=False)
-    assert open_tracer("", 3, CPU, 0, 1) is None
-    found = open_tracer(str(tmp_path / "a"), 3, CPU, 1, 2)
+    assert open_tracer("", CPU, 0, 1) is None
+    found = open_tracer(str(tmp_path / "a"), CPU, 1, 2)
     assert found is not None
     assert (found.path, found.steps, found.rank, found.ranks) == (tmp_path / "a", 3, 1, 2)
     monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "b"))
     monkeypatch.setenv(STEPS_VARIABLE, "5")
-    found = open_tracer(str(tmp_path / "a"), 3, CPU, 0, 1)
+    found = open_tracer(str(tmp_path / "a"), CPU, 0, 1)
     assert found is not None and (found.path, found.steps) == (tmp_path / "b", 5)

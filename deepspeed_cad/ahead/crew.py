@@ -1,0 +1,87 @@
+"""The ranks that run attention at present, and what plans must know of them: one value, replaced whole.
+
+In: groups, transport and speeds as they were opened. Out: `Crew`, which a micro-batch keeps as it was planned with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.attention.planned import MicroBatchOrders
+from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.layout import Ints, Layout
+from deepspeed_cad.planner.plan import Floats
+
+
+class Changing(Protocol):
+    """What lets servers come and go while a job runs."""
+
+    passes: Passes
+    """Attention that may have to run again."""
+    came: int
+    """Servers that came later, as all trainers have heard."""
+
+    def admit(self, came: int) -> None:
+        """Wait until so many of them take part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Servers:
+    """Ranks behind the trainers that only serve."""
+
+    count: int
+    """There are now; 0 where all of them are lost."""
+    at_start: int
+    """That the job began with. Cuts into nano-batches are made for these: trainers learn of a change at different
+    moments, and a cut must be the same on all of them."""
+    helpers: int
+    """Trainers that serve too."""
+    open: Callable[[int, Layout, Ints | None], MicroBatchOrders] | None = None
+    """Tells the servers of a micro-batch by its turn, its layout and its cut; None where another rank does."""
+    changes: Changing | None = None
+    """Where servers may change."""
+
+
+@dataclass(frozen=True, eq=False)
+class Crew:
+    """Trainers, then reserved servers."""
+
+    trainers: int
+    transport: Transport | None = None
+    """Over all of them; None where there is one rank."""
+    hosts: np.ndarray | None = None
+    """[ranks] number of each rank's host; None where there is one rank."""
+    speeds: Floats | None = None
+    """[ranks] in attention, beside what costs say; 0 where a rank runs none. None: all are equal."""
+    servers: Servers | None = None
+    """Where ranks are reserved."""
+    generation: int = 0
+    """How often servers changed."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that run attention."""
+        return self.trainers + (0 if self.servers is None else self.servers.count)
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether its ranks lie on more hosts than one."""
+        return self.hosts is not None and len(np.unique(self.hosts)) > 1
+
+    def widen(self, layout: Layout) -> Layout:
+        """A layout of the trainers, with servers behind them that have no tokens."""
+        return widen(layout, self.ranks - self.trainers)
+
+    def tell(self, turn: int, layout: Layout, cut: Ints | None) -> MicroBatchOrders | None:
+        """Tell the servers of a micro-batch; None where there are none, or another rank does."""
+        return None if self.servers is None or self.servers.open is None else self.servers.open(turn, layout, cut)
+
+
+def widen(layout: Layout, servers: int) -> Layout:
+    """A layout with so many more ranks that have no tokens."""
+    return Layout(layout.ranks + servers, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))

@@ -1,0 +1,127 @@
+"""Speeds of links while training: what exchanges really carried corrects what was timed at the start.
+
+In: how long transfers took on every rank. Out: `Speeds`, what plans of the next micro-batch are made with, equal on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deepspeed_cad.exchange.links import Links
+from deepspeed_cad.exchange.transfers import BETWEEN, INSIDE, Transfers
+from deepspeed_cad.layout import Ints
+
+GAIN = 0.25
+"""Share of a measured difference of speed, in orders of magnitude, that is made up for at once. A choice: a link that
+is busy for a step does not change plans by much, and one that stays slow is known to 76 % after five corrections."""
+ENOUGH = 4
+"""Reports with transfers between two corrections."""
+FASTER, SLOWER = 2.0, 1e-4
+"""Times the speed at the start. Corrections stay between: training measures beside everything else that uses links, so
+a link is hardly faster than it was when nothing else ran."""
+ALARMING = 100.0
+"""Times slower than at the start. Then a link is not busy but broken, and somebody should look."""
+KINDS = ("inside a host", "between hosts")
+
+
+class Speeds(NamedTuple):
+    """Bytes per second that plans count with; None where not known."""
+
+    inside: float | None = None
+    between: float | None = None
+
+
+class LinkSpeeds:
+    """The links of one group; a Reporter."""
+
+    columns = 5
+    """Whether it pauses; nanoseconds and bytes inside a host, the same between hosts."""
+
+    def __init__(
+        self, links: Links, rule: Links, transfers: Transfers | None, hosts: Sequence[str], pauses: Callable[[], bool]
+    ) -> None:
+        """The links of the ranks on `hosts`, as known at the start.
+
+        Args:
+            links: figures to begin with.
+            rule: figures that depend on no measured time, for as long as any rank pauses.
+            transfers: what this rank's transfers took; None: figures are not corrected.
+            hosts: name of every rank's host, for people.
+            pauses: whether this rank wants plans that depend on no measured time.
+        """
+        self.start, self._rule, self._hosts, self._pauses = links, rule, hosts, pauses
+        self._transfers = transfers
+        self._speeds = [links.inside, links.between]
+        self._paused = False
+        ranks = len(hosts)
+        self._seconds, self._bytes = np.zeros((2, ranks)), np.zeros((2, ranks))
+        self._heard = [0, 0]
+        self._warning = ""
+        self._warned = False
+
+    def report(self, model: int) -> Ints:
+        """See Reporter."""
+        taken = np.zeros(4, np.int64) if self._transfers is None else self._transfers.take()
+        return np.array([self._pauses(), *taken], np.int64)
+
+    def hear(self, model: int, reports: Ints) -> None:
+        """See Reporter."""
+        self._paused = bool(reports[:, 0].any())
+        if self._paused:
+            return
+        for kind in range(2):
+            self._correct(kind, reports[:, 1 + 2 * kind], reports[:, 2 + 2 * kind])
+
+    def watch(self, transfers: Transfers) -> None:
+        """Learn from what another transport notes."""
+        self._transfers = transfers
+
+    def take_warning(self) -> str:
+        """What a user should know of links and was not told yet; "" for nothing."""
+        warning, self._warning = self._warning, ""
+        return warning
+
+    @property
+    def now(self) -> Speeds:
+        """What the next micro-batch is planned with."""
+        return Speeds(self.links.inside, self.links.between)
+
+    @property
+    def links(self) -> Links:
+        """Figures as they are now."""
+        if self._paused:
+            return self._rule
+        changed = self._speeds != [self.start.inside, self.start.between]
+        source = f"{self.start.source}, corrected" if changed else self.start.source
+        return Links(self._speeds[INSIDE], self._speeds[BETWEEN], source)
+
+    def _correct(self, kind: int, nanoseconds: Ints, size: Ints) -> None:
+        speed, first = self._speeds[kind], (self.start.inside, self.start.between)[kind]
+        if speed is None or first is None or not size.any():
+            return
+        self._seconds[kind] += nanoseconds / 1e9
+        self._bytes[kind] += size
+        self._heard[kind] += 1
+        if self._heard[kind] < ENOUGH:
+            return
+        seconds, moved = self._seconds[kind], self._bytes[kind]
+        self._warn(kind, first, moved / np.maximum(seconds, 1e-9))
+        # All bytes over all seconds: a slow rank weighs as long as others wait for it, a late packet hardly at all.
+        measured = moved.sum() / max(float(seconds.sum()), 1e-9)
+        self._speeds[kind] = float(np.clip(speed ** (1 - GAIN) * measured**GAIN, SLOWER * first, FASTER * first))
+        self._seconds[kind], self._bytes[kind], self._heard[kind] = 0.0, 0.0, 0
+
+    def _warn(self, kind: int, first: float, speeds: np.ndarray) -> None:
+        slow = [rank for rank, speed in enumerate(speeds) if 0 < speed < first / ALARMING]
+        if not slow or self._warned:
+            return
+        self._warned = True
+        who = ", ".join(f"rank {rank} on {self._hosts[rank]} ({speeds[rank] / 1e9:.3g} GB/s)" for rank in slow[:8])
+        self._warning = (
+            f"the link {KINDS[kind]} is more than {ALARMING:g} times slower than the {first / 1e9:.3g} GB/s "
+            f"{self.start.source} at start, for {who}: plans move less over it. Look at these hosts' network"
+        )

@@ -1,0 +1,118 @@
+"""The limit of memory: how much of each GPU the exchanges of attention may take, learned and agreed.
+
+In: the key "memory", and what this rank sees of its GPU. Out: one limit, the same on every rank: that of the rank with
+least. What ranks see travels with the lengths of a micro-batch, so all of them learn it at the same point.
+
+"auto" is a share of the GPU's memory from the start, because waves cost little where they are long: then longer
+documents need hardly more. A tick that does not fit into that share, however it is cut, gets the least that there is a
+cut for. After the first backward all that is no more than what training leaves free. Beside reserved servers only that
+counts: waves after the first two would hold up the linear layers that hide what servers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deepspeed_cad.layout import Ints
+
+PAUSED = -1
+SHARE = 1 / 32
+"""Of a GPU's memory, with "auto". A choice: 4.4 GiB of an H200, which one wave of 64K tokens of an 8B Llama does not
+need."""
+ALL = 1.0
+"""Where only what training leaves free counts."""
+MARGIN = 0.03
+"""Of a GPU's memory that stays free beyond the peak of the steps so far: steps differ, and memory is fragmented."""
+
+
+class Limit(NamedTuple):
+    """What all ranks agreed on."""
+
+    size: float
+    """Bytes on each rank; infinite where there is no limit."""
+    source: str
+    most: float = 0.0
+    """Bytes for what no cut makes fit into `size`; not more than `size`: that is an error."""
+
+
+NO_LIMIT = Limit(float("inf"), "")
+
+
+class MemoryLimit:
+    """The limit of one group; a Reporter."""
+
+    columns = 2
+    """Most bytes (0: no limit), bytes that training leaves (0: not known yet; PAUSED)."""
+
+    def __init__(
+        self,
+        given: float | None,
+        device: torch.device,
+        has_trained: Callable[[], bool] = lambda: False,
+        pauses: Callable[[], bool] = lambda: False,
+        share: float = SHARE,
+    ) -> None:
+        """Before anything is learned.
+
+        Args:
+            given: GiB of the configuration; None for "auto".
+            device: whose memory it is; only GPUs have a limit by themselves.
+            has_trained: whether a backward ran, so that the peak of training is known.
+            pauses: while it holds on any rank, nothing depends on measured memory.
+            share: of a GPU's memory, at most, with "auto".
+        """
+        self.given, self.device, self.share = given, device, share
+        self._has_trained, self._pauses = has_trained, pauses
+        self.most_needed = 0.0
+        """Bytes that the largest tick so far needed."""
+        self._lacked = float("inf")
+        self._limit = NO_LIMIT if given is None else Limit(given * 2**30, 'the key "memory"')
+
+    def report(self, model: int) -> Ints:
+        """See Reporter."""
+        most, free = self._lacked, 0
+        if self.given is not None:
+            most = min(most, self.given * 2**30)
+        elif self.device.type == "cuda":
+            left, whole = torch.cuda.mem_get_info(self.device)
+            most = min(most, self.share * whole)
+            if self._pauses():
+                free = PAUSED
+            elif self._has_trained():
+                # Kept by torch and needed by no step so far: given back where somebody else asks for it.
+                unused = torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
+                free = max(1, int(max(left + unused + self.most_needed - MARGIN * whole, self.most_needed)))
+        return np.array([0 if most == float("inf") else max(1, int(most)), free], np.int64)
+
+    def hear(self, model: int, reports: Ints) -> None:
+        """See Reporter."""
+        sizes, free = reports.T
+        limit = NO_LIMIT
+        if (sizes > 0).any():
+            size = int(sizes[sizes > 0].min())
+            source = f'"memory": "auto" (by rank {int((sizes == size).argmax())})'
+            most = float(free.min()) if (free > 0).all() else float("inf")
+            # What some rank lacked all ranks know.
+            if self.given is not None or self._lacked <= size:
+                most = 0.0
+            limit = Limit(float(size), source if self.given is None else 'the key "memory"', most)
+        if (free > 0).all() and free.min() < limit.size:
+            limit = Limit(float(free.min()), f"what training leaves free on rank {int(free.argmin())}")
+        self._limit = limit
+
+    def needs(self, size: float) -> None:
+        """A tick needs so much, and has it."""
+        self.most_needed = max(self.most_needed, size)
+
+    def lacks(self, limit: float) -> None:
+        """There was not more than this on some rank; heard by all with the next report."""
+        self._lacked = min(self._lacked, limit)
+
+    @property
+    def now(self) -> Limit:
+        """For the next micro-batch."""
+        return self._limit

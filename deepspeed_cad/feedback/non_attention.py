@@ -1,0 +1,84 @@
+"""Seconds of all that is not attention, per token, on every rank: who has fewer tokens, or a faster GPU, attends more.
+
+In: seconds per token that every trainer measured between attentions (attention/non_attention.py). Out: seconds per
+token of every trainer, equal on all of them. A model has numbers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.plan import Floats
+
+Measured = tuple[list[float], list[float]]
+"""Seconds per token and layer of the stretches that ended: forward and backward."""
+PICOSECONDS = 1e12
+GAIN = 0.5
+"""Share of a measured difference that is made up for at once. A choice: the first steps compile and allocate, and after
+five reports 97 % of what they left is forgotten."""
+
+
+@dataclass(eq=False)
+class _Known:
+    """Of one model: seconds per token of every trainer ([2, trainers]: forward, backward), 0 where not known."""
+
+    each: Floats
+    paused: bool = False
+
+
+class NonAttention:
+    """Of all trainers; a Reporter."""
+
+    columns = 3
+    """Whether it pauses; picoseconds per token and layer forward, backward; 0 for nothing measured."""
+
+    def __init__(self, trainers: int, take: Callable[[int], Measured], pauses: Callable[[], bool]) -> None:
+        """Nothing is known yet.
+
+        Args:
+            trainers: how many there are.
+            take: gives what this rank measured of a model since the last call.
+            pauses: while it holds on any trainer, plans must depend on no measured time.
+        """
+        self._trainers, self._take, self._pauses = trainers, take, pauses
+        self._models: dict[int, _Known] = {}
+
+    def report(self, model: int) -> Ints:
+        """See Reporter."""
+        each = [middle(seconds) for seconds in self._take(model)]
+        return np.array([self._pauses(), *(round(seconds * PICOSECONDS) for seconds in each)], np.int64)
+
+    def hear(self, model: int, reports: Ints) -> None:
+        """See Reporter."""
+        known = self._models.setdefault(model, _Known(np.zeros((2, self._trainers))))
+        known.paused = bool(reports[:, 0].any())
+        measured = reports[:, 1:].T / PICOSECONDS
+        smooth = np.where(known.each > 0, known.each + GAIN * (measured - known.each), measured)
+        known.each = np.where(measured > 0, smooth, known.each)
+
+    def seconds(self, model: int) -> Floats | None:
+        """[trainers] seconds per token of one layer, forward and backward; None where not known, and while paused.
+
+        A trainer that never had tokens is taken for the mean of the others.
+        """
+        known = self._models.get(model)
+        if known is None or known.paused:
+            return None
+        complete = (known.each > 0).all(0)
+        if not complete.any():
+            return None
+        total = known.each.sum(0)
+        return np.where(complete, total, total[complete].mean())
+
+
+def middle(values: list[float]) -> float:
+    """The mean of the middle half: layers that compile a kernel or wait for memory do not count. 0 for none."""
+    if not values:
+        return 0.0
+    ordered = np.sort(values)
+    cut = len(ordered) // 4
+    return float(ordered[cut : len(ordered) - cut].mean())

@@ -1,0 +1,20 @@
+"""The interface through which measurements travel: the gatherer carries them and knows none of them by name."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from deepspeed_cad.layout import Ints
+
+
+class Reporter(Protocol):
+    """One kind of measurement. Both methods run on the look-ahead thread."""
+
+    columns: int
+    """Whole numbers in a report."""
+
+    def report(self, model: int) -> Ints:
+        """[columns] what this rank measured since it last reported; `model`: whose documents it travels with."""
+
+    def hear(self, model: int, reports: Ints) -> None:
+        """Learn from the reports of all ranks ([ranks, columns]), equal on every rank."""

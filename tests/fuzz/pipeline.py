@@ -1,0 +1,135 @@
+"""One rank plays a case whose model is cut into stages: losses and gradients of steps, and of evaluations between.
+
+The steps are DeepSpeed's, with another optimizer: weights move by their gradient and back, so each gradient can be
+compared with that of each document alone in the unmodified model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import deepspeed_cad
+from fuzz.case import FORMS, Case
+from fuzz.data import form_of, micro_batch
+from fuzz.play import Played, alone, model_of, tolerance_of, whole_block
+
+EVALUATED = 900
+"""First of the micro-batches that are evaluated."""
+
+
+def run_pipeline(case: Case, rank: int, played: Played) -> None:
+    """Train as many steps as the case says; what is wrong is written down in `played`."""
+    player = _Pipeline(case, rank, played)
+    steps = iter(range(case.batches[rank]))
+    batches = player.batches(range(case.batches[rank] * case.accumulation))
+    for step in steps:
+        player.train(step, batches)
+        if case.evaluate and step % case.evaluate == 0:
+            player.evaluate(step)
+    player.engine.destroy()
+
+
+class _Pipeline:
+    def __init__(self, case: Case, rank: int, played: Played) -> None:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed("gloo")
+        deepspeed_cad.install()
+        self.case, self.rank, self.played = case, rank, played
+        self.reference, self.tolerance = model_of(case), tolerance_of(case)
+        self.module = deepspeed_cad.to_pipeline(
+            model_of(case), case.stages, activation_checkpoint_interval=int(bool(case.checkpoint))
+        )
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": case.accumulation,
+            "zero_allow_untested_optimizer": True, "pipeline": {"use_reentrant": case.checkpoint == "reentrant"},
+            "cad": whole_block(case),
+        }  # fmt: skip
+        self.engine = self._open(config)
+        self.replica = self.engine.grid.get_data_parallel_id()
+        self.replicas = self.engine.grid.get_data_parallel_world_size()
+        self.found: dict[str, torch.Tensor] = {}
+
+    def _open(self, config: dict[str, Any]) -> Any:
+        import deepspeed
+        from deepspeed.runtime.pipe.schedule import OptimizerStep
+
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
+        engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
+        engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
+        group = engine.grid.get_data_parallel_group()
+
+        def step(engine: Any) -> None:
+            before, gradients = self.module.named_weights(), []
+            for parameter in self.module.parameters():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.distributed.all_reduce(gradient, group=group)
+                parameter.grad = None
+                gradients.append(gradient / self.replicas)
+                parameter.data -= gradients[-1]
+            after = self.module.named_weights()
+            self.found = {name: before[name] - after[name] for name in before}
+            for parameter, gradient in zip(self.module.parameters(), gradients, strict=True):
+                parameter.data += gradient
+
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: step}
+        return engine
+
+    def batches(self, indices: range) -> Iterator[Any]:
+        """As a loader gives them: pairs, or the dicts of collators."""
+        for index in indices:
+            given = micro_batch(self.case, self.replica, index)
+            labels = given["input_ids"].masked_fill(given["place"] == 0, -100)
+            if form_of(self.case, self.replica, index) == FORMS["row"] and index % 2:
+                yield (given["input_ids"], given["position_ids"]), labels
+            else:
+                oracle = ("document", "place", "reads", "shift_labels")
+                yield {**{name: value for name, value in given.items() if name not in oracle}, "labels": labels}
+
+    def expected(self, first: int, gradients: bool) -> float:
+        """The mean over micro-batches of the mean over targets, each document alone; over all replicas."""
+        total, count = 0.0, self.case.accumulation
+        for replica in range(self.replicas):
+            for index in range(first, first + count):
+                batch = micro_batch(self.case, replica, index)
+                documents, places, reads = (batch[name].flatten() for name in ("document", "place", "reads"))
+                parts = []
+                for number in documents.unique().tolist():
+                    begin = int((reads - places)[documents == number][0])
+                    parts.append(alone(self.case, self.reference, number, begin, gradients))
+                loss = torch.cat(parts).mean() / count
+                if gradients:
+                    (loss / self.replicas).backward()
+                total += float(loss.detach()) / self.replicas
+        return total
+
+    def train(self, step: int, batches: Iterator[Any]) -> None:
+        """One step, compared."""
+        self.reference.zero_grad()
+        loss = float(self.engine.train_batch(batches))
+        expected = self.expected(step * self.case.accumulation, gradients=True)
+        self._compare("training", step, loss, expected)
+        wanted = {name: value.grad for name, value in self.reference.named_parameters() if value.grad is not None}
+        largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+        limit = 10 * self.tolerance if self.case.dtype == "fp64" else 1e-4
+        for name, gradient in self.found.items():
+            if name in wanted and not (off := float((gradient - wanted[name]).abs().max()) / largest) <= limit:
+                self.played.wrong.append(f"rank {self.rank}, step {step}: gradient of {name} off by {off:.3g}")
+        self.played.trained += self.case.accumulation
+
+    def evaluate(self, step: int) -> None:
+        """An evaluation, compared."""
+        first = EVALUATED - self.case.accumulation * (step % 2)
+        loss = self.engine.eval_batch(self.batches(range(first, first + self.case.accumulation)))
+        self._compare("evaluation", step, float(loss), self.expected(first, gradients=False))
+
+    def _compare(self, what: str, step: int, found: float, expected: float) -> None:
+        # DeepSpeed gives losses in fp32.
+        if not abs(found - expected) <= max(self.tolerance, 1e-5) * (1 + abs(expected)):
+            self.played.wrong.append(
+                f"rank {self.rank}, {what} at step {step}: loss {found:.9g} instead of {expected:.9g}"
+            )

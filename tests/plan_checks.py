@@ -1,0 +1,217 @@
+"""Checks that a plan is one, which know nothing of how it was found: everything is counted again, row by row.
+
+`check_solution` checks what the planner's core found, `check_plan` the plan made of it. `random_problem` asks a
+question of any kind. `python tests/plan_checks.py` prints the fingerprints that unit/plans.json holds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+
+from deepspeed_cad.cost import PAIRS, CostModel, count_pairs
+from deepspeed_cad.layout import Layout, Segments
+from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
+from deepspeed_cad.planner.alternation import alternate
+from deepspeed_cad.planner.checks import check_coverage, check_cuts
+from deepspeed_cad.planner.core import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, Solution
+
+SECONDS = CostModel("h", "seconds", pair=1e-9, row=2e-9, key=2.5e-7, task=1e-6)
+
+
+def check_solution(problem: PlanInput, found: Solution) -> None:
+    """Tasks, work and flows of a solution. `Flows.served` is what schedules have (test_schedule.py)."""
+    _check_tasks(problem, found.tasks)
+    np.testing.assert_allclose(found.work, work_of(problem, found.tasks), rtol=1e-12)
+    np.testing.assert_allclose(found.work_before, work_at_home(problem), rtol=1e-12)
+    check_flows(problem, found.tasks, found.flows)
+
+
+def check_plan(problem: PlanInput, plan: Plan) -> None:
+    """All that a plan says of itself, and that it is no worse than doing nothing."""
+    _check_tasks(problem, plan.tasks)
+    # Own rows are split off after loads were summed: each cut adds a task, and its keys once more.
+    work = work_of(problem, plan.tasks, joined=True)
+    np.testing.assert_allclose(plan.load, work / problem.divisors + problem.floors, rtol=1e-9)
+    np.testing.assert_allclose(plan.load_before, work_at_home(problem) / problem.divisors + problem.floors, rtol=1e-12)
+    moved = count_flows(problem, plan.tasks).bytes
+    assert plan.sent_bytes.tolist() == moved[[QKV_SENT, O_SENT]].sum((0, 1)).tolist()
+    assert plan.received_bytes.tolist() == moved[[QKV_RECEIVED, O_RECEIVED]].sum((0, 1)).tolist()
+    assert plan.between_bytes == moved[[QKV_SENT, O_SENT], BETWEEN].sum()
+    assert (plan.received_bytes <= problem.limits).all()
+    assert plan.waves in (1, *problem.waves)
+    assert (plan.finish >= plan.load * (1 - 1e-12)).all()
+    if not problem.cost.byte_inside and not problem.cost.byte_between:
+        assert plan.finish.tolist() == plan.load.tolist()
+    running = problem.speeds > 0
+    if not work_at_home(problem)[~running].any():
+        assert plan.load.max() <= plan.load_before.max() * (1 + 1e-12)
+    if not plan.notes:
+        mean = _common_finish(problem, work)
+        over = plan.load[running] > mean * (1 + problem.tolerance + 1e-9)
+        under = plan.load[running] < mean * (1 - problem.tolerance - 1e-9)
+        # Whoever begins later than all end has nothing to run.
+        assert not under.any() and not work[running][over].any()
+
+
+def check_flows(problem: PlanInput, tasks: np.ndarray, flows: Flows) -> None:
+    """All of `Flows` but `served`."""
+    expected = count_flows(problem, tasks)
+    np.testing.assert_array_equal(flows.bytes, expected.bytes)
+    np.testing.assert_array_equal(flows.pairs, expected.pairs)
+    np.testing.assert_array_equal(flows.parts, expected.parts)
+    np.testing.assert_allclose(flows.waiting, expected.waiting, rtol=1e-12)
+
+
+def count_flows(problem: PlanInput, tasks: np.ndarray) -> Flows:
+    """What tasks move, by who runs each row and where each row and key is at home; `served` stays empty."""
+    tick, shape, ranks = problem.tick, problem.shape, problem.tick.ranks
+    host = np.zeros(ranks, np.int64) if problem.hosts is None else np.asarray(problem.hosts)
+    moved, waiting, parts = np.zeros((4, 2, ranks), np.int64), np.zeros(ranks), np.zeros(ranks)
+    pairs: dict[tuple[int, int], bool] = {}
+
+    def send(home: int, server: int, rows: int, keys: int) -> None:
+        where = INSIDE if host[home] == host[server] else BETWEEN
+        out, back = rows * shape.query_bytes + keys * shape.key_value_bytes, rows * shape.output_bytes
+        moved[[QKV_SENT, O_RECEIVED], where, home] += out, back
+        moved[[QKV_RECEIVED, O_SENT], where, server] += out, back
+        pairs[home, server] = pairs.get((home, server), False) or rows > 0
+
+    for document in np.unique(tasks[:, 0]):
+        homes, key_homes = _homes(tick.query, document), _homes(tick.key, document)
+        own = tasks[tasks[:, 0] == document]
+        edges = np.unique(own[:, 3:5])
+        # Head groups between two edges are in the same tasks.
+        for group, groups in zip(edges[:-1], np.diff(edges), strict=True):
+            running = own[(own[:, 3] <= group) & (group < own[:, 4])]
+            for server in np.unique(running[:, 5]):
+                mine = running[running[:, 5] == server]
+                runs, reads = np.zeros(len(homes), bool), np.zeros(len(key_homes), bool)
+                for begin, end in mine[:, 1:3]:
+                    runs[begin:end] = True
+                    reads[0 if problem.window is None else max(begin - problem.window + 1, 0) : end] = True
+                rows = np.bincount(homes[runs], minlength=ranks)
+                keys = np.bincount(key_homes[reads & (key_homes >= 0)], minlength=ranks)
+                rows[server], others = 0, keys.sum() - keys[server]
+                keys[server] = 0
+                for home in np.flatnonzero(rows + keys):
+                    send(int(home), int(server), int(groups * rows[home]), int(groups * keys[home]))
+                # Work in pieces: rows one behind the other that have one home.
+                at = np.flatnonzero(runs)
+                breaks = np.flatnonzero((np.diff(at) != 1) | (np.diff(homes[at]) != 0))
+                begin, end = at[np.append(0, breaks + 1)], at[np.append(breaks, len(at) - 1)] + 1
+                waits = np.full(len(begin), others > 0) | (homes[begin] != server)
+                cost = float(problem.cost.of(begin, end, problem.window)[waits].sum())
+                waiting[server] += groups * cost
+                parts[server] += groups * (cost > 0)
+    ordered = np.array(sorted((*pair, int(rows)) for pair, rows in pairs.items()), np.int64).reshape(-1, 3)
+    return Flows(moved, waiting, ordered, parts, np.zeros((2, ranks), np.int64))
+
+
+def work_of(problem: PlanInput, tasks: np.ndarray, joined: bool = False) -> np.ndarray:
+    """[ranks]: work of tasks; with `joined` as if those of one server that continue each other were one."""
+    if joined:
+        order = np.lexsort((tasks[:, 1], tasks[:, 5], tasks[:, 4], tasks[:, 3], tasks[:, 0]))
+        tasks = tasks[order]
+        first = np.ones(len(tasks), bool)
+        first[1:] = (tasks[1:, [0, 3, 4, 5]] != tasks[:-1, [0, 3, 4, 5]]).any(1) | (tasks[1:, 1] != tasks[:-1, 2])
+        ends = tasks[np.append(np.flatnonzero(first)[1:], len(tasks)) - 1, 2] if len(tasks) else tasks[:, 2]
+        tasks = tasks[first]
+        tasks[:, 2] = ends
+    cost = problem.cost.of(tasks[:, 1], tasks[:, 2], problem.window) * (tasks[:, 4] - tasks[:, 3])
+    return np.bincount(tasks[:, 5], cost, problem.tick.ranks)
+
+
+def work_at_home(problem: PlanInput) -> np.ndarray:
+    """[ranks]: work if all rows stayed at home."""
+    own, none = problem.tick.query, np.zeros(len(problem.tick.query), np.int64)
+    tasks = np.stack([own.document, own.begin, own.end, none, none + problem.shape.groups, own.rank], 1)
+    return work_of(problem, tasks[own.begin < own.end], joined=True)
+
+
+def _check_tasks(problem: PlanInput, tasks: np.ndarray) -> None:
+    check_coverage(tasks, problem.tick, problem.shape.groups)
+    assert check_cuts(tasks, problem.tick, problem.granularity) == 0
+    assert tasks.tolist() == sorted(tasks.tolist())
+    assert not np.isin(tasks[:, 5], np.flatnonzero(problem.speeds == 0)).any()
+
+
+def _homes(segments: Segments, document: int) -> np.ndarray:
+    """The rank of each row of a document; -1 where it has none."""
+    own = segments.select(segments.document == document)
+    homes = np.full(int(own.end.max(initial=0)), -1)
+    for begin, end, rank in zip(own.begin, own.end, own.rank, strict=True):
+        homes[begin:end] = rank
+    return homes
+
+
+def _common_finish(problem: PlanInput, work: np.ndarray) -> float:
+    """When all work would be done if all ranks stopped together: ranks join one by one, the first to be free first."""
+    ready = sorted((base, speed) for base, speed in zip(problem.floors, problem.speeds, strict=True) if speed > 0)
+    speeds = done = 0.0
+    finish = 0.0
+    for base, speed in ready:
+        if speeds and finish <= base:
+            break
+        speeds, done = speeds + speed, done + speed * base
+        finish = (work.sum() + done) / speeds
+    return finish
+
+
+def random_problem(seed: int) -> PlanInput:
+    """A question of any kind, the same on every machine: numbers are whole or come from a table."""
+    rng = random.Random(seed)
+    ranks, tokens = rng.choice((1, 2, 3, 4, 5, 8, 12)), rng.choice((60, 300, 300, 1024, 4096))
+    lengths = [ranks * tokens] if seed % 16 == 5 else []
+    while sum(lengths) < ranks * tokens:
+        longest = min(rng.choice((1, 1, 3, 8)) * tokens, ranks * tokens - sum(lengths))
+        lengths.append(rng.randrange(1, 1 + max(1, longest >> rng.randrange(0, 5))))
+    if seed % 3:
+        layout = Layout.from_stream(lengths, ranks, tokens, zigzag=seed % 3 == 2)
+    else:
+        layout = Layout.from_rank_lengths([lengths[rank::ranks] for rank in range(ranks)])
+    servers = rng.choice((0, 0, 1, 3))
+    layout = Layout(ranks + servers, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))
+    ranks += servers
+    groups = rng.choice((1, 2, 4, 8, 18))
+    shape = HeadShape(groups * rng.choice((1, 4)), groups, 16, rng.choice((16, 8)), 2)
+    cost = rng.choice((PAIRS, SECONDS, SECONDS))
+    if cost is SECONDS:
+        # Kernels that take long make waves worth their price.
+        times, inside, between = rng.choice((1, 1000)), rng.choice((0.0, 1e-12, 1e-9)), rng.choice((0.0, 1e-11, 1e-8))
+        cost = replace(
+            cost, pair=cost.pair * times, row=cost.row * times, key=cost.key * times, task=cost.task * times,
+            byte_inside=inside * times, byte_between=between * times,
+        )  # fmt: skip
+    mean = cost.pair * int(count_pairs(layout.segments.begin, layout.segments.end).sum()) * groups / ranks
+    base = speed = hosts = memory = alternation = None
+    is_server = np.arange(ranks) >= ranks - servers
+    if servers or rng.random() < 0.3:
+        base = np.where(is_server, 0.0, [mean * rng.choice((0, 1, 2, 5)) for _ in range(ranks)])
+    if rng.random() < 0.3:
+        speed = np.array([*(rng.choice((0.0, 0.5, 1.0, 2.0)) for _ in range(ranks - 1)), 1.0])
+    if rng.random() < 0.6:
+        hosts = np.array([rng.randrange(3) for _ in range(ranks)]) if seed % 2 else np.arange(ranks) // 2
+    if rng.random() < 0.2:
+        memory = np.full(ranks, float(tokens * groups * rng.choice((40, 400, 4000))))
+    if servers and rng.random() < 0.5:
+        alternation = alternate(mean * ranks, base, np.ones(ranks), is_server)
+    return PlanInput(
+        layout.tick(), shape, cost, window=rng.choice((None, None, None, 1, 64, 700)),
+        tolerance=rng.choice((0.0, 0.01, 0.05, 0.2)), granularity=rng.choice((1, 16, 128, 128, 5000)), base_load=base,
+        speed=speed, memory=memory, hosts=hosts, waves=rng.choice(((1,), (1, 2), (1, 2, 4, 8))),
+        keep=rng.random() < 0.3, alternation=alternation,
+    )  # fmt: skip
+
+
+def fingerprint(seed: int) -> str:
+    """Of the plan of a random problem; memory is not minded, so that there is one."""
+    plan = make_plan(replace(random_problem(seed), memory=None))
+    return f"{plan.fingerprint():016x} {plan.waves}"
+
+
+if __name__ == "__main__":
+    print(json.dumps([fingerprint(seed) for seed in range(96)], indent=0))

@@ -1,0 +1,345 @@
+"""The one reader of documents: every way to say where they are, alone and beside the others, against what is meant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DataCollatorWithFlattening
+
+from deepspeed_cad.ahead import documents
+from deepspeed_cad.ahead.documents import read_documents
+from deepspeed_cad.engine.pipeline_data import read_micro_batch
+from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+
+WIDTH = 8
+POSITIONS = ("start again", "go on", "absent", "three axes", "three that start again", "four axes")
+LENGTHS = ("absent", "q", "q and k", "cu_seqlens", "others", "k differs")
+MASKS = ("absent", "ones", "zeros", "numbers", "block-diagonal", "block-diagonal bool", "other")
+LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True)
+class Case:
+    """Documents in batch rows, and how they are told."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Of each batch row; what they leave of WIDTH is padding."""
+    left: bool
+    positions: str
+    cumulative: str
+    mask: str
+    moved: int
+    """Which token another source has in another document, or another mask shows wrongly."""
+
+    def numbers(self) -> np.ndarray:
+        """[batch, WIDTH] the documents, numbered from 1 in each batch row; 0 is padding."""
+        found = np.zeros((len(self.lengths), WIDTH), np.int64)
+        for row, lengths in enumerate(self.lengths):
+            tokens = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+            found[row, WIDTH - len(tokens) if self.left else 0 :][: len(tokens)] = tokens
+        return found
+
+
+def visible(numbers: np.ndarray) -> np.ndarray:
+    """[batch, WIDTH, WIDTH] which key each query sees."""
+    same = numbers[:, :, None] == numbers[:, None, :]
+    return same & (numbers[:, :, None] > 0) & np.tri(WIDTH, dtype=bool)
+
+
+def starts_again(numbers: np.ndarray) -> np.ndarray:
+    """Positions that start again at 0 at each document, and are 0 in padding."""
+    found = np.zeros_like(numbers)
+    for row, column in np.ndindex(*numbers.shape):
+        if column and numbers[row, column] and numbers[row, column] == numbers[row, column - 1]:
+            found[row, column] = found[row, column - 1] + 1
+    return found
+
+
+def ends(numbers: np.ndarray) -> np.ndarray:
+    """Cumulative lengths of the documents of flattened rows."""
+    flat = (numbers + 100 * np.arange(len(numbers))[:, None])[numbers > 0]
+    return np.r_[0, np.cumsum(np.unique_counts(flat).counts)] if len(flat) else np.zeros(1, np.int64)
+
+
+def moved(numbers: np.ndarray, token: int) -> np.ndarray:
+    """The same tokens, with a document that begins, or does not begin, at a token."""
+    row, column = divmod(token % numbers.size, WIDTH)
+    changed = numbers.copy()
+    if changed[row, column]:
+        changed[row, column:][changed[row, column:] > 0] += 1
+        if column and numbers[row, column - 1] not in (0, numbers[row, column]):
+            changed[row, column:][changed[row, column:] > 0] -= 2
+    return changed
+
+
+def batch(case: Case) -> tuple[dict[str, Any], np.ndarray | None]:
+    """What the model is given, and [batch, WIDTH, WIDTH] who sees whom; None where it contradicts itself."""
+    truth = case.numbers()
+    count, told = len(truth), []
+    given: dict[str, Any] = {"input_ids": torch.zeros(count, WIDTH, dtype=torch.long)}
+    real = truth > 0
+
+    again, on = torch.from_numpy(starts_again(truth)), torch.arange(WIDTH).expand(count, WIDTH)
+    axes = {"three axes": (3, on), "three that start again": (3, again), "four axes": (4, again)}
+    if case.positions in axes:
+        number, positions = axes[case.positions]
+        given["position_ids"] = positions[None].repeat(number, 1, 1)
+        if number == 4:
+            given["position_ids"][1:] = on * 3
+    elif case.positions != "absent":
+        given["position_ids"] = again if case.positions == "start again" else on
+    several = bool((truth.max(axis=1) > 1).any())
+    if case.positions in ("start again", "four axes", "three that start again") and several:
+        told.append(truth)
+
+    if case.cumulative != "absent":
+        others = moved(truth, case.moved) if case.cumulative == "others" else truth
+        names = {"q": ["cu_seq_lens_q"], "cu_seqlens": ["cu_seqlens"]}.get(
+            case.cumulative, ["cu_seq_lens_q", "cu_seq_lens_k"]
+        )
+        given |= {name: torch.from_numpy(ends(others)).int() for name in names}
+        if case.cumulative == "k differs":
+            given["cu_seq_lens_k"] = torch.from_numpy(ends(moved(truth, case.moved))).int()
+            told.append(moved(truth, case.moved))
+        # Rows behind the last length are padding; lengths know of no other.
+        flat = np.zeros(truth.size, np.int64)
+        tokens = (others + 100 * np.arange(count)[:, None])[others > 0]
+        flat[: len(tokens)] = tokens
+        told.append(flat.reshape(truth.shape))
+
+    if case.mask in ("ones", "zeros", "numbers"):
+        ones = torch.from_numpy(np.ones_like(truth) if case.mask == "ones" else truth)
+        given["attention_mask"] = ones if case.mask == "numbers" else (ones > 0).long()
+        if case.mask == "numbers" and truth.max() > 1:
+            told.append(truth)
+    elif case.mask != "absent":
+        shown = torch.from_numpy(visible(truth))[:, None]
+        if case.mask == "other":
+            row, column = divmod(case.moved % truth.size, WIDTH)
+            # Not on the diagonal and not beside it, where another set of documents may come of it.
+            shown[row, 0, column, (column + 1 + case.moved // truth.size % (WIDTH - 2)) % WIDTH] ^= True
+            told.append(None)
+        added = torch.zeros(shown.shape).masked_fill(~shown, LOWEST)
+        given["attention_mask"] = shown if case.mask.endswith("bool") else added
+        told.append(truth)
+
+    padded = case.mask not in ("absent", "ones") or case.cumulative != "absent"
+    if any(one is None for one in told):
+        return given, None
+    seen = [visible(one) for one in told]
+    if any((one != seen[0]).any() for one in seen) or any(((one > 0) != real).any() for one in told if padded):
+        return given, None
+    if not padded and not real.all():
+        return given, None  # `cases` makes none
+    if case.positions == "three that start again" and len(told) == 1 and several:
+        return given, None
+    return given, seen[0] if seen else visible(real.astype(np.int64))
+
+
+def seen_by(local: Any) -> np.ndarray:
+    """[batch, WIDTH, WIDTH] who sees whom by segments."""
+    numbers = np.zeros(local.tokens, np.int64)
+    for number, (begin, end, offset) in enumerate(local.to_array()):
+        assert begin == 0 and (numbers[offset : offset + end] == 0).all()
+        numbers[offset : offset + end] = number + 1
+    return visible(numbers.reshape(-1, WIDTH))
+
+
+@st.composite
+def cases(draw: st.DrawFn, positions: str, cumulative: str, mask: str) -> Case:
+    """Documents told in these ways; padding only where something tells of it."""
+    told = mask not in ("absent", "ones")
+    rows = draw(st.integers(1, 3))
+    lengths = []
+    for row in range(rows):
+        cuts = sorted(draw(st.sets(st.integers(1, WIDTH - 1), max_size=3)))
+        parts = np.diff([0, *cuts, WIDTH]).tolist()
+        # Lengths tell of padding behind the last document only.
+        if (told or (cumulative != "absent" and row == rows - 1)) and draw(st.booleans()):
+            parts = parts[:-1] or [WIDTH]
+        lengths.append(tuple(parts))
+    return Case(tuple(lengths), told and draw(st.booleans()), positions, cumulative, mask, draw(st.integers(0, 10_000)))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("cumulative", LENGTHS)
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_every_combination_means_what_it_says(cumulative: str, mask: str, data: st.DataObject) -> None:
+    """Sources that agree give their documents; others, and masks of something else, are refused."""
+    batch_given, expected = batch(data.draw(cases(data.draw(st.sampled_from(POSITIONS)), cumulative, mask)))
+    if expected is None:
+        with pytest.raises((CADDataError, CADUnsupportedError)):
+            read_documents(batch_given)
+    else:
+        assert (seen_by(read_documents(batch_given).local) == expected).all()
+
+
+# One at a time
+
+ON, LENGTHS_16 = torch.arange(16)[None], torch.tensor([0, 7, 10, 16], dtype=torch.int32)
+NUMBERS = torch.tensor([[1] * 7 + [2] * 3 + [3] * 6])
+BLOCKS = torch.from_numpy(np.tri(16, dtype=bool))[None, None] & (NUMBERS[:, None, None] == NUMBERS[:, None, :, None])
+
+
+def read(tokens: int = 16, rows: int = 1, **arguments: Any) -> list[list[int]]:
+    """Begin, end and offset of each segment."""
+    ids = torch.zeros(rows, tokens, dtype=torch.long)
+    return read_documents({"input_ids": ids, **arguments}).local.to_array().tolist()
+
+
+@pytest.mark.parametrize("positions", [None, ON])
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"cu_seq_lens_q": LENGTHS_16},
+        {"cu_seq_lens_q": LENGTHS_16, "attention_mask": torch.ones(1, 16)},
+        {"cu_seq_lens_q": LENGTHS_16, "attention_mask": torch.ones(1, 16, dtype=torch.bool)},
+        {"attention_mask": NUMBERS},
+        {"seq_idx": NUMBERS - 1, "attention_mask": torch.ones(1, 16)},
+        {"attention_mask": BLOCKS},
+        {"attention_mask": torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16).masked_fill(~BLOCKS, -torch.inf)},
+    ],
+    ids=["lengths", "and ones", "and True", "numbers", "seq_idx", "bool", "additive"],
+)  # fmt: skip
+def test_documents_over_positions_that_go_on(told: dict[str, Any], positions: Any) -> None:
+    assert read(**told, position_ids=positions) == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
+
+
+@pytest.mark.parametrize("told", [{"cu_seq_lens_q": torch.tensor([0, 3, 5])}, {"attention_mask": [[1, 1, 1, 2, 2]]}])
+def test_documents_that_span_ranks(told: dict[str, Any]) -> None:
+    """Positions say where in its document the first row lies, and other sources where the next one begins."""
+    told = {name: torch.as_tensor(value) for name, value in told.items()}
+    for positions in ([4, 5, 6, 0, 1], [4, 5, 6, 7, 8]):
+        assert read(5, **told, position_ids=torch.tensor([positions])) == [[4, 7, 0], [0, 2, 3]]
+    # Pieces of one document, dealt out.
+    assert read(5, **told, position_ids=torch.tensor([[4, 8, 9, 0, 1]])) == [[4, 5, 0], [8, 10, 1], [0, 2, 3]]
+
+
+def test_padding_between_documents() -> None:
+    again, numbers = torch.tensor([[0, 1, 0, 0, 1]]), torch.tensor([[4, 4, 0, 2, 2]])
+    assert read(5, attention_mask=(numbers > 0).int(), position_ids=again) == [[0, 2, 0], [0, 2, 3]]
+    assert read(5, attention_mask=numbers) == [[0, 2, 0], [0, 2, 3]]
+    assert read(2, attention_mask=torch.zeros(1, 2)) == []
+
+
+def _shown(query: int, key: int) -> torch.Tensor:
+    mask = BLOCKS.clone()
+    mask[0, 0, query, key] ^= True
+    return mask
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "lengths and positions": (
+        {"cu_seq_lens_q": LENGTHS_16, "position_ids": torch.tensor([[*range(9), *range(7)]])},
+        "cu_seq_lens_q and position_ids disagree: token 7 of batch row 0 is the first token of a document by "
+        "cu_seq_lens_q, and a token of the same document as the one before by position_ids",
+    ),
+    "lengths and lengths": (
+        {"cu_seq_lens_q": LENGTHS_16, "cu_seq_lens_k": torch.tensor([0, 7, 16])},
+        "cu_seq_lens_q and cu_seq_lens_k disagree: token 10 of batch row 0",
+    ),
+    "lengths and numbers": (
+        {"cu_seq_lens_q": torch.tensor([0, 8, 16]), "attention_mask": NUMBERS},
+        "cu_seq_lens_q and attention_mask disagree: token 7 of batch row 0",
+    ),
+    "lengths and zeros": (
+        {"cu_seq_lens_q": LENGTHS_16, "attention_mask": (ON > 1).long()},
+        "disagree: token 0 of batch row 0 is a token by cu_seq_lens_q, and padding by attention_mask",
+    ),
+    "lengths and batch rows": (
+        {"rows": 2, "tokens": 8, "cu_seq_lens_q": LENGTHS_16},
+        r"cu_seq_lens_q and the shape of the micro-batch, \[2, 8\], disagree: a document goes on from batch row 0 to 1",
+    ),
+    "mask and positions": (
+        {"attention_mask": BLOCKS, "position_ids": torch.tensor([[*range(10), *range(6)]])},
+        "attention_mask and position_ids disagree: token 7 of batch row 0",
+    ),
+    "lengths beyond the row": ({"cu_seqlens": torch.tensor([0, 17])}, r"cu_seqlens \[0, 17\] must start at 0"),
+    "a hole": ({"attention_mask": (ON != 5).long()}, "hides tokens before token 6 of batch row 0.*at position 6"),
+    "a number twice": ({"attention_mask": NUMBERS % 2 + 1}, r"attention_mask\[0, 10\] goes back to document 2"),
+    "a negative number": ({"attention_mask": NUMBERS - 2}, r"attention_mask\[0, 0\] is -1: expected 0 for padding"),
+    "numbers and numbers": (
+        {"seq_idx": NUMBERS.clamp(max=2) - 1, "attention_mask": NUMBERS},
+        "attention_mask and seq_idx disagree: token 10 of batch row 0",
+    ),
+    "zeros and numbers": (
+        {"seq_idx": NUMBERS, "attention_mask": (ON > 1).long()}, "seq_idx and attention_mask disagree: token 0",
+    ),
+    "a fraction": ({"attention_mask": NUMBERS / 2}, r"attention_mask\[0, 0\] is 0.5"),
+    "a mask of another size": ({"attention_mask": torch.ones(1, 17)}, r"shape \(1, 17\), but the micro-batch is"),
+    "positions of another size": ({"position_ids": ON[:, 1:]}, r"position_ids has shape \(1, 15\)"),
+    "positions below 0": ({"position_ids": ON - 1}, "positions start at 0"),
+    "axes that differ": ({"position_ids": torch.stack([ON, ON, 2 * ON])}, "several axes"),
+    "three axes that start again": ({"position_ids": torch.stack([ON % 8] * 3)}, "three axes.*first of four axes"),
+    "later tokens": (
+        {"attention_mask": _shown(2, 4)},
+        r"ready-made.*\[0, 0, 2, 4\] is True, but documents would hide that key. Pass position_ids.*cu_seq_lens_q",
+    ),
+    "a hidden token": ({"attention_mask": _shown(5, 1)}, r"\[0, 0, 5, 1\] is False"),
+    "another document": ({"attention_mask": _shown(12, 1)}, r"\[0, 0, 12, 1\] is True"),
+    "a window": ({"attention_mask": BLOCKS & ~BLOCKS.tril(-3)}, r"\[0, 0, 3, 0\] is False"),
+    "heads that differ": ({"attention_mask": torch.cat([BLOCKS, _shown(5, 1)], 1)}, r"\[0, 1, 5, 1\] is False"),
+    "biases": ({"attention_mask": torch.zeros(1, 1, 16, 16).masked_fill(~BLOCKS, -3.0)}, r"\[0, 0, 0, 1\] is -3.0"),
+    "whole numbers": ({"attention_mask": BLOCKS.long()}, "type is torch.int64"),
+    "keys of a prefix": ({"attention_mask": torch.ones(1, 1, 16, 20)}, r"the micro-batch is \[1, 16\]"),
+    "three axes of a mask": ({"attention_mask": BLOCKS[0]}, "two and of four axes"),
+    "a mask for each kind of layer": ({"attention_mask": {"full_attention": BLOCKS}}, "a dict"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refusals_say_what_and_where(name: str) -> None:
+    """Both sources and the first token at which they differ, or the place in a mask, and what to pass instead."""
+    arguments, words = REFUSED[name]
+    with pytest.raises((CADDataError, CADUnsupportedError), match=words):
+        read(**arguments)
+
+
+@pytest.mark.parametrize("position_ids", [True, False])
+def test_what_collators_of_transformers_make(position_ids: bool) -> None:
+    """With lengths for flash attention, and with or without position ids: the same for models and for pipelines."""
+    collator = DataCollatorWithFlattening(return_position_ids=position_ids, return_flash_attn_kwargs=True)
+    made = collator([{"input_ids": list(range(length))} for length in (7, 3, 6)])
+    assert ("position_ids" in made) == position_ids
+    for local in (read_documents(made).local, read_micro_batch(made, has_loss=True).documents):
+        assert local.to_array().tolist() == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
+
+
+@pytest.mark.parametrize("name", ["lengths and positions", "lengths and numbers", "another document", "a hole"])
+def test_pipelines_refuse_the_same(name: str) -> None:
+    arguments, words = REFUSED[name]
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    with pytest.raises((CADDataError, CADUnsupportedError), match=words):
+        read_micro_batch({"input_ids": ids, "labels": ids, **arguments}, has_loss=True)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"attention_mask": (ON < 12).long()},
+        {"attention_mask": NUMBERS - 1},
+        {"attention_mask": BLOCKS & (ON < 12)[:, None, :, None]},
+        {"cu_seq_lens_q": LENGTHS_16[:3]},
+    ],
+    ids=["zeros", "numbers", "four axes", "lengths"],
+)
+def test_pipelines_take_no_padding(told: dict[str, Any]) -> None:
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    with pytest.raises(CADUnsupportedError, match="tokens of a micro-batch are padding"):
+        read_micro_batch({"input_ids": ids, "labels": ids, **told}, has_loss=True)
+    numbered = read_micro_batch({"input_ids": ids, "labels": ids, "attention_mask": NUMBERS}, has_loss=True)
+    assert numbered.documents.to_array().tolist() == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
+
+
+def test_large_masks_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_PAIRS", 48)
+    assert read(attention_mask=BLOCKS) == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
+    with pytest.raises(CADUnsupportedError, match=r"\[0, 0, 12, 1\]"):
+        read(attention_mask=_shown(12, 1))

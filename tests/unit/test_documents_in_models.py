@@ -1,0 +1,104 @@
+"""Documents that are told in other ways than by position ids, in whole models: training, evaluation, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import training
+from hybrids import difference
+from model_cases import FAMILIES, NEW, tiny_model
+from told import FORMS, PADDED, alone, told
+from transformers import MistralConfig, MistralForCausalLM, set_seed
+
+import deepspeed_cad
+from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+from deepspeed_cad.session import close_session
+
+LENGTHS = [7, 30, 1, 6]
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_session()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Loss and gradients are those of each document alone; the run without CAD and the mask check agree."""
+    docs = training.documents(LENGTHS, seed=1)
+    expected, gradients = alone(training.tiny_llama(), docs)
+    model = deepspeed_cad.apply(training.tiny_llama(), {"verify": 1}).train()
+    loss = training.loss_sum(model, told(docs, form))
+    loss.backward()
+    assert abs(float(loss.detach()) - expected) < 1e-9 * expected
+    for name, p in model.named_parameters():
+        assert (p.grad - gradients[name]).abs().max() < 1e-10, name
+    assert "micro-batch 1 of 1 is the same without CAD" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_evaluation(form: str) -> None:
+    """Also with the cache that evaluation has by default."""
+    docs = training.documents(LENGTHS, seed=1)
+    with torch.no_grad():
+        model = training.tiny_llama().eval()
+        expected = [model(input_ids=doc[None], use_cache=False).logits[0] for doc in docs]
+        deepspeed_cad.apply(model, {})
+        batch = told(docs, form)
+        del batch["labels"]
+        logits = model(**batch).logits[0]
+    # Rotations are computed in fp32.
+    assert (logits[: sum(LENGTHS)] - torch.cat(expected)).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not NEW, reason="older versions of transformers have few of these models")
+@pytest.mark.parametrize("form", ["numbers, padded", "additive, padded"])
+def test_layers_that_carry_state(form: str) -> None:
+    """They multiply what is hidden by the mask, so they get one of 0 and 1."""
+    family = next(one for one in FAMILIES if one.kind == "lfm2")
+    model = tiny_model("lfm2", torch.float64, **family.changes).train()
+    docs = training.documents(LENGTHS, seed=1)
+    expected = torch.cat([model(input_ids=doc[None], use_cache=False).logits[0] for doc in docs])
+    deepspeed_cad.apply(model, {"overlap": "local_first"})
+    batch = told(docs, form)
+    for mode in (model.train, model.eval):
+        mode()
+        found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[0]
+        assert difference(found[: sum(LENGTHS)], expected) < 1e-5
+
+
+def _with_window(window: int) -> Any:
+    set_seed(0)
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=window,
+    )  # fmt: skip
+    return MistralForCausalLM(config).to(torch.float64).train()
+
+
+def test_windows_that_a_ready_made_mask_takes_the_place_of() -> None:
+    """transformers hands such a mask to layers as it is, so they attend without their window."""
+    batch = told(training.documents(LENGTHS, seed=1), "bool")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        without = [_with_window(window)(**inputs, use_cache=False).logits for window in (30, 29)]
+        assert torch.equal(*without), "the window counts for nothing"
+        found = deepspeed_cad.apply(_with_window(30), {})(**inputs).logits
+    assert (found - without[0]).abs().max() < 1e-9
+    close_session()
+    model = deepspeed_cad.apply(_with_window(29), {})
+    with pytest.raises(CADUnsupportedError, match="document of 30 tokens whole.*a window of 29 tokens"):
+        model(**inputs)
+
+
+def test_labels_that_a_ready_made_mask_hides() -> None:
+    model = deepspeed_cad.apply(training.tiny_llama(), {}).train()
+    batch = told(training.documents(LENGTHS, seed=1), "additive, padded")
+    model(**batch)
+    batch["labels"][0, -1] = 3
+    with pytest.raises(CADDataError, match=f"{PADDED} tokens from row 44 on are hidden by attention_mask.*-100"):
+        model(**batch)

@@ -1,0 +1,100 @@
+"""A "cad" block of a DeepSpeed JSON in the wrong place, or one that Accelerate would refuse in words of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+from deepspeed_cad import autoload
+from deepspeed_cad.engine.block import ABSENT, block_of
+from deepspeed_cad.engine.initialize import initialize
+from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({"zero_optimization": {"stage": 2, "cad": {}}}, '"zero_optimization"'),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1, "cad": {"tolerance": 0.1}}}}, '"optimizer.params"'),
+        ({"cad": {}, "bf16": {"enabled": True, "cad": {}}}, '"bf16"'),
+    ],
+)
+def test_a_block_inside_another_is_refused_by_its_place(config: dict[str, Any], where: str) -> None:
+    with pytest.raises(CADConfigError, match=f'has "cad" inside {where}.*top level'):
+        block_of(config)
+
+
+def test_a_block_at_the_top_level_is_found() -> None:
+    assert block_of({"zero_optimization": {"stage": 2}}) is ABSENT
+    assert block_of({"zero_optimization": {"stage": 2}, "cad": {"servers": {"reserved": 1}}})["servers"] == {
+        "reserved": 1
+    }
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate's reader of the JSON as the installed hook leaves it, whatever this process imported before."""
+    monkeypatch.setattr(HfDeepSpeedConfig, "__init__", HfDeepSpeedConfig.__init__)  # put back after the test
+    autoload.after_import(sys.modules["accelerate.utils.deepspeed"])
+    yield
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"cad": {"tolerance": "auto"}}, 'key "tolerance" is "auto".*leave "tolerance" out'),
+        ({"cad": {"tolerence": 0.1}}, 'did you mean "tolerance"'),
+        ({"zero_optimization": {"stage": 2, "cad": {}}}, 'has "cad" inside "zero_optimization"'),
+    ],
+)
+def test_our_message_comes_before_that_of_accelerate(watched, tmp_path: Path, block: dict, words: str) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(block))
+    for given in (block, str(tmp_path / "ds.json")):
+        with pytest.raises(CADConfigError, match=words):
+            DeepSpeedPlugin(hf_ds_config=given)
+
+
+def test_auto_that_cad_knows_does_not_reach_accelerate(watched) -> None:
+    given = {"cad": {"overlap": "auto", "tolerance": 0.1}, "zero_optimization": {"stage": 1}}
+    plugin = DeepSpeedPlugin(hf_ds_config=given)
+    plugin.deepspeed_config_process(must_match=False)
+    assert plugin.deepspeed_config["cad"] == {"tolerance": 0.1}
+    assert given["cad"] == {"overlap": "auto", "tolerance": 0.1}
+
+
+def test_sequence_parallelism_is_refused_in_the_words_of_the_user(monkeypatch) -> None:
+    """The "cad" block of the JSON, without a CADPlugin; Accelerate would hand DeepSpeed an mpu."""
+
+    class Accelerator:
+        distributed_type = "DEEPSPEED"
+        dataloader_config = SimpleNamespace()
+
+        def __init__(self, deepspeed_plugin: Any = None, parallelism_config: Any = None) -> None:
+            self.parallelism_config = parallelism_config
+
+    autoload.after_import(SimpleNamespace(__name__="accelerate.accelerator", Accelerator=Accelerator))
+    plugin = SimpleNamespace(deepspeed_config={"cad": {}})
+    parallel = SimpleNamespace(sp_enabled=True)
+    with pytest.raises(CADUnsupportedError, match="sp_size"):
+        Accelerator(plugin, parallel)
+    Accelerator(plugin)
+    Accelerator(SimpleNamespace(deepspeed_config={}), parallel)
+
+
+def test_an_mpu_is_refused_with_the_names_of_what_makes_one() -> None:
+    def original(model=None, config=None, mpu=None) -> None:
+        raise AssertionError("DeepSpeed was started")
+
+    with pytest.raises(CADUnsupportedError, match="mpu.*sp_size.*UlyssesSPAttentionHF"):
+        initialize(original, {}, (), {"mpu": object()})

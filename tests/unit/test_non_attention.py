@@ -1,0 +1,225 @@
+"""Linear layers beside servers: what is timed, what all trainers learn of it, and what plans make of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_cad.ahead.crew import Crew, Servers
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.plan import Gathered, Learned
+from deepspeed_cad.attention.microbatch import PlanKey
+from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.feedback.non_attention import NonAttention, middle
+from deepspeed_cad.layout import Layout, LocalSegments
+from deepspeed_cad.planner import HeadShape
+from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
+from deepspeed_cad.planner.plan import Plan
+from deepspeed_cad.profiles.profile import Profile, ShapeCost
+from deepspeed_cad.session import Session
+
+SHAPE = HeadShape(8, 2, 64, 64, 2)
+KEY = PlanKey(None, SHAPE)
+
+
+def test_a_stretch_lies_between_the_attentions_of_two_neighbouring_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=5.0)
+    monkeypatch.setattr("deepspeed_cad.attention.non_attention.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    times = StretchTimes()
+    here = Stretches(times, torch.device("cpu"), 10)
+    here.end(0, False)  # before the first layer lies the embedding
+    here.begin(0, False)
+    clock.now += 0.02
+    here.end(1, False)
+    here.begin(1, False)
+    clock.now += 1.0
+    here.end(1, True)  # the loss
+    here.begin(1, True)
+    clock.now += 0.05
+    here.end(0, True)
+    here.begin(0, True)
+    forward, backward = times.take()
+    assert (forward, backward) == (pytest.approx([0.002]), pytest.approx([0.005]))
+    assert times.take() == ([], [])
+
+
+def test_no_stretch_without_tokens() -> None:
+    times = StretchTimes()
+    here = Stretches(times, torch.device("cpu"), 0)
+    here.begin(0, False)
+    here.end(1, False)
+    assert times.take() == ([], [])
+
+
+def test_layers_that_compile_do_not_count() -> None:
+    assert middle([1.0, 1.0, 3.0, 1000.0, 0.0]) == pytest.approx(5 / 3)
+    assert middle([2.0]) == 2.0 and middle([]) == 0.0
+
+
+def _linear(measured: list[tuple[list[float], list[float]]], pauses: list[bool] | None = None) -> list[NonAttention]:
+    wants = pauses or [False] * len(measured)
+    return [
+        NonAttention(len(measured), lambda model, one=one: one, lambda no=no: no) for one, no in zip(measured, wants)
+    ]
+
+
+def _meet(everyone: list[NonAttention], model: int = 0) -> None:
+    reports = np.stack([one.report(model) for one in everyone])
+    for one in everyone:
+        one.hear(model, reports)
+
+
+def test_all_trainers_learn_each_ones_own_figure() -> None:
+    everyone = _linear([([1e-6], [2e-6]), ([3e-6], [5e-6]), ([], [])])
+    assert everyone[0].seconds(0) is None
+    _meet(everyone)
+    for one in everyone:  # a trainer without tokens is taken for the mean
+        assert one.seconds(0) == pytest.approx([3e-6, 8e-6, 5.5e-6])
+        assert one.seconds(1) is None  # another model
+
+
+def test_what_is_learned_is_smoothed() -> None:
+    (one,) = everyone = _linear([([1e-6], [1e-6])])
+    _meet(everyone)
+    one._take = lambda model: ([3e-6], [])
+    _meet(everyone)
+    assert one.seconds(0) == pytest.approx([3e-6])
+
+
+def test_forward_alone_is_not_enough() -> None:
+    everyone = _linear([([1e-6], []), ([], [])])
+    _meet(everyone)
+    assert everyone[0].seconds(0) is None
+
+
+def test_deterministic_algorithms_on_any_trainer_mean_equal_shares() -> None:
+    everyone = _linear([([1e-6], [2e-6]), ([3e-6], [5e-6])], [False, True])
+    _meet(everyone)
+    assert all(one.seconds(0) is None for one in everyone)
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """Planning for 2 trainers and 1 server, a nanosecond per pair."""
+    opened = Session(CADConfig.from_dict({"tolerance": 0.02, "granularity": 64}), torch.device("cpu"))
+    opened.plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-9),), unit="seconds")
+    yield opened
+    opened.close()
+
+
+def _reserve(session: Session, seconds: list[float] | None, helpers: int = 2, speed: float = 1.0) -> Crew:
+    """One server of this speed."""
+    speeds = None if helpers and speed == 1.0 else np.array([helpers / 2, helpers / 2, speed])
+    session.plans.crew = Crew(2, None, None, speeds, Servers(1, 1, helpers))
+    session.plans._speeds_at_start = speeds
+    known = NonAttention(2, lambda model: ([], []), lambda: False)
+    if seconds is not None:
+        known.hear(0, np.array([[0, 0, round(one * 1e12)] for one in seconds]) + [0, 1, 0])
+    session.plans.learned = Learned(non_attention=known)
+    return session.plans.crew
+
+
+def _plan(session: Session, crew: Crew, layout: Layout, cut: list[int], nano_batch: int, seconds: list[float]) -> Plan:
+    gathered = Gathered(0, layout, np.array(cut), np.array(seconds), None)
+    starts = partial(session.plans._starts, gathered, crew, layout)
+    return session.plans.plan_tick(layout.cut(np.array([*cut, 0]))[nano_batch], KEY, crew, starts)
+
+
+LENGTHS = [[6000], [5000, 1000]]
+
+
+def test_trainers_and_servers_end_together(session: Session) -> None:
+    layout = Layout.from_rank_lengths([*LENGTHS, []])
+    session.plans.config = CADConfig.from_dict({"servers": {"reserved": 1}, "granularity": 64, "tolerance": 0.02})
+    crew, each = _reserve(session, None), [3e-6, 1.5e-6]
+    for nano_batch, other in enumerate((6000 - 3328, 3328)):
+        plan = _plan(session, crew, layout, [3328, 3328], nano_batch, each)
+        finish = plan.load + np.array([*each, 0.0]) * other
+        assert finish.max() < 1.03 * finish.mean()
+        assert plan.load[0] < plan.load[1] < plan.load[2]
+
+
+def test_trainers_that_have_no_time_get_no_attention(session: Session) -> None:
+    layout = Layout.from_rank_lengths([*LENGTHS, []])
+    session.plans.config = CADConfig.from_dict({"servers": {"reserved": 1}, "granularity": 64, "tolerance": 0.02})
+    plan = _plan(session, _reserve(session, None), layout, [3328, 3328], 0, [1e-4, 1e-4])
+    whole = 1e-9 * SHAPE.groups * sum(n * (n + 1) / 2 for n in (3328, 3328))
+    assert plan.load[:2].sum() < 1e-3 * whole
+    assert plan.load.sum() == pytest.approx(whole)  # attention only, for statistics
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+@pytest.mark.parametrize("linear", [None, [3e-6, 2e-6]])
+def test_the_cut_knows_servers_layers_and_the_slowest_trainer(
+    session: Session, linear: list[float] | None, helpers: int
+) -> None:
+    session.plans.config = CADConfig.from_dict({"servers": {"reserved": 1}, "granularity": 64})
+    _reserve(session, linear, helpers)
+    announcements = [
+        Announcement(LocalSegments(np.array([0]), np.array([6000]), np.array([0]), 6000), 1) for _ in range(2)
+    ]
+    opened = session.plans.open(announcements, {})
+    layout = opened.layout
+    assert layout.ranks == 3 and len(opened.ticks) == 2
+    unit, kinds = np.ones(3, np.int64), [PlanLayers(session.plans.cost.cost_for(SHAPE), None, 2)]
+    expected = choose_interleaved_cut(layout, unit, kinds, 1, linear and max(linear), helpers)
+    assert expected is not None
+    session.plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
+    known = session.plans.open(announcements, {KEY: 1})
+    assert known.ticks[0].query_tokens.tolist() == expected.tolist()
+    base = [] if linear is None else (np.array([*linear, 0.0]) * (layout.tokens - known.ticks[0].query_tokens))
+    load = known.planned[KEY, 0].plan.load
+    if helpers == 0:
+        assert load[:2].tolist() == [0.0, 0.0]
+    elif linear is not None:
+        assert (load + base).max() < 1.03 * (load + base).mean()
+    else:
+        assert load.max() < 1.05 * load.mean()
+
+
+def _announced(session: Session, *lengths: int) -> list[Announcement]:
+    session.plans.config = CADConfig.from_dict({"servers": {"reserved": 1}, "granularity": 64})
+    session.plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
+    return [
+        Announcement(LocalSegments(np.array([0]), np.array([length]), np.array([0]), length), 1) for length in lengths
+    ]
+
+
+def test_the_cut_knows_how_many_layers_each_kind_has(session: Session) -> None:
+    """Layers with a window are best cut in the middle, others far behind it."""
+    _reserve(session, [3e-6, 3e-6])
+    announced, window = _announced(session, 6000, 6000), PlanKey(64, SHAPE)
+    few, many, none = (
+        session.plans.open(announced, keys).ticks[0].query_tokens[0]
+        for keys in ({window: 1, KEY: 1}, {window: 31, KEY: 1}, {window: 1})
+    )
+    assert none <= many < few
+
+
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+def test_plans_and_cuts_know_speeds(session: Session, speed: float) -> None:
+    """A server of half the speed gets half as much beside the same trainers; linear layers are in seconds already."""
+    _reserve(session, [3e-6, 3e-6])
+    announced = _announced(session, 6000, 6000)
+    equal = session.plans.open(announced, {KEY: 1})
+    _reserve(session, [3e-6, 3e-6], speed=speed)
+    found = session.plans.open(announced, {KEY: 1})
+    base = 3e-6 * (found.layout.tokens - found.ticks[0].query_tokens) * np.array([1, 1, 0])
+    finish = found.planned[KEY, 0].plan.load + base
+    assert finish.max() < 1.03 * finish.mean()
+    assert (finish.mean() > (equal.planned[KEY, 0].plan.load + base).mean()) == (speed < 1)
+
+
+def test_the_cut_beside_trainers_that_do_not_serve_knows_the_speed_of_servers(session: Session) -> None:
+    announced = _announced(session, 6000, 6000)
+    cuts = []
+    for speed in (1.0, 0.25):
+        _reserve(session, [3e-6, 3e-6], helpers=0, speed=speed)
+        cuts.append(session.plans.open(announced, {KEY: 1}).ticks[0].query_tokens[0])
+    assert cuts[0] != cuts[1]

@@ -1,0 +1,77 @@
+"""The oldest versions of other packages: one table that pages and packaging agree with, and what older ones meet."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import training
+
+import deepspeed_cad
+from deepspeed_cad.cli import probes
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.version import OLDEST, is_too_old, refuse_old_packages
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("4.55.4", True), ("4.9", True), ("3.99.1", True), ("4.57.0", False), ("4.57.0.dev0", False), ("5.0.0rc1", False)],
+)
+def test_versions_are_compared_by_number(version: str, old: bool, monkeypatch) -> None:
+    monkeypatch.setitem(OLDEST, "transformers", "4.57")
+    assert is_too_old("transformers", version) is old
+
+
+def test_what_is_installed_here_is_new_enough() -> None:
+    refuse_old_packages()
+
+
+@pytest.mark.parametrize("package", OLDEST)
+def test_an_old_package_is_refused_by_name(package: str, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(__version__="0.1.2"))
+    with pytest.raises(CADUnsupportedError, match=rf"{package} 0\.1\.2 is installed.*needs {OLDEST[package]} or newer"):
+        refuse_old_packages()
+
+
+def test_an_old_transformers_is_refused_when_cad_is_turned_on(monkeypatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.55.4")
+    with pytest.raises(CADUnsupportedError, match="transformers 4.55.4 is installed"):
+        deepspeed_cad.apply(training.tiny_llama())
+    deepspeed_cad.apply(training.tiny_llama(), {"enabled": False})
+
+
+def test_an_old_transformers_is_refused_before_deepspeed_starts(monkeypatch) -> None:
+    from deepspeed_cad.engine.initialize import initialize
+
+    def original(model=None, config=None) -> None:
+        raise AssertionError("DeepSpeed was started")
+
+    monkeypatch.setattr("transformers.__version__", "4.55.4")
+    with pytest.raises(CADUnsupportedError, match="transformers 4.55.4 is installed"):
+        initialize(original, {}, (), {"model": SimpleNamespace()})
+
+
+def test_the_doctor_does_not_call_an_old_package_fine(monkeypatch) -> None:
+    monkeypatch.setattr(probes.metadata, "version", lambda name: "4.55.4" if name == "transformers" else "99.0")
+    found = {finding.name: finding for finding in probes.try_packages()}
+    assert set(OLDEST) <= set(found)
+    old = found["transformers"]
+    assert not old.ok and old.detail == f"4.55.4, but {OLDEST['transformers']} or newer is needed" and old.remedy
+    assert found["accelerate"].ok
+
+
+def test_packaging_and_pages_say_the_same() -> None:
+    declared = dict(re.findall(r'"(\w+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    assert {package: declared[package] for package in OLDEST} == OLDEST
+    readme = (ROOT / "README.md").read_text().split("## Environment")[1].split("\n## ")[0]
+    stated = {name.lower(): version for name, version in re.findall(r"(\w+) (\d+\.\d+)(?:\+| and newer)", readme)}
+    assert {package: stated[package] for package in OLDEST} == OLDEST
+    models = (ROOT / "docs" / "models.md").read_text()
+    assert re.search(rf"`AttentionMaskInterface`; {re.escape(OLDEST['transformers'])} or\s+newer", models)
+    tried = re.search(r"^TRANSFORMERS \?= ([\d.]+)\.\*", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tried and tried[1] == OLDEST["transformers"]
