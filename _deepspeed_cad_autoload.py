@@ -1,10 +1,10 @@
-"""Waits for the real import of deepspeed and then lets deepspeed_cad.autoload wrap it.
+"""Waits for the real import of deepspeed and then lets deepspeed_cad.launch.deepspeed_hook wrap it.
 
 Started by deepspeed_cad_autoload.pth in every Python process, so it imports nothing that is not loaded already but the
-waiter, and lies beside the package instead of inside it. In: the imports of the process. Out: a call of
-`deepspeed_cad.autoload.after_import(module)` once a module of `WAITED_FOR` has run, and, where DEEPSPEED_CAD_CONFIG
-asks for CAD, of `deepspeed_cad.asked.after_import(module)` for `ASKED_FOR`, and one line where that request cannot be
-read. Without that request it must never make an import fail. Nothing imports it but the .pth file.
+waiter, and lies beside the package instead of inside it. In: the imports of the process. Out: a call of `after_import`
+of that module once one of `WAITED_FOR` has run, and, where DEEPSPEED_CAD_CONFIG asks for CAD, of that in
+deepspeed_cad.launch.armed for `ASKED_FOR`, and one line where that request cannot be read. Without that request it must
+never make an import fail. Nothing imports it but the .pth file.
 """
 
 import os
@@ -15,14 +15,14 @@ from _deepspeed_cad_waiter import ASKED, ASKED_FOR, AUTOLOAD, WAITED_FOR, find_w
 
 def tell_autoload(module) -> None:
     """Wraps what was imported, for the "cad" block of a DeepSpeed JSON."""
-    from deepspeed_cad.autoload import after_import
+    from deepspeed_cad.launch.deepspeed_hook import after_import
 
     after_import(module)
 
 
 def tell_asked(module) -> None:
     """Arms CAD that was asked for; an error goes on to who imports, because the run must not go on without CAD."""
-    from deepspeed_cad.asked import after_import
+    from deepspeed_cad.launch.armed import after_import
 
     after_import(module)
 

@@ -20,10 +20,10 @@ from deepspeed_cad.version import __version__
 
 if TYPE_CHECKING:
     from deepspeed_cad.api import apply
-    from deepspeed_cad.autoload import install
     from deepspeed_cad.config import CADConfig
     from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError, CADUnsupportedError
     from deepspeed_cad.integrations.pipeline_model import to_hf, to_pipeline
+    from deepspeed_cad.launch.deepspeed_hook import install
     from deepspeed_cad.session import current_session
     from deepspeed_cad.stream import shard_stream
 
@@ -58,7 +58,7 @@ _HOME = {
     "CADUnsupportedError": "errors",
     "apply": "api",
     "current_session": "session",
-    "install": "autoload",
+    "install": "launch.deepspeed_hook",
     "shard_stream": "stream",
     "to_hf": "integrations.pipeline_model",
     "to_pipeline": "integrations.pipeline_model",

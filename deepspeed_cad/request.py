@@ -1,7 +1,7 @@
 """A request for CAD: what is asked for, by whom, and how the processes of a run learn of it.
 
 In: the environment variable DEEPSPEED_CAD_CONFIG: the "cad" block as JSON, or {"cad": block, "asked_by": words}. Out: a
-`Request`, and one error where two requests differ. What a request does in a process: `deepspeed_cad.asked`.
+`Request`, and one error where two requests differ. What a request does in a process: `deepspeed_cad.launch.armed`.
 """
 
 from __future__ import annotations

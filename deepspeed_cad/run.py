@@ -17,9 +17,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from deepspeed_cad.asked import arm
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, why_ended
+from deepspeed_cad.launch.armed import arm
 from deepspeed_cad.request import Request, agree, read_environment
 from deepspeed_cad.server.launch import farewell, take_role
 

@@ -1,13 +1,15 @@
 """The session: the one object per process that ties the rooms together.
 
 It owns the groups, the transport, the look-ahead thread and the statistics. Host frameworks (engine/ and
-integrations/) talk to nothing else of the core. Its groups are opened in groups.py, and what it says is in words.py.
+integrations/) talk to nothing else of the core. Its groups are opened in groups.py; report/session_lines.py words what
+it says.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -43,14 +45,16 @@ from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.groups import open_groups
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.kernels.registry import choose
-from deepspeed_cad.profiles.speed import find_speeds
+from deepspeed_cad.notice import notice
+from deepspeed_cad.profiles.speed import find_speeds, in_words
+from deepspeed_cad.report import session_lines
+from deepspeed_cad.report.session_lines import SessionFacts
+from deepspeed_cad.report.statistics import Statistics
+from deepspeed_cad.report.unused_keys import unused_keys
 from deepspeed_cad.server.crew import transports_of
-from deepspeed_cad.server.idle import EVERY
+from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.shared_cost import share_cost
-from deepspeed_cad.statistics import Statistics
 from deepspeed_cad.trace.record import open_tracer
-from deepspeed_cad.unused import unused_keys
-from deepspeed_cad.words import Words
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -71,7 +75,8 @@ class Session:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._statistics = Statistics()
         self._read: dict[str, Statistics] = {}
-        self._words = Words(self)
+        self._said: set[str] = set()
+        """Lines of which each is said once, by what they are about; warnings by their text."""
         self.ended: str | None = None
         """Why this process ends, or its session; empty where all is well, None while it goes on."""
         self.counts = CallCounts()
@@ -273,7 +278,7 @@ class Session:
     def count(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch that is about to be trained."""
         if self.reserved is not None and self.rank == 0 and self._statistics.micro_batches % EVERY == 0:
-            self._words.look_for_idle()
+            self._look_for_idle()
         self._statistics.add(micro_batch)
         if self.tracer is not None:
             if self.reserved is not None:
@@ -304,25 +309,66 @@ class Session:
 
     # What it says
 
-    def warn(self, lines: Iterable[str]) -> None:
-        """Warn of what a user set in vain: each line once, and on rank 0 only."""
-        self._words.warn(lines)
+    def facts(self) -> SessionFacts:
+        """The session as it is now."""
+        transport, learned, role = self.transport, self.learned, None if self.reserved is None else self.reserved.role
+        return SessionFacts(
+            rank=self.rank,
+            trainers=self.ranks,
+            servers=self.group_ranks - self.ranks,
+            servers_at_start=0 if role is None else role.servers,
+            trainers_serve=self.config.trainers_serve,
+            transport="" if transport is None else transport.name,
+            overlap=self.config.overlap_used,
+            tolerance=self.config.tolerance,
+            cost=self.cost.name,
+            speeds=in_words(self.speeds),
+            links="" if learned.links is None else str(learned.links.links),
+            kernels=tuple(self.kernel_names),
+            landing_bytes=0 if transport is None else transport.landing_bytes,
+            landing_limit=math.inf if learned.memory is None else learned.memory.now.size,
+            parked_bytes=None if self.parking is None else self.parking.host_bytes,
+            arranged=next(filter(None, (feed.arranged for feed in self.feeds)), ""),
+            statistics=self.statistics,
+        )
 
     def describe(self) -> str:
         """How the session is set up, as one line for the log."""
-        return self._words.describe()
+        return session_lines.describe(self.facts())
 
-    def report(self) -> str:
-        """What CAD did since the session opened, on this rank, as one line."""
-        return self._words.report()
+    def warn(self, lines: Iterable[str]) -> None:
+        """Warn of what a user set in vain: each line once, and on rank 0 only."""
+        for text in lines:
+            if self._first_time(text):
+                logger.warning(text)
 
     def say_first(self) -> None:
         """When the first micro-batch was planned: that CAD is on. Once, and on rank 0 only."""
-        self._words.say_first()
+        if self._first_time("first"):
+            notice(session_lines.first_line(self.facts()))
 
     def say_last(self, reason: str) -> None:
         """Where the session closes or the process ends, for a `reason` or well: what CAD did. Once, on rank 0 only."""
-        self._words.say_last(reason or self.ended or self.plans.abandoned)
+        if "first" in self._said and self._first_time("last"):
+            notice(session_lines.last_line(self.facts(), reason or self.ended or self.plans.abandoned))
+
+    def _look_for_idle(self) -> None:
+        """Say once where reserved servers or trainers were idle since this was called last."""
+        warm, since = self.statistics.micro_batches > EVERY, self.take_statistics("idle")
+        if not warm or not since.servers_s or self.reserved is None:
+            return
+        role = self.reserved.role
+        trainers_idle = since.waited_s * role.servers / since.servers_s
+        text = advise(since.servers_idle, trainers_idle, role.servers, role.trainers)
+        if text and self._first_time("idle"):
+            notice(text)
+
+    def _first_time(self, what: str) -> bool:
+        """Whether rank 0 has not said this yet."""
+        new = self.rank == 0 and what not in self._said
+        if new:
+            self._said.add(what)
+        return new
 
     # Kernels and modes
 

@@ -20,9 +20,9 @@ from deepspeed_cad.integrations.active import ActivationCheck, short_block
 from deepspeed_cad.integrations.refusals import refuse_accelerator, refuse_loader
 
 from deepspeed_cad.api import apply
-from deepspeed_cad.autoload import install
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.launch.deepspeed_hook import install
 from deepspeed_cad.request import agree
 
 _MARK = "__deepspeed_cad__"

@@ -2,7 +2,7 @@
 
 In: a request for CAD (a launcher, a plugin). Out: nothing, one error, or one warning where CAD is active and of no use.
 A request for a whole process also ends as a problem that the process must not leave with exit code 0: see
-`deepspeed_cad.asked`.
+`deepspeed_cad.launch.armed`.
 """
 
 from __future__ import annotations

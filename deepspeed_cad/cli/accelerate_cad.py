@@ -1,8 +1,8 @@
 """The console script `accelerate-cad launch`: `accelerate launch` with CAD in every process that it starts.
 
 In: `--cad JSON` or `--cad_config FILE`, then the words of `accelerate launch`, which are passed on unread. Out:
-`accelerate launch` in place of this process, with the request in the environment (see `deepspeed_cad.asked`). The block
-is checked before anything starts.
+`accelerate launch` in place of this process, with the request in the environment (see launch/armed.py). The block is
+checked before anything starts.
 """
 
 from __future__ import annotations

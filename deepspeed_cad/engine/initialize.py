@@ -43,7 +43,7 @@ def initialize(
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     model = given.get("model")
     if is_pipeline(model):
-        from deepspeed_cad.engine.pipeline_engine import initialize_pipeline
+        from deepspeed_cad.pipeline.engine import initialize_pipeline
 
         return initialize_pipeline(original, config, args, kwargs)
     _refuse_call(given)

@@ -19,12 +19,12 @@ import numpy as np
 
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
+from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.alternation import alternate
 from deepspeed_cad.planner.constants import WAVES_IN_TURN
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Plan, PlanInput
-from deepspeed_cad.rounds import Rounds
 from deepspeed_cad.simulator.attention import Both, Floats, of_tasks
 from deepspeed_cad.simulator.finish import done
 from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
@@ -283,7 +283,7 @@ def _meet(
 
 
 def _in_rounds(setting: Setting, step: Sequence[Layout]) -> Foreseen:
-    """Lockstep rounds (deepspeed_cad/rounds.py), in which idle stages serve.
+    """Lockstep rounds (pipeline/rounds.py), in which idle stages serve.
 
     The backward ticks have the micro-batches of the forward ticks in the reverse order of stages, so one plan stands
     for both.

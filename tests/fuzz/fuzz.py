@@ -36,7 +36,7 @@ EVERY = 50
 """Cases between two lines that say how far it is."""
 PRELOAD = (
     "deepspeed_cad.session", "deepspeed_cad.integrations.transformers", "deepspeed_cad.integrations.pipeline_model",
-    "deepspeed_cad.engine.pipeline",
+    "deepspeed_cad.pipeline.step",
 )  # fmt: skip
 """What each fresh worker would import again."""
 

@@ -23,8 +23,8 @@ from slowed import allowed, measure_alone, meet_all, slowed  # noqa: E402
 from train_model import make_model  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
+from deepspeed_cad.report.statistics import Statistics  # noqa: E402
 from deepspeed_cad.session import close_session  # noqa: E402
-from deepspeed_cad.statistics import Statistics  # noqa: E402
 
 MARGIN = 1.05
 """Of the time that measured speeds allow."""

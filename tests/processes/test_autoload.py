@@ -176,7 +176,7 @@ def test_subprocesses_are_hooked_like_any_python(python) -> None:
 
 def test_a_broken_package_warns_and_deepspeed_still_imports(python) -> None:
     code = ARM + (
-        "import sys, warnings; sys.modules['deepspeed_cad.autoload'] = None\n"
+        "import sys, warnings; sys.modules['deepspeed_cad.launch.deepspeed_hook'] = None\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         " warnings.simplefilter('always'); import deepspeed\n"
         "print(deepspeed.LOADED, 'could not attach' in str(caught[0].message))"
@@ -231,9 +231,9 @@ def test_other_keys_are_left_alone(python, key: str) -> None:
 
 RECORD = """
 import sys, types
-asked = types.ModuleType("deepspeed_cad.asked")
+asked = types.ModuleType("deepspeed_cad.launch.armed")
 asked.after_import = lambda module: print(module.__name__, module.__spec__._initializing)
-sys.modules["deepspeed_cad.asked"] = asked
+sys.modules["deepspeed_cad.launch.armed"] = asked
 """
 
 

@@ -169,10 +169,10 @@ def test_losses_and_gradients_of_a_loop(workers: WorkerPool, accumulation: int) 
 
 def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int], str]:
     """Tokens of the first document of each micro-batch, in the order in which they are trained; and the first line."""
-    from deepspeed_cad import words
+    from deepspeed_cad import session
 
     said: list[str] = []
-    words.notice = said.append
+    session.notice = said.append
     model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": documents})
     model.train()
     lengths = [[8, 8], [16], [4] * 4, [16], [8, 8], [4] * 4]
@@ -184,7 +184,7 @@ def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int
         starts = torch.nonzero(batch["position_ids"][0, 1:] == 0)
         seen.append(int(starts[0]) + 1 if len(starts) else 16)
         training.loss_sum(model, batch).backward()
-    words.notice = notice
+    session.notice = notice
     return seen, "".join(said)
 
 

@@ -14,12 +14,12 @@ from test_attention import StrictTransport
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.parking import Parking
-from deepspeed_cad.attention.phase import Phase
-from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
-from deepspeed_cad.attention.tick import TickCall
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, assemble
+from deepspeed_cad.pipeline.phase import Phase
+from deepspeed_cad.pipeline.program import ProgramTick
+from deepspeed_cad.pipeline.tick_call import TickCall
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule.waves import WHOLE, Cut, schedule_waves
 

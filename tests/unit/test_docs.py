@@ -15,7 +15,7 @@ from scripts import load_script
 import deepspeed_cad
 from deepspeed_cad.cli import SUBCOMMANDS
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.statistics import Statistics
+from deepspeed_cad.report.statistics import Statistics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])

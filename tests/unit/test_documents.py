@@ -14,8 +14,8 @@ from transformers import DataCollatorWithFlattening
 
 from deepspeed_cad.ahead import documents
 from deepspeed_cad.ahead.documents import read_documents
-from deepspeed_cad.engine.pipeline_data import read_micro_batch
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+from deepspeed_cad.pipeline.data import read_micro_batch
 
 WIDTH = 8
 POSITIONS = ("start again", "go on", "absent", "three axes", "three that start again", "four axes")

@@ -18,7 +18,7 @@ from transformers import Trainer
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.statistics import Statistics
+from deepspeed_cad.report.statistics import Statistics
 
 FIGURES = Statistics(micro_batches=4, planning_s=0.012, waited_s=1.5, bytes_sent=3 << 20, slowest_before=6.0,
                      slowest=4.5, mean=4.0)  # fmt: skip

@@ -33,7 +33,7 @@ def run_python(code: str) -> str:
         "import deepspeed_cad",
         "import deepspeed_cad; deepspeed_cad.CADConfig.from_dict({}); deepspeed_cad.CADError; dir(deepspeed_cad)",
         "import deepspeed_cad; deepspeed_cad.install()",
-        "import deepspeed_cad.autoload, deepspeed_cad.cli",
+        "import deepspeed_cad.launch.deepspeed_hook, deepspeed_cad.cli",
     ],
 )
 def test_imports_nothing_heavy(statement: str) -> None:

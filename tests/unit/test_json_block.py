@@ -16,10 +16,10 @@ pytest.importorskip("accelerate")
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-from deepspeed_cad import autoload
 from deepspeed_cad.engine.block import ABSENT, block_of
 from deepspeed_cad.engine.initialize import initialize
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+from deepspeed_cad.launch import deepspeed_hook
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_block_at_the_top_level_is_found() -> None:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Accelerate's reader of the JSON as the installed hook leaves it, whatever this process imported before."""
     monkeypatch.setattr(HfDeepSpeedConfig, "__init__", HfDeepSpeedConfig.__init__)  # put back after the test
-    autoload.after_import(sys.modules["accelerate.utils.deepspeed"])
+    deepspeed_hook.after_import(sys.modules["accelerate.utils.deepspeed"])
     yield
 
 
@@ -83,7 +83,7 @@ def test_sequence_parallelism_is_refused_in_the_words_of_the_user(monkeypatch) -
         def __init__(self, deepspeed_plugin: Any = None, parallelism_config: Any = None) -> None:
             self.parallelism_config = parallelism_config
 
-    autoload.after_import(SimpleNamespace(__name__="accelerate.accelerator", Accelerator=Accelerator))
+    deepspeed_hook.after_import(SimpleNamespace(__name__="accelerate.accelerator", Accelerator=Accelerator))
     plugin = SimpleNamespace(deepspeed_config={"cad": {}})
     parallel = SimpleNamespace(sp_enabled=True)
     with pytest.raises(CADUnsupportedError, match="sp_size"):

@@ -10,9 +10,9 @@ from deepspeed_cad.integrations import pipeline
 from deepspeed_cad.integrations.layer_call import read_call
 
 from deepspeed_cad.attention.layer import LayerInput, LayerKind
-from deepspeed_cad.engine.pipeline import Alone
 from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.pipeline.step import Alone
 from deepspeed_cad.planner.plan import HeadShape
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_cad.engine.pipeline_engine import _make_eval_batch, _make_train_batch
+from deepspeed_cad.pipeline.engine import _make_eval_batch, _make_train_batch
 
 
 class Binding:

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.pipeline import Place, StepPlans, phase_layout, tick_cost
-from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.plan import Learned
 from deepspeed_cad.attention.layer import LayerKind
-from deepspeed_cad.attention.program import ProgramTick, merge_stages
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
@@ -20,8 +17,11 @@ from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.pipeline.order import order_micro_batches
+from deepspeed_cad.pipeline.plans import Place, StepPlans, phase_layout, tick_cost
+from deepspeed_cad.pipeline.program import ProgramTick, merge_stages
+from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
-from deepspeed_cad.rounds import Rounds
 from deepspeed_cad.session import Session
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed_cad import asked, run
-from deepspeed_cad.asked import Armed
+from deepspeed_cad import run
 from deepspeed_cad.cli import accelerate_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.engine.initialize import initialize
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.launch import armed
+from deepspeed_cad.launch.armed import Armed
 from deepspeed_cad.request import VARIABLE, Request
 
 
@@ -110,7 +111,7 @@ def test_a_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     ("check", "settled", "code"),
     [
         (None, False, 0),
-        (SimpleNamespace(problem=lambda: "no step"), False, asked.EXIT_CODE),
+        (SimpleNamespace(problem=lambda: "no step"), False, armed.EXIT_CODE),
         (SimpleNamespace(problem=lambda: "no step"), True, 0),
         (SimpleNamespace(problem=lambda: ""), False, 0),
     ],

@@ -15,14 +15,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("transformers", "deepspeed", "accelerate", "trl", "peft", "axolotl")
-RUNNING = ("ahead", "attention", "exchange", "server", "session", "engine", "integrations")
+RUNNING = ("ahead", "attention", "exchange", "server", "session", "pipeline.step", "engine", "integrations")
 """Rooms that take part in training; those that only compute are tested without processes."""
 NEVER: dict[str, tuple[str, ...]] = {
     "config": ("torch", "numpy", *HOSTS),
     "layout": ("torch", *HOSTS, *RUNNING),
     "stream": ("torch", *HOSTS, *RUNNING),
     "cost": ("torch", *HOSTS, *RUNNING),
-    "rounds": ("torch", *HOSTS, *RUNNING),
+    "pipeline.rounds": ("torch", *HOSTS, *RUNNING),
     "planner": ("torch.distributed", *HOSTS, *RUNNING),
     "schedule": ("torch", *HOSTS, *RUNNING),
     "simulator": ("torch", "profiles", "schedule", "cli", *HOSTS, *RUNNING),
@@ -37,21 +37,18 @@ NEVER: dict[str, tuple[str, ...]] = {
     "session": (*HOSTS, "engine", "integrations"),
     "groups": (*HOSTS, "session", "engine", "integrations"),
     "shared_cost": (*HOSTS, "server", "session", "engine", "integrations"),
-    "unused": (*HOSTS, "torch.distributed", *RUNNING),
-    "words": (*HOSTS, "torch", "session", "engine", "integrations"),
-    "autoload": ("torch",),
-    "asked": ("torch",),
+    "report": (*HOSTS, "torch", *RUNNING),
+    "launch": ("torch",),
 }
 """By room: rooms and other packages that none of its modules imports."""
 THROUGH = {
-    "api", "config", "errors", "version", "notice", "request", "autoload", "meet", "layout", "session",
+    "api", "config", "errors", "version", "notice", "request", "launch.deepspeed_hook", "meet", "layout", "session",
     "kernels.interface",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
-    "attention.thread_state", "ahead.pipeline", "ahead.pipeline_gather", "rounds", "attention.phase",
-    "attention.program", "attention.setup", "attention.layer",
+    "attention.thread_state", "attention.layer", "pipeline.engine",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
-STARTS = {"engine", "cli", "api", "run", "asked", "autoload"}
+STARTS = {"engine", "pipeline", "cli", "api", "run", "launch"}
 """Who may import `integrations`, beside itself."""
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed_cad import cli
-from deepspeed_cad import words as lines
+from deepspeed_cad import session as sessions
 from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.server.idle import EVERY, advise
@@ -48,7 +48,7 @@ def session() -> Iterator[Session]:
 
 def test_it_is_said_once_and_not_of_the_first_micro_batches(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(lines, "notice", said.append)
+    monkeypatch.setattr(sessions, "notice", said.append)
     times = [0.0, 0.0]
     session.reserved = SimpleNamespace(  # type: ignore[assignment]
         link=SimpleNamespace(busy=lambda: tuple(times), leave=lambda reason: None),

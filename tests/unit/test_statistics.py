@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,11 @@ import training
 import deepspeed_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import why_ended
-from deepspeed_cad.feedback.memory_limit import MemoryLimit
 from deepspeed_cad.notice import notice
+from deepspeed_cad.report import session_lines
+from deepspeed_cad.report.statistics import Statistics
 from deepspeed_cad.server.launch import farewell
 from deepspeed_cad.session import _end, close_session
-from deepspeed_cad.statistics import Statistics
-from deepspeed_cad.words import Words
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,9 @@ def test_two_lines_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
         "deepspeed_cad: CAD is on: 1 rank, nothing to exchange, kernel torch_math; attention max/mean 1.00 → 1.00 in "
         "the first micro-batch, rank 0 sent 0.0 MiB in its forward"
     ]
-    assert session.report().startswith("3 micro-batches, attention max/mean 1.00 → 1.00, 0.0 MiB sent for each")
+    assert session_lines.summary(session.facts()).startswith(
+        "3 micro-batches, attention max/mean 1.00 → 1.00, 0.0 MiB sent for each"
+    )
     _end()
     close_session()
     end = capfd.readouterr().err
@@ -119,6 +121,14 @@ def test_why_a_process_ended(error: BaseException | None, text: str) -> None:
     assert why_ended(error) == text
 
 
+def _facts(**changes: Any) -> session_lines.SessionFacts:
+    """Of one rank that trains alone."""
+    deepspeed_cad.apply(training.tiny_llama(), {})
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    return replace(session.facts(), **changes)
+
+
 @pytest.mark.parametrize(
     ("serve", "servers", "words"),
     [
@@ -130,8 +140,8 @@ def test_why_a_process_ended(error: BaseException | None, text: str) -> None:
 )
 def test_servers_that_do_all_are_named(serve: bool, servers: int, words: str) -> None:
     figures = Statistics(mean=1.0, slowest_before=1.66, slowest=3.0)
-    session: Any = SimpleNamespace(config=CADConfig(trainers_serve=serve), ranks=2, group_ranks=2 + servers)
-    assert Words(session)._balance(figures) == words
+    facts = _facts(trainers=2, trainers_serve=serve, servers=servers, servers_at_start=servers, statistics=figures)
+    assert f", {words}, " in session_lines.summary(facts)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +198,7 @@ def test_memory_for_what_arrives_is_told_where_there_is_any() -> None:
     assert ", 96 MiB kept for what arrives" in Statistics(micro_batches=1, landing_bytes=96 << 20).in_words("")
     now, before = Statistics(landing_bytes=5, waves=9), Statistics(landing_bytes=3, waves=4)
     assert (now.since(before).landing_bytes, now.since(before).waves) == (5, 5), "what is held is no sum"
-    transport, cpu = SimpleNamespace(landing_bytes=3 << 28), torch.device("cpu")
-    learned = SimpleNamespace(memory=MemoryLimit(2.0, cpu))
-    words = Words(SimpleNamespace(learned=learned, transport=transport))  # type: ignore[arg-type]
-    assert words._memory() == "landing areas 0.75 of at most 2 GiB, "
-    learned.memory = MemoryLimit(None, cpu)
-    assert words._memory() == "landing areas 0.75 GiB, "
+    held = _facts(landing_bytes=3 << 28, landing_limit=2.0 * 2**30)
+    assert ", landing areas 0.75 of at most 2 GiB, " in session_lines.describe(held)
+    assert ", landing areas 0.75 GiB, " in session_lines.describe(replace(held, landing_limit=math.inf))
+    assert "landing areas" not in session_lines.describe(_facts())

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
-from deepspeed_cad.attention.tick import TickCall
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout
+from deepspeed_cad.pipeline.tick_call import TickCall
 from deepspeed_cad.schedule import build_slices, schedule_rank
 
 ROWS = 8

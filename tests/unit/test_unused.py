@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.report.unused_keys import unused_keys
 from deepspeed_cad.session import Session
-from deepspeed_cad.unused import unused_keys
 
 SERVERS = {"servers": {"reserved": 1}}
 

@@ -92,8 +92,8 @@ class Armed:
 
     def _arm_deepspeed(self, module: Any) -> None:
         """A call of `deepspeed.initialize` without a "cad" block gets ours; one with another block is refused."""
-        from deepspeed_cad.autoload import after_import
         from deepspeed_cad.engine.block import ABSENT, find_cad_block
+        from deepspeed_cad.launch.deepspeed_hook import after_import
 
         after_import(module)
         original: Callable[..., Any] = module.initialize

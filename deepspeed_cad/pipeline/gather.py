@@ -14,11 +14,11 @@ import torch
 
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, State, Subject, What
-from deepspeed_cad.ahead.pipeline import Place
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Ints, LocalSegments
+from deepspeed_cad.pipeline.plans import Place
 from deepspeed_cad.planner.plan import HeadShape
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -17,9 +17,9 @@ import pytest
 from ports import free_port
 from trainers import write_inputs
 
-from deepspeed_cad import asked
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.launch import armed
 from deepspeed_cad.request import VARIABLE, Request, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ def test_a_process_that_trained_without_does_not_end_well(tmp_path, end: str, wh
     done = _end(
         tmp_path, end, where, "ProcessCheck.trained_without = f'without {ProcessCheck.asked} {ProcessCheck.made}'"
     )
-    assert done.returncode == asked.EXIT_CODE, done.stderr
+    assert done.returncode == armed.EXIT_CODE, done.stderr
     assert done.stderr.count("deepspeed_cad: rank 0: without ('--cad', 0.2) 1") == 1, done.stderr
 
 

@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.ahead.pipeline import Documents, Place, PlannedPhase, StepPlans
-from deepspeed_cad.ahead.pipeline_gather import all_are_ready, any_stage_has, gather_documents, gather_layers
 from deepspeed_cad.attention.layer import LayerInput, LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import MaskDescriptor
-from deepspeed_cad.attention.phase import Phase, StageMicroBatch
-from deepspeed_cad.attention.program import ProgramTick, merge_stages
 from deepspeed_cad.attention.setup import CallSetup, Modes
-from deepspeed_cad.engine.pipeline_data import Loaded, Reader
 from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
 from deepspeed_cad.integrations.mask_check import ForwardCheck, is_due
 from deepspeed_cad.layout import LocalSegments
-from deepspeed_cad.rounds import Rounds
+from deepspeed_cad.pipeline.data import Loaded, Reader
+from deepspeed_cad.pipeline.gather import all_are_ready, any_stage_has, gather_documents, gather_layers
+from deepspeed_cad.pipeline.phase import Phase, StageMicroBatch
+from deepspeed_cad.pipeline.plans import Documents, Place, PlannedPhase, StepPlans
+from deepspeed_cad.pipeline.program import ProgramTick, merge_stages
+from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.session import Session
 
 logger = logging.getLogger("deepspeed_cad")

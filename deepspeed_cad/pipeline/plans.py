@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from deepspeed_cad.ahead.gather import Subject, What
-from deepspeed_cad.ahead.pipeline_order import order_micro_batches
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.memory import rows_of_ticks
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
-from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADError
@@ -27,9 +25,11 @@ from deepspeed_cad.feedback.link_speeds import Speeds
 from deepspeed_cad.feedback.memory_limit import NO_LIMIT
 from deepspeed_cad.kernels.interface import Kernel
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.pipeline.order import order_micro_batches
+from deepspeed_cad.pipeline.program import ProgramTick
+from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import Plan, PlanInput
-from deepspeed_cad.rounds import Rounds
 
 BACKWARD_PAIRS = 5 / 7
 """Share of the matrix products of a query-key pair that backward has."""

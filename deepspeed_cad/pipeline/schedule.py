@@ -26,7 +26,7 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from deepspeed_cad.rounds import Rounds
+from deepspeed_cad.pipeline.rounds import Rounds
 
 
 class ForwardTicks(PipeInstruction):

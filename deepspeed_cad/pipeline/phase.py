@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 
 from deepspeed_cad.attention.layer import LayerInput, Rows
-from deepspeed_cad.attention.program import ProgramTick
 from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.attention.tick import TickCall, serve_tick
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.pipeline.program import ProgramTick
+from deepspeed_cad.pipeline.tick_call import TickCall, serve_tick
 
 
 @dataclass(eq=False)

@@ -1,0 +1,1 @@
+"""What a user reads: lines of a session, statistics, keys that do nothing."""

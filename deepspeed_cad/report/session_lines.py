@@ -1,0 +1,115 @@
+"""What a session says of itself: lines for the log, and the few that every user sees. Pure.
+
+In: `SessionFacts`. Out: text.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass
+
+from deepspeed_cad.notice import counted
+from deepspeed_cad.report.statistics import Statistics
+
+REASON = 200
+"""Characters of an error in the last line; the error itself stands above it."""
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """A session as it is now."""
+
+    rank: int
+    trainers: int
+    servers: int
+    """Reserved ones that there are now."""
+    servers_at_start: int
+    trainers_serve: bool
+    transport: str
+    """Its name; empty where there is nothing to exchange."""
+    overlap: str
+    tolerance: float
+    cost: str
+    """Name of the cost profile."""
+    speeds: str
+    """In words, as a part of a list; empty where all ranks are equal."""
+    links: str
+    """Their speeds, in words; empty where nothing is exchanged."""
+    kernels: tuple[str, ...]
+    """Chosen so far."""
+    landing_bytes: int
+    """Held for what arrives."""
+    landing_limit: float
+    """Bytes; infinite where there is none."""
+    parked_bytes: int | None
+    """Host memory for what attention keeps; None where it stays on the device."""
+    arranged: str
+    """How micro-batches of a step were put in order, in words; empty where they were not."""
+    statistics: Statistics
+    """Since the session opened."""
+
+
+def describe(facts: SessionFacts) -> str:
+    """How a session is set up."""
+    servers = f" beside {counted(facts.servers_at_start, 'reserved server')}" if facts.servers_at_start else ""
+    return (
+        f"rank {facts.rank} of {facts.trainers} attention servers{servers}, {_transport(facts)}, "
+        f"overlap {facts.overlap}, tolerance {facts.tolerance}, cost {facts.cost}, "
+        f"{_landing_areas(facts)}{_links(facts)}{facts.speeds}"
+    )
+
+
+def summary(facts: SessionFacts) -> str:
+    """What CAD did since the session opened, on this rank."""
+    parked = ""
+    if facts.parked_bytes is not None:
+        parked = f"; {facts.parked_bytes >> 20} MiB of host memory for what attention keeps"
+    done = facts.statistics.in_words(_balance(facts))
+    return f"{done}{parked}; rank {facts.rank} of {facts.trainers}, {_means(facts)}"
+
+
+def first_line(facts: SessionFacts) -> str:
+    """That CAD is on, and what to expect; for when the first micro-batch was planned."""
+    gain = f"{_balance(facts)} in the first micro-batch"
+    sent = f"rank 0 sent {facts.statistics.bytes_sent / 2**20:.1f} MiB in its forward"
+    ranks = counted(facts.trainers, "rank")
+    if facts.servers_at_start:
+        ranks = f"{counted(facts.trainers, 'trainer')} and {counted(facts.servers_at_start, 'reserved server')}"
+    arranged = f"; {facts.arranged}" if facts.arranged else ""
+    return f"CAD is on: {ranks}, {_means(facts)}; {gain}, {sent}{arranged}"
+
+
+def last_line(facts: SessionFacts, reason: str) -> str:
+    """What CAD did, and the `reason` for which training ended early; empty where it went well."""
+    begin = f"CAD stopped early ({textwrap.shorten(reason, REASON)})" if reason else "CAD is done"
+    return f"{begin}: {summary(facts)}"
+
+
+def _balance(facts: SessionFacts) -> str:
+    """How even attention is without CAD and with it."""
+    now, ranks = facts.statistics, facts.trainers + facts.servers
+    if facts.trainers_serve or not facts.servers:
+        return f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f}"
+    # Statistics divide by the mean over all ranks; trainers attend without CAD only, servers with it only.
+    before, after = now.imbalance_before * facts.trainers / ranks, now.imbalance * facts.servers / ranks
+    runs = f"{counted(facts.servers, 'reserved server')} run{'s' * (facts.servers == 1)} all of it"
+    return f"attention max/mean {before:.2f} on trainers; {runs}{f', max/mean {after:.2f}' * (facts.servers > 1)}"
+
+
+def _means(facts: SessionFacts) -> str:
+    return f"{_transport(facts)}, {_links(facts)}kernel {', '.join(facts.kernels) or 'not chosen yet'}"
+
+
+def _transport(facts: SessionFacts) -> str:
+    return f"transport {facts.transport}" if facts.transport else "nothing to exchange"
+
+
+def _landing_areas(facts: SessionFacts) -> str:
+    held, limit = facts.landing_bytes / 2**30, facts.landing_limit / 2**30
+    most = "" if math.isinf(limit) else f" of at most {limit:.3g}"
+    return f"landing areas {held:.3g}{most} GiB, " if most or held else ""
+
+
+def _links(facts: SessionFacts) -> str:
+    return f"{facts.links}, " if facts.links else ""
