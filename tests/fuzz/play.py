@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import os
 import random
 import time
 import traceback
@@ -28,8 +29,8 @@ from deepspeed_cad.session import close_session
 from fuzz.case import DENSE, Case
 from fuzz.data import ORACLE, document, micro_batch
 
-TIMEOUT_S = 30.0
-"""Longer than a case may take: what waits for this is never right."""
+TIMEOUT_S = float(os.environ.get("FUZZ_TIMEOUT_S", "30"))
+"""Longer than a case may take: what waits for this is never right. On a busy machine more: FUZZ_TIMEOUT_S."""
 HUNG_S = 10.0
 """The same where a server hangs: half of it is the silence after which a server is lost."""
 CHANGES: dict[str, dict[str, Any]] = {"gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}}
