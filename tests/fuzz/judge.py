@@ -83,7 +83,7 @@ def judge(case: Case, played: list[Played | None]) -> str:
     if all(one.error is None for one in trainers):
         for one in played[case.world :]:
             if one is not None and (one.exit_code or one.held):
-                return f"server: rank {one.rank} ended with {one.exit_code} and holds {one.held} bytes"
+                return f"server: rank {one.rank} ended with {one.exit_code} and holds {one.held} bytes: {one.said}"
     return _compare_sums(case, trainers)
 
 

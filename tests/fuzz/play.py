@@ -63,6 +63,8 @@ class Played:
     """Of a reserved server."""
     held: int = 0
     """Bytes that a server has left for backwards, at its end."""
+    said: str = ""
+    """A server's last line."""
 
 
 def play(rank: int, world: int, line: str, farewell: Callable[[str], None] = lambda reason: None) -> Played:
@@ -103,20 +105,21 @@ def timeout_of(case: Case) -> float:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Warnings and log lines of some hundred cases say nothing that a failure does not."""
+def quiet() -> Iterator[io.StringIO]:
+    """Warnings and log lines of some hundred cases say nothing that a failure does not; what they were."""
     cad, host = (logging.getLogger(name) for name in ("deepspeed_cad", "transformers"))
     before = (cad.level, cad.propagate, host.level)
     # Some lines go to stderr where no handler shows them.
-    nowhere = logging.StreamHandler(io.StringIO())
+    said = io.StringIO()
+    nowhere = logging.StreamHandler(said)
     cad.addHandler(nowhere)
     cad.setLevel(logging.INFO)
     cad.propagate = False
     host.setLevel(logging.ERROR)
-    with warnings.catch_warnings(), redirect_stdout(nowhere.stream), redirect_stderr(nowhere.stream):
+    with warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):
         warnings.simplefilter("ignore")
         try:
-            yield
+            yield said
         finally:
             cad.removeHandler(nowhere)
             level, cad.propagate, host_level = before

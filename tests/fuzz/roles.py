@@ -43,7 +43,7 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
     }  # fmt: skip
     made: list[loop.Loop] = []
     fates = [fate for fate in case.fates if case.world + fate.server == rank]
-    with mock.patch.dict(os.environ, variables), _loops(made, fates), quiet():
+    with mock.patch.dict(os.environ, variables), _loops(made, fates), quiet() as said:
         # What it publishes is for this process alone, and gone when the environment is restored.
         os.environ.pop(VARIABLE, None)
         if rank >= case.world + case.servers:
@@ -52,7 +52,8 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
         request, code = take_role(Request(CADConfig.from_dict(whole_block(case)), "a fuzz case"))
         if code is not None:
             held = made[0].held if made else 0
-            return Played(rank, exit_code=code, held=held, cpu=time.process_time() - begun)
+            last = said.getvalue().strip().rpartition("\n")[2]
+            return Played(rank, exit_code=code, held=held, said=last, cpu=time.process_time() - begun)
         request.publish()
         dist.init_process_group("gloo")
         return play(dist.get_rank(), dist.get_world_size(), line, lambda reason: farewell(reason))
