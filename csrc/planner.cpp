@@ -173,7 +173,7 @@ Answer solve(const Problem& p, const Aim& aim) {
 
 // Makes a plan. `sizes`: ranks, groups, window (0: none), granularity, bytes per row and head group of Q, O and K with V,
 // number of query and of key segments, units of the aim and its `kept`, READ_FROM and IN_PLACE. `numbers`: cost per pair,
-// row, key and task, weight of a byte inside and between hosts, tolerance and level of the aim, and BAND. `per_rank`: base loads, speeds and memory, [3][ranks].
+// row, key and task, weight of a byte inside and between hosts, tolerance and level of the aim, and BAND. `per_rank`: base loads and speeds, [2][ranks].
 // `host`: of each rank, numbered in the order in which hosts first appear. `query` and `key`: document, begin, end and
 // rank of every segment, [4][segments]. Returns 0, a plan to be freed and its numbers of tasks and of pairs in `counts`,
 // or another code.
@@ -187,7 +187,7 @@ CAD_EXPORT int cad_planner_solve(const int64_t* sizes, const double* numbers, co
     p.inside = numbers[4], p.between = numbers[5];
     p.band = numbers[8], p.read_from = sizes[11], p.in_place = sizes[12];
     const cad::Aim aim{numbers[6], sizes[9], numbers[7], sizes[10]};
-    p.base = per_rank, p.speed = per_rank + p.ranks, p.memory = per_rank + 2 * p.ranks;
+    p.base = per_rank, p.speed = per_rank + p.ranks;
     p.host = host, p.hosts = p.ranks ? *std::max_element(host, host + p.ranks) + 1 : 0;
     p.query_document = query, p.query_begin = query + p.query_count;
     p.query_end = query + 2 * p.query_count, p.query_rank = query + 3 * p.query_count;

@@ -29,7 +29,7 @@ struct Problem {
     double inside, between;       // weight of a byte
     double band;                  // BAND, READ_FROM and IN_PLACE of planner/constants.py, where Python reads them, too
     int64_t read_from, in_place;
-    const double *base, *speed, *memory;  // of each rank
+    const double *base, *speed;  // of each rank
     int64_t hosts;
     const int64_t* host;  // of each rank, numbered in the order in which hosts first appear
     int64_t query_count, key_count;
@@ -74,12 +74,6 @@ struct Document {
 struct Run {
     int64_t begin, end;
     int32_t server;
-};
-
-// KV rows that a server must receive, and the same weighted by link.
-struct Missing {
-    int64_t rows;
-    double weighted;
 };
 
 struct Task {
@@ -128,8 +122,8 @@ public:
     const Cell* column(int32_t document, int64_t group, int32_t* count) const;
     // Runs of head groups whose columns are equal.
     void classes(int32_t document, std::vector<std::pair<int32_t, int32_t>>* runs) const;
-    // What a server lacks of K and V to run these rows; `spans` are ordered and do not touch.
-    Missing missing(int32_t document, int32_t server, const Spans& spans) const;
+    // Rows of K and V that a server lacks to run these, weighted by link; `spans` are ordered and do not touch.
+    double missing(int32_t document, int32_t server, const Spans& spans) const;
     // Whether a rank has these keys at home in one piece.
     bool holds(int32_t document, int32_t rank, int64_t begin, int64_t end) const;
     // Gives rows [begin, end), which lie in one cell, to another server.
@@ -151,7 +145,6 @@ public:
     std::vector<int64_t> left;                  // rows times head groups of each segment that are at home
     std::vector<std::vector<int32_t>> served;   // documents of which a rank runs, or ran, rows of others
     std::vector<double> load;                   // work of each rank as a server
-    std::vector<int64_t> received;              // bytes that reach each rank
 
 private:
     std::vector<Column>& touch(int32_t document);

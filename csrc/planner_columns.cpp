@@ -55,7 +55,7 @@ void join(Column* column) {
 }  // namespace
 
 Columns::Columns(const Problem& problem)
-    : p(problem), of_rank(p.ranks), served(p.ranks), load(p.ranks, 0.0), received(p.ranks, 0) {
+    : p(problem), of_rank(p.ranks), served(p.ranks), load(p.ranks, 0.0) {
     const auto query = sorted_rows(p.query_count, p.query_document, p.query_begin, p.query_end, p.query_rank);
     const auto key = sorted_rows(p.key_count, p.key_document, p.key_begin, p.key_end, p.key_rank);
     segments.reserve(query.size());
@@ -110,29 +110,6 @@ Columns::Columns(const Problem& problem)
         });
     left.reserve(segments.size());
     for (const Segment& segment : segments) left.push_back((segment.end - segment.begin) * p.groups);
-    Spans spans;
-    std::vector<int32_t> servers;
-    for (size_t at = 0; at < documents.size(); ++at) {
-        const Document& document = documents[at];
-        const Cell* column = &base_[document.first_segment];
-        if (document.segments == 1 && document.keys == 1 && keys[document.first_key].home == column->home) continue;
-        servers.clear();
-        for (int32_t cell = 0; cell < document.segments; ++cell) servers.push_back(column[cell].server);
-        std::sort(servers.begin(), servers.end());
-        servers.erase(std::unique(servers.begin(), servers.end()), servers.end());
-        if (servers.size() == static_cast<size_t>(document.segments)) {
-            for (int32_t cell = 0; cell < document.segments; ++cell) {
-                spans.assign(1, {column[cell].begin, column[cell].end});
-                const int64_t rows = missing(static_cast<int32_t>(at), column[cell].server, spans).rows;
-                received[column[cell].server] += rows * p.groups * p.key_value_bytes;
-            }
-            continue;
-        }
-        for (const int32_t server : servers) {
-            spans_of(column, document.segments, server, &spans);
-            received[server] += missing(static_cast<int32_t>(at), server, spans).rows * p.groups * p.key_value_bytes;
-        }
-    }
 }
 
 int64_t Columns::pairs(int64_t begin, int64_t end) const {
@@ -197,7 +174,7 @@ int64_t Columns::overlap(const Spans& needed, const KeySegment& key) const {
     return rows;
 }
 
-Missing Columns::missing(int32_t document, int32_t server, const Spans& spans) const {
+double Columns::missing(int32_t document, int32_t server, const Spans& spans) const {
     Spans& needed = needed_;
     needed.clear();
     int64_t reach = -1;
@@ -243,7 +220,7 @@ Missing Columns::missing(int32_t document, int32_t server, const Spans& spans) c
             }
         }
     }
-    return {inside + between, p.inside * static_cast<double>(inside) + p.between * static_cast<double>(between)};
+    return p.inside * static_cast<double>(inside) + p.between * static_cast<double>(between);
 }
 
 double Columns::run_cost(const Spans& spans) const {
@@ -280,21 +257,9 @@ void Columns::move(int32_t document, int64_t group, int64_t begin, int64_t end, 
     spans_of(column.data(), count(), server, &after_new);
     load[old] += run_cost(after_old) - run_cost(before_old);
     load[server] += run_cost(after_new) - run_cost(before_new);
-    received[old] +=
-        (missing(document, old, after_old).rows - missing(document, old, before_old).rows) * p.key_value_bytes;
-    received[server] +=
-        (missing(document, server, after_new).rows - missing(document, server, before_new).rows) * p.key_value_bytes;
     if (old != server && (old == home || server == home))
         left[segment_of(document, begin)] += server == home ? end - begin : begin - end;
-    if (old != home) {
-        received[old] -= (end - begin) * p.query_bytes;
-        received[home] -= (end - begin) * p.output_bytes;
-    }
-    if (server != home) {
-        note_served(server, document);
-        received[server] += (end - begin) * p.query_bytes;
-        received[home] += (end - begin) * p.output_bytes;
-    }
+    if (server != home) note_served(server, document);
 }
 
 void Columns::place(int32_t document, int64_t group, const std::vector<Run>& runs) {
@@ -328,14 +293,11 @@ void Columns::place(int32_t document, int64_t group, const std::vector<Run>& run
         spans_of(column.data(), static_cast<int32_t>(column.size()), rank, &before);
         spans_of(placed.data(), static_cast<int32_t>(placed.size()), rank, &after);
         load[rank] += run_cost(after) - run_cost(before);
-        received[rank] += (missing(document, rank, after).rows - missing(document, rank, before).rows) * p.key_value_bytes;
     }
     for (const Cell& cell : placed) {
         if (cell.server == cell.home) continue;
         note_served(cell.server, document);
         left[segment_of(document, cell.begin)] -= cell.end - cell.begin;
-        received[cell.server] += (cell.end - cell.begin) * p.query_bytes;
-        received[cell.home] += (cell.end - cell.begin) * p.output_bytes;
     }
     column = std::move(placed);
 }

@@ -47,7 +47,6 @@ void Offer::find_path() {
 void Offer::try_tails(int64_t groups) {
     const double times = real(groups), key_bytes = real(p.key_value_bytes);
     double gone = 0.0, sent = 0.0, released = 0.0;
-    int64_t rows_before = 0;
     for (size_t step = 0; step < path_.size(); ++step) {
         const auto [begin, end, owner, home] = path_[step];
         const double spare = step == 0 ? prices.surplus : state.load[owner] - at.give[owner];
@@ -60,21 +59,18 @@ void Offer::try_tails(int64_t groups) {
             const double half =
                 cut == begin ? 0.0 : kOvershoot * state.cost_of(cut, std::min(cut + p.granularity, end));
             if (!fits(gain * times, loss * times, spare, owner, half)) continue;
-            const Missing more = new_keys(cut, item.end);
             double size = sent + real(end - cut) * bytes;
-            size += more.weighted * key_bytes;
+            size += new_keys(cut, item.end) * key_bytes;
             size -= released;
             if (cut == begin)
                 size -= freed(begin, owner);
             else if (step == 0 && cut > prices.level)
                 size += second_trip(cut);
-            if (has_room(owner, home, groups, rows_before + end - cut, more.rows, end - cut))
-                judge(groups, cut, item.end, gain * times, size * times);
+            judge(groups, cut, item.end, gain * times, size * times);
         }
         gone += whole;
         if (gone * times > limit + at.slack[server] || whole * times > spare + at.slack[owner]) break;
         sent += real(end - begin) * bytes;
-        rows_before += end - begin;
         released += freed(begin, owner);
     }
 }
@@ -91,10 +87,8 @@ void Offer::try_heads(int64_t groups) {
         const double loss = whole - state.cost_of(cut, item.end);
         const double half = kOvershoot * state.cost_of(std::max(cut - p.granularity, item.begin), cut);
         if (!fits(gain * times, loss * times, prices.surplus, donor, half)) continue;
-        const Missing more = new_keys(item.begin, cut);
-        const double size = real(cut - item.begin) * bytes + more.weighted * real(p.key_value_bytes);
-        if (has_room(donor, home, groups, cut - item.begin, more.rows, cut - item.begin))
-            judge(groups, item.begin, cut, gain * times, size * times);
+        const double size = real(cut - item.begin) * bytes + new_keys(item.begin, cut) * real(p.key_value_bytes);
+        judge(groups, item.begin, cut, gain * times, size * times);
     }
 }
 
@@ -102,12 +96,11 @@ bool Offer::fits(double gain, double loss, double spare, int32_t owner, double h
     return gain <= limit + std::max(at.slack[server], half) && loss <= spare + std::max(at.slack[owner], half);
 }
 
-Missing Offer::new_keys(int64_t begin, int64_t end) {
+double Offer::new_keys(int64_t begin, int64_t end) {
     with_cut_ = theirs_;
     const Span span{begin, end};
     with_cut_.insert(std::lower_bound(with_cut_.begin(), with_cut_.end(), span), span);
-    const Missing needed = state.missing(item.document, server, with_cut_);
-    return {needed.rows - held.rows, needed.weighted - held.weighted};
+    return state.missing(item.document, server, with_cut_) - held;
 }
 
 double Offer::freed(int64_t begin, int32_t owner) {
@@ -120,8 +113,8 @@ double Offer::freed(int64_t begin, int32_t owner) {
         now_.emplace_back(column[cell].begin, column[cell].end);
         if (column[cell].begin != begin) then_.push_back(now_.back());
     }
-    const double now = state.missing(item.document, owner, now_).weighted;
-    return (now - state.missing(item.document, owner, then_).weighted) * real(p.key_value_bytes);
+    const double now = state.missing(item.document, owner, now_), then = state.missing(item.document, owner, then_);
+    return (now - then) * real(p.key_value_bytes);
 }
 
 double Offer::second_trip(int64_t cut) const {
@@ -129,13 +122,6 @@ double Offer::second_trip(int64_t cut) const {
     const double ground = state.density(prices.level);
     if (ground > 0.0) again *= state.density((cut + prices.level) / 2) / ground - 1.0;
     return std::min(again, real(p.key_value_bytes * cut)) * prices.link;
-}
-
-bool Offer::has_room(int32_t owner, int32_t home, int64_t groups, int64_t rows, int64_t keys, int64_t landing) const {
-    const double space = p.memory[server] - real(state.received[server]);
-    if (real(groups * (rows * p.query_bytes + keys * p.key_value_bytes)) > space) return false;
-    if (owner != home || home == server) return true;
-    return real(groups * landing * p.output_bytes) <= p.memory[home] - real(state.received[home]);
 }
 
 void Offer::judge(int64_t groups, int64_t begin, int64_t end, double moved, double size) {

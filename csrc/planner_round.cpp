@@ -69,9 +69,6 @@ void Round::follow(int32_t donor, const Move& move) {
         const double amount = state.cost_of(segment.begin, segment.end) * real(p.groups);
         const double surplus = state.load[donor] - at.give[donor], deficit = at.take[server] - state.load[server];
         if (amount > std::min(surplus, deficit)) return;
-        const double space = p.memory[server] - real(state.received[server]);
-        if (real(rows * (p.query_bytes + p.key_value_bytes)) > space) return;
-        if (real(rows * p.output_bytes) > p.memory[segment.home] - real(state.received[segment.home])) return;
         for (int64_t group = 0; group < p.groups; ++group)
             state.move(segment.document, group, segment.begin, segment.end, server);
         pool_loads_.load_changed(donor);
@@ -258,7 +255,7 @@ Move Round::smallest_step(int32_t donor) {
         if (amount >= least) continue;
         find_receivers(donor, item);
         for (const int32_t server : receivers_)
-            if (finish(server, amount) < finish(donor, 0.0) && fits(donor, server, item, cut)) {
+            if (finish(server, amount) < finish(donor, 0.0)) {
                 least = amount;
                 best = {kInfinity, item.document, item.group_end - 1, item.group_end, cut, item.end, server};
                 break;
@@ -270,13 +267,6 @@ Move Round::smallest_step(int32_t donor) {
 double Round::finish(int32_t rank, double more) const {
     if (p.speed[rank] <= 0.0) return kInfinity;
     return p.base[rank] + (state.load[rank] + more) / p.speed[rank];
-}
-
-bool Round::fits(int32_t donor, int32_t server, const Item& item, int64_t cut) const {
-    const int64_t rows = item.end - cut, keys = item.end - state.first_key(cut);
-    const double room = p.memory[server] - real(state.received[server]);
-    if (real(rows * p.query_bytes + keys * p.key_value_bytes) > room) return false;
-    return real(rows * p.output_bytes) <= p.memory[donor] - real(state.received[donor]);
 }
 
 }  // namespace cad

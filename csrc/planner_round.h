@@ -51,13 +51,11 @@ private:
     // Whether neither side moves more than it wants; half a granule more is rounding.
     bool fits(double gain, double loss, double spare, int32_t owner, double half) const;
     // K and V that the server must receive in addition.
-    Missing new_keys(int64_t begin, int64_t end);
+    double new_keys(int64_t begin, int64_t end);
     // Bytes of K and V that a server need not receive any more without its cell at `begin`.
     double freed(int64_t begin, int32_t owner);
     // What it costs that rows between the level and the cut must leave later: K and V again, or worse rows.
     double second_trip(int64_t cut) const;
-    // Whether memory holds what would arrive at the server, and the O of `landing` rows at home on the way back.
-    bool has_room(int32_t owner, int32_t home, int64_t groups, int64_t rows, int64_t keys, int64_t landing) const;
     // Keeps the move if it is the cheapest, with a price on what it leaves to another one.
     void judge(int64_t groups, int64_t begin, int64_t end, double moved, double size);
     // Where last rows may begin: where they are what is wanted, at the water level, at the begin of the cell.
@@ -76,7 +74,7 @@ private:
     double limit = 0.0;     // the server takes no more than this
     double wanted = 0.0;    // load that the move should have
     double row_cost = 0.0;  // bytes per unit of load of the item's last row
-    Missing held{};         // what the server lacks without the move
+    double held = 0.0;       // what the server lacks without the move
     Move best_{};
     std::vector<PathCell> path_;
     std::vector<int64_t> cuts_;
@@ -113,8 +111,6 @@ private:
     Move smallest_step(int32_t donor);
     // When a rank would stop with so much more load.
     double finish(int32_t rank, double more) const;
-    // Whether memory holds one head group's rows from `cut` on.
-    bool fits(int32_t donor, int32_t server, const Item& item, int64_t cut) const;
     void apply(const Move& move);
     // After a whole short document, further ones to the same server: one search for many.
     void follow(int32_t donor, const Move& move);

@@ -41,7 +41,6 @@ def check_plan(problem: PlanInput, plan: Plan) -> None:
     assert plan.sent_bytes.tolist() == moved[[QKV_SENT, O_SENT]].sum((0, 1)).tolist()
     assert plan.received_bytes.tolist() == moved[[QKV_RECEIVED, O_RECEIVED]].sum((0, 1)).tolist()
     assert plan.between_bytes == moved[[QKV_SENT, O_SENT], BETWEEN].sum()
-    assert (plan.received_bytes <= problem.limits).all()
     assert plan.waves in (1, *problem.waves)
     assert (plan.finish >= plan.load * (1 - 1e-12)).all()
     if not problem.cost.byte_inside and not problem.cost.byte_between:
@@ -187,7 +186,7 @@ def random_problem(seed: int) -> PlanInput:
             byte_inside=inside * times, byte_between=between * times,
         )  # fmt: skip
     mean = cost.pair * int(count_pairs(layout.segments.begin, layout.segments.end).sum()) * groups / ranks
-    base = speed = hosts = memory = alternation = None
+    base = speed = hosts = alternation = None
     is_server = np.arange(ranks) >= ranks - servers
     if servers or rng.random() < 0.3:
         base = np.where(is_server, 0.0, [mean * rng.choice((0, 1, 2, 5)) for _ in range(ranks)])
@@ -195,21 +194,19 @@ def random_problem(seed: int) -> PlanInput:
         speed = np.array([*(rng.choice((0.0, 0.5, 1.0, 2.0)) for _ in range(ranks - 1)), 1.0])
     if rng.random() < 0.6:
         hosts = np.array([rng.randrange(3) for _ in range(ranks)]) if seed % 2 else np.arange(ranks) // 2
-    if rng.random() < 0.2:
-        memory = np.full(ranks, float(tokens * groups * rng.choice((40, 400, 4000))))
     if servers and rng.random() < 0.5:
         alternation = alternate(mean * ranks, base, np.ones(ranks), is_server)
     return PlanInput(
         layout.tick(), shape, cost, window=rng.choice((None, None, None, 1, 64, 700)),
         tolerance=rng.choice((0.0, 0.01, 0.05, 0.2)), granularity=rng.choice((1, 16, 128, 128, 5000)), base_load=base,
-        speed=speed, memory=memory, hosts=hosts, waves=rng.choice(((1,), (1, 2), (1, 2, 4, 8))),
-        keep=rng.random() < 0.3, alternation=alternation,
+        speed=speed, hosts=hosts, waves=rng.choice(((1,), (1, 2), (1, 2, 4, 8))),
+        alternation=alternation,
     )  # fmt: skip
 
 
 def fingerprint(seed: int) -> str:
-    """Of the plan of a random problem; memory is not minded, so that there is one."""
-    plan = make_plan(replace(random_problem(seed), memory=None))
+    """Of the plan of a random problem."""
+    plan = make_plan(random_problem(seed))
     return f"{plan.fingerprint():016x} {plan.waves}"
 
 

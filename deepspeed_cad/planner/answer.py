@@ -10,8 +10,6 @@ import time
 
 import numpy as np
 
-from deepspeed_cad.errors import CADError
-from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.checks import check_input
 from deepspeed_cad.planner.constants import ROUNDING
 from deepspeed_cad.planner.core import Aim, solve
@@ -25,8 +23,7 @@ from deepspeed_cad.planner.starts import best_start
 def make_plan(problem: PlanInput) -> Plan:
     """Make a plan.
 
-    Raises CADConfigError for impossible input, CADError where memory cannot hold any plan or the compiled library is
-    missing.
+    Raises CADConfigError for impossible input, CADError where the compiled library is missing.
     """
     started = time.perf_counter()
     check_input(problem)
@@ -34,7 +31,6 @@ def make_plan(problem: PlanInput) -> Plan:
     notes: tuple[str, ...] = ()
     if problem.cost.byte_inside > 0 or problem.cost.byte_between > 0:
         found, notes = hide_transfers(problem, found)
-    check_memory(problem, found.flows.received)
     finish, waves = finish_best(problem, found.work, found.flows)
     return Plan(
         tasks=split_own_rows(problem.tick, found.tasks, problem.window, problem.granularity),
@@ -50,21 +46,6 @@ def make_plan(problem: PlanInput) -> Plan:
     )
 
 
-def check_memory(problem: PlanInput, received: Ints) -> None:
-    """Raise CADError where a rank would receive more than its memory."""
-    if problem.memory is None:
-        return
-    memory = np.asarray(problem.memory, np.float64)
-    over = received - memory
-    if (over > 0).any():
-        rank = int(over.argmax())
-        raise CADError(
-            f"rank {rank} would receive {int(received[rank])} bytes of Q, K, V and O and has memory for "
-            f"{int(memory[rank])}; {int((over > 0).sum())} of {len(memory)} ranks do not fit. Raise memory, or pack "
-            "shorter documents on these ranks"
-        )
-
-
 def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
     """Why a rank is out of the tolerance, if one is."""
     base, speed = problem.floors, problem.speeds
@@ -78,10 +59,8 @@ def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
     if not len(out):
         return ()
     worst = int(out[np.argmax(np.maximum(work - most, least - work)[out])])
-    reason = (
-        "the granularity, or too few rows" if problem.memory is None else "memory, the granularity, or too few rows"
-    )
     return (
-        f"{len(out)} of {len(work)} ranks are out of the tolerance of {problem.tolerance:g}: {reason}; the farthest "
-        f"is rank {worst} with {work[worst]:.6g} where {least[worst]:.6g} to {most[worst]:.6g} were wanted",
+        f"{len(out)} of {len(work)} ranks are out of the tolerance of {problem.tolerance:g}: the granularity, or too "
+        f"few rows; the farthest is rank {worst} with {work[worst]:.6g} where {least[worst]:.6g} to {most[worst]:.6g} "
+        "were wanted",
     )

@@ -43,15 +43,14 @@ def check_input(problem: PlanInput) -> None:
                 f"hosts has shape {hosts.shape} and dtype {hosts.dtype}; it needs a whole number, that of its host, "
                 f"for each of the {ranks} ranks"
             )
-    for name in ("base_load", "speed", "memory"):
+    for name in ("base_load", "speed"):
         values = getattr(problem, name)
         if values is None:
             continue
         array = np.asarray(values, np.float64)
         if array.shape != (ranks,):
             raise CADConfigError(f"{name} has shape {array.shape}; it needs one number for each of the {ranks} ranks")
-        allowed_infinite = name == "memory"
-        wrong = np.isnan(array) | (array < 0) | (np.isinf(array) & (not allowed_infinite))
+        wrong = ~np.isfinite(array) | (array < 0)
         if wrong.any():
             rank = int(np.flatnonzero(wrong)[0])
             raise CADConfigError(f"{name} of rank {rank} is {array[rank]}; it must be a number of at least 0")

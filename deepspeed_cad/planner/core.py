@@ -111,7 +111,7 @@ def solve(problem: PlanInput, aim: Aim) -> Solution:
     numbers = np.array(
         [cost.pair, cost.row, cost.key, cost.task, *link_weights(problem), aim.tolerance, aim.level, BAND], np.float64
     )
-    ranked = np.concatenate([problem.floors, problem.speeds, problem.limits])
+    ranked = np.concatenate([problem.floors, problem.speeds])
     host = _hosts_as_they_appear(problem)
     query, key = _columns(tick.query), _columns(tick.key)
     plan, counts = ctypes.c_void_p(), np.empty(2, np.int64)

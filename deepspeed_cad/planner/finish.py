@@ -111,10 +111,10 @@ def finish_times(problem: PlanInput, work: Floats, flows: Flows, waves: int = 1)
     begun = (waves - 1) * WAVE_SECONDS if problem.cost.unit == "seconds" else 0.0
     qkv = Trip(times[QKV_SENT], times[QKV_RECEIVED], every)
     o = Trip(times[O_RECEIVED], times[O_SENT], with_rows)
-    # Backward: dO goes out, with Q, K and V where servers do not keep them; dQ, dK and dV come home.
+    # Backward: dO goes out, and Q, K and V once more, which servers do not keep; dQ, dK and dV come home.
     again = Trip(o.home + qkv.home, o.server + qkv.server, every)
     total = np.zeros(len(work))
-    for share, out, back in ((FORWARD_SHARE, qkv, o), (1.0 - FORWARD_SHARE, o if problem.keep else again, qkv)):
+    for share, out, back in ((FORWARD_SHARE, qkv, o), (1.0 - FORWARD_SHARE, again, qkv)):
         turns = problem.alternation
         if turns is not None:
             turns = turns._replace(later=turns.later * share)

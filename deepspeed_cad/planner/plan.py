@@ -78,14 +78,10 @@ class PlanInput:
     """Seconds that each rank computes besides attention in this tick ([ranks], default 0)."""
     speed: Floats | None = None
     """Relative speed of each rank ([ranks], default 1); 0: the rank runs no tasks."""
-    memory: Floats | None = None
-    """Most bytes of Q, K, V and O that each rank can receive ([ranks], default unlimited)."""
     hosts: Ints | None = None
     """Number of each rank's host ([ranks], any numbers in any order); ranks of one share fast links. None: one host."""
     waves: tuple[int, ...] = (1,)
     """In how many waves that what moves may go: the plan takes the number with which it ends first."""
-    keep: bool = False
-    """Whether servers keep Q, K and V for the backward; else they travel again with dO."""
     alternation: Alternation | None = None
     """Where this tick takes turns with another one beside reserved servers; None: it is alone."""
 
@@ -98,11 +94,6 @@ class PlanInput:
     def speeds(self) -> Floats:
         """[ranks]: speeds, 1 where none are given."""
         return self._per_rank(self.speed, 1.0)
-
-    @cached_property
-    def limits(self) -> Floats:
-        """[ranks]: bytes that each can receive, infinite where none are given."""
-        return self._per_rank(self.memory, np.inf)
 
     @cached_property
     def divisors(self) -> Floats:

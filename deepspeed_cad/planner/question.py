@@ -44,7 +44,6 @@ KEYS = {
     "links": 'GB/s into a rank, {"inside": of its host, "between": hosts}; only with a profile as cost',
     "speeds": "relative speed of each rank; 0: runs no tasks",
     "base_load": "what each rank computes besides, in the unit of the cost model",
-    "memory": "most bytes of Q, K, V and O that each rank can receive",
     "servers": '"all" (default), a list of the ranks that run tasks, or a number of further ranks that only serve',
 }
 
@@ -93,7 +92,6 @@ def read_question(fields: Any) -> Question:
         granularity=_integer(fields, "granularity", PlanInput.granularity),
         base_load=_numbers(fields, "base_load", layout.ranks, 0.0),
         speed=speed,
-        memory=_numbers(fields, "memory", layout.ranks, np.inf),
         hosts=_hosts(fields, layout.ranks),
     )
     return Question(problem, number)

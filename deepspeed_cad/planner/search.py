@@ -118,9 +118,7 @@ class Search:
         if not may_stay or at_home.max() <= self.finish:
             nothing = solve(self.problem, Aim(UNBOUNDED))
             finish = self.slowest(nothing)
-            # What ranks of speed 0 hand over in a hurry minds no memory.
-            fits = self.problem.memory is None or bool((nothing.flows.received <= self.problem.memory).all())
-            if fits and (finish < self.finish or (finish == self.finish and may_stay)):
+            if finish < self.finish or (finish == self.finish and may_stay):
                 as_even = np.array_equal(nothing.tasks, self.even.tasks)
                 return nothing, () if as_even else (NOTHING if may_stay else NO_MORE,)
         if self.units == Units.NONE:

@@ -36,9 +36,8 @@ def best_start(problem: PlanInput, at_home: Solution) -> Solution:
         return at_home
     even = solve(problem, Aim(FINER * problem.tolerance))
     if ranks < READ_FROM or problem.shape.groups == 1:
-        return even if fits(problem, even) and pays(problem, even, at_home) else at_home
+        return even if pays(problem, even, at_home) else at_home
     plans = [even, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT), at_home]
-    plans = [plan for plan in plans if fits(problem, plan)] or [at_home]
     ends = [end_of(problem, plan) for plan in plans]
     alike = min(ends) * (1.0 + BAND * problem.tolerance)
     best, least = None, np.inf
@@ -75,11 +74,6 @@ def most_ranks(problem: PlanInput) -> int:
     return int(problem.tick.query.count_ranks()[1].max(initial=0))
 
 
-def fits(problem: PlanInput, plan: Solution) -> bool:
-    """Whether no rank receives more than its memory."""
-    return problem.memory is None or bool((plan.flows.received <= problem.memory).all())
-
-
 def burden(problem: PlanInput, flows: Flows) -> float:
     """Bytes of one layer: memory that its exchanges hold, and what reaches the rank that most reaches.
 
@@ -90,9 +84,8 @@ def burden(problem: PlanInput, flows: Flows) -> float:
     rows, keys = flows.served
     made = rows * problem.shape.query_bytes + keys * problem.shape.key_value_bytes
     weights = np.array(link_weights(problem))
-    reached = flows.bytes[[O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT]].sum(0)
-    if not problem.keep:
-        reached = reached + flows.bytes[QKV_RECEIVED]
+    # Q, K and V reach a server twice: for the forward and for the backward.
+    reached = flows.bytes[[O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_RECEIVED, QKV_SENT]].sum(0)
     return float((out + made).max() + back.max() + (weights @ reached).max())
 
 

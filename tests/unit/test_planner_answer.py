@@ -1,4 +1,4 @@
-"""From a core's solution to a plan: finish times, memory, notes.
+"""From a core's solution to a plan: finish times, notes.
 
 The core is a table of solutions, so that each decision can be seen by itself.
 """
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, answer, make_plan
 from deepspeed_cad.planner.core import Aim, Flows, Solution
@@ -90,18 +89,6 @@ def test_ranks_out_of_the_tolerance_are_noted(
             f"{ranks} of 2 ranks are out of the tolerance of 0.05: the granularity, or too few rows; the farthest is"
         )
         assert note.startswith(start) and note.endswith(farthest)
-    if ranks:
-        bounded, _ = plan(lambda aim: solution(work), memory=np.full(2, 9.0), **fields)
-        assert ": memory, the granularity, or too few rows;" in bounded.notes[0]
-
-
-def test_memory_that_does_not_hold_is_an_error() -> None:
-    core = lambda aim: solution([10.0, 10.0], [100, 300])  # noqa: E731
-    assert plan(core, memory=np.array([100.0, 300.0]))[0].received_bytes.tolist() == [100, 300]
-    with pytest.raises(CADError, match=r"rank 1 would receive 300 bytes .* for 299; 1 of 2 ranks do not fit"):
-        plan(core, memory=np.array([100.0, 299.0]))
-    with pytest.raises(CADError, match="2 of 2"):
-        plan(core, memory=np.array([99.0, 0.0]))
 
 
 def test_plans_are_plain_data(tmp_path: Any) -> None:

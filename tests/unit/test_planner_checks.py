@@ -38,7 +38,6 @@ def tick_of(*segments: tuple[int, int, int, int], ranks: int = 2, key: bool = Fa
         {"hosts": np.array([-7, 3])},
         {"speed": np.array([0.0, 0.1])},
         {"base_load": np.array([0.0, 0.0])},
-        {"memory": np.array([0.0, np.inf])},
         {"shape": HeadShape(1, 1, 1, 1, 1)},
         {"cost": CostModel(pair=0.0)},
         {"tick": tick_of((0, 0, 10, 0), (0, 10, 20, 1), (1, 5, 5, 0))},
@@ -72,7 +71,6 @@ def test_what_is_just_allowed(change: dict[str, Any]) -> None:
         ({"speed": np.array([0.0, 0.0])}, "speed is 0 on every rank"),
         ({"base_load": np.array([0.0, np.inf])}, "base_load of rank 1 is inf"),
         ({"base_load": np.array([np.nan, 0.0])}, "base_load of rank 0 is nan"),
-        ({"memory": np.array([np.inf, -1.0])}, "memory of rank 1 is -1.0"),
         *[({"cost": dataclasses.replace(PAIRS, **{name: wrong})}, f"cost.{name} is {wrong}")
           for name in ("pair", "row", "key", "task", "byte_inside", "byte_between") for wrong in (-1.0, float("inf"))],
         ({"tick": tick_of((0, 0, 5, 2))}, "a query segment lies on rank 2 of a tick with 2 ranks"),

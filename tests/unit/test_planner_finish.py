@@ -49,18 +49,16 @@ def times(
 
 
 @pytest.mark.parametrize(
-    ("hosts", "keep", "expected"),
+    ("hosts", "expected"),
     [
         # Forward: 3 out, 4 of work, 2 back. Backward: dO 2 and Q, K, V 3 out, 4, dQ, dK, dV 3 back. Home works longer.
-        ([0, 0], False, [40.0, 30.0]),
+        ([0, 0], [40.0, 30.0]),
         # Ten times as long: 30 + 4 + 20 and 50 + 4 + 30.
-        ([0, 1], False, [54.0 + 84.0, 34.0 + 54.0]),
-        # dO alone goes out again: 20 + 4 + 30.
-        ([0, 1], True, [54.0 + 54.0, 34.0 + 24.0]),
+        ([0, 1], [54.0 + 84.0, 34.0 + 54.0]),
     ],
 )
-def test_out_work_and_back_follow_one_another(hosts: list[int], keep: bool, expected: list[float]) -> None:
-    assert times([40.0, 30.0], flows({(0, 1): (3, 2)}, [0.0, 8.0], hosts), hosts, keep=keep) == expected
+def test_out_work_and_back_follow_one_another(hosts: list[int], expected: list[float]) -> None:
+    assert times([40.0, 30.0], flows({(0, 1): (3, 2)}, [0.0, 8.0], hosts), hosts) == expected
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,6 @@ def test_keys_alone_return_gradients_only() -> None:
     """Documents that span ranks: rank 1 reads keys of rank 0 for its own rows, 6 of its 8."""
     moved = flows({(0, 1): (2, 0)}, [0.0, 6.0], [0, 1])
     assert times([8.0, 8.0], moved, [0, 1]) == [4.0 + 20.0 + 3.0 + 20.0, 23.0 + 23.0]
-    assert times([8.0, 8.0], moved, [0, 1], keep=True) == [4.0 + 3.0 + 20.0, 23.0 + 4.0]
 
 
 def test_without_figures_for_links_they_take_no_time() -> None:

@@ -22,7 +22,7 @@ LISTS = HEADS | {"ranks": [[9, 0, 4], [], [5]]}
 
 def test_defaults_are_those_of_the_planner() -> None:
     problem = read_question(LISTS).problem
-    for name in ("tolerance", "granularity", "window", "base_load", "speed", "memory", "hosts"):
+    for name in ("tolerance", "granularity", "window", "base_load", "speed", "hosts"):
         assert getattr(problem, name) == getattr(PlanInput, name), name
     assert (problem.tolerance, problem.granularity) == (0.05, 128)
     assert problem.shape == HeadShape(8, 4, 16, 16, 2) and problem.cost is PAIRS
@@ -31,7 +31,7 @@ def test_defaults_are_those_of_the_planner() -> None:
 def test_every_key_reaches_its_field() -> None:
     fields = LISTS | {
         "value_head_dim": 12, "bytes_per_element": 4, "window": 7, "tolerance": 0, "granularity": 3,
-        "ranks_per_node": 2, "speeds": [1, 2.5, 0], "base_load": [0, 3, 4], "memory": [5, 6, 7],
+        "ranks_per_node": 2, "speeds": [1, 2.5, 0], "base_load": [0, 3, 4],
     }  # fmt: skip
     problem = read_question(fields).problem
     assert problem.shape == HeadShape(8, 4, 16, 12, 4)
@@ -39,7 +39,6 @@ def test_every_key_reaches_its_field() -> None:
     assert problem.hosts is not None and problem.hosts.tolist() == [0, 0, 1]
     assert problem.speed is not None and problem.speed.tolist() == [1.0, 2.5, 0.0]
     assert problem.base_load is not None and problem.base_load.tolist() == [0.0, 3.0, 4.0]
-    assert problem.memory is not None and problem.memory.tolist() == [5.0, 6.0, 7.0]
     assert read_question({key: value for key, value in LISTS.items() if key != "kv_heads"}).problem.shape.groups == 8
     lowest = read_question(LISTS | {"window": 1, "granularity": 1, "ranks_per_node": 1, "speeds": [0, 1, 1]}).problem
     assert (lowest.window, lowest.granularity) == (1, 1)
@@ -82,9 +81,8 @@ def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) 
 
 
 def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
-    problem = read_question(LISTS | {"servers": 1, "base_load": [1, 2, 3], "memory": [1, 2, 3]}).problem
+    problem = read_question(LISTS | {"servers": 1, "base_load": [1, 2, 3]}).problem
     assert problem.base_load is not None and problem.base_load.tolist() == [1.0, 2.0, 3.0, 0.0]
-    assert problem.memory is not None and problem.memory.tolist() == [1.0, 2.0, 3.0, np.inf]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
         (LISTS | {"servers": 2, "speeds": [1, 2, 3, 4]}, "speeds has 4 values; expected a list of 5"),
         (LISTS | {"speeds": [1, True, 1]}, r"speeds\[1\] is True"),
         (LISTS | {"speeds": [1, "2", 1]}, r"speeds\[1\] is '2'"),
-        (LISTS | {"memory": [1, -2, 1]}, r"memory\[1\] is -2; expected a number of at least 0 \(most bytes"),
+        (LISTS | {"base_load": [1, -2, 1]}, r"base_load\[1\] is -2; expected a number of at least 0 \(what each"),
         (LISTS | {"cost": 5}, 'cost is 5; expected "pairs" or the path'),
         (LISTS | {"cost": "none.json"}, "cost is 'none.json'"),
         (LISTS | {"widow": 5}, "unknown key 'widow': did you mean 'window'"),

@@ -13,7 +13,6 @@ from test_planner import problems
 from test_planner_search import BIG, H200
 
 from deepspeed_cad.cost import PAIRS
-from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Layout, Segments, Tick
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, answer, make_plan, starts
 from deepspeed_cad.planner.checks import check_coverage, check_cuts
@@ -185,36 +184,12 @@ def test_other_starts_are_planned_only_where_a_document_lies_on_many_ranks(
 
 
 def test_documents_on_two_ranks_are_more_even_than_the_tolerance_says() -> None:
-    """Something travels in any case; but memory that holds only what is less even is enough."""
+    """Something travels in any case."""
     problem = ask([MILLION // 2], 2, MILLION // 4, BIG)
     loose = start(problem, -1)
     plan = make_plan(problem)
     assert loose.work.max() > 1.0075 * loose.work.mean() and plan.imbalance < 1.003
-    most = loose.flows.received
-    assert plan.received_bytes.max() > most.max()
-    tight = make_plan(dataclasses.replace(problem, memory=np.full(2, float(most.max()))))
-    assert tight.received_bytes.max() <= most.max() and tight.imbalance < 1.01
-
-
-def test_memory_may_hold_one_start_only() -> None:
-    """Of four ranks with many heads, the last reads all keys from home, or a quarter of the head groups' dealt out."""
-    problem = ask([4 * 16384], 4, 16384, MHA)
-    at_home, dealt_out = (start(problem, kept).flows.received.max() for kept in (-1, 0))
-    assert dealt_out < 0.9 * at_home
-    plan = make_plan(dataclasses.replace(problem, memory=np.full(4, 1.05 * dealt_out)))
-    assert plan.received_bytes.max() <= 1.05 * dealt_out and plan.imbalance <= 1.02
-    with pytest.raises(CADError, match="memory"):
-        make_plan(dataclasses.replace(problem, memory=np.full(4, 0.1 * dealt_out)))
-
-
-def test_a_start_that_does_not_fit_is_not_taken() -> None:
-    problem = ask(*CASES["a long one and short ones"], memory=np.full(4, 4.25 * 2**30))
-    assert (
-        start(problem, 0).flows.received.max()
-        < 4.25 * 2**30
-        < make_plan(dataclasses.replace(problem, memory=None)).received_bytes.max()
-    )
-    assert make_plan(problem).received_bytes.max() < 4.25 * 2**30
+    assert plan.received_bytes.max() > loose.flows.received.max()
 
 
 def test_a_start_that_ends_clearly_later_is_not_taken() -> None:
