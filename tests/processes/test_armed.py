@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import training
 from ports import free_port
 from trainers import write_inputs
 
@@ -23,7 +24,7 @@ from deepspeed_cad.launch import armed
 from deepspeed_cad.request import VARIABLE, Request, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = '{"granularity": 16, "tolerance": 0.02}'
+BLOCK = json.dumps({"granularity": 16, "tolerance": 0.02, "links": training.LINKS})
 
 STAND_INS = """
 import sys, types

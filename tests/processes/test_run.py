@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import training
 from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, run_ranks, torchrun, trained, zero
 from ports import free_port
 from trainers import assert_same
@@ -19,7 +20,8 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.request import VARIABLE, Request, read_environment
 
 LAUNCH = "from accelerate.commands.accelerate_cli import main; main()"
-CAD = ["-m", "deepspeed_cad.run", "--cad", '{"granularity": 16, "tolerance": 0.02}']
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
+CAD = ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK)]
 
 
 @pytest.fixture(scope="module")

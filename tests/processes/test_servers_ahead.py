@@ -2,12 +2,13 @@
 the first step of passes that another trainer has not entered. They begin again there, in the order of the others.
 
 The transport is that of CPUs, with one change: an exchange is begun at once, and whether all ranks are in the same one
-is compared where it is waited for.
+is compared where it is waited for. Where a server dies as Q, K and V, or dO, go out, it dies when trainer 0 has begun
+that pass, and trainer 1 enters it only when the death has halted it. No time is measured.
 """
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,10 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from deepspeed_cad.attention.passes import Passes
-from deepspeed_cad.attention.repeatable import RepeatableCall
+from deepspeed_cad.attention.repeatable import BackwardPass, RepeatableCall
 from deepspeed_cad.exchange.carriers import ComparedFirst, UnderWay
 from deepspeed_cad.exchange.identity import compare
 from deepspeed_cad.exchange.liveness import Liveness
-
-SLOW_S = 0.08
 
 
 def _start_at_once(
@@ -51,17 +50,35 @@ def _finish_both(self: ComparedFirst, under_way: Any) -> torch.Tensor:
     return _finish(self, under_way)
 
 
-_play = change._play
+_play, _die_at = change._play, change._die_at
 
 
-def _play_ahead(rank: int, *args: Any) -> Any:
-    """As a rank of test_servers_change.py; trainer 1 comes late to each pass."""
-    kept = ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, Passes.undo
-    begin, undo = RepeatableCall.begin, Passes.undo
-    undone = [0]
+def _play_ahead(
+    rank: int, world: int, port: int, block: dict[str, Any], deaths: dict[int, tuple], later: int, folder: str,
+    *args: Any
+) -> Any:  # fmt: skip
+    """As a rank of test_servers_change.py; where a server dies, trainer 0 is ahead of trainer 1."""
+    kept = ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, RepeatableCall._try_to_start, Passes.undo
+    begin, try_to_start, undo = RepeatableCall.begin, RepeatableCall._try_to_start, Passes.undo
+    undone, begun, halted = [0], Path(folder, "begun"), [False]
+    what, turn, layer = deaths[2][:3]
 
-    def late(self: RepeatableCall, one: Any) -> None:
-        time.sleep(SLOW_S)
+    def is_last(call: RepeatableCall, one: Any) -> bool:
+        """Whether a server dies as this pass goes out."""
+        backward = isinstance(one, BackwardPass)
+        here = call.setup.turn == turn and call.setup.layer == layer
+        return here and what == ("backward dispatch" if backward else "dispatch")
+
+    def start_first(self: RepeatableCall, one: Any, generation: int) -> bool:
+        started = try_to_start(self, one, generation)
+        if started and is_last(self, one):
+            begun.touch()
+        return started
+
+    def begin_late(self: RepeatableCall, one: Any) -> None:
+        if is_last(self, one) and not halted[0]:
+            halted[0] = True
+            change._await(lambda: self._passes._halted or self._passes.generation)
         begin(self, one)
 
     def count(self: Passes, entered: int) -> None:
@@ -69,14 +86,21 @@ def _play_ahead(rank: int, *args: Any) -> Any:
         undone[0] += len(self._undone)
 
     ComparedFirst.start, ComparedFirst.finish = _start_at_once, _finish_both  # type: ignore[method-assign]
+    if rank == 0:
+        RepeatableCall._try_to_start = start_first  # type: ignore[method-assign]
     if rank == 1:
-        RepeatableCall.begin = late  # type: ignore[method-assign]
+        RepeatableCall.begin = begin_late  # type: ignore[method-assign]
     Passes.undo = count  # type: ignore[method-assign]
+    if "served" not in what and "return" not in what:
+        change._die_at = partial(_die_at, first=lambda: change._await(begun.exists))
     try:
-        found = _play(rank, *args)
+        found = _play(rank, world, port, block, deaths, later, folder, *args)
         return {**found, "undone": undone[0]} if isinstance(found, dict) else found
     finally:
-        ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, Passes.undo = kept  # type: ignore[method-assign]
+        (
+            ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, RepeatableCall._try_to_start, Passes.undo
+        ) = kept  # type: ignore[method-assign]  # fmt: skip
+        change._die_at = _die_at
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,12 @@ def _nothing(rank: int, step: int, folder: str) -> None:
 
 
 def _kill(rank: int, step: int, folder: str) -> None:
-    """Between steps 1 and 2 the server dies whose process is named in a file."""
+    """Between steps 1 and 2 the server dies whose process is named in a file, and every trainer knows it."""
     if step == 2:
         dist.barrier()
         if rank == 0:
             os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
-            time.sleep(0.5)
+        _await(lambda: _changes().crew.generation)
         dist.barrier()
 
 
@@ -122,10 +123,14 @@ def _found() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _die_at(what: str, turn: int, layer: int, wave: int = 0, how: int = signal.SIGKILL) -> None:
-    """Let this server die at a moment of its loop, or stop there."""
+def _die_at(
+    what: str, turn: int, layer: int, wave: int = 0, how: int = signal.SIGKILL, first: Callable[[], None] | None = None
+) -> None:
+    """Let this server die at a moment of its loop, or stop there; `first` is called before."""
 
     def end() -> None:
+        if first is not None:
+            first()
         loop.serve_arrived, loop.serve_arrived_backward = whole
         os.kill(os.getpid(), how)
 
@@ -175,7 +180,7 @@ def _run(
     """What the trainers give; all servers but those of `deaths` end well."""
     errors, results = workers.try_run(
         _play, trainers + servers + later, free_port(), {**BLOCK, "servers": {"reserved": servers}, **block}, deaths,
-        later, str(folder), train, *args, joined=False, grace=60,
+        later, str(folder), train, *args, joined=False, mortal=deaths, timeout=120.0,
     )  # fmt: skip
     wakes = {rank for rank, moment in deaths.items() if signal.SIGSTOP in moment}
     for rank, error in enumerate(errors):
@@ -203,6 +208,11 @@ def _moment(what: str, turn: int) -> tuple[str, int, int]:
     return what, turn, 0 if "backward" in what else 1
 
 
+def _runs_again(what: str, trainers: int) -> bool:
+    """Whether all trainers are certain to be in that pass: one that is not begins with the new servers."""
+    return what != "open" and "done" not in what and (trainers == 1 or not what.endswith("dispatch"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["interleave", pytest.param("local_first", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("what", "turn"), MOMENTS)
@@ -214,7 +224,7 @@ def test_a_server_dies_at_a_moment(
     workers: WorkerPool, tmp_path: Path, trainers: int, servers: int, what: str, turn: int, overlap: str
 ) -> None:
     found = _run(workers, trainers, servers, {trainers: _moment(what, turn)}, tmp_path, overlap=overlap)
-    if what not in ("open", "return done", "backward return done"):
+    if _runs_again(what, trainers):
         assert found[0]["repeated"] > 0
 
 
@@ -225,7 +235,7 @@ def test_a_server_dies_at_a_moment(
 def test_a_server_hangs_at_a_moment_and_goes_on_later(workers: WorkerPool, tmp_path: Path, what: str) -> None:
     """It is dropped as if it had died, and what it does when it goes on disturbs nobody."""
     moment = (*_moment(what, 1), 0, signal.SIGSTOP)
-    for one in _run(workers, 2, 2, {2: moment}, tmp_path, _wake, timeout_s=12):
+    for one in _run(workers, 2, 2, {2: moment}, tmp_path, _wake, timeout_s=20):
         assert one["repeated"] > 0 and one["changes"] == 1
 
 
@@ -278,7 +288,8 @@ def test_modes(workers: WorkerPool, tmp_path: Path, block: dict[str, Any], what:
 def test_between_waves(workers: WorkerPool, tmp_path: Path, what: str, wave: int, overlap: str) -> None:
     """All waves of a pass run again, with others in the new plan."""
     found = _run(workers, 2, 2, {3: (*_moment(what, 1), wave)}, tmp_path, overlap=overlap, waves=4)
-    assert found[0]["repeated"] > 0
+    if _runs_again(what, 2):
+        assert found[0]["repeated"] > 0
 
 
 @pytest.mark.slow
@@ -286,7 +297,8 @@ def test_between_waves(workers: WorkerPool, tmp_path: Path, what: str, wave: int
 @pytest.mark.parametrize("what", ["return", "backward dispatch", "backward return"])
 def test_checkpointing(workers: WorkerPool, tmp_path: Path, checkpoint: str, what: str) -> None:
     found = _run(workers, 2, 1, {2: _moment(what, 1)}, tmp_path, _nothing, checkpoint)
-    assert found[0]["repeated"] > 0
+    if _runs_again(what, 2):
+        assert found[0]["repeated"] > 0
 
 
 def _loaded(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -341,7 +353,8 @@ def _many(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[
 def test_several_micro_batches_in_flight(workers: WorkerPool, tmp_path: Path, what: str, turn: int) -> None:
     """Those whose forward ran with the server attend again before their backward."""
     found = _run(workers, 2, 2, {2: _moment(what, turn)}, tmp_path, train=_many)
-    assert found[0]["repeated"] > 0
+    if _runs_again(what, 2):
+        assert found[0]["repeated"] > 0
 
 
 def _windows_and_sinks(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -367,10 +380,11 @@ def _apart(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict
         own = training.documents(LENGTHS[trainers][(rank + step) % trainers], seed=100 * step + rank)
         loss = training.loss_sum(model, training.pack(own))
         if step == 1 and rank == 1:
-            _lose_last(int(Path(folder, "pid").read_text()))
+            _lose_last(Path(folder))
         loss.backward()
         if step == 1 and rank == 0:
             assert _changes().crew.generation == 0
+            Path(folder, "through").touch()
         expected, gradients = training.alone(reference, own)
         for name, parameter in model.named_parameters():
             mine, wanted = parameter.grad.clone(), gradients[name].clone()
@@ -381,16 +395,17 @@ def _apart(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict
     return _found()
 
 
-def _lose_last(pid: int) -> None:
-    """What comes back in the last exchange of a backward is lost, because the server dies before all of it is sent."""
+def _lose_last(folder: Path) -> None:
+    """What comes back in the last exchange of a backward is lost, because the server dies before all of it is sent, but
+    after trainer 0 has its part."""
     finish = ComparedFirst.finish
 
     def lose(self: ComparedFirst, under_way: Any) -> Any:
         if "return in the backward of micro-batch 1, layer 0" not in str(under_way.identity):
             return finish(self, under_way)
         ComparedFirst.finish = finish  # type: ignore[method-assign]
-        time.sleep(1.0)
-        os.kill(pid, signal.SIGKILL)
+        _await((folder / "through").exists)
+        os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
         _await(_changes().why)
         raise ServerLostError(_changes().why())
 
