@@ -31,7 +31,7 @@ def plain(tmp_path_factory) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["accelerate", "ddp", "fsdp2"])
+@pytest.mark.parametrize("loop", [pytest.param("accelerate", marks=pytest.mark.long), "ddp", "fsdp2"])
 def test_torchrun(plain, tmp_path, loop: str) -> None:
     found = trained([*torchrun(2), *CAD], tmp_path, loop)
     assert_same(losses(found), plain)
@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_switched(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["deepspeed", "trainer"])
+@pytest.mark.parametrize("loop", [pytest.param("deepspeed", marks=pytest.mark.long), "trainer"])
 def test_two_sources_that_disagree(tmp_path, loop: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(zero(1, cad={"tolerance": 0.3, "granularity": 16})))
     done = run_ranks(1, [*CAD, SCRIPT, loop, "out.json", "--json", "ds.json"], tmp_path)

@@ -112,13 +112,12 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("servers", "overlap"),
-    [(1, "interleave"), pytest.param(2, "interleave", marks=pytest.mark.long),
-     pytest.param(1, "local_first", marks=pytest.mark.long), pytest.param(2, "local_first", marks=pytest.mark.long)],
+    [(1, "interleave"), pytest.param(2, "local_first", marks=pytest.mark.long)],
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("what", "undone"),
-    [("dispatch", True), ("dispatch served", False), ("return", False), ("backward dispatch", True),
-     ("backward return", False)],
+    [("dispatch", True), pytest.param("dispatch served", False, marks=pytest.mark.long), ("return", False),
+     ("backward dispatch", True), pytest.param("backward return", False, marks=pytest.mark.long)],
 )  # fmt: skip
 def test_what_one_trainer_had_begun_alone_begins_again(
     workers: WorkerPool, tmp_path: Path, servers: int, overlap: str, what: str, undone: bool
@@ -136,16 +135,14 @@ def test_while_several_micro_batches_are_in_flight(workers: WorkerPool, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "second", [pytest.param(("dispatch", 1), marks=pytest.mark.long), ("return", 1), ("backward dispatch", 1)]
-)
+@pytest.mark.parametrize("second", [pytest.param(("dispatch", 1), marks=pytest.mark.long), ("backward dispatch", 1)])
 def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tuple[str, int]) -> None:
     """The second one mostly while passes begin again for the first."""
     change._run(workers, 2, 2, {2: change._moment("dispatch", 1), 3: change._moment(*second)}, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["dispatch", "return", "backward dispatch"])
+@pytest.mark.parametrize("what", ["dispatch", pytest.param("return", marks=pytest.mark.long)])
 def test_in_waves(workers: WorkerPool, tmp_path: Path, what: str) -> None:
     """More of them than have memory at once: some start only while others are served."""
     change._run(workers, 2, 2, {2: change._moment(what, 1)}, tmp_path, waves=5)

@@ -218,7 +218,7 @@ def _runs_again(what: str, trainers: int) -> bool:
 @pytest.mark.parametrize(("what", "turn"), MOMENTS)
 @pytest.mark.parametrize(
     ("trainers", "servers"),
-    [(1, 1), pytest.param(1, 2, marks=pytest.mark.long), pytest.param(2, 1, marks=pytest.mark.long), (2, 2)],
+    [pytest.param(1, 1, marks=pytest.mark.long), pytest.param(2, 1, marks=pytest.mark.long), (2, 2)],
 )
 def test_a_server_dies_at_a_moment(
     workers: WorkerPool, tmp_path: Path, trainers: int, servers: int, what: str, turn: int, overlap: str
@@ -229,9 +229,7 @@ def test_a_server_dies_at_a_moment(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "what", ["dispatch served", "backward dispatch served", pytest.param("backward return", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("what", ["dispatch served", pytest.param("backward return", marks=pytest.mark.long)])
 def test_a_server_hangs_at_a_moment_and_goes_on_later(workers: WorkerPool, tmp_path: Path, what: str) -> None:
     """It is dropped as if it had died, and what it does when it goes on disturbs nobody."""
     moment = (*_moment(what, 1), 0, signal.SIGSTOP)
@@ -246,7 +244,7 @@ def test_between_steps(workers: WorkerPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second", [("dispatch served", 1), ("return", 1), ("backward dispatch", 1), ("open", 3)])
+@pytest.mark.parametrize("second", [("return", 1), pytest.param(("open", 3), marks=pytest.mark.long)])
 def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tuple[str, int]) -> None:
     """The second one mostly while passes run again for the first."""
     deaths = {2: _moment("dispatch served", 1), 3: _moment(*second)}
@@ -256,16 +254,15 @@ def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "block",
+    ("block", "what"),
     [
-        {"overlap": "pingpong"},
-        {"overlap": "none"},
-        {"trainers_serve": False},
-        {"look_ahead": 0},
+        ({"overlap": "pingpong"}, "backward dispatch served"),
+        pytest.param({"overlap": "none"}, "backward dispatch served", marks=pytest.mark.long),
+        ({"trainers_serve": False}, "dispatch served"),
+        pytest.param({"look_ahead": 0}, "dispatch served", marks=pytest.mark.long),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("what", ["dispatch served", "backward dispatch served"])
 def test_modes(workers: WorkerPool, tmp_path: Path, block: dict[str, Any], what: str) -> None:
     found = _run(workers, 2, 2, {3: _moment(what, 1)}, tmp_path, **block)
     assert found[0]["repeated"] > 0
@@ -276,12 +273,9 @@ def test_modes(workers: WorkerPool, tmp_path: Path, block: dict[str, Any], what:
 @pytest.mark.parametrize(
     ("what", "wave"),
     [
-        ("dispatch served", 0),
-        pytest.param("dispatch", 1, marks=pytest.mark.long),
+        pytest.param("dispatch served", 0, marks=pytest.mark.long),
         ("return", 1),
         pytest.param("dispatch", 3, marks=pytest.mark.long),
-        pytest.param("return", 3, marks=pytest.mark.long),
-        pytest.param("backward dispatch", 1, marks=pytest.mark.long),
         ("backward return", 2),
     ],
 )
@@ -293,8 +287,15 @@ def test_between_waves(workers: WorkerPool, tmp_path: Path, what: str, wave: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("what", ["return", "backward dispatch", "backward return"])
+@pytest.mark.parametrize(
+    ("checkpoint", "what"),
+    [
+        ("reentrant", "backward return"),
+        ("non-reentrant", "return"),
+        pytest.param("reentrant", "backward dispatch", marks=pytest.mark.long),
+        pytest.param("non-reentrant", "backward dispatch", marks=pytest.mark.long),
+    ],
+)
 def test_checkpointing(workers: WorkerPool, tmp_path: Path, checkpoint: str, what: str) -> None:
     found = _run(workers, 2, 1, {2: _moment(what, 1)}, tmp_path, _nothing, checkpoint)
     if _runs_again(what, 2):
@@ -321,7 +322,7 @@ def _loaded(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["open", "dispatch", "backward return"])
+@pytest.mark.parametrize("what", [pytest.param("open", marks=pytest.mark.long), "backward return"])
 def test_what_was_planned_ahead(workers: WorkerPool, tmp_path: Path, what: str) -> None:
     found = _run(workers, 2, 2, {2: _moment(what, 2)}, tmp_path, train=_loaded)
     assert found[0]["changes"] == 1
@@ -348,7 +349,14 @@ def _many(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "turn"),
-    [("dispatch served", 2), ("return", 3), ("backward dispatch", 1), ("backward return", 3), ("backward return", 0)],
+    [
+        ("return", 3),
+        ("backward return", 0),
+        *(
+            pytest.param(*moment, marks=pytest.mark.long)
+            for moment in (("backward dispatch", 1), ("backward return", 3))
+        ),
+    ],
 )
 def test_several_micro_batches_in_flight(workers: WorkerPool, tmp_path: Path, what: str, turn: int) -> None:
     """Those whose forward ran with the server attend again before their backward."""
@@ -363,9 +371,8 @@ def _windows_and_sinks(rank: int, trainers: int, block: dict[str, Any], folder: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["return", "backward dispatch served"])
-def test_windows_and_sinks(workers: WorkerPool, tmp_path: Path, what: str) -> None:
-    found = _run(workers, 2, 2, {2: _moment(what, 1)}, tmp_path, train=_windows_and_sinks)
+def test_windows_and_sinks(workers: WorkerPool, tmp_path: Path) -> None:
+    found = _run(workers, 2, 2, {2: _moment("backward dispatch served", 1)}, tmp_path, train=_windows_and_sinks)
     assert found[0]["repeated"] > 0
 
 
@@ -418,7 +425,7 @@ def test_a_trainer_that_is_ahead_helps(workers: WorkerPool, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainers", "servers"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("trainers", "servers"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 1)])
 def test_a_server_comes_later(workers: WorkerPool, tmp_path: Path, trainers: int, servers: int) -> None:
     for one in _run(workers, trainers, servers, {}, tmp_path, _ask_in, later=1):
         assert one["changes"] == 1 and one["repeated"] == 0

@@ -64,6 +64,7 @@ def test_one_that_hangs_is_dropped_and_ends_when_it_wakes(job: Job) -> None:
     assert codes.pop(hung) == 1 and set(codes.values()) == {0}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_that_hangs_is_named_where_it_ends_all(job: Job) -> None:
     for rank in range(3):
@@ -99,6 +100,7 @@ def test_a_trainer_that_fails_ends_all_the_same(job: Job, how: str, reason: str)
     assert reason in job.said("rank2") and "rank 1 stopped" in job.said("rank0"), job.said("rank0")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_trainer_and_a_server_die_together(job: Job) -> None:
     for rank in range(4):
