@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
@@ -62,6 +63,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             return
         function, world, store, timeout, once, joined, args = task
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+        faulthandler.dump_traceback_later(max(2 * timeout - 5, 1))
         try:
             torch.manual_seed(0)
             if joined:
@@ -76,6 +78,7 @@ def _serve(rank: int, pipe: Connection) -> None:
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
         finally:
+            faulthandler.cancel_dump_traceback_later()
             from deepspeed_cad.session import close_session
 
             close_session()
@@ -119,7 +122,7 @@ class WorkerPool:
         world: int,
         *args: Any,
         timeout: float = 60.0,
-        grace: float = 20.0,
+        grace: float = 60.0,
         once: bool = False,
         joined: bool = True,
         mortal: Collection[int] = (),

@@ -24,7 +24,7 @@ else:
 rank = dist.get_rank()
 model = training.tiny_llama(torch.float32).train()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(200 if how in ("wait", "until") else 6):
+for step in range(2000 if how in ("wait", "until") else 6):
     if how == "until":
         # All of them end at the same step.
         ends = torch.tensor([os.path.exists("stop")])

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import training
 from ports import free_port
 from trainers import write_inputs
 
@@ -23,7 +24,7 @@ from deepspeed_cad.launch import armed
 from deepspeed_cad.request import VARIABLE, Request, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = '{"granularity": 16, "tolerance": 0.02}'
+BLOCK = json.dumps({"granularity": 16, "tolerance": 0.02, "links": training.LINKS})
 
 STAND_INS = """
 import sys, types
@@ -207,7 +208,7 @@ def _run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "sys.exit(0)", "os._exit(0)"])
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.long), "os._exit(0)"])
 def test_torchrun_started_by_a_script(tmp_path, end: str) -> None:
     """The children train a model that is none of transformers, and catch the error."""
     (tmp_path / "train.py").write_text(PLAIN + end)
@@ -260,7 +261,9 @@ def _launched(way: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["run", pytest.param("environment", marks=pytest.mark.long), "accelerate-cad"])
+@pytest.mark.parametrize(
+    "way", ["run", *(pytest.param(way, marks=pytest.mark.long) for way in ("environment", "accelerate-cad"))]
+)
 def test_trl_sft(tmp_path, way: str) -> None:
     pytest.importorskip("trl.cli")
     done = _launched(way, tmp_path)

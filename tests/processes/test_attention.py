@@ -93,16 +93,17 @@ def _run(
     "window, sinks, cut, seed",
     [(None, False, False, 0), (None, True, True, 3), (19, True, False, 1), (5, False, True, 2)],
 )
-@pytest.mark.parametrize("name", list(cases.layouts()))
+@pytest.mark.parametrize("name", ["odd", "a rank with no tokens", "documents over borders"])
 def test_random_plans_are_exact(
     workers: WorkerPool, name: str, window: int | None, sinks: bool, cut: bool, seed: int
 ) -> None:
-    """Any plan that covers the tick gives the outputs and gradients of each document alone."""
+    """Any plan that covers the tick gives the outputs and gradients of each document alone. All layouts, masks and
+    modes in one process: tests/unit/test_attention_ranks.py."""
     assert max(workers.run(_run, cases.layouts()[name].ranks, name, seed, window, sinks, cut)) < 1e-10
 
 
-@pytest.mark.parametrize("waves, window, cut", [(2, None, True), (3, 19, False), (4, None, True), (7, 19, False)])
-@pytest.mark.parametrize("name", ["odd", "a rank with no tokens", "documents over borders"])
+@pytest.mark.parametrize("waves, window, cut", [(2, None, True), (7, 19, False)])
+@pytest.mark.parametrize("name", ["odd", "a rank with no tokens"])
 def test_waves(workers: WorkerPool, name: str, waves: int, window: int | None, cut: bool) -> None:
     """Several exchanges of one tick are under way at once, more than gloo moves at a time."""
     args = (name, 1, window, True, cut, torch.float64, waves)
@@ -114,8 +115,6 @@ def test_waves(workers: WorkerPool, name: str, waves: int, window: int | None, c
     [
         ("two", 19, True, 1, -1),
         ("three", None, True, 1, 0),
-        ("four", None, False, 2, 1),
-        ("four", 250, True, 1, 0),
         ("four", 19, False, 2, -1),
         ("three of four", None, True, 2, 0),
         ("two documents", None, True, 1, 1),

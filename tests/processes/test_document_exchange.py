@@ -274,7 +274,7 @@ def _trainers(rank: int, world: int, folder: str, deepspeed_stage: int | None) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [None, 2])
+@pytest.mark.parametrize("stage", [None, pytest.param(2, marks=pytest.mark.long)])
 def test_trainer(fresh_workers: WorkerPool, tmp_path, stage: int | None) -> None:
     """Losses of every step as without CAD; a rest of an epoch, too; refused where the loss is not global."""
     for found in fresh_workers.run(_trainers, 2, str(tmp_path), stage, timeout=140.0):

@@ -5,20 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import re
-import time
 import weakref
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
 from pool import WorkerPool
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADUnsupportedError
 
-BLOCK = {"granularity": 16, "timeout_s": 8.0, "links": training.LINKS}
+BLOCK = {"granularity": 16, "timeout_s": 60.0, "links": training.LINKS}
 
 
 def _step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
@@ -161,7 +161,8 @@ def test_host_memory_that_runs_out_ends_all(workers: WorkerPool) -> None:
 
 def _dies(rank: int, world: int, when: str) -> None:
     model = training.tiny_llama()
-    deepspeed_cad.apply(model, {**BLOCK, "timeout_s": 4.0})
+    deepspeed_cad.apply(model, {**BLOCK, "timeout_s": 10.0 if when == "hangs" else 60.0})
+    store = dist.distributed_c10d._get_default_store()
     for step in range(3):
         if rank == 1 and step == 1 and when == "before the lengths":
             os._exit(7)
@@ -169,8 +170,13 @@ def _dies(rank: int, world: int, when: str) -> None:
             transport = deepspeed_cad.current_session().transport
             transport.dispatch = lambda *_: os._exit(7)
         if rank == 1 and step == 1 and when == "hangs":
-            time.sleep(14)
-        _step(model, _batch((rank + step) % 2))
+            store.wait(["failed/0", "failed/2"])
+            return
+        try:
+            _step(model, _batch((rank + step) % 2))
+        except deepspeed_cad.CADPeerError:
+            store.set(f"failed/{rank}", "")
+            raise
 
 
 def _refuses_in_a_layer(rank: int, world: int) -> None:

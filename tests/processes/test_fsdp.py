@@ -201,7 +201,7 @@ def _interleaved(rank: int, world: int, way: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["FSDP2", "FSDP2, parameters kept", "FSDP2, checkpointing", "FSDP1", "FSDP2, root"])
+@pytest.mark.parametrize("way", ["FSDP2, checkpointing", pytest.param("FSDP1", marks=pytest.mark.long), "FSDP2, root"])
 def test_interleaved(workers: WorkerPool, way: str) -> None:
     """Where layers are wrapped nano-batches alternate inside them; a wrapper around the whole model is none."""
     for reason in workers.run(_interleaved, 2, way, timeout=100.0):

@@ -74,7 +74,7 @@ def _loss(logits: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", [pytest.param(False, marks=pytest.mark.long), True])
 def test_zero3(fresh_workers: WorkerPool, checkpoint: bool) -> None:
     """Layers that run once per document are gathered once, as often on every rank; the gradients are right."""
     for worst in fresh_workers.run(_zero3, 2, "qwen3_5_text", checkpoint, timeout=240.0):
@@ -101,8 +101,7 @@ def _fsdp2(rank: int, world: int, kind: str, late: bool) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize(("kind", "late"), [("qwen3_5_text", False), ("lfm2", True)])
 def test_fsdp2(workers: WorkerPool, kind: str, late: bool) -> None:
     """Turned on before sharding and after it, with checkpointing."""
     for worst in workers.run(_fsdp2, 2, kind, late):

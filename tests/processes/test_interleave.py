@@ -344,7 +344,7 @@ def _compiled(rank: int, world: int, whole: bool) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.long), True])
 def test_compiled(workers: WorkerPool, whole: bool) -> None:
     for reason, captured in workers.run(_compiled, 2, whole, timeout=100.0):
         assert not reason and captured > 0

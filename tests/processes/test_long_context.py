@@ -243,9 +243,20 @@ def _compare(rank: int, world: int, name: str, keep: str) -> tuple[float, float,
     )
 
 
+OFTEN = (
+    "ZeRO-3, optimizer offload, tiled, checkpoints on the CPU",
+    "ZeRO-3, DeepSpeed's checkpointing on the CPU",
+    "FSDP2, offload, offloaded layers",
+    "TRL's activation offloading, checkpointing",
+)
+"""One of each kind; the others with `make test-long`."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["host", pytest.param("device", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in WAYS]
+)
 def test_same_losses_and_weights(fresh_workers: WorkerPool, name: str, keep: str) -> None:
     if "TRL" in name:
         pytest.importorskip("trl")

@@ -60,21 +60,35 @@ def test_an_error_of_the_call_itself_goes_through(workers: WorkerPool) -> None:
 
 
 def _meet(rank: int, world: int, late: int, timeout_s: float) -> tuple[str, str]:
-    """What a rank warned of, and its error; the late one comes when all others have said one or the other."""
+    """What a rank warned of, and its error; the late one comes when all others have said one or the other. Nobody is
+    impatient before all but that one are here."""
     meet.PATIENCE_S = 1.0
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: (said.append(record.getMessage()), _tell(rank))
+    store, wait = dist.distributed_c10d._get_default_store(), meet._wait
+
+    def wait_together(is_done: Any, seconds: float) -> bool:
+        turn = meet._store().add(f"sessions/{rank}", 0)
+        store.set(f"waits/{rank}/{turn}", "")
+        others = [other for other in range(world) if turn > 1 or late not in (rank, other)]
+        store.wait([f"waits/{other}/{turn}" for other in others])
+        return wait(is_done, seconds)
+
     meet.logger.addHandler(handler)
+    meet._wait = wait_together
     try:
         if rank == late:
             _wait_until_told([other for other in range(world) if other != late])
+            if timeout_s < meet.PATIENCE_S + 1:
+                return "", "never came"
         meet.meet(None, timeout_s)
         meet.meet(None, timeout_s)  # a second session of the same processes
     except CADPeerError as error:
         _tell(rank)
         return " ".join(said), str(error)
     finally:
+        meet._wait = wait
         meet.logger.removeHandler(handler)
     return " ".join(said), ""
 

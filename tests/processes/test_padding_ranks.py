@@ -30,15 +30,19 @@ def _train(rank: int, world: int, overlap: str, attention: str, side: str, rows:
     return int(deepspeed_cad.current_session().statistics.bytes_sent)
 
 
-@pytest.mark.parametrize("rows", LENGTHS)
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("overlap", ["local_first", "interleave", "pingpong"])
+@pytest.mark.parametrize(
+    ("overlap", "side", "rows"),
+    [
+        ("local_first", "left", "rows"), ("interleave", "right", "rows"), ("interleave", "left", "one row"),
+        ("pingpong", "left", "rows"), ("pingpong", "right", "one row"), ("pingpong", "right", "one row, none padded"),
+    ],
+)  # fmt: skip
 def test_as_without_cad(workers: WorkerPool, overlap: str, side: str, rows: str) -> None:
     sent = workers.run(_train, 2, overlap, "sdpa", side, rows)
     assert sum(sent) > 0 or rows == "one row, none padded"
 
 
-@pytest.mark.parametrize(("side", "rows"), [("left", "rows"), ("right", "rows"), ("right", "one row")])
+@pytest.mark.parametrize(("side", "rows"), [("left", "rows"), ("right", "one row")])
 def test_eager_in_two_nano_batches(workers: WorkerPool, side: str, rows: str) -> None:
     workers.run(_train, 2, "pingpong", "eager", side, rows)
 

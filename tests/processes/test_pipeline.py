@@ -306,7 +306,7 @@ def _raises(rank: int, world: int) -> str:
     """One rank's loss raises in the second step."""
     from deepspeed_cad.errors import CADError
 
-    engine = _engine(2, 2, {}, {**BLOCK, "timeout_s": 20})
+    engine = _engine(2, 2, {}, {**BLOCK, "timeout_s": 60})
     loader = iter([pair for step in range(3) for pair in pipelines.pairs(0, 2, step)])
     engine.train_batch(loader)
     if engine.is_last_stage():

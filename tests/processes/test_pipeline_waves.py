@@ -49,7 +49,6 @@ def _kib(size: float) -> float:
     ("stages", "world", "kib", "block"),
     [
         (2, 2, 120, {}),
-        pytest.param(2, 4, 120, {}, marks=pytest.mark.slow),
         pytest.param(2, 4, 10000, {"waves": 3}, marks=pytest.mark.slow),
     ],
     ids=str,

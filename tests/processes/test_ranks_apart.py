@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,12 +32,16 @@ def _model(**changes: Any) -> torch.nn.Module:
 
 
 def _step(
-    model: torch.nn.Module, reference: torch.nn.Module, rank: int, batch: dict[str, Any], pause_s: float = 0.0
+    model: torch.nn.Module,
+    reference: torch.nn.Module,
+    rank: int,
+    batch: dict[str, Any],
+    between: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train a micro-batch; its loss is that of its documents alone."""
+    """Train a micro-batch, doing something between forward and backward; its loss is that of its documents alone."""
     index = batch.pop("index")
     loss = training.loss_sum(model, batch)
-    time.sleep(pause_s)
+    between()
     loss.backward()
     expected, _ = training.alone(reference, _documents(rank, index))
     assert abs(float(loss.detach()) - expected) < 1e-8, (rank, index)
@@ -65,8 +70,10 @@ def _stop_together(rank: int, world: int, how: str, accumulation: int, stop: int
     return trained
 
 
-@pytest.mark.parametrize("how", ["break", "islice"])
-@pytest.mark.parametrize(("accumulation", "stop"), [(1, 3), (2, 3), (2, 2), (3, 3), (4, 3), (1, 2)])
+@pytest.mark.parametrize(
+    ("how", "accumulation", "stop"),
+    [("break", 1, 3), ("islice", 2, 3), ("break", 2, 2), ("islice", 3, 3), ("break", 4, 3), ("islice", 1, 2)],
+)
 def test_loaders_of_unequal_lengths(workers: WorkerPool, how: str, accumulation: int, stop: int) -> None:
     assert workers.run(_stop_together, 2, how, accumulation, stop) == [3 * stop] * 2
 
@@ -101,7 +108,7 @@ def test_evaluation_between(workers: WorkerPool) -> None:
 
 
 def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int]:
-    """Each rank in its turn plans, computes and reads for so long that the others look at the board many times.
+    """Each rank in its turn plans, computes and reads until the other one has looked at the board some times.
 
     Gives how often this rank told that it is blocked, and how often it asked from an exchange whether others are.
     """
@@ -110,20 +117,32 @@ def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int
 
     model, reference = _model(), training.tiny_llama()
     session, before = deepspeed_cad.current_session(), (worker.TELL_S, liveness.LOOK_S)
-    board, told, asked = session.liveness, [], []
+    board, store = session.liveness, torch.distributed.distributed_c10d._get_default_store()
     block, standstill, plan_tick = board.block, board._standstill, session.plans.plan_tick
+
+    def is_slow(*ways: str) -> None:
+        """Until the other one has looked."""
+
+        def looks() -> int:
+            return sum(store.add(f"{way}/{1 - rank}", 0) for way in ways)
+
+        enough = looks() + 6
+        while looks() < enough:
+            time.sleep(0.01)
 
     def batches() -> Any:
         for index in range(10):
-            time.sleep(0.3 if index == 8 + rank else 0.0)
+            if index == 8 + rank:
+                is_slow("told", "asked")
             yield training.pack(_documents(rank, index)) | {"index": index}
 
     def slow_plan(*given: Any, **named: Any) -> Any:
-        time.sleep(0.3 if session.plans.turn == 3 + rank else 0.0)
+        if session.plans.turn == 3 + rank:
+            is_slow("told")
         return plan_tick(*given, **named)
 
-    board.block = lambda *given: (told.append(given), block(*given))
-    board._standstill = lambda exchange: (asked.append(exchange) if exchange else None, standstill(exchange))[1]
+    board.block = lambda *given: (store.add(f"told/{rank}", 1), block(*given))
+    board._standstill = lambda exchange: (exchange and store.add(f"asked/{rank}", 1), standstill(exchange))[1]
     session.plans.plan_tick = slow_plan
     worker.TELL_S, liveness.LOOK_S = 0.02, 0.03
     try:
@@ -131,11 +150,11 @@ def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int
             if i == 8:
                 with torch.no_grad():
                     training.loss_sum(model, training.pack(_documents(rank, 9)))
-            _step(model, reference, rank, batch, 0.3 if i == 5 + rank else 0.0)
+            _step(model, reference, rank, batch, (lambda: is_slow("asked")) if i == 5 + rank else lambda: None)
     finally:
         worker.TELL_S, liveness.LOOK_S = before
         session.plans.plan_tick = plan_tick
-    return len(told), len([one for one in asked if one])
+    return store.add(f"told/{rank}", 0), store.add(f"asked/{rank}", 0)
 
 
 @pytest.mark.parametrize(

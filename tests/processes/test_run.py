@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import training
 from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, run_ranks, torchrun, trained, zero
 from ports import free_port
 from trainers import assert_same
@@ -19,7 +20,8 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.request import VARIABLE, Request, read_environment
 
 LAUNCH = "from accelerate.commands.accelerate_cli import main; main()"
-CAD = ["-m", "deepspeed_cad.run", "--cad", '{"granularity": 16, "tolerance": 0.02}']
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
+CAD = ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK)]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def plain(tmp_path_factory) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["accelerate", "ddp", "fsdp2"])
+@pytest.mark.parametrize("loop", [pytest.param("accelerate", marks=pytest.mark.long), "ddp", "fsdp2"])
 def test_torchrun(plain, tmp_path, loop: str) -> None:
     found = trained([*torchrun(2), *CAD], tmp_path, loop)
     assert_same(losses(found), plain)
@@ -105,7 +107,7 @@ def test_a_model_that_cannot_be_switched(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["deepspeed", "trainer"])
+@pytest.mark.parametrize("loop", [pytest.param("deepspeed", marks=pytest.mark.long), "trainer"])
 def test_two_sources_that_disagree(tmp_path, loop: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(zero(1, cad={"tolerance": 0.3, "granularity": 16})))
     done = run_ranks(1, [*CAD, SCRIPT, loop, "out.json", "--json", "ds.json"], tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,12 @@ def _nothing(rank: int, step: int, folder: str) -> None:
 
 
 def _kill(rank: int, step: int, folder: str) -> None:
-    """Between steps 1 and 2 the server dies whose process is named in a file."""
+    """Between steps 1 and 2 the server dies whose process is named in a file, and every trainer knows it."""
     if step == 2:
         dist.barrier()
         if rank == 0:
             os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
-            time.sleep(0.5)
+        _await(lambda: _changes().crew.generation)
         dist.barrier()
 
 
@@ -122,10 +123,14 @@ def _found() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _die_at(what: str, turn: int, layer: int, wave: int = 0, how: int = signal.SIGKILL) -> None:
-    """Let this server die at a moment of its loop, or stop there."""
+def _die_at(
+    what: str, turn: int, layer: int, wave: int = 0, how: int = signal.SIGKILL, first: Callable[[], None] | None = None
+) -> None:
+    """Let this server die at a moment of its loop, or stop there; `first` is called before."""
 
     def end() -> None:
+        if first is not None:
+            first()
         loop.serve_arrived, loop.serve_arrived_backward = whole
         os.kill(os.getpid(), how)
 
@@ -175,7 +180,7 @@ def _run(
     """What the trainers give; all servers but those of `deaths` end well."""
     errors, results = workers.try_run(
         _play, trainers + servers + later, free_port(), {**BLOCK, "servers": {"reserved": servers}, **block}, deaths,
-        later, str(folder), train, *args, joined=False, grace=60,
+        later, str(folder), train, *args, joined=False, mortal=deaths, timeout=120.0,
     )  # fmt: skip
     wakes = {rank for rank, moment in deaths.items() if signal.SIGSTOP in moment}
     for rank, error in enumerate(errors):
@@ -203,29 +208,32 @@ def _moment(what: str, turn: int) -> tuple[str, int, int]:
     return what, turn, 0 if "backward" in what else 1
 
 
+def _runs_again(what: str, trainers: int) -> bool:
+    """Whether all trainers are certain to be in that pass: one that is not begins with the new servers."""
+    return what != "open" and "done" not in what and (trainers == 1 or not what.endswith("dispatch"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["interleave", pytest.param("local_first", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("what", "turn"), MOMENTS)
 @pytest.mark.parametrize(
     ("trainers", "servers"),
-    [(1, 1), pytest.param(1, 2, marks=pytest.mark.long), pytest.param(2, 1, marks=pytest.mark.long), (2, 2)],
+    [pytest.param(1, 1, marks=pytest.mark.long), pytest.param(2, 1, marks=pytest.mark.long), (2, 2)],
 )
 def test_a_server_dies_at_a_moment(
     workers: WorkerPool, tmp_path: Path, trainers: int, servers: int, what: str, turn: int, overlap: str
 ) -> None:
     found = _run(workers, trainers, servers, {trainers: _moment(what, turn)}, tmp_path, overlap=overlap)
-    if what not in ("open", "return done", "backward return done"):
+    if _runs_again(what, trainers):
         assert found[0]["repeated"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "what", ["dispatch served", "backward dispatch served", pytest.param("backward return", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("what", ["dispatch served", pytest.param("backward return", marks=pytest.mark.long)])
 def test_a_server_hangs_at_a_moment_and_goes_on_later(workers: WorkerPool, tmp_path: Path, what: str) -> None:
     """It is dropped as if it had died, and what it does when it goes on disturbs nobody."""
     moment = (*_moment(what, 1), 0, signal.SIGSTOP)
-    for one in _run(workers, 2, 2, {2: moment}, tmp_path, _wake, timeout_s=12):
+    for one in _run(workers, 2, 2, {2: moment}, tmp_path, _wake, timeout_s=20):
         assert one["repeated"] > 0 and one["changes"] == 1
 
 
@@ -236,7 +244,7 @@ def test_between_steps(workers: WorkerPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second", [("dispatch served", 1), ("return", 1), ("backward dispatch", 1), ("open", 3)])
+@pytest.mark.parametrize("second", [("return", 1), pytest.param(("open", 3), marks=pytest.mark.long)])
 def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tuple[str, int]) -> None:
     """The second one mostly while passes run again for the first."""
     deaths = {2: _moment("dispatch served", 1), 3: _moment(*second)}
@@ -246,16 +254,15 @@ def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "block",
+    ("block", "what"),
     [
-        {"overlap": "pingpong"},
-        {"overlap": "none"},
-        {"trainers_serve": False},
-        {"look_ahead": 0},
+        ({"overlap": "pingpong"}, "backward dispatch served"),
+        pytest.param({"overlap": "none"}, "backward dispatch served", marks=pytest.mark.long),
+        ({"trainers_serve": False}, "dispatch served"),
+        pytest.param({"look_ahead": 0}, "dispatch served", marks=pytest.mark.long),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("what", ["dispatch served", "backward dispatch served"])
 def test_modes(workers: WorkerPool, tmp_path: Path, block: dict[str, Any], what: str) -> None:
     found = _run(workers, 2, 2, {3: _moment(what, 1)}, tmp_path, **block)
     assert found[0]["repeated"] > 0
@@ -266,27 +273,33 @@ def test_modes(workers: WorkerPool, tmp_path: Path, block: dict[str, Any], what:
 @pytest.mark.parametrize(
     ("what", "wave"),
     [
-        ("dispatch served", 0),
-        pytest.param("dispatch", 1, marks=pytest.mark.long),
+        pytest.param("dispatch served", 0, marks=pytest.mark.long),
         ("return", 1),
         pytest.param("dispatch", 3, marks=pytest.mark.long),
-        pytest.param("return", 3, marks=pytest.mark.long),
-        pytest.param("backward dispatch", 1, marks=pytest.mark.long),
         ("backward return", 2),
     ],
 )
 def test_between_waves(workers: WorkerPool, tmp_path: Path, what: str, wave: int, overlap: str) -> None:
     """All waves of a pass run again, with others in the new plan."""
     found = _run(workers, 2, 2, {3: (*_moment(what, 1), wave)}, tmp_path, overlap=overlap, waves=4)
-    assert found[0]["repeated"] > 0
+    if _runs_again(what, 2):
+        assert found[0]["repeated"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("what", ["return", "backward dispatch", "backward return"])
+@pytest.mark.parametrize(
+    ("checkpoint", "what"),
+    [
+        ("reentrant", "backward return"),
+        ("non-reentrant", "return"),
+        pytest.param("reentrant", "backward dispatch", marks=pytest.mark.long),
+        pytest.param("non-reentrant", "backward dispatch", marks=pytest.mark.long),
+    ],
+)
 def test_checkpointing(workers: WorkerPool, tmp_path: Path, checkpoint: str, what: str) -> None:
     found = _run(workers, 2, 1, {2: _moment(what, 1)}, tmp_path, _nothing, checkpoint)
-    assert found[0]["repeated"] > 0
+    if _runs_again(what, 2):
+        assert found[0]["repeated"] > 0
 
 
 def _loaded(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -309,7 +322,7 @@ def _loaded(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["open", "dispatch", "backward return"])
+@pytest.mark.parametrize("what", [pytest.param("open", marks=pytest.mark.long), "backward return"])
 def test_what_was_planned_ahead(workers: WorkerPool, tmp_path: Path, what: str) -> None:
     found = _run(workers, 2, 2, {2: _moment(what, 2)}, tmp_path, train=_loaded)
     assert found[0]["changes"] == 1
@@ -336,12 +349,20 @@ def _many(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "turn"),
-    [("dispatch served", 2), ("return", 3), ("backward dispatch", 1), ("backward return", 3), ("backward return", 0)],
+    [
+        ("return", 3),
+        ("backward return", 0),
+        *(
+            pytest.param(*moment, marks=pytest.mark.long)
+            for moment in (("backward dispatch", 1), ("backward return", 3))
+        ),
+    ],
 )
 def test_several_micro_batches_in_flight(workers: WorkerPool, tmp_path: Path, what: str, turn: int) -> None:
     """Those whose forward ran with the server attend again before their backward."""
     found = _run(workers, 2, 2, {2: _moment(what, turn)}, tmp_path, train=_many)
-    assert found[0]["repeated"] > 0
+    if _runs_again(what, 2):
+        assert found[0]["repeated"] > 0
 
 
 def _windows_and_sinks(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -350,9 +371,8 @@ def _windows_and_sinks(rank: int, trainers: int, block: dict[str, Any], folder: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["return", "backward dispatch served"])
-def test_windows_and_sinks(workers: WorkerPool, tmp_path: Path, what: str) -> None:
-    found = _run(workers, 2, 2, {2: _moment(what, 1)}, tmp_path, train=_windows_and_sinks)
+def test_windows_and_sinks(workers: WorkerPool, tmp_path: Path) -> None:
+    found = _run(workers, 2, 2, {2: _moment("backward dispatch served", 1)}, tmp_path, train=_windows_and_sinks)
     assert found[0]["repeated"] > 0
 
 
@@ -367,10 +387,11 @@ def _apart(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict
         own = training.documents(LENGTHS[trainers][(rank + step) % trainers], seed=100 * step + rank)
         loss = training.loss_sum(model, training.pack(own))
         if step == 1 and rank == 1:
-            _lose_last(int(Path(folder, "pid").read_text()))
+            _lose_last(Path(folder))
         loss.backward()
         if step == 1 and rank == 0:
             assert _changes().crew.generation == 0
+            Path(folder, "through").touch()
         expected, gradients = training.alone(reference, own)
         for name, parameter in model.named_parameters():
             mine, wanted = parameter.grad.clone(), gradients[name].clone()
@@ -381,16 +402,17 @@ def _apart(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict
     return _found()
 
 
-def _lose_last(pid: int) -> None:
-    """What comes back in the last exchange of a backward is lost, because the server dies before all of it is sent."""
+def _lose_last(folder: Path) -> None:
+    """What comes back in the last exchange of a backward is lost, because the server dies before all of it is sent, but
+    after trainer 0 has its part."""
     finish = ComparedFirst.finish
 
     def lose(self: ComparedFirst, under_way: Any) -> Any:
         if "return in the backward of micro-batch 1, layer 0" not in str(under_way.identity):
             return finish(self, under_way)
         ComparedFirst.finish = finish  # type: ignore[method-assign]
-        time.sleep(1.0)
-        os.kill(pid, signal.SIGKILL)
+        _await((folder / "through").exists)
+        os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
         _await(_changes().why)
         raise ServerLostError(_changes().why())
 
@@ -403,7 +425,7 @@ def test_a_trainer_that_is_ahead_helps(workers: WorkerPool, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainers", "servers"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("trainers", "servers"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 1)])
 def test_a_server_comes_later(workers: WorkerPool, tmp_path: Path, trainers: int, servers: int) -> None:
     for one in _run(workers, trainers, servers, {}, tmp_path, _ask_in, later=1):
         assert one["changes"] == 1 and one["repeated"] == 0

@@ -16,7 +16,7 @@ GOES_ON = {**BLOCK, "servers": {"joined": 1}, "on_server_failure": "continue"}
 
 
 def _wait(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not what():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -55,7 +55,7 @@ def test_one_that_hangs_is_dropped_and_ends_when_it_wakes(job: Job) -> None:
     silent = "server 2 ended: it has said nothing for 10 s: it hangs, or nothing reaches its host"
     job.wait_for("rank0", f"{silent}. Training goes on with server 3")
     job.processes[hung].send_signal(signal.SIGCONT)
-    assert job.processes[hung].wait(20) == 1
+    assert job.processes[hung].wait(120) == 1
     assert "the trainers go on without it: it has said nothing for 10 s" in job.said(hung)
     written = len(job.said("rank0"))
     _wait(lambda: "step" in job.said("rank0")[written:])
@@ -64,6 +64,7 @@ def test_one_that_hangs_is_dropped_and_ends_when_it_wakes(job: Job) -> None:
     assert codes.pop(hung) == 1 and set(codes.values()) == {0}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_that_hangs_is_named_where_it_ends_all(job: Job) -> None:
     for rank in range(3):
@@ -71,7 +72,7 @@ def test_one_that_hangs_is_named_where_it_ends_all(job: Job) -> None:
     job.wait_for("rank0", "step 1")
     job.processes["rank2"].send_signal(signal.SIGSTOP)
     for name in ("rank0", "rank1"):
-        assert job.processes[name].wait(40) != 0
+        assert job.processes[name].wait(120) != 0
         assert "server 2 ended: it has said nothing for 10 s" in job.said(name), job.said(name)
 
 
@@ -99,6 +100,7 @@ def test_a_trainer_that_fails_ends_all_the_same(job: Job, how: str, reason: str)
     assert reason in job.said("rank2") and "rank 1 stopped" in job.said("rank0"), job.said("rank0")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_trainer_and_a_server_die_together(job: Job) -> None:
     for rank in range(4):
@@ -120,7 +122,7 @@ def test_a_server_that_comes_too_late_ends_well(job: Job) -> None:
         job.launch(rank, 3, "pause", "9", block=block)
     job.wait_for("rank0", "pause")
     _serve(job, "late")
-    assert job.processes["late"].wait(60) == 0
+    assert job.processes["late"].wait(120) == 0
     assert "the training ended before it came to a step" in job.said("late")
     assert set(job.ends("rank0").values()) == {0}
 
@@ -131,5 +133,5 @@ def test_servers_that_come_need_a_job_that_lets_them(job: Job) -> None:
         job.launch(rank, 3, "wait", "9")
     job.wait_for("rank0", "step 0")
     _serve(job, "late")
-    assert job.processes["late"].wait(60) == 2
+    assert job.processes["late"].wait(120) == 2
     assert json.dumps({"joined": 1})[:9] in job.said("late") and '"on_server_failure": "continue"' in job.said("late")

@@ -123,7 +123,9 @@ def _zero(rank: int, trainers: int, block: dict[str, Any], stage: int) -> tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "reason"), [(1, ""), (3, "ZeRO-3 shards the parameters")])
+@pytest.mark.parametrize(
+    ("stage", "reason"), [pytest.param(1, "", marks=pytest.mark.long), (3, "ZeRO-3 shards the parameters")]
+)
 def test_zero(fresh_workers: WorkerPool, stage: int, reason: str) -> None:
     results, _ = _run(fresh_workers, 2, _zero, stage)
     for plain, cad, found in results:

@@ -46,7 +46,7 @@ def _verified(rank: int, trainers: int, block: dict[str, Any]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("overlap", ["auto", "local_first"])
+@pytest.mark.parametrize("overlap", [pytest.param("auto", marks=pytest.mark.long), "local_first"])
 def test_verify(workers: WorkerPool, overlap: str) -> None:
     first, second = _run(workers, _verified, verify=2, overlap=overlap)
     assert len(first) == 2 and second == []

@@ -32,7 +32,7 @@ def _check(plain: list[float], words: list[str], folder: Path, *script: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("loop", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
 def test_torchrun(plain: list[float], tmp_path: Path, loop: str) -> None:
     _check(plain, [*torchrun(3), "-m", *CAD], tmp_path, loop)
 

@@ -92,11 +92,11 @@ def test_a_server_with_another_configuration_or_one_too_many(job: Job) -> None:
         job.launch(rank, 2, "wait", "9", block=block)
     serve = ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{job.port}"]
     other = job.start("other", [*serve, "--cad", json.dumps({**block, "granularity": 32})])
-    assert other.wait(60) == 2 and 'another "cad" block than this server (granularity)' in job.said("other")
+    assert other.wait(120) == 2 and 'another "cad" block than this server (granularity)' in job.said("other")
     job.start("server", serve)
     job.wait_for("rank0", "step 1")
     late = job.start("late", serve)
-    assert late.wait(60) == 2 and "has its 1 servers already" in job.said("late")
+    assert late.wait(120) == 2 and "has its 1 servers already" in job.said("late")
     # The training that is under way goes on.
     job.wait_for("rank0", "step 20")
 
@@ -126,7 +126,7 @@ def test_reserved_ranks_without_the_launcher(job: Job) -> None:
     script = "import torch, sys; sys.path.insert(0, sys.argv[1]); import training, deepspeed_cad\n"
     script += f"deepspeed_cad.apply(training.tiny_llama(), {BLOCK!r})"
     done = job.start("alone", ["-c", script, str(ROOT / "tests")], RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=4)
-    assert done.wait(60) == 1
+    assert done.wait(120) == 1
     assert "torchrun --nproc_per_node 4 -m deepspeed_cad.run --cad" in job.said("alone")
 
 
@@ -134,8 +134,7 @@ def test_reserved_ranks_without_the_launcher(job: Job) -> None:
     ("servers", "words"),
     [
         ({"reserved": 2}, "at least one must train"),
-        ({"ranks": [5]}, "no rank 5"),
-        ({"reserved_per_node": 2}, "no trainer would be left on a host of 2 ranks"),
+        pytest.param({"reserved_per_node": 2}, "no trainer would be left on a host of 2 ranks", marks=pytest.mark.long),
     ],
 )
 def test_a_reservation_that_does_not_fit(job: Job, servers: dict, words: str) -> None:

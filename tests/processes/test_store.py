@@ -61,7 +61,7 @@ def _with_a_launcher_of_its_own(rank: int, world: int) -> list[int]:
     os.environ["LOCAL_WORLD_SIZE"] = "1" if rank == 1 else "3"
     model = training.tiny_llama()
     with mock.patch("deepspeed_cad.exchange.probe.host_number", lambda: 5 if rank == 1 else 9):
-        deepspeed_cad.apply(model, {"granularity": 16, "timeout_s": 20.0})
+        deepspeed_cad.apply(model, {"granularity": 16, "timeout_s": 60.0})
     training.loss_sum(model, training.pack(training.documents([60, 20] if rank else [33], seed=rank))).backward()
     return deepspeed_cad.current_session().plans.crew.hosts.tolist()
 

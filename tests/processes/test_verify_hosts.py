@@ -138,7 +138,7 @@ def _deepspeed(rank: int, world: int, stage: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_deepspeed(fresh_workers: WorkerPool, stage: int) -> None:
     first, _ = fresh_workers.run(_deepspeed, 2, stage, timeout=120.0)
     assert len(first) == 2 and all("loss 4." in line and "dK" in line for line in first)
@@ -181,7 +181,7 @@ def _trainer(rank: int, world: int, folder: str, stage: int | None) -> list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [None, 3])
+@pytest.mark.parametrize("stage", [None, pytest.param(3, marks=pytest.mark.long)])
 def test_trainer(fresh_workers: WorkerPool, tmp_path: Any, stage: int | None) -> None:
     first, _ = fresh_workers.run(_trainer, 2, str(tmp_path), stage, timeout=120.0)
     assert len(first) == 2 and all("is the same without CAD" in line and "dK" in line for line in first)
