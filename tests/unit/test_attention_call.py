@@ -208,13 +208,6 @@ def test_gradients_of_the_sinks_that_the_forward_used() -> None:
         assert torch.allclose(one, other, atol=1e-12)
 
 
-def test_only_keys_are_trained() -> None:
-    q, k, v = inputs(8)
-    expected = torch.autograd.grad(plain(q, k, v).sum(), k)[0]
-    Layer([8])(q.detach(), k, v.detach()).sum().backward()
-    assert torch.allclose(k.grad, expected, atol=1e-12)
-
-
 def test_steps_out_of_order_are_an_error() -> None:
     """Whoever catches an error of one step and goes on meets another that says so, not an AttributeError."""
     layer, (q, k, v) = Layer([8]), inputs(8)

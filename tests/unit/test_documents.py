@@ -194,24 +194,6 @@ def read(tokens: int = 16, rows: int = 1, **arguments: Any) -> list[list[int]]:
     return read_documents({"input_ids": ids, **arguments}).local.to_array().tolist()
 
 
-@pytest.mark.parametrize("positions", [None, ON])
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"cu_seq_lens_q": LENGTHS_16},
-        {"cu_seq_lens_q": LENGTHS_16, "attention_mask": torch.ones(1, 16)},
-        {"cu_seq_lens_q": LENGTHS_16, "attention_mask": torch.ones(1, 16, dtype=torch.bool)},
-        {"attention_mask": NUMBERS},
-        {"seq_idx": NUMBERS - 1, "attention_mask": torch.ones(1, 16)},
-        {"attention_mask": BLOCKS},
-        {"attention_mask": torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16).masked_fill(~BLOCKS, -torch.inf)},
-    ],
-    ids=["lengths", "and ones", "and True", "numbers", "seq_idx", "bool", "additive"],
-)  # fmt: skip
-def test_documents_over_positions_that_go_on(told: dict[str, Any], positions: Any) -> None:
-    assert read(**told, position_ids=positions) == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
-
-
 @pytest.mark.parametrize("told", [{"cu_seq_lens_q": torch.tensor([0, 3, 5])}, {"attention_mask": [[1, 1, 1, 2, 2]]}])
 def test_documents_that_span_ranks(told: dict[str, Any]) -> None:
     """Positions say where in its document the first row lies, and other sources where the next one begins."""
@@ -310,14 +292,6 @@ def test_what_collators_of_transformers_make(position_ids: bool) -> None:
     assert ("position_ids" in made) == position_ids
     for local in (read_documents(made).local, read_micro_batch(made, has_loss=True).documents):
         assert local.to_array().tolist() == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
-
-
-@pytest.mark.parametrize("name", ["lengths and positions", "lengths and numbers", "another document", "a hole"])
-def test_pipelines_refuse_the_same(name: str) -> None:
-    arguments, words = REFUSED[name]
-    ids = torch.zeros(1, 16, dtype=torch.long)
-    with pytest.raises((CADDataError, CADUnsupportedError), match=words):
-        read_micro_batch({"input_ids": ids, "labels": ids, **arguments}, has_loss=True)
 
 
 @pytest.mark.parametrize(

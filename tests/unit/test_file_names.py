@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -32,26 +30,3 @@ def _find_shared(folder: Path) -> list[list[str]]:
 
 def test_no_two_test_files_share_a_name() -> None:
     assert _find_shared(TESTS) == [], "rename one of each: pytest cannot collect both in one run"
-
-
-@pytest.mark.parametrize(
-    ("packages", "shared"),
-    [
-        ([], [["a/test_x.py", "b/test_x.py"]]),
-        (["a"], []),
-        (["a", "b"], []),
-    ],
-)
-def test_a_shared_name_is_found(tmp_path: Path, packages: list[str], shared: list[list[str]]) -> None:
-    """Unless a package tells the two apart."""
-    for name in (
-        "a/test_x.py",
-        "b/test_x.py",
-        "b/test_y.py",
-        "a/x.py",
-        "b/x.py",
-        *(f"{p}/__init__.py" for p in packages),
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert _find_shared(tmp_path) == shared

@@ -74,14 +74,6 @@ def _copy(folder: Path, change: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_file_that_is_put_into_a_folder_is_picked_up(tmp_path: Path) -> None:
-    _copy(tmp_path, {})
-    found = foreseen().foresee_all(tmp_path)
-    usual = rows("h200x2/train_heavy_64k_2r_2026-11-21.json")
-    assert [(row.mode, row.tokens) for row in found] == [(row.mode, row.tokens) for row in usual]
-    assert {row.file for row in found} == {"new/train_new.json"}
-
-
 def test_a_file_may_bring_its_documents(tmp_path: Path) -> None:
     module = foreseen()
     workload = json.loads((ROOT / "benchmarks/workloads/heavy_64k_2r.json").read_text())
@@ -96,76 +88,6 @@ def _rewrite(path: Path, change: dict[str, Any]) -> Path:
     kept = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in kept.items() if value is not None}))
     return path
-
-
-def test_what_cannot_be_foreseen_says_why(tmp_path: Path) -> None:
-    module = foreseen()
-    modes = {
-        name: {"step_seconds": [1.0]}
-        for name in ('cad@{"overlap": "pingpong"}', "tomorrow", 'cad@{"servers": {"reserved": 1}}', "dp")
-    }
-    path = _copy(tmp_path, {"modes": modes})
-    notes = [row.note for row in module.foresee_run(path)]
-    assert notes == ["no prediction for this kind of overlap or exchange", "no prediction for this mode", "", ""]
-    settings = json.loads(path.read_text())["settings"]
-    _rewrite(path, {"settings": settings | {"hosts": "0,1"}})
-    assert "what its links reach" in module.foresee_run(path)[0].note
-    _rewrite(path, {"link_GBps": {"inside": 300.0, "between": None}})
-    assert "what its links reach" in module.foresee_run(path)[0].note
-    _rewrite(path, {"link_GBps": {"inside": None, "between": 20.0}})
-    usual = module.foresee_run(path)[-1].tokens
-    # Of weights, what they were measured to reach counts, not what CAD's exchanges do.
-    _rewrite(path, {"collective_GBps": {"between": 5.0}})
-    assert module.foresee_run(path)[-1].tokens < 0.9 * usual
-    _rewrite(path, {"settings": settings | {"model": "hybrid"}})
-    assert "no prediction of hybrids" in module.foresee_run(path)[0].note
-    _rewrite(path, {"settings": settings})
-    _rewrite(path, {"machine": {"device": "Tomorrow's GPU"}})
-    assert module.foresee_run(path)[0].note == "no figures of Tomorrow's GPU"
-
-
-def _of_kind(folder: Path, name: str, change: dict[str, Any]) -> list[Any]:
-    (folder / "new").mkdir(exist_ok=True)
-    content = json.loads((ROOT / "benchmarks/results/h200x2" / name).read_text()) | change
-    (folder / "new" / name).write_text(json.dumps(content))
-    found: list[Any] = foreseen().foresee_run(folder / "new" / name)
-    return found
-
-
-def test_servers_are_compared_with_the_run_in_place_beside_them(tmp_path: Path) -> None:
-    """Alone such a file has nothing to be compared with, so that its ratio is 1."""
-    in_place, reserved = "servers_in-place_nvlink.json", "servers_reserved_nvlink.json"
-    assert _of_kind(tmp_path, reserved, {})[0].ratio == 1.0
-    slow = _of_kind(tmp_path, in_place, {"step_s": 2 * 3.9380980910000005})[0]
-    usual = rows(f"h200x2/{in_place}")[0]
-    assert slow.tokens == pytest.approx(2 * usual.tokens) and slow.ratio == 1.0
-    assert _of_kind(tmp_path, reserved, {})[0].ratio == pytest.approx(rows(f"h200x2/{reserved}")[0].ratio / 2)
-    # One of another size is no run beside it; one over another link is better than none.
-    assert _of_kind(tmp_path, reserved, {"layers": 7})[0].ratio == 1.0
-    over = "servers_reserved_host.json"
-    content = json.loads((tmp_path / "new" / reserved).read_text()) | {"layers": 6}
-    (tmp_path / "new" / over).write_text(json.dumps(content))
-    assert foreseen().foresee_run(tmp_path / "new" / over)[0].ratio == pytest.approx(
-        rows(f"h200x2/{reserved}")[0].ratio / 2
-    )
-    assert "something else uses" in _of_kind(tmp_path, reserved, {"slowed": 0})[0].note
-
-
-def test_pipelines_may_note_each_step_and_have_limits(tmp_path: Path) -> None:
-    name = "pipeline_pp2_2r_prolong_64k_2r.json"
-    usual = rows(f"h200x2/{name}")
-    seconds = json.loads((ROOT / "benchmarks/results/h200x2" / name).read_text())["seconds"]
-    each = {mode: [value - 0.5, value + 0.5] for mode, value in seconds.items()}
-    found = _of_kind(tmp_path, name, {"step_seconds": each})
-    assert [row.tokens for row in found] == pytest.approx([row.tokens for row in usual])
-    assert "were cut" in _of_kind(tmp_path, name, {"tokens": 512})[0].note
-    even = _of_kind(tmp_path, name, {"documents": 8192})
-    assert [row.tokens for row in even] != pytest.approx([row.tokens for row in usual], rel=0.02)
-
-
-def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:
-    path = _rewrite(_copy(tmp_path, {}), {"modes": None})
-    assert foreseen().foresee_run(path)[0].note == "the file lacks 'modes'"
 
 
 @pytest.mark.parametrize("lengths", [[65536], [4096] * 16, [719, 64817], [100, 200, 300, 60000, 4936]])

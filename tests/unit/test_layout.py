@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cad.errors import CADDataError
-from deepspeed_cad.layout import Layout, assemble, segments_from_cumulative, segments_from_positions
+from deepspeed_cad.layout import Layout, segments_from_cumulative, segments_from_positions
 from deepspeed_cad.planner.cut import choose_cut
 
 lengths = st.lists(st.integers(1, 40), max_size=12)
@@ -81,19 +81,3 @@ def test_the_chosen_cut_is_allowed(ranks: list[list[int]]) -> None:
 def test_documents_that_span_ranks_are_not_cut() -> None:
     assert choose_cut(Layout.from_stream([400], 4, 100), np.ones(4, np.int64)) is None
     assert choose_cut(Layout.from_rank_lengths([[90], [4]]), np.ones(2, np.int64)).tolist() == [45, 2]
-
-
-def test_padding_ends_documents() -> None:
-    positions = np.array([[0, 1, 2, 0, 0], [9, 9, 0, 1, 2]])
-    mask = np.array([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
-    local = segments_from_positions(positions, mask)
-    assert local.to_array().tolist() == [[0, 3, 0], [0, 3, 7]]
-    assert local.tokens == 10
-
-
-def test_contradicting_neighbours_are_named() -> None:
-    first, second = segments_from_positions(np.arange(5)), segments_from_positions(np.arange(4, 8))
-    with pytest.raises(CADDataError, match=r"rank 1.*starts at position 4.*rank 0, ended at 5"):
-        assemble([first, second])
-    with pytest.raises(CADDataError, match="no rank before it has a document"):
-        assemble([second, first])

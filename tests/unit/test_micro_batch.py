@@ -16,7 +16,6 @@ from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
-from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
@@ -170,27 +169,6 @@ def test_batch_rows_are_documents_of_their_own() -> None:
         assert torch.allclose(found[row], document_attention(*heads, 0.5), atol=1e-12)
 
 
-def test_inputs_with_strided_heads() -> None:
-    """Models give views; a kernel needs a last dimension that is contiguous."""
-    given = [x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in inputs(1, 6)]
-    assert all(x.stride(-1) != 1 for x in given)
-
-    class Strict(TorchMath):
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
-            assert k.stride(-1) == v.stride(-1) == 1
-            return super().forward(q, k, v, *rest)
-
-        def backward(self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
-            assert k.stride(-1) == v.stride(-1) == do.stride(-1) == 1 and do.stride(-2) == do.shape[-1]
-            return super().backward(do, q, k, v, *rest)
-
-    mask = MaskDescriptor(micro_batch([[6]]), None, lambda *_: Strict(), Modes())
-    heads = [x[0].transpose(0, 1) for x in given]
-    found = attend(mask, given)
-    assert torch.allclose(found[0], document_attention(*heads, 0.5), atol=1e-12)
-    found.sum().backward()  # the gradient of a sum has strides of 0
-
-
 @pytest.mark.parametrize("at", [4, 0, 10])
 def test_nano_batches_of_a_document(at: int) -> None:
     """A document goes on in the second nano-batch; one may be empty, and then the model runs on a row whose output
@@ -239,12 +217,6 @@ def test_the_second_nano_batch_reads_keys_of_the_first_only_where_it_needs_them(
     one.first_keys(0, 0, torch.arange(7.0), torch.arange(7.0) + 10)
     k, v = one.first_keys(0, 1, torch.arange(7.0, 10.0), torch.arange(17.0, 20.0))
     assert k.tolist() == [4.0, 5.0, 6.0] and v.tolist() == [14.0, 15.0, 16.0]
-
-
-def test_whole_segments_run_at_home() -> None:
-    layout = Layout.from_rank_lengths([[6], [4, 2]])
-    tasks = whole_rank_tasks(layout, 3)
-    assert tasks.tolist() == [[0, 0, 6, 0, 3, 0], [1, 0, 4, 0, 3, 1], [2, 0, 2, 0, 3, 1]]
 
 
 # Cutting a layer's arguments
@@ -321,11 +293,6 @@ def test_an_error_of_a_nano_batch_ends_the_other() -> None:
     with pytest.raises(ValueError, match="broken"):
         run_alternating(first, second)
     assert ended == ["first"]
-
-
-def test_handing_over_needs_another_nano_batch() -> None:
-    with pytest.raises(CADError, match="outside of run_alternating"):
-        hand_over()
 
 
 def test_nano_batches_of_unequal_length_both_end() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
-from mutation.copies import ROOT, room_of, source_files
+from mutation.copies import ROOT
 from mutation.mutants import find_mutants, statements
 
 SOURCE = '''"""Text: 1 < 2."""
@@ -75,10 +74,3 @@ def test_every_mutant_of_a_file_is_another_file_that_parses() -> None:
     for one in found:
         ast.parse(one.apply(source))
     assert sorted(found, key=lambda one: one.rank(0)) != sorted(found, key=lambda one: one.rank(1))
-
-
-def test_rooms() -> None:
-    rooms = {room_of(str(path)) for path in source_files()}
-    assert {"planner", "layout", "exchange", "integrations"} <= rooms and Path(
-        "deepspeed_cad/layout.py"
-    ) in source_files()

@@ -64,42 +64,6 @@ def test_a_long_micro_batch_is_waited_for(bound: ModuleType) -> None:
     assert bound.foresee(attention, 12.0, 2) == (23.0, 12.0 + 3 * 2.5)
 
 
-def test_replicas_are_dealt_rows_in_turn(bound: ModuleType, tmp_path: Path) -> None:
-    """The first has rows 0 and 2, the other 1 and 3; the slower one counts. The second step begins with row 0 again."""
-    path = _write(tmp_path, [[[4096], [512] * 8], [[2048] * 2, [1024] * 4]])
-    words = f"--workload {path} --without-attention 1e-9 --stages 1 --micro-batches 2 --ranks 2 --layers 1 --factor 1"
-    first, second = bound.foresee_all(bound.parse(words.split()))
-    rows = [count * _attention(length, 1, 1.0) for count, length in ((1, 4096), (8, 512), (2, 2048), (4, 1024))]
-    assert first == second
-    assert first.bound == pytest.approx(sum(rows) / 2, rel=1e-4)
-    again = (
-        2 * FORWARD_SHARE * 8 * 4096 * COST.row + FORWARD_SHARE * 8 * COST.pair * (4096 * 4097 + 2 * 2048 * 2049) / 2
-    )
-    assert first.one_f_one_b == pytest.approx(rows[0] + rows[2] + again, rel=1e-4)
-
-
-def test_rows_of_a_stream_and_of_even_documents(bound: ModuleType, tmp_path: Path) -> None:
-    stream = _write(tmp_path, [[3000, 5192], [8192]], stream=True)  # type: ignore[list-item]
-    assert bound.read_rows(str(stream)) == [[3000, 5192], [8192]]
-    assert bound.read_rows(str(stream), 3000) == [[3000, 3000, 2192]] * 2
-    with pytest.raises(SystemExit, match="no such file, and none of .*prolong_64k_2r"):
-        bound.read_rows("nothing")
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--workload x --stages 2 --layers 8 --micro-batches 8", "give --without-attention, or a --result"),
-        ("--workload x --without-attention 1 --layers 8 --micro-batches 8", "give --stages"),
-        ("--workload x --without-attention 1 --stages 3 --layers 8 --micro-batches 8", "multiples of 3 stages"),
-    ],
-)
-def test_what_is_missing_is_said(bound: ModuleType, words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bound.parse(words.split())
-    assert text in capsys.readouterr().err
-
-
 def test_the_figures_of_the_published_run(bound: ModuleType) -> None:
     """Those of benchmarks/results/README.md, by the command that it names."""
     said = PUBLISHED.read_text()

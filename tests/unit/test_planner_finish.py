@@ -108,12 +108,6 @@ def test_a_server_works_while_it_waits() -> None:
     assert times([0.0, 200.0], moved, [0, 1])[1] == 200.0
 
 
-def test_no_more_waits_than_there_is() -> None:
-    """Costs of pieces may add up to more than that of the tasks which join them."""
-    moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 1])
-    assert times([0.0, 4.0], moved, [0, 1])[1] == 32.0 + 52.0
-
-
 def test_base_load_is_time_for_transfers() -> None:
     moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 1])
     assert times([40.0, 30.0], moved, [0, 1], [200.0, 0.0]) == [240.0, 88.0]

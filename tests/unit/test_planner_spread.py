@@ -21,7 +21,7 @@ from deepspeed_cad.planner.constants import FINER
 from deepspeed_cad.planner.core import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Aim, Solution, solve
 from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.planner.question import with_links
-from deepspeed_cad.planner.starts import best_start, burden, landing
+from deepspeed_cad.planner.starts import burden, landing
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, build_slices
 
 MILLION = 1 << 20
@@ -184,18 +184,6 @@ def test_other_starts_are_planned_only_where_a_document_lies_on_many_ranks(
     assert len(aims) == asked
 
 
-def test_documents_on_two_ranks_are_more_even_than_the_tolerance_says() -> None:
-    """Something travels in any case; but memory that holds only what is less even is enough."""
-    problem = ask([MILLION // 2], 2, MILLION // 4, BIG)
-    loose = start(problem, -1)
-    plan = make_plan(problem)
-    assert loose.work.max() > 1.0075 * loose.work.mean() and plan.imbalance < 1.003
-    most = loose.flows.received
-    assert plan.received_bytes.max() > most.max()
-    tight = make_plan(dataclasses.replace(problem, memory=np.full(2, float(most.max()))))
-    assert tight.received_bytes.max() <= most.max() and tight.imbalance < 1.01
-
-
 def test_memory_may_hold_one_start_only() -> None:
     """Of four ranks with many heads, the last reads all keys from home, or a quarter of the head groups' dealt out."""
     problem = ask([4 * 16384], 4, 16384, MHA)
@@ -205,41 +193,6 @@ def test_memory_may_hold_one_start_only() -> None:
     assert plan.received_bytes.max() <= 1.05 * dealt_out and plan.imbalance <= 1.02
     with pytest.raises(CADError, match="memory"):
         make_plan(dataclasses.replace(problem, memory=np.full(4, 0.1 * dealt_out)))
-
-
-def test_a_start_that_does_not_fit_is_not_taken() -> None:
-    problem = ask(*CASES["a long one and short ones"], memory=np.full(4, 4.25 * 2**30))
-    assert (
-        start(problem, 0).flows.received.max()
-        < 4.25 * 2**30
-        < make_plan(dataclasses.replace(problem, memory=None)).received_bytes.max()
-    )
-    assert make_plan(problem).received_bytes.max() < 4.25 * 2**30
-
-
-def test_a_start_that_ends_clearly_later_is_not_taken() -> None:
-    """Over slow links, although it burdens the fullest rank less."""
-    links = {"hosts": np.arange(16) // 8, "cost": with_links(H200, 362.0, 5.0), "waves": (1, 2, 4, 8)}
-    problem = ask([MILLION], 16, MILLION // 16, **links)
-    at_home, dealt_out = start(problem, -1), start(problem, 0)
-    assert burden(problem, dealt_out.flows) < 0.9 * burden(problem, at_home.flows)
-    assert best_start(problem, at_home) is at_home
-
-
-def test_slow_and_late_ranks_and_those_that_only_serve_get_their_share() -> None:
-    speed, base = np.array([1.0, 0.5, 0.0, 1.0, 2.0]), np.array([0.0, 0.1, 0.0, 0.0, 0.4])
-    problem = ask([4 * 65536], 5, 65536, speed=speed, base_load=base)
-    found = start(problem, 0)
-    assert found.work[2] == 0.0
-    times = (base + found.work / np.where(speed > 0, speed, 1.0))[speed > 0]
-    assert times.max() <= 1.02 * times.min(), "rank 4 has no tokens and helps"
-
-
-def test_a_rank_without_rows_of_the_document_helps_where_it_has_room() -> None:
-    """700k tokens on three of four ranks: the fourth takes head groups too, all of its rows with them."""
-    found = start(ask([700_000, *[8000] * 40], 4, MILLION // 4), 0)
-    own = found.tasks[(found.tasks[:, 0] == 0) & (found.tasks[:, 5] == 3)]
-    assert (own[:, 4] - own[:, 3]).max() >= 1 and (own[:, 1:3] == [0, 700_000]).all(axis=1).any()
 
 
 @pytest.mark.parametrize("between", [1.0, 10.0, 50.0, 400.0])

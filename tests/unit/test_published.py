@@ -32,13 +32,6 @@ def test_512_gpus_and_long_documents(longest: int, documents: str) -> None:
     assert len({round(one.tokens) for one in found.values()}) == 1, "the same tokens in a step"
 
 
-def test_a_row_of_the_table_and_pipelines() -> None:
-    module = published()
-    case = module.Case("llama-8b", "web", 131072, 4, ranks=64)
-    line = module.row(case, module.foresee(case, 1))
-    assert line.startswith("| llama-8b | web | 128K | 4 | ") and line.count("|") == 7 + len(module.MODES)
-
-
 def test_two_dimensions_are_what_saves_bytes() -> None:
     module = published()
     found = module.take_away(module.Case("llama-8b", "long-mix", 262144, 1, ranks=64), 1)

@@ -17,7 +17,7 @@ from deepspeed_cad.integrations.state_check import Way, find_way
 from hybrids import Kernels, alone, assert_same, difference, packed, run
 from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_config, tiny_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError, CADUnsupportedError
@@ -495,10 +495,3 @@ def test_text_path_of_a_model_of_several_modalities() -> None:
     model = _apply(_wrapper())
     with pytest.raises(CADUnsupportedError, match="the batch has pixel_values: images.*text path"):
         model(**batch, pixel_values=torch.zeros(4, 96))
-
-
-def test_table_of_text_paths() -> None:
-    """Other wrappers stay refused; see test_refusals.py."""
-    from deepspeed_cad.integrations.model_table import TEXT_PATHS
-
-    assert all(hasattr(AutoConfig.for_model(kind), "vision_config") for kind in TEXT_PATHS if known_kind(kind))

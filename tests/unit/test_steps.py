@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cad.ahead.assign import Assignment, StepDocuments, assign_documents, order_rows
-from deepspeed_cad.ahead.swaps import RowSums, find_swap
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.cut import LINEAR_PAIRS, choose_cut
@@ -115,37 +114,10 @@ def test_rows_change_ranks_where_one_rank_drew_all_the_long_ones() -> None:
     assert (tokens_of(step, got) == 4000).all()
 
 
-def test_long_documents_are_swapped_for_short_ones_of_the_same_length() -> None:
-    short = [20 + 7 * i % 60 for i in range(150)]
-    step = step_of([[[3000, 3000, 2000, 192]], [[*short, 8192 - sum(short)]]])
-    got = assign_documents(step, step.work(), 0.05)
-    assert got.imbalance_before > 1.8 and got.imbalance < 1.2
-    assert (tokens_of(step, got) == 8192).all()
-    assert (got.source == -1).all()
-
-
 def test_windows_and_costs_decide() -> None:
     """Where every layer has a short window, a long document costs as much as its tokens: nothing is worth moving."""
     step = step_of([[[3000, 3000, 2000, 192]], [[64] * 128]])
     assert assign_documents(step, step.work([(PAIRS, 8)]), 0.1).tokens_moved == 0
-
-
-@pytest.mark.parametrize("room", [(0, 0), (16, 16)])
-def test_a_swap_has_equal_tokens_or_fits(room: tuple[int, int]) -> None:
-    length = np.array([100, 7, 30, 33, 21, 40, 9])
-    work = length.astype(float) ** 2
-    heavy, light = RowSums([0, 1], length), RowSums([2, 3, 4, 5, 6], length)
-    swap = find_swap(heavy, light, length, work, wanted=5000.0, most=12000.0, room=room)
-    assert swap is not None and swap.given[0] == 0
-    difference = int(length[swap.given].sum() - length[swap.taken].sum())
-    assert -room[0] <= difference <= room[1]
-    assert swap.work == work[swap.given].sum() - work[swap.taken].sum()
-
-
-def test_no_swap_where_no_sum_fits() -> None:
-    length = np.array([100, 3, 33, 33])
-    heavy, light = RowSums([0], length), RowSums([1, 2, 3], length)
-    assert find_swap(heavy, light, length, length.astype(float) ** 2, 5000.0, 9000.0, (0, 0)) is None
 
 
 @pytest.mark.parametrize("lengths", [[[[]], [[]]], [[[5]]], [[[]], [[5, 6]]], [[[1] * 50], [[50]]]])

@@ -170,10 +170,7 @@ def _wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("window", "O of LlamaAttention of layer 0 differs at position [3-7][0-9] of the document that starts at row"),
         ("one row of O", "O of LlamaAttention of layer 0 differs at position 6 of the document that starts at row 44"),
-        (
-            "one row of dQ",
-            "dQ of LlamaAttention of layer 1 differs at position 33 of the document that starts",
-        ),
+        ("one row of dQ", "dQ of LlamaAttention of layer 1 differs at position 33 of the document that starts"),
         ("dK of one head", "dK of LlamaAttention of layer 1 differs"),
         ("dV not a number", "dV of LlamaAttention of layer 1 differs at position 7 .*nan"),
     ],
