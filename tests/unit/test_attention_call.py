@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -172,13 +171,6 @@ def test_second_backward_is_an_error(run: Callable[..., torch.Tensor], recompute
         return
     with pytest.raises(CADError, match=f"{LABEL}: a second backward.*retain_graph"):
         o.sum().backward()
-
-
-@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
-def test_evaluation_keeps_nothing(without_gradients: Callable[[], Any]) -> None:
-    given, layer = inputs(8), Layer([8], Modes(recompute=True))
-    with without_gradients():
-        assert torch.allclose(layer(*given), plain(*given), atol=1e-12)
 
 
 @RUNS

@@ -1,16 +1,13 @@
 """The "cad" block: defaults, round trips, and one clear error for everything that is not allowed."""
 
-import ast
 import dataclasses
-import inspect
 import json
 import math
 
 import pytest
 
-from deepspeed_cad import config as config_room
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.errors import CADConfigError
 
 NAMES = [field.name for field in dataclasses.fields(CADConfig)]
 
@@ -40,20 +37,6 @@ def test_defaults() -> None:
         "check": "sampled",
         "verify": 0,
     }
-
-
-def test_every_field_has_a_docstring_under_it() -> None:
-    body = ast.parse(inspect.getsource(config_room)).body
-    cls = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == "CADConfig")
-    documented = [
-        before.target.id
-        for before, after in zip(cls.body, cls.body[1:])
-        if isinstance(before, ast.AnnAssign)
-        and isinstance(before.target, ast.Name)
-        and isinstance(after, ast.Expr)
-        and isinstance(after.value, ast.Constant)
-    ]
-    assert documented == NAMES
 
 
 ALLOWED = [
@@ -175,11 +158,6 @@ def test_refused_values_name_key_value_and_what_is_allowed(key: str, value: obje
     assert "default" in message
 
 
-def test_refused_by_the_constructor_too() -> None:
-    with pytest.raises(CADConfigError, match="tolerance"):
-        CADConfig(tolerance=2)
-
-
 @pytest.mark.parametrize(
     ("key", "close"),
     [("tolerence", "tolerance"), ("timeout", "timeout_s"), ("kernels", "kernel"), ("look-ahead", "look_ahead")],
@@ -201,16 +179,6 @@ def test_the_block_must_be_an_object(block: object) -> None:
     with pytest.raises(CADConfigError) as caught:
         CADConfig.from_dict(block)
     assert json.dumps(block) in str(caught.value) and "expected an object" in str(caught.value)
-
-
-def test_errors_have_the_usual_bases() -> None:
-    assert issubclass(CADConfigError, CADError) and issubclass(CADConfigError, ValueError)
-    assert issubclass(CADError, RuntimeError)
-
-
-def test_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        CADConfig().tolerance = 0.1  # type: ignore[misc]
 
 
 def test_fingerprints() -> None:
@@ -278,7 +246,3 @@ def test_what_going_on_without_a_server_refuses(block: dict, key: str, says: str
 def test_speeds_that_are_none(speeds: object) -> None:
     with pytest.raises(CADConfigError, match='key "speeds"'):
         CADConfig.from_dict({"speeds": speeds})
-
-
-def test_speeds() -> None:
-    assert CADConfig.from_dict({"speeds": "measure"}).speeds == "measure" and CADConfig().speeds is None

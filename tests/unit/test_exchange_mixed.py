@@ -293,27 +293,6 @@ def test_what_is_read_stays_where_an_error_falls(
     assert sum(x.numel() for x in packed) > 0
 
 
-def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that the first plan moves goes to the first host: only there landing areas are made larger."""
-    near = [0, 0, 2, 2]
-    transports = [MixedTransport(group(rank, 4), CPU, near) for rank in range(4)]
-    plans = make_schedules(4, 5, 900)  # seed 5 serves all on rank 1
-    assert plans[0].served_rows[2:].sum() == 0 < plans[0].served_rows[1, QUERY]
-    both = [Round(plans, rank, 0, 0, CPU) for rank in range(4)]
-    monkeypatch.setattr(landing, "GRAIN", 4096)
-    for one, transport in zip(both, transports):
-        one.start(transport)
-    network.deliver()
-    first, second = (transports[rank]._lanes.out(0, 0).areas[0].capacity for rank in (0, 2))
-    assert first > 10 * second
-    for one, transport in zip(both, transports):
-        one.serve(transport)
-    network.deliver()
-    for one in both:
-        one.collect()
-        assert not sum(int(wrong) for wrong in one.wrong)
-
-
 def test_all_hosts_hear_where_one_lacks_memory(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts meet only where some host grows, which every rank knows of all; who lacks memory is named on all."""
     near = [0, 0, 2, 2]

@@ -10,7 +10,7 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from gpu_check import GROUPS, WAVES, Ended, Launch, explained, launches, merge, parse, table
+from gpu_check import GROUPS, Ended, Launch, launches, merge, parse, table
 from lines import Lines, Place
 
 from deepspeed_cad.errors import CADPeerError, CADUnsupportedError
@@ -67,10 +67,6 @@ def test_what_one_rank_refuses_is_refused_on_all(
     assert (last["state"], last["detail"]) == (state, words)
 
 
-def test_every_group_runs_once() -> None:
-    assert sorted(group for wave in WAVES for group in wave) == sorted(GROUPS)
-
-
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 @pytest.mark.parametrize("group", GROUPS)
 def test_groups_on_any_number_of_gpus(group: str, gpus: int) -> None:
@@ -83,20 +79,6 @@ def test_groups_on_any_number_of_gpus(group: str, gpus: int) -> None:
     assert all(len(one.hosts) == gpus for one in found if one.hosts)
     if group == "mixed":
         assert {one.hosts for one in found} == ({(0, 1)} if gpus == 2 else {(0, 0, 1, 1), (0, 0, 0, 1)})
-
-
-@pytest.mark.parametrize(
-    ("said", "may_end", "dies", "right"),
-    [
-        ("rank 1 waited for an exchange: rank 0, 3 died or hangs", True, 7, True),
-        ("rank 1 waited for an exchange: rank 0 died or hangs", True, 7, False),
-        ("rank 3 waited", False, 7, False),
-        ("rank 1 stopped", True, None, True),
-        ("", True, None, False),
-    ],
-)
-def test_a_process_that_ends_says_who_is_missing(said: str, may_end: bool, dies: int | None, right: bool) -> None:
-    assert explained(Launch("failures", may_end=may_end, dies=dies), said, 4) == right
 
 
 def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

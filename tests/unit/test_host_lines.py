@@ -15,7 +15,6 @@ from deepspeed_cad.integrations.positions import no_rows
 from deepspeed_cad.integrations.trainer import refuse_loss
 from transformers import Trainer
 
-from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.report.statistics import Statistics
@@ -105,10 +104,6 @@ def test_a_loss_of_each_rank_is_refused(kind: type, changes: dict[str, Any], cou
         refuse_loss(trainer_with(kind, **changes), count)
 
 
-def test_a_loss_over_all_targets_is_not_refused() -> None:
-    refuse_loss(trainer_with(Trainer), torch.tensor(5))
-
-
 @pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,cuda:nccl", "cuda:3"), ("cpu:gloo", "cpu")])
 def test_where_a_model_that_is_still_on_the_cpu_trains(monkeypatch, backends: str, device: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -123,9 +118,3 @@ def test_the_row_of_padding_is_taken_out_wherever_it_is() -> None:
     found = no_rows({"logits": padded, "hidden": (padded, other), "loss": None, "count": 5})
     assert found["logits"].shape == (1, 0, 4) and found["hidden"][0].shape == (1, 0, 4)
     assert found["hidden"][1] is other and found["loss"] is None and found["count"] == 5
-
-
-def test_positions_of_several_batch_rows_stay_as_they_are() -> None:
-    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
-    found = read_documents({"input_ids": torch.zeros(2, 4, dtype=torch.long), "position_ids": positions})
-    assert found.unit == 4 and found.local.end.tolist() == [4, 2, 2] and found.local.offset.tolist() == [0, 4, 6]

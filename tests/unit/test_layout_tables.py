@@ -16,56 +16,11 @@ from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.layout import (
     Layout,
     LocalSegments,
-    Segments,
     assemble,
     segments_from_cumulative,
     segments_from_positions,
 )
 from deepspeed_cad.stream import order_by_host, shard_stream
-
-
-def test_columns_are_contiguous_whole_numbers() -> None:
-    segments = Segments([0, 1], [0, 0], np.array([3, 4.0]), [0, 1], np.arange(4)[::2])
-    for name in ("document", "begin", "end", "rank", "offset"):
-        column = getattr(segments, name)
-        assert column.dtype == np.int64 and column.flags.c_contiguous
-    assert segments.to_array().tolist() == [[0, 0, 3, 0, 0], [1, 0, 4, 1, 2]]
-    assert segments.select([1, 0]).to_array().tolist() == [[1, 0, 4, 1, 2], [0, 0, 3, 0, 0]]
-    local = LocalSegments([0], [3.0], [0], 7)
-    assert local.end.dtype == np.int64
-    assert Layout(2, segments, [3, 6]).tokens.dtype == np.int64
-
-
-def test_local_segments_travel_as_a_table() -> None:
-    local = LocalSegments([5, 0], [9, 3], [0, 4], 10)
-    assert local.to_array().tolist() == [[5, 9, 0], [0, 3, 4]]
-    assert LocalSegments.from_array(local.to_array(), 10).same_as(local)
-    assert not LocalSegments.from_array(local.to_array(), 11).same_as(local)
-    assert not LocalSegments([5, 0], [9, 3], [0, 5], 10).same_as(local)
-    none = LocalSegments.none(6)
-    assert none.tokens == 6 and none.to_array().shape == (0, 3)
-
-
-def test_a_tick_is_the_whole_micro_batch() -> None:
-    layout = Layout.from_rank_lengths([[3, 0, 2], [], [4]], tokens=[8, 2, 4])
-    assert layout.ranks == 3 and layout.documents == 3
-    assert layout.segments.to_array().tolist() == [[0, 0, 3, 0, 0], [1, 0, 2, 0, 3], [2, 0, 4, 2, 0]]
-    tick = layout.tick()
-    assert tick.ranks == 3 and tick.query is layout.segments and tick.key is layout.segments
-    assert tick.query_tokens.tolist() == tick.key_tokens.tolist() == [8, 2, 4]
-    assert tick.query_base.tolist() == tick.key_base.tolist() == [0, 0, 0]
-
-
-def test_a_stream_by_example() -> None:
-    layout = Layout.from_stream([5, 0, 7, 2], 3, 6)
-    assert layout.segments.to_array().tolist() == [
-        [0, 0, 5, 0, 0], [1, 0, 1, 0, 5], [1, 1, 7, 1, 0], [2, 0, 2, 2, 0],
-    ]  # fmt: skip
-    assert layout.tokens.tolist() == [6, 6, 6]
-    assert Layout.from_stream([4, 4], 2, 4).documents == 2
-    assert Layout.from_stream([], 2, 4).tokens.tolist() == [4, 4]
-    with pytest.raises(CADDataError, match=r"13 tokens do not fit into 3 ranks of 4: .* at least 5"):
-        Layout.from_stream([13], 3, 4)
 
 
 def test_a_cut_by_example() -> None:
@@ -140,17 +95,6 @@ def test_pieces_that_do_not_make_a_document_are_named(ranks: list[list[int]], wo
         assemble([segments_from_positions(own) for own in ranks])
 
 
-def test_zigzag_by_example() -> None:
-    """Every rank has as many rows of a document as in the stream, and of a long one equally much of its attention."""
-    layout = Layout.from_stream([4, 24, 4], 4, 8, zigzag=True)
-    assert layout.segments.to_array().tolist() == [
-        [0, 0, 4, 0, 0], [1, 0, 2, 0, 4], [1, 22, 24, 0, 6], [1, 2, 6, 1, 0], [1, 18, 22, 1, 4],
-        [1, 6, 10, 2, 0], [1, 14, 18, 2, 4], [1, 10, 14, 3, 0], [2, 0, 4, 3, 4],
-    ]  # fmt: skip
-    assert Layout.from_stream([3, 5], 2, 4, zigzag=True).tokens.tolist() == [4, 4]
-    assert Layout.from_stream([], 2, 4, zigzag=True).documents == 0
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 6))
 def test_zigzag_keeps_rows_and_evens_attention(lengths: list[int], ranks: int) -> None:
@@ -210,12 +154,6 @@ def test_positions_become_segments(positions: Any, mask: Any, table: list) -> No
 def test_positions_that_mean_nothing_are_named(positions: Any, mask: Any, words: str) -> None:
     with pytest.raises(CADDataError, match=words):
         segments_from_positions(positions, mask)
-
-
-def test_cumulative_lengths_become_segments() -> None:
-    found = segments_from_cumulative(torch.tensor([0, 4, 4, 9], dtype=torch.int32), 12)
-    assert found.to_array().tolist() == [[0, 4, 0], [0, 5, 4]] and found.tokens == 12
-    assert segments_from_cumulative([[0, 3]], 3).to_array().tolist() == [[0, 3, 0]]
 
 
 @pytest.mark.parametrize(

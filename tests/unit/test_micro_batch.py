@@ -245,14 +245,6 @@ def test_tokens_of_one_row_are_cut(shape: tuple[int, ...], first: tuple[int, ...
         assert one.shape == first and torch.equal(torch.cat([one, other], dim), x)
 
 
-def test_batch_rows_are_cut() -> None:
-    cut, x = RowCut(4, 10, 30), torch.rand(4, 10, 2)
-    one, other = cut.split(x)
-    assert one.shape == (3, 10, 2) and torch.equal(cut.join(one, other), x)
-    for whole in (torch.rand(4), torch.rand(3, 10), torch.rand(1, 10, 2)):
-        assert cut.split(whole) == (whole, whole)
-
-
 @pytest.mark.parametrize("cut, at", [(RowCut(1, 10, 0), 0), (RowCut(1, 10, 10), 10), (RowCut(4, 10, 40), 4)])
 def test_an_empty_nano_batch_has_a_row_to_run_on(cut: RowCut, at: int) -> None:
     x = torch.rand(cut.batch, cut.width, 2, requires_grad=True)
@@ -276,36 +268,6 @@ def test_nested_arguments_are_cut_and_joined() -> None:
 
 
 # Alternating
-
-
-def test_an_error_of_a_nano_batch_ends_the_other() -> None:
-    ended: list[str] = []
-
-    def first() -> None:
-        try:
-            hand_over()
-        finally:
-            ended.append("first")
-
-    def second() -> None:
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        run_alternating(first, second)
-    assert ended == ["first"]
-
-
-def test_nano_batches_of_unequal_length_both_end() -> None:
-    order: list[str] = []
-
-    def run(name: str, times: int) -> str:
-        for i in range(times):
-            order.append(f"{name}{i}")
-            hand_over()
-        return name
-
-    assert run_alternating(lambda: run("a", 1), lambda: run("b", 3)) == ("a", "b")
-    assert order == ["a0", "b0", "b1", "b2"]
 
 
 def test_nano_batches_run_in_the_context_of_the_layer() -> None:

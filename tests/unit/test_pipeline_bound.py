@@ -8,14 +8,13 @@ import shlex
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from scripts import load_script
 
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED
-from deepspeed_cad.simulator.attention import FORWARD_SHARE, Both
+from deepspeed_cad.simulator.attention import FORWARD_SHARE
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "benchmarks" / "results" / "README.md"
@@ -53,15 +52,6 @@ def test_even_documents_fill_every_slot(
     assert step.bound == pytest.approx(3 + slots * own)
     again = FORWARD_SHARE * (own - COST.key * 4096 * 8 * (4 // stages) * 2)
     assert step.one_f_one_b == pytest.approx(3 + slots * (own + again))
-
-
-def test_a_long_micro_batch_is_waited_for(bound: ModuleType) -> None:
-    """Slots of 4 s: forwards of 2 and 1 s, backwards of 8 and 3.
-
-    Stage 1 gives the long one back after 2 + 2 + 8 s; stage 0 then runs its backward, and the one that waited: 8 + 3.
-    """
-    attention = Both(np.array([[1.0], [0.0]]), np.array([[4.0], [0.0]]))
-    assert bound.foresee(attention, 12.0, 2) == (23.0, 12.0 + 3 * 2.5)
 
 
 def test_the_figures_of_the_published_run(bound: ModuleType) -> None:

@@ -13,7 +13,7 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
-from deepspeed_cad.planner.question import KEYS, read_cost, read_question, with_links
+from deepspeed_cad.planner.question import KEYS, read_question, with_links
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 16}
 STREAM = HEADS | {"documents": [300, 0, 50, 200], "tokens_per_rank": 150}
@@ -55,12 +55,6 @@ def test_documents_in_a_stream() -> None:
     assert read_question(STREAM | {"documents": [150, 150]}).problem.tick.ranks == 2
     longest = STREAM | {"documents": [(1 << 31) - 1], "tokens_per_rank": 1 << 31}
     assert read_question(longest).problem.tick.query.end.tolist() == [(1 << 31) - 1]
-
-
-def test_documents_by_rank() -> None:
-    question = read_question(LISTS)
-    assert question.number == [0, 2, 3]
-    assert question.problem.tick.query.to_array().tolist() == [[0, 0, 9, 0, 0], [1, 0, 4, 0, 9], [2, 0, 5, 2, 0]]
 
 
 @pytest.mark.parametrize(
@@ -172,10 +166,6 @@ def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptur
     caplog.clear()
     read_question(LISTS)
     assert not caplog.text
-
-
-def test_a_cost_by_name() -> None:
-    assert read_cost("pairs", HeadShape(8, 4, 16, 16, 2)) is PAIRS
 
 
 # Outlook

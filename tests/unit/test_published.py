@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from scripts import load_script
 
@@ -38,21 +37,6 @@ def test_two_dimensions_are_what_saves_bytes() -> None:
     ours = found.pop("ours")
     assert found["tasks of rows, not of head groups"].between > 1.2 * ours.between
     assert all(one.tokens_per_second < ours.tokens_per_second for one in found.values())
-
-
-def test_what_is_lost_adds_up() -> None:
-    """Lines of a case: their parts are their sums, and one thing after another mended brings them nearer the bound."""
-    module = published()
-    case = module.Case("llama-8b", "long-mix", 262144, 1, ranks=64)
-    lines = module.loss_rows(case, module.losses(case, 1))
-    found = [line.strip("| ").split(" | ") for line in lines]
-    assert [row[:2] for row in found] == [["long-mix", "256K"]] * 7
-    numbers = np.array([[float(cell) for cell in row[3:]] for row in found])
-    assert numbers[:, :6].sum(1) == pytest.approx(numbers[:, 6], abs=0.04)
-    ratios = {row[2]: each[-1] for row, each in zip(found, numbers, strict=True)}
-    assert ratios["WLB-ideal"] == 1.0
-    assert ratios["ours, as come, one wave"] < ratios["ours, zigzag by host, in waves"]
-    assert ratios["ours, zigzag by host, in waves"] < ratios["ours, if nothing waited"]
 
 
 def test_the_page_has_every_case() -> None:

@@ -133,19 +133,6 @@ def test_thousands_of_random_questions(part: int) -> None:
         _check(problem.tick, make_plan(problem).tasks, problem.window, problem.shape.groups)
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, 50])
-@pytest.mark.parametrize("name", list(cases.layouts()))
-def test_random_plans(name: str, window: int | None) -> None:
-    layout = cases.layouts()[name]
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        ticks = [layout.tick()]
-        if layout.can_cut(layout.tokens // 2):
-            ticks += layout.cut(layout.tokens // 2)
-        for tick in ticks:
-            _check(tick, cases.random_tasks(tick, GROUPS, rng, granularity=8), window)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 90), max_size=6), min_size=1, max_size=4),

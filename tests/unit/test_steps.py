@@ -120,13 +120,6 @@ def test_windows_and_costs_decide() -> None:
     assert assign_documents(step, step.work([(PAIRS, 8)]), 0.1).tokens_moved == 0
 
 
-@pytest.mark.parametrize("lengths", [[[[]], [[]]], [[[5]]], [[[]], [[5, 6]]], [[[1] * 50], [[50]]]])
-def test_degenerate_steps(lengths: list[list[list[int]]]) -> None:
-    step = step_of(lengths)
-    got = assign_documents(step, step.work(), 0.05)
-    assert tokens_of(step, got).sum() == step.tokens.sum()
-
-
 @pytest.mark.parametrize("row", [[65536], [61440] + [512] * 8, [512] * 8 + [61440], [512] * 128, [32768, 4096] * 2])
 def test_nano_batches_have_equal_work(row: list[int]) -> None:
     """Attention and linear layers together; the middle where documents are short."""
