@@ -74,7 +74,7 @@ def waves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("waves_cost_nothing")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(*(st.floats(lowest, 2.0) for lowest in (0.1, 0.0, 0.1)), st.booleans(), st.sampled_from(WAVES_IN_TURN))
 @pytest.mark.parametrize("trip", [(0.0, 0.0), (0.02, 0.01), (0.3, 0.2), (0.6, 0.9)])
 def test_what_is_hidden_in_the_plan_is_hidden_in_the_round(

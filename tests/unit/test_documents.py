@@ -169,7 +169,7 @@ def cases(draw: st.DrawFn, positions: str, cumulative: str, mask: str) -> Case:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("cumulative", LENGTHS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_every_combination_means_what_it_says(cumulative: str, mask: str, data: st.DataObject) -> None:
     """Sources that agree give their documents; others, and masks of something else, are refused."""

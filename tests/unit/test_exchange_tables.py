@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,25 +63,27 @@ FIELDS = ((QUERY, 16, torch.bfloat16), (KEY, 8, torch.bfloat16), (KEY, 8, torch.
 """Kind, width and type of the fields of one dispatch: widths and types differ, as Q, K, V and LSE do."""
 
 
-@pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> CudaCalls:
-    """The C++ transport over the stand-in driver."""
+@cache
+def over_a_stand_in_driver() -> CudaCalls:
+    """The C++ transport, compiled once for all files of tests."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        library, driver = f"{folder}/transport.so", f"{folder}/driver.so"
+        flags = "-std=c++17 -O1 -Wall -Wextra -Werror -fPIC -shared -fvisibility=hidden".split()
+        names = ("last_error.cpp", "cuda_driver.cpp", "nvlink.cpp", "nccl_api.cpp", "nccl.cpp")
+        sources = [str(ROOT / "csrc" / name) for name in names]
+        subprocess.run(["g++", *flags, *sources, "-o", library, "-ldl", "-lpthread"], check=True)
+        fake = str(Path(__file__).with_name("fake_driver.cpp"))
+        subprocess.run(["g++", "-std=c++17", "-O1", "-fPIC", "-shared", fake, "-o", driver], check=True)
+        patch.setattr(native_calls.native, "load", lambda: ctypes.CDLL(library))
+        return cuda_calls(driver)
+
+
+@pytest.fixture
+def calls() -> CudaCalls:
+    """Where there is a compiler."""
     if shutil.which("g++") is None:
         pytest.skip("no g++")
-    folder = tmp_path_factory.mktemp("native")
-    library, driver = folder / "transport.so", folder / "driver.so"
-    flags = "-std=c++17 -O1 -Wall -Wextra -Werror -fPIC -shared -fvisibility=hidden".split()
-    sources = sorted(str(f) for f in (ROOT / "csrc").glob("*.cpp"))
-    names = ("last_error.cpp", "cuda_driver.cpp", "nvlink.cpp", "nccl_api.cpp", "nccl.cpp")
-    sources = [f for f in sources if Path(f).name in names]
-    subprocess.run(["g++", *flags, *sources, "-o", str(library), "-ldl", "-lpthread"], check=True)
-    fake = str(Path(__file__).with_name("fake_driver.cpp"))
-    subprocess.run(["g++", "-std=c++17", "-O1", "-fPIC", "-shared", fake, "-o", str(driver)], check=True)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(native_calls.native, "load", lambda: ctypes.CDLL(str(library)))
-    made = cuda_calls(str(driver))
-    patch.undo()
-    return made
+    return over_a_stand_in_driver()
 
 
 class Cluster:

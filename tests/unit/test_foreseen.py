@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,11 @@ from typing import Any
 
 import pytest
 from scripts import load_script
+
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.profiles import Profile
+from deepspeed_cad.profiles.choice import SHIPPED
+from deepspeed_cad.simulator.attention import FORWARD_SHARE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,3 +67,106 @@ def test_the_page_shows_these_figures() -> None:
             # Planners may differ in the last digits.
             assert bool(text.strip()) == (value is not None)
             assert value is None or float(text) == pytest.approx(value, abs=5e-3)
+
+
+# The published claim, recomputed: what the simulator must foresee at 512 GPUs, and the table that says so.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def published() -> ModuleType:
+    return load_script("benchmarks/published.py")
+
+
+@pytest.mark.parametrize(("documents", "longest"), [("web", 131072), ("web", 524288), ("long-mix", 262144)])
+def test_512_gpus_and_long_documents(longest: int, documents: str) -> None:
+    """What was published is reached by what is built: documents dealt out in zigzag, exchanges in waves."""
+    module = published()
+    found = module.foresee(module.Case("llama-8b", documents, longest, 1), 1)
+    base = found["ideal"].tokens_per_second
+    assert found["ours"].tokens_per_second >= 1.35 * base
+    assert found["ours"].tokens_per_second > 1.15 * found["ideal, sharded"].tokens_per_second
+    assert found["ours"].tokens_per_second > found["ours, as come"].tokens_per_second > 1.05 * base
+    assert 1.0 < found["published"].tokens_per_second / base < 1.35
+    assert all(one.fits for one in found.values())
+    assert len({round(one.tokens) for one in found.values()}) == 1, "the same tokens in a step"
+
+
+def test_two_dimensions_are_what_saves_bytes() -> None:
+    module = published()
+    found = module.take_away(module.Case("llama-8b", "long-mix", 262144, 1, ranks=64), 1)
+    ours = found.pop("ours")
+    assert found["tasks of rows, not of head groups"].between > 1.2 * ours.between
+    assert all(one.tokens_per_second < ours.tokens_per_second for one in found.values())
+
+
+def test_the_page_has_every_case() -> None:
+    """Run `python benchmarks/published.py` after a change of the simulator or the planner."""
+    page = (ROOT / "benchmarks" / "results" / "published.md").read_text()
+    assert len(re.findall(r"^\| llama-(?:8b|34b) \| (?:web|long-mix) \| \d+K \| [14] \|", page, re.MULTILINE)) == 24
+
+
+# Arithmetic of a pipeline's step: where its answer is known, and the figures of the published run.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = ROOT / "benchmarks" / "results" / "README.md"
+COST = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(HeadShape(32, 8, 128, 128, 2))
+
+
+@pytest.fixture
+def bound() -> ModuleType:
+    return load_script("benchmarks/pipeline_bound.py")
+
+
+def _write(folder: Path, steps: list[list[list[int]]], **more: object) -> Path:
+    path = folder / "small.json"
+    path.write_text(json.dumps({"ranks": len(steps[0]), "tokens_per_rank": 4096, "steps": steps, **more}))
+    return path
+
+
+def _attention(length: int, layers: int, factor: float) -> float:
+    """Seconds of a document, forward and backward once."""
+    return float(COST.of(0, length)) * 8 * layers * factor
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "ranks"), [(2, 2, 2), (2, 5, 4), (4, 3, 4), (1, 3, 1)])
+def test_even_documents_fill_every_slot(
+    bound: ModuleType, tmp_path: Path, stages: int, micro_batches: int, ranks: int
+) -> None:
+    """1F1B then takes the bound and, in every slot, the forward that the recompute repeats."""
+    path = _write(tmp_path, [[[4096], [4096]]])
+    options = bound.parse(
+        f"--workload {path} --without-attention 3 --stages {stages} --micro-batches {micro_batches} --ranks {ranks} "
+        "--layers 4 --factor 2 --steps 1".split()
+    )
+    (step,) = bound.foresee_all(options)
+    slots, own = micro_batches + stages - 1, _attention(4096, 4 // stages, 2.0)
+    assert step.bound == pytest.approx(3 + slots * own)
+    again = FORWARD_SHARE * (own - COST.key * 4096 * 8 * (4 // stages) * 2)
+    assert step.one_f_one_b == pytest.approx(3 + slots * (own + again))
+
+
+def test_the_figures_of_the_published_run(bound: ModuleType) -> None:
+    """Those of benchmarks/results/README.md, by the command that it names."""
+    said = PUBLISHED.read_text()
+    command = re.search(r"^ +python benchmarks/pipeline_bound\.py (.*?)\n\n", said, re.MULTILINE | re.DOTALL)
+    assert command is not None
+    words = [
+        str(ROOT / word) if word.endswith(".json") else word for word in shlex.split(command[1].replace("\\\n", ""))
+    ]
+    options = bound.parse(words)
+    steps = bound.foresee_all(options)
+    ratios = re.search(r"1F1B takes ([\d.]+) and ([\d.]+) times as long", said)
+    assert ratios is not None
+    assert [f"{one.one_f_one_b / one.bound:.2f}" for one in steps] == [ratios[1], ratios[2]]
+    text = bound.table(steps, options.measured)
+    foreseen, of_bound = (float(value) for value in re.findall(r"measured: ([\d.]+)", text))
+    within, share = re.search(r"foresees 1F1B within ([\d.]+) %, and CAD is at ([\d.]+) of", said).groups()
+    assert abs(foreseen - 1) <= float(within) / 100 and f"{of_bound:.2f}" == share
+    options.factor = 1.0
+    mean = sum(one.one_f_one_b for one in bound.foresee_all(options)) / len(steps)
+    (plain,) = re.search(r"`--factor 1`\) 1F1B is foreseen within ([\d.]+) %", said).groups()
+    assert abs(mean / options.measured["1f1b"] - 1) <= float(plain) / 100
+    assert f"CAD ÷ 1F1B is {options.measured['1f1b'] / options.measured['cad']:.3f}." in said

@@ -83,17 +83,14 @@ class GroupByGroup(LseTransposed):
         return tuple(torch.cat(parts, 1) for parts in zip(*made))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("waves", [1, 2])
 @pytest.mark.parametrize("window", [None, 130])
-def test_the_same_bits_as_with_copies(
-    dtype: torch.dtype, waves: int, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_bits_as_with_copies(waves: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for share in (IN_PLACE, 0):
         monkeypatch.setattr(build, "IN_PLACE", share)
         ranks = Ranks(
-            LONG, MaskRule(DIM**-0.5, window), Modes(), SINKS, dtype=dtype, tasks=[TASKS],
+            LONG, MaskRule(DIM**-0.5, window), Modes(), SINKS, dtype=torch.bfloat16, tasks=[TASKS],
             waves=waves, kernel=GroupByGroup(),
         )  # fmt: skip
         runs = [wave.half_local for calls in ranks.calls[0] for wave in calls.setup.schedule.waves]

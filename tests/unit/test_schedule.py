@@ -114,7 +114,7 @@ def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int = GROU
     return schedules
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(0, 1000))
 def test_random_questions(problem: PlanInput, seed: int) -> None:
     """The tasks of a plan, and tasks that nobody would plan."""

@@ -80,7 +80,7 @@ def test_rows_that_read_keys_of_a_late_rank_fill_no_time() -> None:
     assert starts is not None and starts.begin == pytest.approx([0.0, 8192e-6]), "earlier rows read no later ones"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     lengths=st.lists(st.lists(st.integers(1024, 12000), max_size=5), min_size=2, max_size=5),
     share=st.floats(0.05, 4.0),
