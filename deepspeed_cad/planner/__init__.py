@@ -50,7 +50,7 @@ become tasks, and planner_flows.cpp counts what they move (`Flows` in core.py).
 To change it: change the C++, run `make native`, then tests/unit/test_planner*.py and `python benchmarks/planner.py`.
 The tests know nothing of how a plan is found: they check that it is one (tests/plan_checks.py: each row of each head
 group once, loads, bytes and what waits, all counted again from the tasks), that it is near the best where a solver
-finds that (test_planner_optimum.py), and that every compiler gets the same one (test_planner_same.py, whose
+finds that (test_planner_optimum.py), and that every compiler gets the same one (test_planner.py, whose
 fingerprints are made anew where plans change on purpose). All ranks plan for themselves, so sums are taken in rank
 order and the compiler must not fuse or reorder them.
 

@@ -62,13 +62,6 @@ def test_deepspeed_is_hooked_for_the_json_that_gets_the_block(monkeypatch) -> No
     assert calls == ["install"]
 
 
-def test_a_plugin_that_is_watched_elsewhere_gets_no_second_check(fresh) -> None:
-    plugin = CADPlugin.of(CADConfig(), "a launcher")
-    plugin.watched = True
-    Accelerator(cpu=True, kwargs_handlers=[plugin])
-    assert fresh == [] and plugin.asked_by == "a launcher"
-
-
 @pytest.mark.parametrize("handlers", [None, [], [CADPlugin(enabled=False)]])
 def test_without_a_plugin_nothing_is_bound(fresh, bound, handlers) -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)

@@ -151,13 +151,6 @@ def test_a_compiled_model_is_bound_before_it_is_traced(check, host) -> None:
     assert [one for one, _ in host.bound] == [model]
 
 
-def test_one_of_several_processes_is_bound_once_the_group_is_there(check, host, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(active.dist, "is_initialized", lambda: True)
-    _forward(training.tiny_llama().train())
-    assert host.bound and not check.problem()
-
-
 def test_a_refusal_of_the_model_comes_at_every_forward(check, monkeypatch) -> None:
     def refuse(model: Any, config: CADConfig) -> None:
         raise CADError("no such attention")
@@ -187,7 +180,3 @@ def test_a_fork_answers_for_itself(check, step) -> None:
         os._exit(0 if check.problem() == "" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert check.problem()
-
-
-def test_short_block_leaves_defaults_out() -> None:
-    assert active.short_block(CADConfig(tolerance=0.2, trace="")) == {"tolerance": 0.2}

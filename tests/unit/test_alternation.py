@@ -30,7 +30,6 @@ from deepspeed_cad.planner.finish import Routes, Trip, end_of_pass
 from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.plan import Alternation
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
-from deepspeed_cad.schedule.room import OUT
 from deepspeed_cad.session import Session
 from deepspeed_cad.simulator import modes_cad
 from deepspeed_cad.simulator.attention import Both
@@ -75,7 +74,7 @@ def waves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("waves_cost_nothing")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(*(st.floats(lowest, 2.0) for lowest in (0.1, 0.0, 0.1)), st.booleans(), st.sampled_from(WAVES_IN_TURN))
 @pytest.mark.parametrize("trip", [(0.0, 0.0), (0.02, 0.01), (0.3, 0.2), (0.6, 0.9)])
 def test_what_is_hidden_in_the_plan_is_hidden_in_the_round(
@@ -93,15 +92,6 @@ def test_what_is_hidden_in_the_plan_is_hidden_in_the_round(
         assert took <= work + 1e-9
     # Half a round takes no longer than the planner takes the tick for.
     assert took <= found + 1e-9
-
-
-def test_alone_the_same_transfers_are_not_hidden() -> None:
-    """1 of linear layers and 1 of own tasks beside 2 of served ones: a second of transfers, half of it each way."""
-    assert end_of_tick(1.0, 1.0, 2.0, 0.5, 0.5, 1) == 2.0
-    routes = Routes(np.array([0]), np.array([1]), np.array([0]), np.ones(2))
-    trip = Trip(np.array([[0.5, 0.0], [0.0, 0.0]]), np.array([[0.0, 0.5], [0.0, 0.0]]), np.array([True]))
-    alone = end_of_pass(routes, trip, trip, np.array([1.0, 2.0]), np.array([0.0, 2.0]), np.array([1.0, 0.0]))
-    assert alone.tolist() == [3.0, 2.5]
 
 
 def test_how_late_results_may_come() -> None:
@@ -130,10 +120,6 @@ def test_servers_begin_when_the_slowest_trainer_has_handed_over() -> None:
         routes, trip, trip, np.append(own, served), np.array([0.0, 0.0, 1.0]), np.append(linear, 0.0), turns
     )  # fmt: skip
     assert done[1] >= took - 1e-6
-
-
-def test_waves_in_turn_are_those_that_go_out_at_once() -> None:
-    assert max(WAVES_IN_TURN) == OUT
 
 
 @pytest.mark.parametrize(
@@ -177,12 +163,6 @@ def test_slow_links_are_hidden_behind_the_other_tick(tokens: int, link: float) -
     before, _ = made(tokens, link, waits_at_servers=True)
     assert found < 1.03 * free and found < in_place * 1.03
     assert before > 1.04 * found
-
-
-@pytest.mark.parametrize("link", [1e9, 3e9, 100e9, 362e9])
-@pytest.mark.parametrize("tokens", [16384, 65536, 262144])
-def test_it_is_never_worse_than_taking_all_transfers_for_waiting(tokens: int, link: float) -> None:
-    assert made(tokens, link)[0] <= made(tokens, link, waits_at_servers=True)[0] * 1.01
 
 
 @pytest.fixture

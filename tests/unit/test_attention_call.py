@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,21 @@ import torch
 from cases import document_attention
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_cad.attention.backward import sinks_gradient
 from deepspeed_cad.attention.call import Released
+from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.attention.planned import whole_rank_tasks
-from deepspeed_cad.attention.setup import CallCounts, Modes
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout
+from deepspeed_cad.pipeline.tick_call import TickCall
 from deepspeed_cad.planner.plan import Plan
+from deepspeed_cad.schedule import build_slices, schedule_rank
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -174,13 +179,6 @@ def test_second_backward_is_an_error(run: Callable[..., torch.Tensor], recompute
         o.sum().backward()
 
 
-@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
-def test_evaluation_keeps_nothing(without_gradients: Callable[[], Any]) -> None:
-    given, layer = inputs(8), Layer([8], Modes(recompute=True))
-    with without_gradients():
-        assert torch.allclose(layer(*given), plain(*given), atol=1e-12)
-
-
 @RUNS
 def test_sinks_are_trained_alone(run: Callable[..., torch.Tensor]) -> None:
     """Q, K and V need no gradient: the call is not asked for theirs, and keeps nothing."""
@@ -208,13 +206,6 @@ def test_gradients_of_the_sinks_that_the_forward_used() -> None:
         assert torch.allclose(one, other, atol=1e-12)
 
 
-def test_only_keys_are_trained() -> None:
-    q, k, v = inputs(8)
-    expected = torch.autograd.grad(plain(q, k, v).sum(), k)[0]
-    Layer([8])(q.detach(), k, v.detach()).sum().backward()
-    assert torch.allclose(k.grad, expected, atol=1e-12)
-
-
 def test_steps_out_of_order_are_an_error() -> None:
     """Whoever catches an error of one step and goes on meets another that says so, not an AttributeError."""
     layer, (q, k, v) = Layer([8]), inputs(8)
@@ -222,3 +213,84 @@ def test_steps_out_of_order_are_an_error() -> None:
     (call,) = layer.micro_batch._calls.values()
     with pytest.raises(CADError, match=f"{LABEL}: its steps ran out of order: Kept where ForwardServed"):
         call.expect(ForwardServed)
+
+
+# One layer in a pipeline's ticks, in one process: what its backward may rely on.
+
+
+ROWS = 8
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tick_call() -> TickCall:
+    layout = Layout.from_rank_lengths([[ROWS]])
+    tick = layout.tick()
+    slices = build_slices(tick, whole_rank_tasks(layout, GROUPS), None)
+    schedule = upload_schedule(schedule_rank(tick, slices, 0, GROUPS, None), CPU)
+    setup = CallSetup(schedule, TorchMath(), None, MaskRule(1.0), Modes(), CallCounts(), label=LABEL)
+    return TickCall(setup, lambda: setup)
+
+
+def rows() -> list[torch.Tensor]:
+    """Q, K, V as [ROWS, heads, size]."""
+    return [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in inputs(ROWS)]
+
+
+def test_gradients_of_the_sinks_in_a_tick() -> None:
+    """The parameter may be another's memory by the backward."""
+    given, sinks = rows(), torch.linspace(-1, 1, HEADS, dtype=torch.float64).requires_grad_()
+    expected = torch.autograd.grad(document_attention(*given, 1.0, sinks=sinks).sum(), [*given, sinks])
+    o = tick_call()(*given, sinks)
+    sinks.data.fill_(float("nan"))
+    for one, other in zip(torch.autograd.grad(o.sum(), [*given, sinks]), expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def double(o: torch.Tensor) -> torch.Tensor:
+    return o.flatten(1).mul_(2).square()
+
+
+def once() -> Change:
+    """Changes O where it runs first, and leaves it alone where the layer runs again."""
+    first = [True]
+
+    def change(o: torch.Tensor) -> torch.Tensor:
+        if first:
+            first.clear()
+            o.mul_(2)
+        return o.flatten(1).square()
+
+    return change
+
+
+@pytest.mark.parametrize("make", [lambda: double, once], ids=["each time", "the first time"])
+@pytest.mark.parametrize("again", [False, True], ids=["whole", "checkpointed"])
+def test_output_of_a_tick_changed_in_place_is_an_error(make: Callable[[], Change], again: bool) -> None:
+    """Training would go on with wrong gradients, and a layer that runs again with another input than before."""
+    call, change = tick_call(), make()
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        return change(call(*given))
+
+    o = checkpoint(run, *rows(), use_reentrant=False) if again else run(*rows())
+    with pytest.raises(CADError, match=f"{LABEL}: its output was changed in place"):
+        o.sum().backward()
+
+
+# The gradient of attention sinks: of this rank's own rows, without its rows of padding.
+
+
+@pytest.mark.parametrize("padding", [[], [1], [0, 3]])
+def test_rows_of_padding_do_not_count(padding: list[int]) -> None:
+    """dsink = −Σ exp(sink − LSE) · (dO · O) over rows of documents, also where O and LSE of padding are not zero."""
+    generator = torch.Generator().manual_seed(0)
+    o_THV, do_THV = torch.randn(2, 4, 3, 5, generator=generator, dtype=torch.float64)
+    lse_TH = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    sinks_H = torch.randn(3, generator=generator, dtype=torch.float64)
+    setup: Any = SimpleNamespace(schedule=SimpleNamespace(padding=np.array(padding, np.int64)))
+    kept: Any = SimpleNamespace(sinks_H=sinks_H, o_THV=o_THV, lse_TH=lse_TH)
+    rows = [row for row in range(4) if row not in padding]
+    wanted = -sum((sinks_H - lse_TH[row]).exp() * (do_THV[row] * o_THV[row]).sum(-1) for row in rows)
+    found = sinks_gradient(setup, kept, do_THV)
+    assert found is not None and torch.allclose(found, wanted)
+    assert sinks_gradient(setup, SimpleNamespace(sinks_H=None), do_THV) is None  # type: ignore[arg-type]

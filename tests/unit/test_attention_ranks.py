@@ -13,7 +13,7 @@ import cases
 import numpy as np
 import pytest
 import torch
-from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, Ranks, rows_of
+from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, Ranks
 
 from deepspeed_cad.attention import overlap
 from deepspeed_cad.attention.call import AttentionCall, Released
@@ -89,20 +89,6 @@ def test_who_serves_nothing_lets_results_come_at_once(monkeypatch: pytest.Monkey
     ranks.backward(outputs)
     assert max(ranks.errors(outputs).values()) < 1e-12
     assert sorted(passes) == [False] * len(ticks) + [True] * len(ticks), "forward and backward of trainer 0"
-
-
-def test_padding_is_zero_and_has_no_gradient() -> None:
-    layout = cases.layouts()["a tail of padding"]
-    ranks = Ranks(layout, PLAIN, sinks=SINKS)
-    outputs = ranks.forward()
-    ranks.backward(outputs)
-    padded = 0
-    for rank in range(layout.ranks):
-        rows = rows_of(layout, rank)["do"][:, 0, 0] == 7.0
-        padded += int(rows.sum())
-        for value in (outputs[rank], *(ranks.leaves[rank][n].grad for n in "qkv")):
-            assert (value[rows] == 0).all()
-    assert padded == 3 * 64 - 170
 
 
 def test_large_sinks_and_padding() -> None:
@@ -291,15 +277,3 @@ def test_what_the_timeline_is_told(nano_batch: int) -> None:
 def whole_rank_tasks_of(tick: Tick) -> np.ndarray:
     """Every segment of a tick whole, at home."""
     return np.array([(d, begin, end, 0, GROUPS, rank) for d, begin, end, rank, _ in tick.query.to_array()])
-
-
-def test_a_group_of_one_tells_of_its_work() -> None:
-    layout = Layout.from_rank_lengths([[30]])
-    ranks = Ranks(layout, PLAIN, tasks=[whole_rank_tasks(layout, GROUPS)], alone=True)
-    told = ranks.counts[0].tracer = Recorder()  # type: ignore[assignment]
-    ranks.backward(ranks.forward())
-    assert told.told == [
-        (what, 0, backward, *aside)
-        for backward in (False, True)
-        for what, aside in (("local", (False,)), ("attention ends", ()))
-    ]

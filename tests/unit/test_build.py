@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,19 +57,6 @@ def test_without_a_compiler_pip_is_asked_for_one(machine: Path, monkeypatch: pyt
     found = build.find_compiler()
     assert found is not None and found.command[:4] == (sys.executable, "-m", "ziglang", "c++")
     assert build.get_requires_for_build_wheel() == ["wheel"]
-
-
-def test_where_pip_may_not_fetch_one_the_build_says_what_to_install(machine: Path) -> None:
-    """As `make native` and --no-build-isolation do; what an older compiler left does not stay."""
-    target = machine / "library.so"
-    target.touch()
-    os.utime(target, (0, 0))
-    reason = build.compile_native(target)
-    assert reason == (
-        "no C++ compiler was found: install g++, or name another one by CXX, or: "
-        f"{sys.executable} -m pip install ziglang"
-    )
-    assert not target.exists()
 
 
 def test_what_the_compiler_says_is_handed_on(machine: Path) -> None:

@@ -34,10 +34,3 @@ def test_same_loss_and_gradients(monkeypatch, more: dict[str, Any]) -> None:
     assert count == 97
     assert total / (more.get("num_items_in_batch") or count) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert chunked.take().tolist() == [0.0, 0.0]
-
-
-def test_without_labels_there_are_logits() -> None:
-    model = training.tiny_llama()
-    chunked_loss.ChunkedLoss(model)
-    batch = training.pack(training.documents([20], seed=0))
-    assert model(input_ids=batch["input_ids"]).logits.shape == (1, 20, 64)

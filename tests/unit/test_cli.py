@@ -258,21 +258,6 @@ def test_the_doctor_on_this_machine() -> None:
     assert any(found["ok"] for found in read["kernels"])
 
 
-@pytest.mark.slow
-def test_a_transport_that_does_not_deliver_is_found(monkeypatch, tmp_path) -> None:
-    """The trial compares what arrives: one that moves nothing fails, in the process and in the report."""
-    from deepspeed_cad.cli import exchange_trial
-
-    with pytest.raises(RuntimeError, match="queries of the exchange differ"):
-        exchange_trial._compare("queries", torch.zeros(2), torch.ones(2))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif 'exchange_trial' in str(sys.orig_argv): sys.exit('no exchange today')\n"
-    )
-    found = probes._try("c10d", lambda: probes._try_transport("c10d"))
-    assert not found.ok and "no exchange today" in found.detail
-
-
 def test_serve_says_what_it_waits_for(monkeypatch, capsys) -> None:
     from deepspeed_cad.cli import serve
     from deepspeed_cad.server import meeting

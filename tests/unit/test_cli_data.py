@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from deepspeed_cad.cli import main, model_shape
-from deepspeed_cad.cli.data import documents
 from deepspeed_cad.cli.lengths import BATCH
 from deepspeed_cad.cli.packing import TRL_BATCH, layouts, say_cut, trl_rows
 
@@ -192,14 +191,6 @@ def test_what_cannot_be_read_is_one_line(
     assert code == 2 and answer is None and said in shown and shown.count("\n") == 1
 
 
-def test_files_and_folders_are_read_in_the_order_given(tmp_path: Path) -> None:
-    first = tmp_path / "part [1] of 2.jsonl"
-    first.write_text(json.dumps({"text": "w " * 50}))
-    second, third = _write(tmp_path, "saved", [{"text": "w " * 20}]), _write(tmp_path, "table.csv", [{"text": "w"}])
-    texts = documents([str(first), str(second), str(third)], None)
-    assert [len(text.split()) for text in texts] == [50, 20, 1]
-
-
 def test_an_empty_folder(tmp_path: Path, plan: Callable[..., Any]) -> None:
     (tmp_path / "nothing").mkdir()
     code, _, said = plan(tmp_path / "nothing")
@@ -307,28 +298,6 @@ def test_every_option_reaches_the_plan(tmp_path: Path, uneven: Callable[..., dic
     assert uneven("--cost", tmp_path / "profile.json")["steps"][0]["imbalance_before"] != before
 
 
-def test_the_table_says_what_the_file_says(tmp_path: Path, plan: Callable[..., Any]) -> None:
-    path = _write(tmp_path, "table.parquet", [{"input_ids": [1] * length} for length in UNEVEN])
-    _, answer, said = plan(path, "--context", 8192)
-    units = {
-        "attention max/mean without CAD": ("imbalance_before", 1.0),
-        "attention max/mean with CAD": ("imbalance", 1.0),
-        "MiB moved per layer forward": ("moved_bytes", 2.0**20),
-        "MiB at the hottest rank": ("hottest_bytes", 2.0**20),
-        "attention, share of the work %": ("attention_share", 0.01),
-        "planning ms": ("planning_ms", 1.0),
-    }
-    rows = {line[:30].strip(): line[30:].split() for line in said.splitlines()}
-    for label, (field, unit) in units.items():
-        values = np.array([step[field] for step in answer["steps"]]) / unit
-        assert [float(word) for word in rows[label]] == pytest.approx(
-            [values.mean(), values.max()], rel=0.01, abs=0.5 * (unit > 1e6) + 0.06
-        )
-    gains = [step["gain"] for step in answer["steps"]]
-    assert f"{np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f})" in said
-    assert "69 documents, 65537 tokens, median 512, longest 8192" in said
-
-
 def test_a_picture_of_the_steps(tmp_path: Path, uneven: Callable[..., dict[str, Any]]) -> None:
     pytest.importorskip("matplotlib")
     uneven("--plot", tmp_path / "steps.png")
@@ -366,10 +335,6 @@ def test_what_happens_to_long_documents_is_said(packing: str, said: str) -> None
     assert said in say_cut([100, 60, 30], 50, packing)
 
 
-def test_nothing_is_said_of_cuts_where_there_are_none() -> None:
-    assert say_cut([50, 30], 50, "bfd") == "no document is longer than a row"
-
-
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 99,
     "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -402,12 +367,6 @@ def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: di
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vars(model_shape.read_model_shape(str(tmp_path))) == SHAPE | change
     assert vars(model_shape.read_model_shape(str(tmp_path / "config.json"))) == SHAPE | change
-
-
-def test_a_gpt2_through_the_command(tmp_path: Path, plan: Callable[..., Any]) -> None:
-    transformers.GPT2Config().save_pretrained(tmp_path)
-    code, answer, said = plan(_write(tmp_path, "list.json"), "--model", tmp_path)
-    assert code == 0 and 0.5 < answer["gain"] < 1.0, said  # rows of 64 tokens: latency is most of it
 
 
 def test_the_shape_without_transformers(tmp_path: Path, without: Callable[[str], None]) -> None:

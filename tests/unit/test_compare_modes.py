@@ -123,11 +123,6 @@ def test_what_would_fit() -> None:
     assert what_would_fit(heavy).startswith("more GPUs")
 
 
-def test_alike_documents_need_nothing() -> None:
-    found = compare(setting(), ALIKE)
-    assert recommend(found).startswith("Take plain")
-
-
 def test_a_sweep_has_gaps_where_nothing_can_be_said() -> None:
     heard: list[str] = []
 
@@ -196,13 +191,3 @@ def test_the_best_number_of_servers_is_taken_from_several_steps() -> None:
     each = [compare(setting(memory=1000.0), ALIKE + many * 3, ["cad reserved"], count).found[0] for count in (1, 2)]
     assert found.tokens_per_second == max(one.tokens_per_second for one in each) > 0
     assert len(found.steps) == 4
-
-
-def test_servers_wait_where_weights_are_sharded() -> None:
-    """Linear layers and attention follow one another there."""
-    sharded, whole = (
-        compare(setting(sharding=how, memory=1000.0), [[Layout.from_rank_lengths([[65536]] * 4)]], ["cad reserved"], 2)
-        for how in ("zero3", "zero1")
-    )
-    first, second = sharded.found[0], whole.found[0]
-    assert first.seconds.total > 1.2 * second.seconds.total and first.idle > second.idle + 0.1

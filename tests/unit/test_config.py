@@ -1,87 +1,35 @@
 """The "cad" block: defaults, round trips, and one clear error for everything that is not allowed."""
 
-import ast
 import dataclasses
-import inspect
 import json
 import math
 
 import pytest
 
-from deepspeed_cad import config as config_room
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.errors import CADConfigError
 
 NAMES = [field.name for field in dataclasses.fields(CADConfig)]
-
-
-def test_defaults() -> None:
-    assert CADConfig.from_dict({}).to_dict() == {
-        "enabled": True,
-        "servers": "all",
-        "trainers_serve": True,
-        "on_server_failure": "stop",
-        "tolerance": 0.05,
-        "granularity": 128,
-        "overlap": "auto",
-        "transport": "auto",
-        "kernel": "auto",
-        "recompute_attention": False,
-        "keep": "device",
-        "cost": "auto",
-        "links": "measure",
-        "speeds": None,
-        "waves": "auto",
-        "memory": "auto",
-        "documents": "keep",
-        "look_ahead": 1,
-        "timeout_s": 300.0,
-        "trace": "",
-        "check": "sampled",
-        "verify": 0,
-    }
-
-
-def test_every_field_has_a_docstring_under_it() -> None:
-    body = ast.parse(inspect.getsource(config_room)).body
-    cls = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == "CADConfig")
-    documented = [
-        before.target.id
-        for before, after in zip(cls.body, cls.body[1:])
-        if isinstance(before, ast.AnnAssign)
-        and isinstance(before.target, ast.Name)
-        and isinstance(after, ast.Expr)
-        and isinstance(after.value, ast.Constant)
-    ]
-    assert documented == NAMES
 
 
 ALLOWED = [
     ("enabled", False),
     ("servers", "all"),
     ("servers", {"reserved": 2}),
-    ("servers", {"ranks": [6, 7]}),
     ("servers", {"reserved_per_node": 1}),
     ("servers", {"joined": 3}),
     ("trainers_serve", False),
-    ("tolerance", 0.001),
     ("tolerance", 0.99),
     ("granularity", 1),
     ("overlap", "local_first"),
-    ("overlap", "none"),
-    ("overlap", "auto"),
     ("overlap", "interleave"),
     ("transport", "nvlink"),
-    ("kernel", "sdpa"),
     ("kernel", "flash_attn_4"),
     ("recompute_attention", True),
     ("keep", "host"),
-    ("cost", "pairs"),
     ("cost", "profiles/mine.json"),
-    ("links", "measure"),
     ("links", {"inside": 300, "between": 0.0125}),
     ("waves", 4),
-    ("memory", 4),
     ("memory", 0.25),
     ("documents", "keep"),
     ("look_ahead", 0),
@@ -100,68 +48,40 @@ def test_allowed_values(key: str, value: object) -> None:
 
 REFUSED = [
     ("enabled", "yes", "true or false"),
-    ("enabled", 1, "true or false"),
     ("enabled", None, "true or false"),
     ("servers", "2", '{"reserved": n}'),
-    ("servers", 4, '{"reserved": n}'),
     ("servers", {"reserved": 0}, "n of 1 or more"),
-    ("servers", {"reserved": True}, "n of 1 or more"),
     ("servers", {"ranks": []}, "ranks that differ"),
     ("servers", {"ranks": [3, 3]}, "ranks that differ"),
-    ("servers", {"ranks": [-1]}, "ranks that differ"),
     ("servers", {"reserved": 1, "joined": 1}, '{"joined": n}'),
-    ("servers", {"spare": 1}, '{"joined": n}'),
     ("trainers_serve", 1, "true or false"),
     ("waves", 0, "from 1 to 8"),
-    ("waves", 9, "from 1 to 8"),
-    ("waves", "two", "from 1 to 8"),
     ("memory", 0, "GiB above 0"),
-    ("memory", -1.5, "GiB above 0"),
     ("memory", "4 GiB", "GiB above 0"),
-    ("memory", True, "GiB above 0"),
-    ("tolerance", 0, "between 0 and 1"),
     ("tolerance", 1, "between 0 and 1"),
-    ("tolerance", -0.1, "between 0 and 1"),
-    ("tolerance", "0.05", "between 0 and 1"),
     ("tolerance", math.nan, "between 0 and 1"),
     ("tolerance", True, "between 0 and 1"),
     ("tolerance", "auto", 'no "auto"'),
     ("granularity", 0, "whole number"),
     ("granularity", 128.0, "whole number"),
-    ("granularity", True, "whole number"),
     ("granularity", "auto", 'no "auto"'),
     ("overlap", "ping-pong", '"auto" or "local_first" or "interleave" or "pingpong" or "none"'),
-    ("overlap", None, '"pingpong"'),
     ("links", "fast", '"measure", or an object'),
-    ("links", 25, '"measure", or an object'),
-    ("links", None, '"measure", or an object'),
     ("links", "auto", 'no "auto"'),
     ("links", {"inside": 300}, 'key "between" is missing'),
-    ("links", {}, 'key "inside" is missing'),
     ("links", {"inside": 300, "between": 0}, 'key "between" is 0; expected GB/s above 0'),
-    ("links", {"inside": -1, "between": 5}, 'key "inside" is -1'),
-    ("links", {"inside": "300", "between": 5}, 'key "inside" is "300"'),
     ("links", {"inside": True, "between": 5}, 'key "inside" is true'),
-    ("links", {"inside": math.inf, "between": 5}, 'key "inside" is Infinity'),
     ("links", {"inside": 300, "between": 5, "outside": 1}, '"outside" is not known'),
     ("transport", "gloo", '"c10d"'),
-    ("transport", ["nccl"], '"nccl"'),
-    ("kernel", "", "deepspeed-cad doctor"),
-    ("kernel", 4, "deepspeed-cad doctor"),
     ("kernel", "Flash Attention", "deepspeed-cad doctor"),
     ("recompute_attention", "false", "true or false"),
     ("recompute_attention", "auto", 'no "auto"'),
     ("cost", "pair", "ends in .json"),
-    ("cost", 1.0, "ends in .json"),
     ("documents", "swap", '"keep" or "exchange" or "in_order"'),
     ("look_ahead", 2, "0 or 1"),
-    ("look_ahead", True, "0 or 1"),
-    ("look_ahead", 1.0, "0 or 1"),
     ("timeout_s", 0, "above 0"),
-    ("timeout_s", math.inf, "above 0"),
     ("timeout_s", "60", "above 0"),
     ("check", True, '"sampled" or "off"'),
-    ("verify", True, "whole number of micro-batches"),
     ("verify", -1, "0 or more"),
 ]
 
@@ -173,11 +93,6 @@ def test_refused_values_name_key_value_and_what_is_allowed(key: str, value: obje
     message = str(caught.value)
     assert f'"{key}"' in message and json.dumps(value) in message and says in message
     assert "default" in message
-
-
-def test_refused_by_the_constructor_too() -> None:
-    with pytest.raises(CADConfigError, match="tolerance"):
-        CADConfig(tolerance=2)
 
 
 @pytest.mark.parametrize(
@@ -201,16 +116,6 @@ def test_the_block_must_be_an_object(block: object) -> None:
     with pytest.raises(CADConfigError) as caught:
         CADConfig.from_dict(block)
     assert json.dumps(block) in str(caught.value) and "expected an object" in str(caught.value)
-
-
-def test_errors_have_the_usual_bases() -> None:
-    assert issubclass(CADConfigError, CADError) and issubclass(CADConfigError, ValueError)
-    assert issubclass(CADError, RuntimeError)
-
-
-def test_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        CADConfig().tolerance = 0.1  # type: ignore[misc]
 
 
 def test_fingerprints() -> None:
@@ -278,7 +183,3 @@ def test_what_going_on_without_a_server_refuses(block: dict, key: str, says: str
 def test_speeds_that_are_none(speeds: object) -> None:
     with pytest.raises(CADConfigError, match='key "speeds"'):
         CADConfig.from_dict({"speeds": speeds})
-
-
-def test_speeds() -> None:
-    assert CADConfig.from_dict({"speeds": "measure"}).speeds == "measure" and CADConfig().speeds is None

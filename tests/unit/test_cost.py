@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,8 +30,3 @@ def test_many_tasks_at_once() -> None:
     begin, end = np.array([0, 5, 7, 9]), np.array([3, 5, 9, 10])
     assert PAIRS.of(begin, end).tolist() == [6.0, 0.0, 17.0, 10.0]
     assert TERMS.of(begin, end, 4).tolist() == [6 + 3e3 + 3e6 + 1e9, 0.0, 8 + 2e3 + 5e6 + 1e9, 4 + 1e3 + 4e6 + 1e9]
-
-
-@pytest.mark.parametrize("field", ["row", "key", "task", "byte_inside", "byte_between"])
-def test_what_was_not_measured_costs_nothing(field: str) -> None:
-    assert getattr(PAIRS, field) == 0.0 and PAIRS.pair == 1.0

@@ -56,11 +56,6 @@ def test_equal_attention_where_linear_work_is_not_known(linear: float | None, ki
     assert first / PAIRS.of(0, LONG) == pytest.approx(0.5, abs=0.01)
 
 
-def test_even_documents_are_cut_in_the_middle() -> None:
-    at = _cut([[512] * 16, [512] * 16], 2, 1e-9)
-    assert at.tolist() == [4096, 4096]
-
-
 def test_windows_count_as_often_as_their_layers() -> None:
     """With a window attention grows with the tokens, and the middle is best; one full layer hardly changes that."""
     linear = _attention(LONG) / LONG
@@ -85,8 +80,3 @@ def test_whole_batch_rows() -> None:
     layout = Layout.from_rank_lengths([[100] * 4, []])
     found = choose_interleaved_cut(layout, np.array([100, 1]), (FULL,), 1, 1e-9)
     assert found is not None and found.tolist() == [200, 0]
-
-
-def test_a_trainer_without_tokens() -> None:
-    at = _cut([[2000], []], 1, 1e-9)
-    assert at[1] == 0 and 500 <= at[0] <= 1500

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -37,16 +38,7 @@ from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER
 from deepspeed_cad.schedule.room import Room
 
 CPU = torch.device("cpu")
-HOSTS = (
-    [0, 0, 2, 2],
-    [0, 1, 0, 1],
-    [0, 0, 0, 3],
-    [0, 1, 1, 3, 3],
-    [0, 1],
-    [0, 1, 2],
-    [0, 0],
-    [0, 1, 1, 0, 1, 5],
-)
+HOSTS = [0, 0, 2, 2], [0, 1, 0, 1], [0, 0, 0, 3], [0, 1, 1, 3, 3], [0, 1], [0, 1, 2], [0, 0], [0, 1, 1, 0, 1, 5]
 """What `near` may be: equal numbers are ranks that reach each other's memory."""
 
 
@@ -55,7 +47,7 @@ def neighbours(near: list[int], rank: int) -> Table:
 
 
 @pytest.mark.parametrize("near", HOSTS, ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_row_goes_one_way_there_and_back(near: list[int], seed: int) -> None:
     schedules = make_schedules(len(near), seed, (20, 200, 900)[seed % 3])
     for kind in (QUERY, KEY):
@@ -183,8 +175,9 @@ class Messages:
 
 
 @pytest.fixture()
-def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # noqa: F811
+def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Iterator[Network]:  # noqa: F811
     """No CUDA: streams that are never behind, memory shared inside the process."""
+    gc.freeze()
     network, current = Network(), Stream()
 
     class Shared:
@@ -225,7 +218,10 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Network:  # no
     monkeypatch.setattr(mixed, "open_store", lambda group, what: None)
     monkeypatch.setattr(messages, "join_ranks", lambda group, device, alarm: Messages(network, group.rank))
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
-    return network
+    yield network
+    # What a test leaves under way tells the allocator of stand-ins: that has to be over while torch's own is away.
+    gc.collect()
+    gc.unfreeze()
 
 
 def group(rank: int, size: int) -> dist.ProcessGroup:
@@ -250,24 +246,24 @@ def run_rounds(transports: list[Transport], network: Network, rounds: int) -> li
     return [transport.bytes_sent for transport in transports]
 
 
-@pytest.mark.parametrize("near", HOSTS, ids=str)
+@pytest.mark.parametrize("near", [HOSTS[0], HOSTS[1], HOSTS[3], HOSTS[6]], ids=str)
 def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None:
     ranks = len(near)
     transports = [MixedTransport(group(rank, ranks), CPU, near) for rank in range(ranks)]
     for rank, transport in enumerate(transports):
         transport.transfers = Transfers(rank, near, 1e6, 1e-6)
-    sent = run_rounds(transports, network, 4)
+    sent = run_rounds(transports, network, 3)
     noted = np.array([transport.transfers.take() for transport in transports if transport.transfers])
     assert not noted[:, :2].any(), "peer copies are not timed"
     assert network.delivered / ranks <= noted[:, 3].sum() <= 2 * network.delivered
     assert bool(noted[:, 2].any()) == bool(network.delivered) and (noted[:, 2] % 2_000_000 == 0).all()
-    assert all(transport.exchanges == 8 * len(LANES) for transport in transports)
+    assert all(transport.exchanges == 6 * len(LANES) for transport in transports)
     assert bool(network.delivered) == (len(set(near)) > 1)
     for transport in transports:
         transport.close()
         assert transport.messages.out.calls.left and transport.messages.back.calls.left
     plain = [NvlinkTransport(group(rank, ranks), CPU) for rank in range(ranks)]
-    assert run_rounds(plain, network, 4) == sent, "the same bytes, whatever carries them"
+    assert run_rounds(plain, network, 3) == sent, "the same bytes, whatever carries them"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -295,27 +291,6 @@ def test_what_is_read_stays_where_an_error_falls(
         if x.numel():
             assert {copies, messages} == set(network.asked[x.data_ptr()])
     assert sum(x.numel() for x in packed) > 0
-
-
-def test_hosts_grow_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that the first plan moves goes to the first host: only there landing areas are made larger."""
-    near = [0, 0, 2, 2]
-    transports = [MixedTransport(group(rank, 4), CPU, near) for rank in range(4)]
-    plans = make_schedules(4, 5, 900)  # seed 5 serves all on rank 1
-    assert plans[0].served_rows[2:].sum() == 0 < plans[0].served_rows[1, QUERY]
-    both = [Round(plans, rank, 0, 0, CPU) for rank in range(4)]
-    monkeypatch.setattr(landing, "GRAIN", 4096)
-    for one, transport in zip(both, transports):
-        one.start(transport)
-    network.deliver()
-    first, second = (transports[rank]._lanes.out(0, 0).areas[0].capacity for rank in (0, 2))
-    assert first > 10 * second
-    for one, transport in zip(both, transports):
-        one.serve(transport)
-    network.deliver()
-    for one in both:
-        one.collect()
-        assert not sum(int(wrong) for wrong in one.wrong)
 
 
 def test_all_hosts_hear_where_one_lacks_memory(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:

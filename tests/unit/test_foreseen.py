@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 from scripts import load_script
 
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.profiles import Profile
+from deepspeed_cad.profiles.choice import SHIPPED
+from deepspeed_cad.simulator.attention import FORWARD_SHARE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,113 +69,104 @@ def test_the_page_shows_these_figures() -> None:
             assert value is None or float(text) == pytest.approx(value, abs=5e-3)
 
 
-def _copy(folder: Path, change: dict[str, Any]) -> Path:
-    source = json.loads((ROOT / "benchmarks/results/h200x2/train_heavy_64k_2r_2026-11-21.json").read_text())
-    (folder / "new").mkdir()
-    path = folder / "new" / "train_new.json"
-    path.write_text(json.dumps(source | change))
+# The published claim, recomputed: what the simulator must foresee at 512 GPUs, and the table that says so.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def published() -> ModuleType:
+    return load_script("benchmarks/published.py")
+
+
+@pytest.mark.parametrize(("documents", "longest"), [("web", 131072), ("web", 524288), ("long-mix", 262144)])
+def test_512_gpus_and_long_documents(longest: int, documents: str) -> None:
+    """What was published is reached by what is built: documents dealt out in zigzag, exchanges in waves."""
+    module = published()
+    found = module.foresee(module.Case("llama-8b", documents, longest, 1), 1)
+    base = found["ideal"].tokens_per_second
+    assert found["ours"].tokens_per_second >= 1.35 * base
+    assert found["ours"].tokens_per_second > 1.15 * found["ideal, sharded"].tokens_per_second
+    assert found["ours"].tokens_per_second > found["ours, as come"].tokens_per_second > 1.05 * base
+    assert 1.0 < found["published"].tokens_per_second / base < 1.35
+    assert all(one.fits for one in found.values())
+    assert len({round(one.tokens) for one in found.values()}) == 1, "the same tokens in a step"
+
+
+def test_two_dimensions_are_what_saves_bytes() -> None:
+    module = published()
+    found = module.take_away(module.Case("llama-8b", "long-mix", 262144, 1, ranks=64), 1)
+    ours = found.pop("ours")
+    assert found["tasks of rows, not of head groups"].between > 1.2 * ours.between
+    assert all(one.tokens_per_second < ours.tokens_per_second for one in found.values())
+
+
+def test_the_page_has_every_case() -> None:
+    """Run `python benchmarks/published.py` after a change of the simulator or the planner."""
+    page = (ROOT / "benchmarks" / "results" / "published.md").read_text()
+    assert len(re.findall(r"^\| llama-(?:8b|34b) \| (?:web|long-mix) \| \d+K \| [14] \|", page, re.MULTILINE)) == 24
+
+
+# Arithmetic of a pipeline's step: where its answer is known, and the figures of the published run.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = ROOT / "benchmarks" / "results" / "README.md"
+COST = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(HeadShape(32, 8, 128, 128, 2))
+
+
+@pytest.fixture
+def bound() -> ModuleType:
+    return load_script("benchmarks/pipeline_bound.py")
+
+
+def _write(folder: Path, steps: list[list[list[int]]], **more: object) -> Path:
+    path = folder / "small.json"
+    path.write_text(json.dumps({"ranks": len(steps[0]), "tokens_per_rank": 4096, "steps": steps, **more}))
     return path
 
 
-def test_a_file_that_is_put_into_a_folder_is_picked_up(tmp_path: Path) -> None:
-    _copy(tmp_path, {})
-    found = foreseen().foresee_all(tmp_path)
-    usual = rows("h200x2/train_heavy_64k_2r_2026-11-21.json")
-    assert [(row.mode, row.tokens) for row in found] == [(row.mode, row.tokens) for row in usual]
-    assert {row.file for row in found} == {"new/train_new.json"}
+def _attention(length: int, layers: int, factor: float) -> float:
+    """Seconds of a document, forward and backward once."""
+    return float(COST.of(0, length)) * 8 * layers * factor
 
 
-def test_a_file_may_bring_its_documents(tmp_path: Path) -> None:
-    module = foreseen()
-    workload = json.loads((ROOT / "benchmarks/workloads/heavy_64k_2r.json").read_text())
-    summary = module.summarise(workload)
-    path = _copy(tmp_path, {"workload": "secret", **summary})
-    for own, usual in zip(module.foresee_run(path), rows("h200x2/train_heavy_64k_2r_2026-11-21.json"), strict=True):
-        assert own.tokens == pytest.approx(usual.tokens, rel=0.01), own.mode
-    assert "are not known" in module.foresee_run(_rewrite(path, {"documents_and_pairs": None}))[0].note
-
-
-def _rewrite(path: Path, change: dict[str, Any]) -> Path:
-    kept = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({key: value for key, value in kept.items() if value is not None}))
-    return path
-
-
-def test_what_cannot_be_foreseen_says_why(tmp_path: Path) -> None:
-    module = foreseen()
-    modes = {
-        name: {"step_seconds": [1.0]}
-        for name in ('cad@{"overlap": "pingpong"}', "tomorrow", 'cad@{"servers": {"reserved": 1}}', "dp")
-    }
-    path = _copy(tmp_path, {"modes": modes})
-    notes = [row.note for row in module.foresee_run(path)]
-    assert notes == ["no prediction for this kind of overlap or exchange", "no prediction for this mode", "", ""]
-    settings = json.loads(path.read_text())["settings"]
-    _rewrite(path, {"settings": settings | {"hosts": "0,1"}})
-    assert "what its links reach" in module.foresee_run(path)[0].note
-    _rewrite(path, {"link_GBps": {"inside": 300.0, "between": None}})
-    assert "what its links reach" in module.foresee_run(path)[0].note
-    _rewrite(path, {"link_GBps": {"inside": None, "between": 20.0}})
-    usual = module.foresee_run(path)[-1].tokens
-    # Of weights, what they were measured to reach counts, not what CAD's exchanges do.
-    _rewrite(path, {"collective_GBps": {"between": 5.0}})
-    assert module.foresee_run(path)[-1].tokens < 0.9 * usual
-    _rewrite(path, {"settings": settings | {"model": "hybrid"}})
-    assert "no prediction of hybrids" in module.foresee_run(path)[0].note
-    _rewrite(path, {"settings": settings})
-    _rewrite(path, {"machine": {"device": "Tomorrow's GPU"}})
-    assert module.foresee_run(path)[0].note == "no figures of Tomorrow's GPU"
-
-
-def _of_kind(folder: Path, name: str, change: dict[str, Any]) -> list[Any]:
-    (folder / "new").mkdir(exist_ok=True)
-    content = json.loads((ROOT / "benchmarks/results/h200x2" / name).read_text()) | change
-    (folder / "new" / name).write_text(json.dumps(content))
-    found: list[Any] = foreseen().foresee_run(folder / "new" / name)
-    return found
-
-
-def test_servers_are_compared_with_the_run_in_place_beside_them(tmp_path: Path) -> None:
-    """Alone such a file has nothing to be compared with, so that its ratio is 1."""
-    in_place, reserved = "servers_in-place_nvlink.json", "servers_reserved_nvlink.json"
-    assert _of_kind(tmp_path, reserved, {})[0].ratio == 1.0
-    slow = _of_kind(tmp_path, in_place, {"step_s": 2 * 3.9380980910000005})[0]
-    usual = rows(f"h200x2/{in_place}")[0]
-    assert slow.tokens == pytest.approx(2 * usual.tokens) and slow.ratio == 1.0
-    assert _of_kind(tmp_path, reserved, {})[0].ratio == pytest.approx(rows(f"h200x2/{reserved}")[0].ratio / 2)
-    # One of another size is no run beside it; one over another link is better than none.
-    assert _of_kind(tmp_path, reserved, {"layers": 7})[0].ratio == 1.0
-    over = "servers_reserved_host.json"
-    content = json.loads((tmp_path / "new" / reserved).read_text()) | {"layers": 6}
-    (tmp_path / "new" / over).write_text(json.dumps(content))
-    assert foreseen().foresee_run(tmp_path / "new" / over)[0].ratio == pytest.approx(
-        rows(f"h200x2/{reserved}")[0].ratio / 2
+@pytest.mark.parametrize(("stages", "micro_batches", "ranks"), [(2, 2, 2), (2, 5, 4), (4, 3, 4), (1, 3, 1)])
+def test_even_documents_fill_every_slot(
+    bound: ModuleType, tmp_path: Path, stages: int, micro_batches: int, ranks: int
+) -> None:
+    """1F1B then takes the bound and, in every slot, the forward that the recompute repeats."""
+    path = _write(tmp_path, [[[4096], [4096]]])
+    options = bound.parse(
+        f"--workload {path} --without-attention 3 --stages {stages} --micro-batches {micro_batches} --ranks {ranks} "
+        "--layers 4 --factor 2 --steps 1".split()
     )
-    assert "something else uses" in _of_kind(tmp_path, reserved, {"slowed": 0})[0].note
+    (step,) = bound.foresee_all(options)
+    slots, own = micro_batches + stages - 1, _attention(4096, 4 // stages, 2.0)
+    assert step.bound == pytest.approx(3 + slots * own)
+    again = FORWARD_SHARE * (own - COST.key * 4096 * 8 * (4 // stages) * 2)
+    assert step.one_f_one_b == pytest.approx(3 + slots * (own + again))
 
 
-def test_pipelines_may_note_each_step_and_have_limits(tmp_path: Path) -> None:
-    name = "pipeline_pp2_2r_prolong_64k_2r.json"
-    usual = rows(f"h200x2/{name}")
-    seconds = json.loads((ROOT / "benchmarks/results/h200x2" / name).read_text())["seconds"]
-    each = {mode: [value - 0.5, value + 0.5] for mode, value in seconds.items()}
-    found = _of_kind(tmp_path, name, {"step_seconds": each})
-    assert [row.tokens for row in found] == pytest.approx([row.tokens for row in usual])
-    assert "were cut" in _of_kind(tmp_path, name, {"tokens": 512})[0].note
-    even = _of_kind(tmp_path, name, {"documents": 8192})
-    assert [row.tokens for row in even] != pytest.approx([row.tokens for row in usual], rel=0.02)
-
-
-def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:
-    path = _rewrite(_copy(tmp_path, {}), {"modes": None})
-    assert foreseen().foresee_run(path)[0].note == "the file lacks 'modes'"
-
-
-@pytest.mark.parametrize("lengths", [[65536], [4096] * 16, [719, 64817], [100, 200, 300, 60000, 4936]])
-def test_documents_in_the_place_of_others_have_their_figures(lengths: list[int]) -> None:
-    pairs = sum(n * (n + 1) // 2 for n in lengths)
-    found = foreseen().stand_in(len(lengths), pairs, sum(lengths))
-    assert sum(found) == sum(lengths)
-    assert sum(n * (n + 1) // 2 for n in found) == pytest.approx(pairs, rel=0.01)
-    assert Layout.from_rank_lengths([found]).documents <= len(lengths)
-    assert np.all(np.diff(found) <= 1)
+def test_the_figures_of_the_published_run(bound: ModuleType) -> None:
+    """Those of benchmarks/results/README.md, by the command that it names."""
+    said = PUBLISHED.read_text()
+    command = re.search(r"^ +python benchmarks/pipeline_bound\.py (.*?)\n\n", said, re.MULTILINE | re.DOTALL)
+    assert command is not None
+    words = [
+        str(ROOT / word) if word.endswith(".json") else word for word in shlex.split(command[1].replace("\\\n", ""))
+    ]
+    options = bound.parse(words)
+    steps = bound.foresee_all(options)
+    ratios = re.search(r"1F1B takes ([\d.]+) and ([\d.]+) times as long", said)
+    assert ratios is not None
+    assert [f"{one.one_f_one_b / one.bound:.2f}" for one in steps] == [ratios[1], ratios[2]]
+    text = bound.table(steps, options.measured)
+    foreseen, of_bound = (float(value) for value in re.findall(r"measured: ([\d.]+)", text))
+    within, share = re.search(r"foresees 1F1B within ([\d.]+) %, and CAD is at ([\d.]+) of", said).groups()
+    assert abs(foreseen - 1) <= float(within) / 100 and f"{of_bound:.2f}" == share
+    options.factor = 1.0
+    mean = sum(one.one_f_one_b for one in bound.foresee_all(options)) / len(steps)
+    (plain,) = re.search(r"`--factor 1`\) 1F1B is foreseen within ([\d.]+) %", said).groups()
+    assert abs(mean / options.measured["1f1b"] - 1) <= float(plain) / 100
+    assert f"CAD ÷ 1F1B is {options.measured['1f1b'] / options.measured['cad']:.3f}." in said

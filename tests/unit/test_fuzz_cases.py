@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from fuzz.case import ALL, FORMS, HYBRIDS, Case, Fate, Plant, simpler
 from fuzz.data import micro_batch
 from fuzz.draw import draw
 from fuzz.judge import judge, may
 from fuzz.play import Played
-from fuzz.soak import Sample, grown
 
 TWO = Case(0, batches=(3, 3))
 
@@ -44,35 +41,6 @@ def test_all_kinds_are_drawn() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_forms_tell_the_same_documents(name: str) -> None:
-    """Whatever says where documents begin says it at the same rows."""
-    form, case = FORMS[name], Case(3, forms=(name,), documents=5, longest=9)
-    if form.shape == "stream":
-        return
-    batch = next(made for i in range(9) if (made := micro_batch(case, 1, i))["input_ids"].numel() > 12)
-    documents = batch["document"]
-    before = torch.cat([torch.full_like(documents[:, :1], -2), documents[:, :-1]], 1)
-    begin = (documents != before) & (documents >= 0)
-    assert ((batch["place"] == 0) & (documents >= 0)).equal(begin) and int(begin.sum()) > 1
-    assert ("position_ids" in batch) == (form.positions != "none")
-    if form.positions == "again":
-        assert ((batch["position_ids"] == 0) & (documents >= 0)).equal(begin)
-    if form.lengths:
-        assert batch["cu_seq_lens_q"][:-1].tolist() == begin[0].nonzero()[:, 0].tolist()
-        assert batch["cu_seq_lens_q"][-1] == documents.shape[1]
-    mask = batch.get("attention_mask")
-    assert (mask is None) == (not form.mask and not form.pads)
-    if mask is not None and mask.ndim == 4:
-        sees = mask if form.mask == "blocks" else mask == 0
-        same = (documents[:, :, None] == documents[:, None]) & (documents >= 0)[:, None]
-        assert sees[:, 0].equal(same & torch.ones_like(same[0]).tril())
-    elif form.mask == "numbers":
-        assert mask.equal(begin.cumsum(1) * (documents >= 0))
-    elif mask is not None:
-        assert mask.equal((documents >= 0).long())
-
-
 RIGHT, ERROR, EITHER = {"right"}, {"error"}, {"right", "error"}
 LONGER = {"batches": (3, 1), "epochs": 2, "ahead": False}
 """Rank 1 trains as many micro-batches as rank 0 does before its third."""
@@ -95,14 +63,8 @@ LONGER = {"batches": (3, 1), "epochs": 2, "ahead": False}
         ({"plant": Plant("loss", 0, 0, 1)}, [{"planted", "error"}, ERROR]),
         ({"plant": Plant("forward", 0, 0, 1, caught=True)}, [ERROR, ERROR]),
         ({"plant": Plant("forward", 0, 0, 2, caught=True)}, [EITHER, ERROR]),
-        (
-            {"plant": Plant("loss", 0, 1, 0, caught=True), **LONGER},
-            [ERROR, EITHER],
-        ),
-        (
-            {"plant": Plant("loss", 0, 0, 1, caught=True), **LONGER},
-            [ERROR, ERROR],
-        ),
+        ({"plant": Plant("loss", 0, 1, 0, caught=True), **LONGER}, [ERROR, EITHER]),
+        ({"plant": Plant("loss", 0, 0, 1, caught=True), **LONGER}, [ERROR, ERROR]),
         ({"plant": Plant("positions", 1, 0, 1)}, [ERROR, ERROR]),
     ],
 )
@@ -128,27 +90,6 @@ def _error(kind: str, *bases: str, text: str = "rank 1 stopped") -> Any:
 def test_judge(played: list[Played | None], begins: str) -> None:
     failure = judge(TWO, played)
     assert failure.startswith(begins) and bool(failure) == bool(begins)
-
-
-def test_judge_of_errors() -> None:
-    """Ranks that live and differ must say how; gradients of a stream are judged by their sum."""
-    case = replace(TWO, plant=Plant("forward", 1, 0, 1, caught=True))
-    silent = _error("CADPeerError", "CADError", text="rank 1 died or hangs")
-    named = _error("CADPeerError", "CADError")
-    assert judge(case, [Played(0, error=named), Played(1, error=named)]) == ""
-    assert judge(case, [Played(0, error=silent), Played(1, error=named)]).startswith("unclear")
-    ones = np.ones(3)
-    stream = replace(TWO, forms=("stream",))
-    shares = [Played(0, sums=[(ones * 3, ones)]), Played(1, sums=[(ones * 0, ones)])]
-    assert "off by 0.5" in judge(stream, shares)
-    shares[1].sums[0] = (ones * -1, ones)
-    assert judge(stream, shares) == ""
-
-
-@pytest.mark.parametrize(("step", "mib", "found"), [(0, 0.0, []), (1, 0.0, ["End: 7 -> 15"]), (0, 2.0, ["resident"])])
-def test_growth(step: int, mib: float, found: list[str]) -> None:
-    samples = [Sample(i, 0.0, 300 + mib * i, {"End": step * i, "threads": 4}) for i in range(16)]
-    assert [line.startswith(word) for line, word in zip(grown(samples), found, strict=True)] == [True] * len(found)
 
 
 LOST = replace(TWO, servers=1, fates=(Fate(0, "KILL", "return", 1),), block={"on_server_failure": "continue"})

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import check_kernels
 import gpu_check
 import pytest
 import torch
-from gpu_check import GROUPS, WAVES, Ended, Launch, explained, lanes, launches, merge, parse, table
+from gpu_check import GROUPS, Ended, Launch, launches, merge, parse, table
 from lines import Lines, Place
 
 from deepspeed_cad.errors import CADPeerError, CADUnsupportedError
@@ -69,19 +67,6 @@ def test_what_one_rank_refuses_is_refused_on_all(
     assert (last["state"], last["detail"]) == (state, words)
 
 
-def test_a_transport_that_does_not_work_is_no_refusal(tmp_path: Path) -> None:
-    """Where a case does not say that it may be refused, it must be there."""
-
-    def run() -> Any:
-        raise CADUnsupportedError("no nvlink")
-
-    assert Lines(Place(0, 1, torch.device("cpu")), tmp_path / "lines").check("transport nvlink", "it", run) == "failed"
-
-
-def test_every_group_runs_once() -> None:
-    assert sorted(group for wave in WAVES for group in wave) == sorted(GROUPS)
-
-
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 @pytest.mark.parametrize("group", GROUPS)
 def test_groups_on_any_number_of_gpus(group: str, gpus: int) -> None:
@@ -96,67 +81,9 @@ def test_groups_on_any_number_of_gpus(group: str, gpus: int) -> None:
         assert {one.hosts for one in found} == ({(0, 1)} if gpus == 2 else {(0, 0, 1, 1), (0, 0, 0, 1)})
 
 
-@pytest.mark.parametrize(
-    ("said", "may_end", "dies", "right"),
-    [
-        ("rank 1 waited for an exchange: rank 0, 3 died or hangs", True, 7, True),
-        ("rank 1 waited for an exchange: rank 0 died or hangs", True, 7, False),
-        ("rank 3 waited", False, 7, False),
-        ("rank 1 stopped", True, None, True),
-        ("", True, None, False),
-    ],
-)
-def test_a_process_that_ends_says_who_is_missing(said: str, may_end: bool, dies: int | None, right: bool) -> None:
-    assert explained(Launch("failures", may_end=may_end, dies=dies), said, 4) == right
-
-
-@pytest.mark.parametrize(
-    ("group", "cuda", "sizes"),
-    [
-        ("mixed", True, [1] * 10),
-        ("kernels", True, [1, 1]),
-        ("loaders", True, [1] * 7),
-        ("loaders", False, [7]),
-        ("growth", True, [2]),
-        ("lifetimes", True, [1] * 3),
-        ("servers", True, [1] * 5),
-        ("servers", False, [3]),
-    ],
-)
-def test_what_runs_at_the_same_time(group: str, cuda: bool, sizes: list[int]) -> None:
-    options = parse(["--gpus", "4", "--only", group])
-    wanted = launches(group, 4, cuda, options.hosts)
-    assert isinstance(wanted, list)
-    found = lanes(group, wanted, cuda)
-    assert [len(lane) for lane in found] == sizes
-    assert all(len({launch.hosts for launch in lane}) == 1 for lane in found)
-
-
 def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
     assert gpu_check.main() == 0
     first, last = capsys.readouterr().out.splitlines()
     assert "sees no GPU" in first and last == f"0 passed, 0 failed, {len(GROUPS)} skipped"
-
-
-def test_unknown_groups_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--only", "kernels,nosuch"])
-    assert "there is no group nosuch; there are kernels," in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_parts_of_the_kernels_have_every_shape_once(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    checked: list[str] = []
-    monkeypatch.setattr(check_kernels, "refusal", lambda *args: None)
-    lines = SimpleNamespace(check=lambda what, label, run: checked.append(label))
-    wanted = launches("kernels", ranks, True, [])
-    assert isinstance(wanted, list)
-    for launch in wanted:
-        for rank in range(ranks):
-            place = Place(rank, ranks, torch.device("cpu"), kernel="torch_varlen")
-            check_kernels.run(place, cast(Lines, lines), launch.case)
-    always = ["4/1 × 128, deterministic", "added in torch.float32", "added in torch.float32", "more than 2^31 elements"]
-    assert sorted(checked) == sorted([*check_kernels.SHAPES, *always])
-    assert not torch.are_deterministic_algorithms_enabled()

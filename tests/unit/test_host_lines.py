@@ -8,17 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-import training  # noqa: F401  # installs what the integrations need
+import training  # installs what the integrations need
 from deepspeed_cad.integrations import callback, structure, trainer
+from deepspeed_cad.integrations import transformers as room
 from deepspeed_cad.integrations.callback import CADCallback, Savings, estimate_savings
 from deepspeed_cad.integrations.positions import no_rows
+from deepspeed_cad.integrations.structure import default_attention, find_decoder
 from deepspeed_cad.integrations.trainer import refuse_loss
-from transformers import Trainer
+from deepspeed_cad.integrations.verify import loss_of
+from transformers import LlamaConfig, PretrainedConfig, Trainer
 
-from deepspeed_cad.ahead.documents import read_documents
+import deepspeed_cad
+from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.report.statistics import Statistics
+from deepspeed_cad.session import close_session
 
 FIGURES = Statistics(micro_batches=4, planning_s=0.012, waited_s=1.5, bytes_sent=3 << 20, slowest_before=6.0,
                      slowest=4.5, mean=4.0)  # fmt: skip
@@ -105,10 +110,6 @@ def test_a_loss_of_each_rank_is_refused(kind: type, changes: dict[str, Any], cou
         refuse_loss(trainer_with(kind, **changes), count)
 
 
-def test_a_loss_over_all_targets_is_not_refused() -> None:
-    refuse_loss(trainer_with(Trainer), torch.tensor(5))
-
-
 @pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,cuda:nccl", "cuda:3"), ("cpu:gloo", "cpu")])
 def test_where_a_model_that_is_still_on_the_cpu_trains(monkeypatch, backends: str, device: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -125,7 +126,54 @@ def test_the_row_of_padding_is_taken_out_wherever_it_is() -> None:
     assert found["hidden"][1] is other and found["loss"] is None and found["count"] == 5
 
 
-def test_positions_of_several_batch_rows_stay_as_they_are() -> None:
-    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
-    found = read_documents({"input_ids": torch.zeros(2, 4, dtype=torch.long), "position_ids": positions})
-    assert found.unit == 4 and found.local.end.tolist() == [4, 2, 2] and found.local.offset.tolist() == [0, 4, 6]
+# How what runs beside training ends: the look-ahead thread, and the last words of a process.
+
+
+def test_the_look_ahead_thread_ends_after_its_jobs() -> None:
+    worker, done = Worker(), []
+    worker.submit(lambda: done.append("a job"))
+    worker.close()
+    assert done == ["a job"] and not worker._thread.is_alive()
+
+
+class WithoutSdpa:
+    """A model that has only attention of its own."""
+
+    _supports_sdpa = False
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [(LlamaConfig(), "sdpa"), (PretrainedConfig(), "sdpa"), (SimpleNamespace(), "eager")]
+)
+def test_the_attention_that_transformers_would_choose(monkeypatch, config: Any, name: str) -> None:
+    known = {LlamaConfig: structure.MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig], SimpleNamespace: WithoutSdpa}
+    monkeypatch.setattr(structure, "MODEL_FOR_CAUSAL_LM_MAPPING", known)
+    assert default_attention(config) == name
+
+
+@pytest.mark.parametrize(("overlap", "alternate"), [("pingpong", True), ("local_first", False)])
+def test_every_layer_alternates_where_it_is_asked_for(monkeypatch, overlap: str, alternate: bool) -> None:
+    layers: list[torch.nn.Module] = []
+    monkeypatch.setattr(room, "alternate", layers.append)
+    model = training.tiny_llama()
+    try:
+        deepspeed_cad.apply(model, {"overlap": overlap})
+    finally:
+        close_session()
+    assert layers == (list(find_decoder(model).layers) if alternate else [])
+
+
+@pytest.mark.parametrize(
+    ("output", "loss"),
+    [
+        ({"loss": torch.tensor(2.0)}, 2.0),
+        ((torch.tensor(2.0), torch.zeros(1, 3)), 2.0),
+        ({"loss": torch.tensor([2.0, 3.0])}, None),
+        ({"loss": 2.0}, None),
+        ((torch.zeros(1, 3),), None),
+        ({"logits": torch.zeros(1, 3)}, None),
+        (torch.tensor(2.0), None),
+    ],
+)
+def test_the_loss_in_what_a_model_gave(output: Any, loss: float | None) -> None:
+    assert loss_of(output) == loss

@@ -150,20 +150,6 @@ def test_equal_moments_are_found_equal_however_many(
     assert len(compared) > 3 * RING and all(len(numbers) > 1 for numbers in compared)
 
 
-@pytest.mark.parametrize(("kind", "near"), KINDS)
-def test_a_comparison_that_comes_late_finds_nothing_wrong(
-    kind: str,
-    near: list[int],
-    network: Network,  # noqa: F811
-) -> None:
-    """The ring has come round before anybody looked: its rows belong to later exchanges."""
-    exchanges = Exchanges(kind, near, network)
-    for turn in range(RING // 2 + 9):
-        exchanges.run([Moment(turn)] * 3)
-    for transport in exchanges.transports:
-        transport.close()
-
-
 def test_numbers_that_the_ring_has_lost_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         def record_event(self) -> object:

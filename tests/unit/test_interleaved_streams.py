@@ -15,7 +15,6 @@ from gpu_clock import Clock
 
 from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.setup import WavesOut
-from deepspeed_cad.schedule.room import OUT
 from deepspeed_cad.server.serving import ServedPass
 from deepspeed_cad.simulator.attention import Both
 from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
@@ -198,8 +197,6 @@ CASES = [
     Seconds(linear=0.2, own=0.6, served=1.5, out=0.1, back=0.1),
     Seconds(linear=1.0, own=0.5, served=0.7, out=0.3, back=0.2),
 ]
-IDLE = Seconds(linear=1.0, own=0.0, served=0.8, out=0.1, back=0.08, waves=2)
-"""A trainer that attends nothing, and whose linear layers take longer than what is served."""
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -209,28 +206,8 @@ def test_it_takes_what_is_foreseen(kind: str, one: Seconds, backward: bool) -> N
     assert on_streams(kind, one, backward) == pytest.approx(simulated(one, backward), rel=0.02)
 
 
-def test_messages_come_home_when_their_trainer_asks_for_them() -> None:
-    """That is when it is back from the other part: in a forward its own tasks have to hide them, if it has any. Copies
-    come as soon as they are there."""
-    for backward in (False, True):
-        assert on_streams("copies", IDLE, backward) == pytest.approx(simulated(IDLE, backward), rel=0.02)
-    assert on_streams("messages", IDLE, True) == pytest.approx(simulated(IDLE, True), rel=0.02)
-    more = on_streams("messages", IDLE, False) - simulated(IDLE, False)
-    assert 0.5 * 2 * LAYERS * IDLE.back < more < 2 * LAYERS * IDLE.back
-
-
 def test_who_serves_nothing_waits_for_no_dispatch_before_its_tasks() -> None:
     """A trainer that serves others has to, with a share of its tasks between: these hide less of what comes home."""
     one = Seconds(linear=0.20, own=0.07, served=0.18, out=0.066, back=0.044, waves=2)
     assert on_streams("messages", one, True) == pytest.approx(simulated(one, True), rel=0.02)
     assert on_streams("messages", one, True, serves=True) > 1.05 * simulated(one, True)
-
-
-def test_two_waves_go_out_before_the_other_part_is_on() -> None:
-    clock = Clock()
-    trainer = Trainer(clock, "messages", replace(EVEN, waves=OUT), False)
-    trainer.train(False)
-    ways = [(way, call[0], wave) for way, call, wave in trainer.orders[: 6 * OUT]]
-    out, back = ([(way, part, wave) for wave in range(OUT)] for way, part in (("out", 0), ("back", 0)))
-    other = [[(way, 1, wave) for wave in range(OUT)] for way in ("out", "back")]
-    assert ways == out + other[0] + back + out + other[1] + other[0]

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-from deepspeed_cad.engine.block import ABSENT, block_of
+from deepspeed_cad.engine.block import block_of
 from deepspeed_cad.engine.initialize import initialize
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 from deepspeed_cad.launch import deepspeed_hook
@@ -33,13 +33,6 @@ from deepspeed_cad.launch import deepspeed_hook
 def test_a_block_inside_another_is_refused_by_its_place(config: dict[str, Any], where: str) -> None:
     with pytest.raises(CADConfigError, match=f'has "cad" inside {where}.*top level'):
         block_of(config)
-
-
-def test_a_block_at_the_top_level_is_found() -> None:
-    assert block_of({"zero_optimization": {"stage": 2}}) is ABSENT
-    assert block_of({"zero_optimization": {"stage": 2}, "cad": {"servers": {"reserved": 1}}})["servers"] == {
-        "reserved": 1
-    }
 
 
 @pytest.fixture

@@ -57,10 +57,3 @@ def test_kept_outputs_are_attended_once(parking: bool) -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
     calls = [{name: count for name, (_, count) in layers.watch.take().items()} for layers in (plain, kept)]
     assert calls == [{"forward": 12, "backward": 6}, {"forward": 6, "backward": 6}]
-
-
-def test_nothing_is_kept_without_checkpointing() -> None:
-    layers = Layers(KeptOutputs())
-    layers.step(checkpointed=False)
-    with pytest.raises(RuntimeError, match="layer 0 kept what no recompute took: modes :kept need"):
-        layers.step(checkpointed=False)

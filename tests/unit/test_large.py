@@ -10,7 +10,6 @@ import torch
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.attention.serve import keys_by_group
-from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.copies import address_fields, dispatch_pushes, plan_landing, return_pushes
 from deepspeed_cad.exchange.native_calls import CudaCalls
@@ -18,10 +17,7 @@ from deepspeed_cad.exchange.placement import Placement, place
 from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import list_messages
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.schedule import KEY, QUERY, ROWS, SERVER_ROW, build_slices, schedule_rank
-from deepspeed_cad.schedule.room import Room, room_needed
-from deepspeed_cad.schedule.waves import Cut, slice_waves, split_tasks
 
 LONG = 3 << 29
 """Rows of a document: three quarters of what 32 bits with a sign count. Rows × head groups are beyond that, and so are
@@ -66,23 +62,6 @@ def test_tables_of_an_exchange() -> None:
     assert fields[1, 6] == (1 << 46) + 3 * (LONG - 64) * ROW_BYTES
     sizes = list_messages(True, np.array([[1, 2 * LONG, LONG]]), 1 << 44, ROW_BYTES)
     assert sizes.tolist() == [[1, 1, (1 << 44) + 2 * LONG * ROW_BYTES, LONG * ROW_BYTES]]
-
-
-def test_waves_and_room() -> None:
-    """In blocks of rows: what one place needs is bytes beyond 2^43."""
-    parts = slice_waves(TICK, TASKS, None, Cut(8, 8))
-    room = Room(0, (ROW_BYTES, ROW_BYTES), (ROW_BYTES, ROW_BYTES))
-    needed = [room_needed(room, [(p.served_rows, p.landed_rows) for p in given])[0] for given in
-              (slice_waves(TICK, TASKS, None, Cut()), parts)]  # fmt: skip
-    assert needed[0] > 1.5 * needed[1] > 2**43
-    rows = np.concatenate(split_tasks(TICK, TASKS, None, Cut(8, 8)))
-    assert ((rows[:, 2] - rows[:, 1]) * (rows[:, 4] - rows[:, 3])).sum() == GROUPS * (2 * LONG + 72)
-
-
-def test_plans_of_such_documents_cover_them() -> None:
-    plan = make_plan(PlanInput(TICK, HeadShape(8, GROUPS, 128, 128, 2), PAIRS, granularity=1 << 20))
-    rows = (plan.tasks[:, 2] - plan.tasks[:, 1]) * (plan.tasks[:, 4] - plan.tasks[:, 3])
-    assert rows.sum() == GROUPS * (2 * LONG + 72) and (plan.sent_bytes >= 0).all()
 
 
 def batches(rows: list[list[int]], tasks: list[tuple[int, ...]]) -> list:

@@ -10,7 +10,7 @@ from deepspeed_cad.integrations import pipeline
 from deepspeed_cad.integrations.layer_call import read_call
 
 from deepspeed_cad.attention.layer import LayerInput, LayerKind
-from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.pipeline.step import Alone
 from deepspeed_cad.planner.plan import HeadShape
@@ -72,11 +72,6 @@ def test_rows_are_of_the_dtype_of_attention_and_heads_contiguous() -> None:
         rows = given._replace(k_BKSD=strided).rows()
     assert {x.dtype for x in rows} == {torch.bfloat16} and all(x.stride(-1) == 1 for x in rows)
     assert torch.equal(rows.k_TKD, given.k_BKSD[0].transpose(0, 1).bfloat16())
-
-
-def test_a_cache_is_named() -> None:
-    with pytest.raises(CADError, match=r"Attention of layer 3 got 9 keys for 6 queries.*pass use_cache=False"):
-        layer(keys=9).rows()
 
 
 def test_what_a_layer_asks_for_is_read() -> None:

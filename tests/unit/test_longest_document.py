@@ -6,12 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from longest_document import GiB, longest, table, why_not  # noqa: E402
+from longest_document import GiB, longest, table  # noqa: E402
 
 
 def run(layers: int, *tries: dict[str, Any]) -> dict[str, Any]:
@@ -46,31 +44,3 @@ def test_the_longest_is_where_the_first_memory_is_full() -> None:
     host_full = 786432 + (500 * 0.95 - 710) / 230 * 262144
     assert f"full at {host_full:,.0f} tokens, where the host ends" in longest(points, 140 * GiB, 500 * GiB, 32)
     assert longest(points[:1], 140 * GiB, 1000 * GiB, 32) == longest(points, 0, 1000 * GiB, 32) == ""
-
-
-def test_what_was_not_measured_says_why() -> None:
-    skipped = {"tokens": 1 << 20, "skipped": "would take 90 s"}
-    found = table([run(2, took(524288, 1, 1), skipped), run(3, took(524288, 2, 2))])
-    assert "| 1,048,576 | 2 | not measured: would take 90 s |" in found
-    found = table([run(2, took(524288, 1, 1)), run(3, {"tokens": 524288, "skipped": "it did not end"})])
-    assert "not measured: it did not end" in found
-    with pytest.raises(SystemExit, match="two numbers of layers"):
-        table([run(2)])
-
-
-@pytest.mark.parametrize(
-    ("tokens", "spent", "expected"),
-    [
-        (786432, 0.0, ""),
-        (786432, 8.0, "would take 22 s"),
-        (1 << 20, 0.0, "would take 40 s"),
-    ],
-)
-def test_attention_grows_with_the_square(tokens: int, spent: float, expected: str) -> None:
-    assert why_not(run(2, took(524288, 60, 60)), tokens, spent, 30.0) == expected
-
-
-def test_what_cannot_fit_is_not_tried() -> None:
-    assert why_not(run(2, took(524288, 100, 60)), 786432, 0.0, 1e9) == "would take 150 GiB of gpu memory"
-    assert why_not(run(2, took(524288, 60, 900)), 786432, 0.0, 1e9) == "would take 1350 GiB of host memory"
-    assert why_not(run(2), 1 << 30, 1e9, 1.0) == "", "the first one tells of the others"

@@ -11,12 +11,15 @@ import pytest
 import torch
 from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
+from deepspeed_cad.integrations.interleavable import why_not_twice
+from deepspeed_cad.integrations.joined import CannotJoin, Join
+from model_cases import tiny_model
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
 from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
-from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
@@ -170,27 +173,6 @@ def test_batch_rows_are_documents_of_their_own() -> None:
         assert torch.allclose(found[row], document_attention(*heads, 0.5), atol=1e-12)
 
 
-def test_inputs_with_strided_heads() -> None:
-    """Models give views; a kernel needs a last dimension that is contiguous."""
-    given = [x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in inputs(1, 6)]
-    assert all(x.stride(-1) != 1 for x in given)
-
-    class Strict(TorchMath):
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
-            assert k.stride(-1) == v.stride(-1) == 1
-            return super().forward(q, k, v, *rest)
-
-        def backward(self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
-            assert k.stride(-1) == v.stride(-1) == do.stride(-1) == 1 and do.stride(-2) == do.shape[-1]
-            return super().backward(do, q, k, v, *rest)
-
-    mask = MaskDescriptor(micro_batch([[6]]), None, lambda *_: Strict(), Modes())
-    heads = [x[0].transpose(0, 1) for x in given]
-    found = attend(mask, given)
-    assert torch.allclose(found[0], document_attention(*heads, 0.5), atol=1e-12)
-    found.sum().backward()  # the gradient of a sum has strides of 0
-
-
 @pytest.mark.parametrize("at", [4, 0, 10])
 def test_nano_batches_of_a_document(at: int) -> None:
     """A document goes on in the second nano-batch; one may be empty, and then the model runs on a row whose output
@@ -241,12 +223,6 @@ def test_the_second_nano_batch_reads_keys_of_the_first_only_where_it_needs_them(
     assert k.tolist() == [4.0, 5.0, 6.0] and v.tolist() == [14.0, 15.0, 16.0]
 
 
-def test_whole_segments_run_at_home() -> None:
-    layout = Layout.from_rank_lengths([[6], [4, 2]])
-    tasks = whole_rank_tasks(layout, 3)
-    assert tasks.tolist() == [[0, 0, 6, 0, 3, 0], [1, 0, 4, 0, 3, 1], [2, 0, 2, 0, 3, 1]]
-
-
 # Cutting a layer's arguments
 
 
@@ -271,14 +247,6 @@ def test_tokens_of_one_row_are_cut(shape: tuple[int, ...], first: tuple[int, ...
     else:
         dim = shape.index(10)
         assert one.shape == first and torch.equal(torch.cat([one, other], dim), x)
-
-
-def test_batch_rows_are_cut() -> None:
-    cut, x = RowCut(4, 10, 30), torch.rand(4, 10, 2)
-    one, other = cut.split(x)
-    assert one.shape == (3, 10, 2) and torch.equal(cut.join(one, other), x)
-    for whole in (torch.rand(4), torch.rand(3, 10), torch.rand(1, 10, 2)):
-        assert cut.split(whole) == (whole, whole)
 
 
 @pytest.mark.parametrize("cut, at", [(RowCut(1, 10, 0), 0), (RowCut(1, 10, 10), 10), (RowCut(4, 10, 40), 4)])
@@ -306,41 +274,6 @@ def test_nested_arguments_are_cut_and_joined() -> None:
 # Alternating
 
 
-def test_an_error_of_a_nano_batch_ends_the_other() -> None:
-    ended: list[str] = []
-
-    def first() -> None:
-        try:
-            hand_over()
-        finally:
-            ended.append("first")
-
-    def second() -> None:
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        run_alternating(first, second)
-    assert ended == ["first"]
-
-
-def test_handing_over_needs_another_nano_batch() -> None:
-    with pytest.raises(CADError, match="outside of run_alternating"):
-        hand_over()
-
-
-def test_nano_batches_of_unequal_length_both_end() -> None:
-    order: list[str] = []
-
-    def run(name: str, times: int) -> str:
-        for i in range(times):
-            order.append(f"{name}{i}")
-            hand_over()
-        return name
-
-    assert run_alternating(lambda: run("a", 1), lambda: run("b", 3)) == ("a", "b")
-    assert order == ["a0", "b0", "b1", "b2"]
-
-
 def test_nano_batches_run_in_the_context_of_the_layer() -> None:
     """Host frameworks keep settings in context variables; what one nano-batch changes the other does not see."""
     setting = contextvars.ContextVar("setting", default="default")
@@ -354,3 +287,112 @@ def test_nano_batches_run_in_the_context_of_the_layer() -> None:
 
     assert run_alternating(lambda: run("a"), lambda: run("b")) == (("of the layer", "a"), ("of the layer", "b"))
     assert setting.get() == "of the layer"
+
+
+# What a decoder returns for two nano-batches, joined to what it would have returned for both.
+
+
+CUTS = [RowCut(1, 10, 3), RowCut(1, 10, 0), RowCut(1, 10, 10), RowCut(4, 10, 30), RowCut(4, 10, 0), RowCut(2, 2, 2)]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_was_cut_is_joined_again(cut: RowCut) -> None:
+    hidden = torch.rand(cut.batch, cut.width, 6, requires_grad=True)
+    logits = torch.rand(cut.batch * cut.width, 5)
+    first, second = cut.split(hidden)
+    at = max(cut.at, 1 if cut.batch == 1 else cut.width)
+    rows = logits.split([cut.at, len(logits) - cut.at])
+    stand_in = logits[:at] if cut.at == 0 else logits[: 1 if cut.batch == 1 else cut.width]
+    routed = [part if len(part) else stand_in[: 1 if cut.batch == 1 else cut.width] for part in rows]
+
+    def output(x: torch.Tensor, router: torch.Tensor) -> BaseModelOutputWithPast:
+        found = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=None, hidden_states=(x, x * 2))
+        found["router_logits"] = (router,)
+        return found
+
+    joined = Join(cut).join(output(first, routed[0]), output(second, routed[1]))
+    assert type(joined) is BaseModelOutputWithPast
+    assert torch.equal(joined.last_hidden_state, hidden) and torch.equal(joined.hidden_states[1], hidden * 2)
+    assert torch.equal(joined.router_logits[0], logits)
+    (gradient,) = torch.autograd.grad(joined.last_hidden_state.sum(), hidden)
+    assert torch.equal(gradient, torch.ones_like(hidden))
+    as_tuple = Join(cut).join((first, None, True), (second, None, True))
+    assert torch.equal(as_tuple[0], hidden) and as_tuple[1:] == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (torch.tensor(1.0), torch.tensor(2.0), r"shapes \[\] and \[\]"),
+        (torch.ones(3), torch.ones(3), r"shapes \[3\] and \[3\]"),
+        (torch.ones(1, 3, 4), torch.ones(1, 7, 5), "shapes"),
+        ((torch.ones(1, 3),), (None,), r"\[0\], a Tensor and a NoneType"),
+        ({"a": object()}, {"a": object()}, '"a", a object'),
+        ([1], [2], r"\[0\], a int"),
+        ((1,), (1, 2), "a tuple"),
+    ],
+)
+def test_what_has_no_rows(first: object, second: object, says: str) -> None:
+    with pytest.raises(CannotJoin, match=says):
+        Join(RowCut(1, 10, 3)).join(first, second)
+
+
+def test_a_shared_object_stays() -> None:
+    cache = object()
+    assert Join(RowCut(1, 10, 3)).join({"cache": cache}, {"cache": cache}) == {"cache": cache}
+
+
+# Whether a decoder can run twice
+
+
+def _sharded(decoder: torch.nn.Module) -> None:
+    decoder.layers[1].mlp.up_proj.weight.ds_id = 3
+
+
+def _reentrant(decoder: torch.nn.Module) -> None:
+    decoder.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def _checkpointed(decoder: torch.nn.Module) -> None:
+    decoder.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _other_layers(decoder: torch.nn.Module) -> None:
+    decoder.config.layer_types = ["full_attention", "linear_attention"]
+
+
+def _without_attention(decoder: torch.nn.Module) -> None:
+    decoder.layers[0].self_attn = torch.nn.Identity()
+
+
+def _convolution(decoder: torch.nn.Module) -> None:
+    decoder.layers[1].mlp.short = torch.nn.Conv1d(4, 4, 3)
+
+
+def _scaled_by_the_batch(decoder: torch.nn.Module) -> None:
+    decoder.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+
+
+def _opt(decoder: torch.nn.Module) -> None:
+    decoder.config.model_type = "opt"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda decoder: None, ""),
+        (_checkpointed, ""),
+        (_sharded, "ZeRO-3"),
+        (_reentrant, "reentrant"),
+        (_other_layers, "linear_attention"),
+        (_without_attention, "layer 0 has no attention"),
+        (_convolution, "layer 1 has a convolution"),
+        (_scaled_by_the_batch, '"longrope"'),
+        (_opt, "OPT"),
+    ],
+)
+def test_why_a_decoder_cannot_run_twice(change, says: str) -> None:
+    decoder = tiny_model("llama").model
+    change(decoder)
+    found = why_not_twice(decoder)
+    assert says in found and bool(says) == bool(found)

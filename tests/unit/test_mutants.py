@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
-from mutation.copies import ROOT, room_of, source_files
 from mutation.mutants import find_mutants, statements
 
 SOURCE = '''"""Text: 1 < 2."""
@@ -66,19 +64,3 @@ def test_one_of_each_kind(operator: str, scope: str, before: str, after: str) ->
 def test_those_are_all() -> None:
     """Nothing in texts, messages and annotations."""
     assert len(find_mutants("a.py", SOURCE)) == 17
-
-
-def test_every_mutant_of_a_file_is_another_file_that_parses() -> None:
-    source = (ROOT / "deepspeed_cad" / "planner" / "own_rows.py").read_text()
-    found = find_mutants("own_rows.py", source)
-    assert len({one.name for one in found}) == len(found) == len({one.apply(source) for one in found})
-    for one in found:
-        ast.parse(one.apply(source))
-    assert sorted(found, key=lambda one: one.rank(0)) != sorted(found, key=lambda one: one.rank(1))
-
-
-def test_rooms() -> None:
-    rooms = {room_of(str(path)) for path in source_files()}
-    assert {"planner", "layout", "exchange", "integrations"} <= rooms and Path(
-        "deepspeed_cad/layout.py"
-    ) in source_files()

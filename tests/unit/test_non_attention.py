@@ -49,14 +49,6 @@ def test_a_stretch_lies_between_the_attentions_of_two_neighbouring_layers(monkey
     assert times.take() == ([], [])
 
 
-def test_no_stretch_without_tokens() -> None:
-    times = StretchTimes()
-    here = Stretches(times, torch.device("cpu"), 0)
-    here.begin(0, False)
-    here.end(1, False)
-    assert times.take() == ([], [])
-
-
 def test_layers_that_compile_do_not_count() -> None:
     assert middle([1.0, 1.0, 3.0, 1000.0, 0.0]) == pytest.approx(5 / 3)
     assert middle([2.0]) == 2.0 and middle([]) == 0.0
@@ -145,15 +137,6 @@ def test_trainers_and_servers_end_together(session: Session) -> None:
         assert plan.load[0] < plan.load[1] < plan.load[2]
 
 
-def test_trainers_that_have_no_time_get_no_attention(session: Session) -> None:
-    layout = Layout.from_rank_lengths([*LENGTHS, []])
-    session.plans.config = CADConfig.from_dict({"servers": {"reserved": 1}, "granularity": 64, "tolerance": 0.02})
-    plan = _plan(session, _reserve(session, None), layout, [3328, 3328], 0, [1e-4, 1e-4])
-    whole = 1e-9 * SHAPE.groups * sum(n * (n + 1) / 2 for n in (3328, 3328))
-    assert plan.load[:2].sum() < 1e-3 * whole
-    assert plan.load.sum() == pytest.approx(whole)  # attention only, for statistics
-
-
 @pytest.mark.parametrize("helpers", [0, 2])
 @pytest.mark.parametrize("linear", [None, [3e-6, 2e-6]])
 def test_the_cut_knows_servers_layers_and_the_slowest_trainer(
@@ -214,12 +197,3 @@ def test_plans_and_cuts_know_speeds(session: Session, speed: float) -> None:
     finish = found.planned[KEY, 0].plan.load + base
     assert finish.max() < 1.03 * finish.mean()
     assert (finish.mean() > (equal.planned[KEY, 0].plan.load + base).mean()) == (speed < 1)
-
-
-def test_the_cut_beside_trainers_that_do_not_serve_knows_the_speed_of_servers(session: Session) -> None:
-    announced = _announced(session, 6000, 6000)
-    cuts = []
-    for speed in (1.0, 0.25):
-        _reserve(session, [3e-6, 3e-6], helpers=0, speed=speed)
-        cuts.append(session.plans.open(announced, {KEY: 1}).ticks[0].query_tokens[0])
-    assert cuts[0] != cuts[1]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepspeed_cad.ahead.plan import Learned
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS, CostModel
-from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.pipeline.engine import _make_eval_batch, _make_train_batch
 from deepspeed_cad.pipeline.order import order_micro_batches
 from deepspeed_cad.pipeline.plans import Place, StepPlans, phase_layout, tick_cost
 from deepspeed_cad.pipeline.program import ProgramTick, merge_stages
@@ -155,3 +161,88 @@ def test_every_tick_is_even(stages: int, replicas: int, count: int) -> None:
                 layout = phase_layout(places, documents, rounds, r, backward, range(stages))
                 plan = make_plan(PlanInput(layout.tick(), SHAPE, PAIRS))
                 assert plan.imbalance <= 1.05 + 1e-9, (r, backward)
+
+
+# Which models `to_pipeline` cuts: those that are embedding, layers, norm and head, and nothing else.
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+def _skeleton(kind: str, **changes: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **changes}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "qwen2", "phi3", "olmo2"])
+def test_models_that_can_be_cut(kind: str) -> None:
+    refuse_uncut(_skeleton(kind, pad_token_id=0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("granite", {"embedding_multiplier": 12.0}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("gemma2", {"final_logit_softcapping": 1.0}),
+        ("cohere", {"logit_scale": 0.25}),
+    ],
+)
+def test_models_that_do_more_are_refused(kind: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CADUnsupportedError, match="cannot be cut into stages: it does more"):
+        refuse_uncut(_skeleton(kind, pad_token_id=0, **changes))
+
+
+def test_routers_that_report_are_refused() -> None:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "output_router_logits": True}
+    with pytest.raises(CADUnsupportedError, match="output_router_logits"):
+        refuse_uncut(_skeleton("qwen3_moe", **moe))
+
+
+def test_work_of_layers_counts_visited_experts_only() -> None:
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "tie_word_embeddings": False}
+    work = layer_work(_skeleton("qwen3_moe", **moe))
+    dense = layer_work(_skeleton("qwen3", tie_word_embeddings=False))
+    assert len(work) == SIZES["num_hidden_layers"] + 3
+    assert work[0] == work[-2] == 0 and work[-1] == SIZES["vocab_size"] * SIZES["hidden_size"]
+    # Two experts as wide as the dense layer's, and the router.
+    assert work[1] - dense[1] == 3 * 48 * 32 + 8 * 32
+
+
+# What a pipeline's engine does around a step or an evaluation that fails: the other ranks must hear of it.
+
+
+pytest.importorskip("deepspeed")
+
+
+class Binding:
+    """Stands for a PipelineBinding whose loader raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.stopped: list[BaseException] = []
+        self.engine = SimpleNamespace(data_iterator=None, micro_batches=2, set_dataiterator=lambda data: None)
+
+    def begin_step(self, look: Any) -> None:
+        raise self.error
+
+    def begin_evaluation(self, count: int) -> None:
+        raise self.error
+
+    def stop(self, error: BaseException) -> None:
+        self.stopped.append(error)
+
+
+@pytest.mark.parametrize("make", [_make_train_batch, _make_eval_batch], ids=["step", "evaluation"])
+@pytest.mark.parametrize(
+    ("error", "tells"), [(OSError("the disk is gone"), True), (StopIteration("the loader ended"), False)]
+)
+def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, tells: bool) -> None:
+    """They wait for this rank's documents, unless all of them know that loaders ended."""
+    binding = Binding(error)
+    with pytest.raises(type(error)):
+        make(binding, lambda *_, **__: None)(iter([]))
+    assert binding.stopped == ([error] if tells else [])

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_checks import SECONDS, check_plan, check_solution, random_problem
+from plan_checks import SECONDS, check_plan, check_solution, fingerprint, random_problem
 
-from deepspeed_cad.cost import PAIRS, CostModel
-from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout, Segments
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
-from deepspeed_cad.planner.checks import check_coverage
+from deepspeed_cad.planner.checks import check_coverage, check_cuts
 from deepspeed_cad.planner.constants import UNBOUNDED
 from deepspeed_cad.planner.core import Aim, Units, solve
+from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
+from deepspeed_cad.schedule import build_slices
 
 SHAPE = HeadShape(query_heads=8, groups=4, head_dim=16, value_dim=16, bytes_per_element=2)
 
@@ -62,7 +64,7 @@ def finish_spread(plan: Plan) -> tuple[float, float]:
     return plan.load.max() / mean, plan.load.min() / mean
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems())
 def test_every_row_and_group_once_and_loads_and_bytes_as_counted_again(problem: PlanInput) -> None:
     plan = make_plan(problem)
@@ -71,7 +73,7 @@ def test_every_row_and_group_once_and_loads_and_bytes_as_counted_again(problem: 
     assert plan.sent_bytes.tolist() == sent.tolist() and plan.received_bytes.tolist() == received.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     problems(),
     st.sampled_from(Units),
@@ -95,7 +97,7 @@ def check_random(seed: int) -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_plans_of_any_kind_are_plans(part: int) -> None:
-    for seed in range(part, 96, 4):
+    for seed in range(part, 48, 4):
         check_random(seed)
 
 
@@ -103,7 +105,7 @@ def test_plans_of_any_kind_are_plans(part: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_plans_of_any_kind_are_plans_thousands_of_them(part: int) -> None:
-    for seed in range(96 + part, 2400, 8):
+    for seed in range(48 + part, 2400, 8):
         check_random(seed)
 
 
@@ -124,39 +126,12 @@ def test_balanced_tick_moves_nothing() -> None:
     assert len(plan.tasks) == 16
 
 
-def test_one_huge_document_over_all_ranks() -> None:
-    tick = Layout.from_stream([65536], 8, 8192).tick()
-    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.02))
-    most, least = finish_spread(plan)
-    assert most <= 1.02 and least >= 0.98
-
-
-@pytest.mark.parametrize("ranks", [1, 5])
-def test_no_documents(ranks: int) -> None:
-    plan = make_plan(PlanInput(Layout.from_rank_lengths([[]] * ranks).tick(), SHAPE, PAIRS))
-    assert plan.tasks.shape == (0, 6) and plan.load.tolist() == [0.0] * ranks and plan.imbalance == 1.0
-
-
-def test_more_servers_than_tasks() -> None:
-    tick = Layout.from_rank_lengths([[100], *[[]] * 15]).tick()
-    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, granularity=128))
-    check_coverage(plan.tasks, tick, SHAPE.groups)
-    assert plan.load.max() <= plan.load_before.max() / 4
-
-
 def test_zero_speed_rank_serves_nothing_and_a_fast_rank_serves_more() -> None:
     tick = Layout.from_rank_lengths([[30000], [20000], [10000], []]).tick()
     plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.05, speed=np.array([1.0, 0.0, 2.0, 1.0])))
     assert not (plan.tasks[:, 5] == 1).any()
     times = plan.load[[0, 2, 3]]
     assert times.max() <= times.mean() * 1.05 and times.min() >= times.mean() * 0.95
-
-
-def test_reserved_servers_take_what_trainers_have_no_time_for() -> None:
-    tick = Layout.from_rank_lengths([[30000], [30000], [], []]).tick()
-    work = 4 * 30000 * 30001 // 2
-    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.05, base_load=np.array([work, work, 0.0, 0.0])))
-    assert set(plan.tasks[:, 5].tolist()) == {2, 3} or plan.load.max() <= plan.load.mean() * 1.05
 
 
 def test_moves_stay_inside_a_node_where_they_can() -> None:
@@ -217,32 +192,6 @@ def test_same_plan_again_and_from_shuffled_segments() -> None:
     assert first.fingerprint() == second.fingerprint() == make_plan(problem).fingerprint()
 
 
-def test_bad_input_names_the_field() -> None:
-    tick = Layout.from_rank_lengths([[10], [10]]).tick()
-    good = PlanInput(tick, SHAPE, PAIRS)
-    for change, word in (
-        ({"tolerance": -1.0}, "tolerance"),
-        ({"granularity": 0}, "granularity"),
-        ({"window": 0}, "window"),
-        ({"speed": np.array([1.0])}, "speed"),
-        ({"speed": np.array([0.0, 0.0])}, "speed"),
-        ({"base_load": np.array([np.nan, 0.0])}, "base_load"),
-        ({"hosts": np.zeros(3, int)}, "hosts"),
-        ({"shape": HeadShape(6, 4, 8, 8, 2)}, "heads"),
-        ({"cost": CostModel(pair=-1.0)}, "cost.pair"),
-    ):
-        with pytest.raises(CADConfigError, match=word):
-            make_plan(dataclasses.replace(good, **change))
-
-
-def test_rows_with_two_homes_are_refused() -> None:
-    layout = Layout.from_stream([1000], 2, 500)
-    twice = Segments([0, 0], [0, 400], [500, 1000], [0, 1], [0, 0])
-    tick = dataclasses.replace(layout.tick(), query=twice, key=twice)
-    with pytest.raises(CADConfigError, match="each row has one home"):
-        make_plan(PlanInput(tick, SHAPE, PAIRS))
-
-
 def test_transfers_that_cannot_hide_are_not_made() -> None:
     tick = Layout.from_rank_lengths([[30000], [20000], [], []]).tick()
     fast = dataclasses.replace(SECONDS, byte_inside=1e-15)
@@ -255,25 +204,71 @@ def test_transfers_that_cannot_hide_are_not_made() -> None:
     assert 0 < some.sent_bytes.sum() and some.imbalance < nothing.imbalance
 
 
-def test_first_rows_go_to_whoever_holds_the_window_before_them() -> None:
-    tick = Layout.from_stream([16384, 16384 * 3], 4, 16384).tick()
-    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, window=1024, tolerance=0.02))
-    most, least = finish_spread(plan)
-    assert most <= 1.02 and least >= 0.98
+# Plans are the same on every machine and by every compiler: ranks make them for themselves.
 
 
-def test_coverage_check_finds_gaps_and_doubles() -> None:
-    tick = Layout.from_rank_lengths([[100]]).tick()
-    check_coverage(np.array([[0, 0, 100, 0, 4, 0]]), tick, 4)
-    with pytest.raises(CADError, match="cover rows"):
-        check_coverage(np.array([[0, 0, 99, 0, 4, 0]]), tick, 4)
-    with pytest.raises(CADError, match="two tasks"):
-        check_coverage(np.array([[0, 0, 100, 0, 4, 0], [0, 50, 60, 1, 2, 0]]), tick, 4)
-    assert count_bytes(np.array([[0, 0, 100, 0, 4, 0]]), tick, SHAPE)[0].sum() == 0
+PLANS = Path(__file__).with_name("plans.json")
 
 
-def test_plan_is_plain_json(tmp_path) -> None:
-    plan = make_plan(PlanInput(Layout.from_stream([9000, 100], 2, 4550).tick(), SHAPE, PAIRS))
-    plan.save(str(tmp_path / "plan.json"))
-    saved = json.loads((tmp_path / "plan.json").read_text())
-    assert saved["tasks"] == plan.tasks.tolist() and saved["received_bytes"] == plan.received_bytes.tolist()
+def test_plans_are_those_that_other_compilers_gave() -> None:
+    """Where plans change on purpose: `python tests/plan_checks.py > tests/unit/plans.json`."""
+    wanted = json.loads(PLANS.read_text())
+    assert [fingerprint(seed) for seed in range(len(wanted))] == wanted
+
+
+# Rows that find at home all that they read.
+
+
+STREAM = Layout.from_stream([900], 3, 300).tick()
+
+
+@pytest.mark.parametrize(
+    ("task", "window", "granularity", "expected"),
+    [
+        # Row 331 is the first on rank 1 that reads no key before 300; it has row 332 of a granule of 4.
+        ([0, 300, 600, 0, 8, 1], 32, 1, [[0, 300, 331, 0, 8, 1], [0, 331, 600, 0, 8, 1]]),
+        ([0, 300, 600, 0, 8, 1], 32, 4, [[0, 300, 332, 0, 8, 1], [0, 332, 600, 0, 8, 1]]),
+        ([0, 320, 500, 2, 3, 1], 32, 4, [[0, 320, 332, 2, 3, 1], [0, 332, 500, 2, 3, 1]]),
+        ([0, 340, 600, 0, 8, 1], 32, 4, [[0, 340, 600, 0, 8, 1]]),
+        ([0, 300, 600, 0, 8, 1], 301, 1, [[0, 300, 600, 0, 8, 1]]),
+        ([0, 300, 600, 0, 8, 1], 300, 1, [[0, 300, 599, 0, 8, 1], [0, 599, 600, 0, 8, 1]]),
+        ([0, 300, 600, 0, 8, 1], None, 1, [[0, 300, 600, 0, 8, 1]]),
+        # The rank with the begin of the document runs rows of others, too.
+        ([0, 0, 900, 0, 2, 0], None, 128, [[0, 0, 300, 0, 2, 0], [0, 300, 900, 0, 2, 0]]),
+        ([0, 128, 600, 0, 2, 0], 32, 128, [[0, 128, 300, 0, 2, 0], [0, 300, 600, 0, 2, 0]]),
+        ([0, 0, 900, 0, 2, 1], None, 128, [[0, 0, 900, 0, 2, 1]]),
+        ([0, 300, 900, 0, 2, 0], None, 128, [[0, 300, 900, 0, 2, 0]]),
+        ([0, 0, 300, 0, 2, 0], None, 128, [[0, 0, 300, 0, 2, 0]]),
+        # Rows of others come first, those of its own follow.
+        ([0, 200, 600, 0, 8, 1], 32, 4, [[0, 200, 332, 0, 8, 1], [0, 332, 600, 0, 8, 1]]),
+        ([0, 200, 300, 0, 8, 1], 32, 4, [[0, 200, 300, 0, 8, 1]]),
+        ([0, 0, 300, 0, 8, 0], 32, 4, [[0, 0, 300, 0, 8, 0]]),
+        ([0, 300, 600, 0, 8, 2], 32, 4, [[0, 300, 600, 0, 8, 2]]),
+    ],
+)
+def test_where_a_task_is_cut(task: list[int], window: int | None, granularity: int, expected: list[list[int]]) -> None:
+    found = split_own_rows(STREAM, np.array([task]), window, granularity)
+    assert found.tolist() == expected
+
+
+def test_no_tasks() -> None:
+    nothing = np.zeros((0, 6), np.int64)
+    assert split_own_rows(Layout.from_rank_lengths([[], []]).tick(), nothing, 8, 1).shape == (0, 6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(), st.sampled_from([1, 2, 64, 700]))
+def test_the_same_rows_on_the_same_ranks(problem: PlanInput, window: int) -> None:
+    """Bytes are as before: only what lies at servers is less."""
+    problem = dataclasses.replace(problem, window=window)
+    plan = make_plan(problem)
+    check_coverage(plan.tasks, problem.tick, problem.shape.groups)
+    assert check_cuts(plan.tasks, problem.tick, problem.granularity) == 0
+    again = split_own_rows(problem.tick, plan.tasks, window, problem.granularity)
+    np.testing.assert_array_equal(again, plan.tasks)
+    table = build_slices(problem.tick, plan.tasks, window).table
+    moved = table[table[:, 1] != table[:, 2]]
+    size = np.where(moved[:, 0] == 0, problem.shape.query_bytes, problem.shape.key_value_bytes) * moved[:, 6]
+    queries = moved[moved[:, 0] == 0]
+    back = np.bincount(queries[:, 1], queries[:, 6] * problem.shape.output_bytes, problem.tick.ranks)
+    np.testing.assert_array_equal(np.bincount(moved[:, 2], size, problem.tick.ranks) + back, plan.received_bytes)

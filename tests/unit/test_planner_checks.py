@@ -53,15 +53,12 @@ def test_what_is_just_allowed(change: dict[str, Any]) -> None:
     ("change", "words"),
     [
         ({"tick": Layout.from_rank_lengths([]).tick()}, "at least one rank, found 0"),
-        ({"tolerance": -0.001}, "tolerance is -0.001"),
         ({"tolerance": 1.0}, "tolerance is 1.0"),
         ({"tolerance": float("nan")}, "tolerance is nan"),
         ({"granularity": 0}, "granularity is 0"),
         ({"window": 0}, "window is 0"),
         ({"hosts": np.array([0])}, r"hosts has shape \(1,\) and dtype int64; it needs .* for each of the 2 ranks"),
-        ({"hosts": np.array([0.0, 1.0])}, "dtype float64"),
         ({"shape": HeadShape(6, 4, 8, 8, 2)}, "6 query heads cannot be shared by 4 KV heads"),
-        ({"shape": HeadShape(4, 0, 8, 8, 2)}, "4 query heads cannot be shared by 0"),
         ({"shape": HeadShape(0, 1, 8, 8, 2)}, "0 query heads"),
         ({"shape": HeadShape(4, 4, 0, 8, 2)}, "head_dim 0"),
         ({"shape": HeadShape(4, 4, 8, 0, 2)}, "value_dim 0"),
@@ -70,7 +67,6 @@ def test_what_is_just_allowed(change: dict[str, Any]) -> None:
         ({"speed": np.array([1.0, -1.0])}, "speed of rank 1 is -1.0"),
         ({"speed": np.array([0.0, 0.0])}, "speed is 0 on every rank"),
         ({"base_load": np.array([0.0, np.inf])}, "base_load of rank 1 is inf"),
-        ({"base_load": np.array([np.nan, 0.0])}, "base_load of rank 0 is nan"),
         *[({"cost": dataclasses.replace(PAIRS, **{name: wrong})}, f"cost.{name} is {wrong}")
           for name in ("pair", "row", "key", "task", "byte_inside", "byte_between") for wrong in (-1.0, float("inf"))],
         ({"tick": tick_of((0, 0, 5, 2))}, "a query segment lies on rank 2 of a tick with 2 ranks"),

@@ -61,20 +61,6 @@ def test_documents_that_were_cut_come_first() -> None:
     assert picture._most_moved(problem, dataclasses.replace(plan, tasks=tasks[[0, 3]])) == [0, 1, 2]
 
 
-def test_documents_have_their_own_numbers_where_none_are_given(figures: list[Any]) -> None:
-    lengths = [[100 * (rank + 1)] * 3 for rank in range(4)]
-    problem = PlanInput(Layout.from_rank_lengths(lengths).tick(), SHAPE, PAIRS)
-    picture.draw_plan(problem, make_plan(problem), "unused")
-    titles = [axis.get_title() for axis in figures[0].axes if axis.get_title().startswith("Document")]
-    assert len(titles) == picture.LONGEST and len(set(titles)) == picture.LONGEST
-
-
-def test_nothing_to_draw(figures: list[Any]) -> None:
-    problem = PlanInput(Layout.from_rank_lengths([[], []]).tick(), SHAPE, PAIRS)
-    picture.draw_plan(problem, make_plan(problem), "unused")
-    assert len(figures[0].axes) == 3
-
-
 def test_an_outlook(figures: list[Any]) -> None:
     picture.draw_outlook([2.0, 3.0], [1.0, 1.1], [1.5, 1.75], "unused")
     left, right = figures[0].axes

@@ -13,7 +13,7 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
-from deepspeed_cad.planner.question import KEYS, read_cost, read_question, with_links
+from deepspeed_cad.planner.question import KEYS, read_question, with_links
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 16}
 STREAM = HEADS | {"documents": [300, 0, 50, 200], "tokens_per_rank": 150}
@@ -56,12 +56,6 @@ def test_documents_in_a_stream() -> None:
     assert read_question(longest).problem.tick.query.end.tolist() == [(1 << 31) - 1]
 
 
-def test_documents_by_rank() -> None:
-    question = read_question(LISTS)
-    assert question.number == [0, 2, 3]
-    assert question.problem.tick.query.to_array().tolist() == [[0, 0, 9, 0, 0], [1, 0, 4, 0, 9], [2, 0, 5, 2, 0]]
-
-
 @pytest.mark.parametrize(
     ("change", "ranks", "speed"),
     [
@@ -91,45 +85,28 @@ def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
         ([], "holds a list; expected an object with the keys documents, "),
         (STREAM | {"ranks": [[1]]}, "both given"),
         (HEADS, "neither documents"),
-        (HEADS | {"ranks": []}, "neither documents"),
-        (HEADS | {"ranks": 3}, "neither documents"),
         (HEADS | {"ranks": [[1], [2, -1]]}, r"ranks\[1\]\[1\] is -1"),
         (STREAM | {"documents": [5, 1 << 31]}, r"documents\[1\] is 2147483648"),
-        (STREAM | {"documents": [True]}, r"documents\[0\] is True"),
         (STREAM | {"tokens_per_rank": None}, "tokens_per_rank is missing: with documents"),
         (STREAM | {"ranks": 0}, "ranks is 0; expected a whole number of at least 1"),
         (LISTS | {"heads": 6}, "kv_heads is 4 and heads is 6"),
-        (LISTS | {"value_head_dim": 0}, "value_head_dim is 0"),
         (LISTS | {"bytes_per_element": 0}, "bytes_per_element is 0"),
-        (LISTS | {"tolerance": 1}, "tolerance is 1; expected"),
         (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
-        (LISTS | {"tolerance": True}, "tolerance is True"),
         (LISTS | {"ranks_per_node": 0}, "ranks_per_node is 0"),
-        (LISTS | {"ranks_per_node": True}, "ranks_per_node is True"),
-        (LISTS | {"ranks_per_node": []}, r"ranks_per_node is \[\]"),
         (LISTS | {"ranks_per_node": [2, 0, 1]}, r"ranks_per_node is \[2, 0, 1\]; expected .* or a list of them"),
         (LISTS | {"ranks_per_node": [2, 2]}, "hosts of 2, 2 ranks have 4; there are 3"),
         (LISTS | {"hosts": [0, 1]}, r"hosts is \[0, 1\]; expected a list of 3 whole numbers"),
         (LISTS | {"hosts": [0, 1, 1.0]}, r"hosts is \[0, 1, 1.0\]"),
-        (LISTS | {"hosts": 3}, "hosts is 3"),
         (LISTS | {"hosts": [0, 1, 0], "ranks_per_node": 2}, "both given: give one"),
-        (LISTS | {"links": 5}, "links is 5; expected"),
         (LISTS | {"links": {}}, r"links is \{\}"),
-        (LISTS | {"links": {"outside": 5}}, "links is .*outside"),
         (LISTS | {"links": {"between": 0}}, "links.between is 0; expected GB/s above 0"),
-        (LISTS | {"links": {"inside": "fast"}}, "links.inside is 'fast'"),
         (LISTS | {"links": {"inside": 5}}, "the cost of attention is in pairs: give a profile as cost"),
         (LISTS | {"servers": []}, r"servers is \[\]; expected .* ranks from 0 to 2"),
         (LISTS | {"servers": [3]}, r"servers is \[3\]"),
-        (LISTS | {"servers": [-1]}, r"servers is \[-1\]"),
-        (LISTS | {"servers": [True]}, r"servers is \[True\]"),
-        (LISTS | {"servers": -1}, "servers is -1"),
         (LISTS | {"servers": True}, "servers is True"),
         (LISTS | {"speeds": [1, 2]}, "speeds has 2 values; expected a list of 3"),
-        (LISTS | {"speeds": 5}, "speeds has 5; expected a list of 3"),
         (LISTS | {"servers": 2, "speeds": [1, 2, 3, 4]}, "speeds has 4 values; expected a list of 5"),
         (LISTS | {"speeds": [1, True, 1]}, r"speeds\[1\] is True"),
-        (LISTS | {"speeds": [1, "2", 1]}, r"speeds\[1\] is '2'"),
         (LISTS | {"base_load": [1, -2, 1]}, r"base_load\[1\] is -2; expected a number of at least 0 \(what each"),
         (LISTS | {"cost": 5}, 'cost is 5; expected "pairs" or the path'),
         (LISTS | {"cost": "none.json"}, "cost is 'none.json'"),
@@ -172,10 +149,6 @@ def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptur
     assert not caplog.text
 
 
-def test_a_cost_by_name() -> None:
-    assert read_cost("pairs", HeadShape(8, 4, 16, 16, 2)) is PAIRS
-
-
 # Outlook
 
 MODEL = ModelShape(layers=2, hidden=8, intermediate=16, vocabulary=32, heads=4, kv_heads=2, head_dim=3)
@@ -203,10 +176,7 @@ def test_floating_point_work_of_a_token_and_of_a_pair() -> None:
         (
             [5, 5, 10, 25],
             False,
-            [
-                [[0, 0, 5, 0, 0], [1, 0, 5, 0, 5], [2, 0, 10, 1, 0]],
-                [[0, 0, 10, 0, 0], [1, 0, 10, 1, 0]],
-            ],
+            [[[0, 0, 5, 0, 0], [1, 0, 5, 0, 5], [2, 0, 10, 1, 0]], [[0, 0, 10, 0, 0], [1, 0, 10, 1, 0]]],
         ),
         ([4, 7, 3, 10], False, [[[0, 0, 4, 0, 0], [1, 0, 7, 1, 0], [2, 0, 3, 1, 7]]]),
         ([20], True, [[[0, 0, 10, 0, 0], [0, 10, 20, 1, 0]]]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -14,12 +13,11 @@ from test_planner import problems
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan, search
-from deepspeed_cad.planner.constants import MANY_RANKS, UNBOUNDED
+from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.planner.constants import UNBOUNDED
 from deepspeed_cad.planner.core import Aim, Units, solve
 from deepspeed_cad.planner.finish import finish_times
 from deepspeed_cad.planner.question import with_links
-from deepspeed_cad.planner.search import hide_transfers
 from deepspeed_cad.planner.traffic import traffic_matrix
 
 BIG = HeadShape(query_heads=32, groups=8, head_dim=128, value_dim=128, bytes_per_element=2)
@@ -42,7 +40,7 @@ def nothing(problem: PlanInput) -> float:
     return float(finish_times(problem, found.work, found.flows).max())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(), st.sampled_from([1e-13, 1e-10, 1e-8, 1e-6]), st.sampled_from([1.0, 10.0, 1000.0]))
 def test_never_later_than_nothing(problem: PlanInput, inside: float, ratio: float) -> None:
     cost = dataclasses.replace(problem.cost, byte_inside=inside, byte_between=inside * ratio)
@@ -83,13 +81,6 @@ def test_ranks_of_a_host_share_their_work_where_nothing_leaves_it(hosts: list[in
     assert plan.notes[0].startswith("nothing is moved between hosts, and the slowest rank ends at ")
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.parametrize("between", [0.1, 6.6, 300.0])
-def test_even_documents_stay(hosts: list[int], between: float) -> None:
-    plan = make_plan(ask([[8192] * 8] * 4, hosts, between))
-    assert plan.sent_bytes.sum() == 0 and plan.notes == ()
-
-
 @pytest.mark.parametrize(("between", "near"), [(1.0, 1.005), (6.6, 1.005), (23.9, 1.01)])
 @pytest.mark.parametrize("lengths", [[[20000] * 3, [60000]], [[9000, 30000], [3000] * 13], [[5000] * 5, [26000, 2000]]])
 def test_two_hosts_end_as_early_as_any_level_lets_them(lengths: list[list[int]], between: float, near: float) -> None:
@@ -110,55 +101,3 @@ def test_slow_links_inside_the_only_host_are_minded_too() -> None:
     assert sent[0] > sent[1] > sent[2] == 0
     assert not plans[0].notes and plans[1].notes[0].startswith("the slowest rank comes down ")
     assert plans[2].notes == ("nothing is moved: on these links it would take longer than it saves",)
-
-
-def test_a_fast_and_a_late_rank_on_two_hosts() -> None:
-    """Speeds and base loads count in hosts as in ranks."""
-    problem = ask([[30000] * 2] * 4, [0, 0, 1, 1], 100.0)
-    fast = make_plan(dataclasses.replace(problem, speed=np.array([2.0, 1.0, 1.0, 1.0])))
-    assert fast.load.max() <= 1.03 * fast.load.mean() and fast.between_bytes > 0
-    base = np.array([0.0, 0.0, 0.05, 0.05])
-    late = make_plan(dataclasses.replace(problem, base_load=base))
-    assert late.load.max() < late.load_before.max() - 0.01 and late.between_bytes > 0
-    served = make_plan(dataclasses.replace(problem, speed=np.array([1.0, 0.0, 0.0, 0.0])))
-    assert set(served.tasks[:, 5].tolist()) == {0}
-
-
-def spread(ranks: int, hosts: np.ndarray) -> PlanInput:
-    """Long documents among short ones, 128K tokens a rank."""
-    random = np.random.default_rng(0)
-    rows: list[list[int]] = [[] for _ in range(ranks)]
-    for row in rows:
-        while sum(row) < 120_000:
-            row.append(int(min(random.lognormal(np.log(6000), 1.6) + 1, 131072 - sum(row))))
-    cost = with_links(H200, 362.0, 10.0)
-    return PlanInput(Layout.from_rank_lengths(rows).tick(), BIG, cost, tolerance=0.02, hosts=hosts)
-
-
-def test_planning_512_ranks_on_64_unequal_hosts_takes_milliseconds() -> None:
-    random = np.random.default_rng(1)
-    problem = spread(512, np.sort(np.concatenate([np.arange(64), random.integers(0, 64, 448)])))
-    assert problem.tick.ranks > MANY_RANKS
-    times = []
-    for _ in range(5):
-        begun = time.process_time()
-        plan: Plan = make_plan(problem)
-        times.append(time.process_time() - begun)
-    assert plan.notes and plan.finish.max() < plan.load_before.max()
-    assert min(times) < 0.06, times
-
-
-def test_the_search_stops_where_transfers_hide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One plan where links are fast, and where a slow one decides a few more."""
-    asked: list[Aim] = []
-
-    def count(problem: PlanInput, aim: Aim):
-        asked.append(aim)
-        return solve(problem, aim)
-
-    monkeypatch.setattr(search, "solve", count)
-    for between, plans in ((362.0, 0), (6.6, 7)):
-        problem = ask([[20000] * 3, [60000]], [0, 1], between)
-        asked.clear()
-        hide_transfers(problem, solve(problem, Aim(0.02)))
-        assert len(asked) <= plans

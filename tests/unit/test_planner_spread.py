@@ -14,13 +14,13 @@ from test_planner_search import BIG, H200
 
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout, Segments, Tick
-from deepspeed_cad.planner import HeadShape, Plan, PlanInput, answer, make_plan, starts
+from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan, starts
 from deepspeed_cad.planner.checks import check_coverage, check_cuts
 from deepspeed_cad.planner.constants import FINER
 from deepspeed_cad.planner.core import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Aim, Solution, solve
 from deepspeed_cad.planner.own_rows import split_own_rows
 from deepspeed_cad.planner.question import with_links
-from deepspeed_cad.planner.starts import best_start, burden, landing
+from deepspeed_cad.planner.starts import burden, landing
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, build_slices
 
 MILLION = 1 << 20
@@ -70,22 +70,6 @@ def test_one_document_moves_what_ulysses_moves(ranks: int, shape: HeadShape) -> 
     assert out.tolist() == [rows * (qkv + o)] * ranks and back.tolist() == [away * qkv] * ranks
 
 
-def test_what_a_million_tokens_on_four_ranks_move() -> None:
-    """2.4 GB in and 1.6 GB back for each rank if all rows are dealt out; less at home, whose own rows stay in place."""
-    problem = ask([MILLION], 4, MILLION // 4)
-    dealt_out = start(problem, 0).flows
-    assert dealt_out.bytes[QKV_RECEIVED].sum(0).max() == pytest.approx(2.416e9, rel=1e-3)
-    assert dealt_out.bytes[O_RECEIVED].sum(0).max() == pytest.approx(1.611e9, rel=1e-3)
-    plan, at_home = make_plan(problem), even_at_home(problem)
-    assert plan.received_bytes.max() < dealt_out.received.max() and plan.sent_bytes.sum() < 0.6 * dealt_out.sent.sum()
-    kept = start(problem, 1)
-    np.testing.assert_array_equal(plan.tasks, split_own_rows(problem.tick, at_home.tasks, None, 128))
-    assert plan.imbalance <= 1.005
-    # The memory that exchanges land in.
-    sizes = [out.max() + back.max() for out, back in (landing(problem, x.flows) for x in (kept, at_home))]
-    assert sizes[0] == pytest.approx(7.12 * 2**30, rel=0.01) and sizes[1] == pytest.approx(5.93 * 2**30, rel=0.01)
-
-
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize(("ranks", "groups"), [(4, 8), (3, 8), (8, 2), (5, 4)])
 def test_a_schedule_moves_nothing_twice(ranks: int, groups: int, kept: int) -> None:
@@ -107,7 +91,7 @@ def test_a_schedule_moves_nothing_twice(ranks: int, groups: int, kept: int) -> N
     np.testing.assert_array_equal(received, found.flows.bytes[QKV_RECEIVED].sum(0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(), st.sampled_from([-1, 0, 1, 2]))
 def test_what_lies_at_a_server_is_what_its_schedule_says(problem: PlanInput, kept: int) -> None:
     found = start(problem, kept)
@@ -156,65 +140,6 @@ def test_home_stays_the_start(lengths: list[int], ranks: int, shape: HeadShape, 
         np.array_equal(found.received_bytes, home.flows.received) and np.array_equal(found.load, home.work)
         for home in homes
     )
-
-
-@pytest.mark.parametrize(
-    ("layout", "asked"),
-    [
-        (Layout.from_rank_lengths([[9000], [3000] * 3, [100], []]), 1),
-        (Layout.from_stream([9000, 9000], 4, 4500), 2),
-        (Layout.from_stream([18000], 2, 9000, zigzag=True), 2),
-        (Layout.from_stream([9000, 9000], 6, 3000), 4),
-    ],
-    ids=["whole documents", "on two ranks", "in pieces on two", "on three"],
-)
-def test_other_starts_are_planned_only_where_a_document_lies_on_many_ranks(
-    layout: Layout, asked: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    aims: list[Aim] = []
-
-    def count(problem: PlanInput, aim: Aim) -> Solution:
-        aims.append(aim)
-        return solve(problem, aim)
-
-    for module in (answer, starts):
-        monkeypatch.setattr(module, "solve", count)
-    make_plan(PlanInput(layout.tick(), BIG, PAIRS))
-    assert len(aims) == asked
-
-
-def test_documents_on_two_ranks_are_more_even_than_the_tolerance_says() -> None:
-    """Something travels in any case."""
-    problem = ask([MILLION // 2], 2, MILLION // 4, BIG)
-    loose = start(problem, -1)
-    plan = make_plan(problem)
-    assert loose.work.max() > 1.0075 * loose.work.mean() and plan.imbalance < 1.003
-    assert plan.received_bytes.max() > loose.flows.received.max()
-
-
-def test_a_start_that_ends_clearly_later_is_not_taken() -> None:
-    """Over slow links, although it burdens the fullest rank less."""
-    links = {"hosts": np.arange(16) // 8, "cost": with_links(H200, 362.0, 5.0), "waves": (1, 2, 4, 8)}
-    problem = ask([MILLION], 16, MILLION // 16, **links)
-    at_home, dealt_out = start(problem, -1), start(problem, 0)
-    assert burden(problem, dealt_out.flows) < 0.9 * burden(problem, at_home.flows)
-    assert best_start(problem, at_home) is at_home
-
-
-def test_slow_and_late_ranks_and_those_that_only_serve_get_their_share() -> None:
-    speed, base = np.array([1.0, 0.5, 0.0, 1.0, 2.0]), np.array([0.0, 0.1, 0.0, 0.0, 0.4])
-    problem = ask([4 * 65536], 5, 65536, speed=speed, base_load=base)
-    found = start(problem, 0)
-    assert found.work[2] == 0.0
-    times = (base + found.work / np.where(speed > 0, speed, 1.0))[speed > 0]
-    assert times.max() <= 1.02 * times.min(), "rank 4 has no tokens and helps"
-
-
-def test_a_rank_without_rows_of_the_document_helps_where_it_has_room() -> None:
-    """700k tokens on three of four ranks: the fourth takes head groups too, all of its rows with them."""
-    found = start(ask([700_000, *[8000] * 40], 4, MILLION // 4), 0)
-    own = found.tasks[(found.tasks[:, 0] == 0) & (found.tasks[:, 5] == 3)]
-    assert (own[:, 4] - own[:, 3]).max() >= 1 and (own[:, 1:3] == [0, 700_000]).all(axis=1).any()
 
 
 @pytest.mark.parametrize("between", [1.0, 10.0, 50.0, 400.0])

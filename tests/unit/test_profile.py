@@ -197,11 +197,6 @@ def test_choose_cost_gives_a_cost_model(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert choose_cost(str(tmp_path / "other.json"), CPU) == PROFILE.cost_for(USUAL_SHAPE)
 
 
-def test_the_expected_kernel_is_the_one_that_runs_here() -> None:
-    assert choice.expected_kernel("auto", CPU) == "torch_math"
-    assert choice.expected_kernel("flash_attn_2", CPU) == "flash_attn_2"
-
-
 def test_shipped_profiles_are_sound() -> None:
     paths = sorted(SHIPPED.glob("*.json"))
     assert paths
@@ -214,13 +209,6 @@ def test_shipped_profiles_are_sound() -> None:
             work = 14.0 * 32768**2 / 2 * entry.shape.heads_per_group * entry.shape.head_dim
             assert 1e12 < work / float(cost.of(0, 32768)) < 1e15, path
             assert entry.error < 0.1, path
-
-
-def test_the_h200_profile_predicts_documents_of_training_steps() -> None:
-    cost = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(USUAL_SHAPE)
-    for length in (2048, 8192, 32768, 65536):
-        measured = 0.8014 * (1.44e-11 * length**2 / 2 + 1.07e-8 * length)
-        assert float(cost.of(0, length)) == pytest.approx(measured, rel=0.07)
 
 
 def test_files_come_back_as_they_were(tmp_path: Path) -> None:
@@ -236,19 +224,14 @@ def test_files_come_back_as_they_were(tmp_path: Path) -> None:
     "change, said",
     [
         ({"entries": []}, "no entries"),
-        ({"entries": 3}, "no entries"),
         ({"speed": 1}, "unknown key 'speed'; its keys are machine"),
         ({"machine": None}, "None at machine"),
         ({"unit": "hours"}, "'hours' at unit"),
-        ({"inside": 0}, "0 at inside"),
         ({"between": "fast"}, "'fast' at between"),
         ({"entries": [{"pair": 1.0}]}, "no key 'shape' at entries"),
-        ({"entries": [[1]]}, "expected an object"),
         ({"entry.pair": 0}, "0 at entries.0..pair"),
-        ({"entry.row": -1.0}, "-1.0 at entries.0..row"),
         ({"entry.key": float("nan")}, "nan at entries.0..key"),
         ({"entry.task": True}, "True at entries.0..task"),
-        ({"shape.groups": 0}, "0 at entries.0..shape.groups"),
         ({"shape.groups": 5}, "32 query heads in 5 groups"),
         ({"shape.head_dim": 1.5}, "1.5 at entries.0..shape.head_dim"),
     ],
@@ -364,22 +347,6 @@ def test_the_default_file_is_the_one_that_auto_finds(
     assert found.source.startswith("deepspeed-cad ") and "--quick" not in found.source and found.commit
 
 
-@pytest.mark.slow
-def test_a_quick_run_on_this_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where other processes disturb it too much it says so, and only then there is no file."""
-    monkeypatch.setattr(choice, "user_path", lambda: tmp_path / "profile.json")
-    path = tmp_path / "profile.json"
-    code = cli.main(["profile", "--quick", "--output", str(path)])
-    if code:
-        assert code == 2 and "do not fit together" in capsys.readouterr().err and not path.exists()
-        return
-    device = GPU if torch.cuda.is_available() else CPU
-    assert choose_profile("auto", device) == Profile.load(path)
-    assert "--quick" in Profile.load(path).source and max(one.error for one in Profile.load(path).entries) <= 0.15
-
-
 def profile_of_two(
     rank: int, world: int, path: str, port: int, noisy: float, transport: str = "auto"
 ) -> tuple[int, str]:
@@ -406,12 +373,6 @@ def test_under_a_launcher_rank_0_writes_and_links_are_measured(workers: WorkerPo
     assert first[0] == second[0] == 0 and "GB/s from ranks of its node, by c10d" in first[1] and "GB/s" not in second[1]
     profile = Profile.load(path)
     assert profile.inside > 0 and profile.between is None and len(profile.entries) == 1
-
-
-def test_under_a_launcher_the_transport_is_the_one_asked_for(workers: WorkerPool, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    for code, said in workers.run(profile_of_two, 2, str(path), free_port(), float("inf"), "nccl"):
-        assert code == 2 and 'transport "nccl" does not work here' in said and not path.exists()
 
 
 def test_under_a_launcher_a_failure_of_rank_0_ends_all(workers: WorkerPool, tmp_path: Path) -> None:

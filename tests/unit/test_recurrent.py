@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Iterator
@@ -12,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from deepspeed_cad.integrations.borders import NAME, Borders, find_borders
-from deepspeed_cad.integrations.recurrent import Ways, _Call, _run, find_recurrent, keep_whole
+from deepspeed_cad.integrations.recurrent import Ways, _Call, _run, keep_whole
 from deepspeed_cad.integrations.state_check import Way, find_way
 from hybrids import Kernels, alone, assert_same, difference, packed, run
 from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_config, tiny_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError, CADUnsupportedError
@@ -446,17 +445,6 @@ def test_probe_leaves_random_numbers_and_autocast_alone() -> None:
     assert toy.proj.weight.grad is not None and toy.proj.weight.grad.abs().sum() > 0
 
 
-def test_copy_and_state_dict() -> None:
-    """Names of weights stay, and a copy runs by itself."""
-    model = _tiny("lfm2")
-    names = list(model.state_dict())
-    _apply(model)
-    other = copy.deepcopy(model)
-    assert list(other.state_dict()) == names
-    assert find_recurrent(other).keys() == find_recurrent(model).keys()
-    keep_whole(model)
-
-
 # Several modalities
 
 
@@ -495,10 +483,3 @@ def test_text_path_of_a_model_of_several_modalities() -> None:
     model = _apply(_wrapper())
     with pytest.raises(CADUnsupportedError, match="the batch has pixel_values: images.*text path"):
         model(**batch, pixel_values=torch.zeros(4, 96))
-
-
-def test_table_of_text_paths() -> None:
-    """Other wrappers stay refused; see test_refusals.py."""
-    from deepspeed_cad.integrations.model_table import TEXT_PATHS
-
-    assert all(hasattr(AutoConfig.for_model(kind), "vision_config") for kind in TEXT_PATHS if known_kind(kind))

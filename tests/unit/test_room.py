@@ -73,24 +73,6 @@ def test_a_million_tokens_fit_where_they_should(tasks: np.ndarray, limit_gib: fl
         assert needed(tasks, Cut(), room) > room.limit
 
 
-def test_half_a_million_tokens_on_two_ranks() -> None:
-    """The figures of docs/million-tokens.md: how much lands, in how many waves, and how apart ranks are planned."""
-    cost = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(SHAPE)
-    tick = Layout.from_stream([1 << 19], 2, 1 << 18).tick()
-    plan = make_plan(PlanInput(tick, SHAPE, cost, None, 0.05, 128))
-    assert np.ptp(plan.load) / plan.load.mean() == pytest.approx(0.008, abs=0.002)
-    tasks = make_plan(PlanInput(tick, SHAPE, cost, None, 0.01, 128)).tasks
-    found = []
-    for limit_gib in (4.4, 2, 1.5, 1.3, 1.2):
-        room = ExchangeMemory(limit_gib * 2**30, 'the key "memory"').room(SHAPE)
-        waves = waves_within(tick, tasks, 0, 8, None, Cut(), room).schedules
-        found.append((len(waves), room_needed(room, [(one.served_rows, one.landed_rows) for one in waves])[0] / 2**30))
-    assert [count for count, _ in found] == [1, 6, 12, 16, 32]
-    assert [size for _, size in found] == pytest.approx([3.07, 1.74, 1.47, 1.26, 1.18], abs=0.02)
-    with pytest.raises(CADError, match='Set "memory" to at least 1.18'):
-        waves_within(tick, tasks, 0, 8, None, Cut(), ExchangeMemory(2**30, 'the key "memory"').room(SHAPE))
-
-
 def test_a_share_is_not_why_a_document_cannot_be_trained() -> None:
     """Two million tokens on eight ranks need more than a thirty-second of an H200, however they are cut."""
     cost = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(SHAPE)
@@ -154,13 +136,6 @@ def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> N
     least = float(said[0].split('"memory" to at least ')[1].split(" ")[0])
     assert "0.2" not in said[0].split("at least")[1] and "204.8 MiB" in said[0].replace("205 MiB", "204.8 MiB")
     waves_within(LONG.tick(), tasks, 0, 8, None, Cut(), room._replace(limit=(least + 0.01) * 2**30))
-
-
-def test_a_fixed_number_of_waves_is_the_least() -> None:
-    layout = Layout.from_rank_lengths([[64], [8]])
-    tasks = np.array([(0, 0, 64, 0, 4, 1), (1, 0, 8, 0, 4, 1)])
-    room = ExchangeMemory(1e9, "a test").room(HeadShape(8, 4, 8, 8, 2))
-    assert len(waves_within(layout.tick(), tasks, 0, 4, None, Cut(2), room).schedules) == 2
 
 
 def test_bytes_of_a_row_are_those_of_the_pass_that_has_more() -> None:

@@ -186,8 +186,7 @@ def test_nobody_reaches_a_server_that_has_met_its_trainers(come: Callable[..., G
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
-    [(b"", "closed before an answer"), (bytes(HALF), "somebody else answers"), (None, "timed out")],
+    ("answer", "words"), [(b"", "closed before an answer"), (bytes(HALF), "somebody else answers"), (None, "timed out")]
 )
 def test_a_trainer_is_not_fooled_by_whoever_took_the_port(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, answer: bytes | None, words: str

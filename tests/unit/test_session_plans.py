@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepspeed_cad.ahead.crew import Crew, Servers
-from deepspeed_cad.ahead.gather import Subject, What, digest
+from deepspeed_cad.ahead.gather import digest
 from deepspeed_cad.ahead.plan import Gathered
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
@@ -77,13 +77,6 @@ def test_waves_where_links_between_hosts_carry_them(
     plans.plan_tick(TICK, PlanKey(None, SHAPE), dataclasses.replace(crew, servers=Servers(0, 1, 0)))
     # Beside reserved servers only a number counts where linear layers have no times.
     assert [problem.waves for problem in asked] == [expected, (config.get("waves", 1),)]
-
-
-def test_plans_are_compared_under_the_number_of_their_micro_batch(session: Session, monkeypatch) -> None:
-    asked: list[tuple[int, Subject]] = []
-    monkeypatch.setattr(session.plans.gatherer, "agree", lambda value, subject: asked.append((value, subject)))
-    session.plans._agree(7, 1234, "plan")
-    assert asked == [(1234, Subject(What.PLAN, index=7))]
 
 
 def test_ranks_that_come_later_to_attention_get_less_and_loads_speak_of_attention(session: Session) -> None:

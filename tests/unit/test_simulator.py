@@ -44,8 +44,6 @@ from deepspeed_cad.simulator.work import work_per_token
 
 MODEL = ModelShape(layers=4, hidden=4096, intermediate=14336, vocabulary=32000)
 COST = CostModel("test", "seconds", pair=1.1e-11, row=6.5e-9, key=2.4e-9)
-EVEN = Layout.from_rank_lengths([[8192] * 2] * 4)
-EMPTY = Both(np.zeros(1), np.zeros(1))
 UNEVEN = Layout.from_rank_lengths([[16384], [4096] * 4, [1024] * 16, [8192, 8192]])
 
 
@@ -74,16 +72,6 @@ def test_collectives_on_one_host_and_on_several() -> None:
     measured = Cluster(8, 4, own, collective_between=20.0)
     assert measured.all_to_all(800.0, 8) == pytest.approx(800 * 4 / 8 / 20 + 800 * 7 / 8 / 100)
     assert two.shares(8) == (3 / 8, 4 / 8)
-
-
-def test_links_that_a_user_gives_replace_those_of_the_machine() -> None:
-    own = Machine.load("h200")
-    other = own.with_links(own.copies / 2, 25e9)
-    assert (other.copies, other.between) == (own.copies / 2, 25e9)
-    assert other.collective == pytest.approx(own.collective / 2)
-    # Packing takes as long as before.
-    assert own.all_to_all / 2 < other.all_to_all < own.all_to_all and other.packing == pytest.approx(own.packing)
-    assert own.with_links(None, None) == own
 
 
 # Work
@@ -148,15 +136,6 @@ def test_traffic_is_that_of_the_planner(layout: Layout, hosts: list[int] | None)
     across = sum(amount for (a, b), amount in matrix.items() if hosts and hosts[a] != hosts[b])
     assert (found.asked + found.returned)[1].sum() == pytest.approx(across, rel=0.05)
     assert found.asked.sum() == pytest.approx(found.sent.sum()) and received.sum() > 0
-
-
-def test_where_nothing_moves_there_is_no_traffic() -> None:
-    own = setting()
-    tasks = make_plan(PlanInput(EVEN.tick(), own.shape, COST)).tasks
-    found = count_traffic(tasks, EVEN.segments, own.shape, 4, None)
-    assert found.moved == (0.0, 0.0) and landing_bytes(own, found) == served_bytes(own, found) == 0.0
-    none = count_traffic(np.zeros((0, 6), np.int64), EVEN.segments, own.shape, 4, None)
-    assert not none.served.any()
 
 
 @pytest.mark.parametrize(
@@ -355,23 +334,6 @@ def test_in_place_every_rank_has_the_mean_and_attention_is_not_repeated() -> Non
     assert again.peak < found.peak and again.inside == pytest.approx(1.4 * found.inside)
 
 
-def test_even_documents_cost_nothing_but_latency() -> None:
-    own = setting(checkpointing=False)
-    found, plain = modes_cad.in_place(own, [EVEN]), modes.plain(own, [EVEN])
-    latency = 4 * MODEL.layers * own.machine.latency
-    assert found.seconds.total == pytest.approx(plain.seconds.total + latency)
-
-
-def test_slow_links_are_seen_by_the_plan_and_by_the_seconds() -> None:
-    fast, slow = (setting(per_host=2, figures=machine(between=rate)) for rate in (50e9, 5e8))
-    found = [modes_cad.in_place(own, [UNEVEN]) for own in (fast, slow)]
-    assert found[1].between < found[0].between, "less is moved"
-    assert found[1].tokens_per_second < found[0].tokens_per_second
-    hidden = modes_cad.in_place(replace(slow, overlap="pingpong", believed=fast.cost), [UNEVEN])
-    shown = modes_cad.in_place(replace(slow, believed=fast.cost), [UNEVEN])
-    assert hidden.between == pytest.approx(shown.between) and hidden.seconds.exchange < shown.seconds.exchange
-
-
 @pytest.mark.parametrize("documents", [[16384], [2048] * 8], ids=["long", "short"])
 def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]) -> None:
     layout = Layout.from_rank_lengths([documents] * 4)
@@ -390,23 +352,6 @@ def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]
     parked = modes_cad.reserved(replace(own, keep="host"), [layout], 1)
     assert found.peak - parked.peak == pytest.approx(less) and less > 0
     assert modes_cad.even_servers(own, 16384, linear) == 2 and modes_cad.even_servers(own, 16384, 0.0) == 1
-
-
-def test_servers_hold_no_weights_that_would_be_gathered() -> None:
-    layout = Layout.from_rank_lengths([[4096] * 2] * 4)
-    slow = machine(between=1e9)
-    one, two = (modes_cad.reserved(setting(4, 1, figures=slow), [layout], servers) for servers in (3, 2))
-    assert one.seconds.collectives == 0.0
-    assert two.seconds.collectives == pytest.approx(weight_seconds(setting(4, 1, figures=slow), 1, EMPTY, 2))
-    assert one.state == pytest.approx(state_bytes(setting(), 1)) and two.state < one.state
-
-
-def test_where_weights_are_sharded_servers_wait_while_linear_layers_run() -> None:
-    layout = Layout.from_rank_lengths([[16384]] * 4)
-    alternating, in_turn = (modes_cad.reserved(setting(sharding=one), [layout], 1) for one in ("zero2", "zero3"))
-    linear = linear_seconds(setting(), np.array([16384.0])).total[0]
-    assert in_turn.seconds.total - in_turn.seconds.collectives > linear + in_turn.seconds.attention
-    assert alternating.seconds.total < in_turn.seconds.total
 
 
 def one_part(linear: float, own: float, served: float, trip: float = 0.0) -> Part:
@@ -438,14 +383,6 @@ def test_parts_that_alternate(run: Any) -> None:
     assert run([one_part(2.0, 0.0, 6.0), one_part(5.0, 0.0, 1.0)], 50, 0.25) == pytest.approx(50 * 8, rel=0.02)
 
 
-@pytest.mark.parametrize("run", [forward_seconds, backward_seconds])
-def test_trainers_with_less_linear_work_may_attend_more(run: Any) -> None:
-    """Each is busy for 6 s a layer: nobody waits for the longest linear part and the longest own tasks together."""
-    linear, own, none = np.array([4.0, 2.0]), np.array([2.0, 4.0]), np.zeros(1)
-    part = Part(Both(linear, linear), Both(own, own), Both(none, none), (0.0, 0.0), (0.0, 0.0))
-    assert run([part, part], 50, 0.25) == pytest.approx(50 * 2 * 6, rel=0.02)
-
-
 @pytest.mark.parametrize("servers", [0, 4])
 def test_servers_and_trainers_must_both_be_there(servers: int) -> None:
     with pytest.raises(CADConfigError, match="at least one server and one trainer"):
@@ -459,12 +396,6 @@ def test_servers_and_trainers_must_both_be_there(servers: int) -> None:
 def test_even_stages_take_as_long_as_the_formula_says(stages: int, count: int) -> None:
     ones = np.ones((count, 1))
     assert one_forward_one_backward(ones, 2 * ones, stages) == pytest.approx([3 * (count + stages - 1)])
-
-
-def test_a_long_micro_batch_holds_up_the_stages_behind_it() -> None:
-    forward = np.array([[1.0, 1.0], [5.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-    even, uneven = one_forward_one_backward(forward, 2 * forward, 2)[::-1]
-    assert even == pytest.approx(3 * 5) and uneven > even + 3 * 4
 
 
 def test_lockstep_rounds_have_as_many_ticks_and_idle_stages_serve() -> None:
@@ -566,12 +497,6 @@ def test_tensor_parallel_ranks_share_heads_and_pay_for_activations() -> None:
     assert not tensor_seconds(setting(), tokens).total.any()
 
 
-def test_tasks_are_counted_where_they_run() -> None:
-    tasks = np.array([[0, 0, 100, 0, 8, 1], [0, 100, 200, 0, 2, 0]])
-    found = of_tasks(tasks, COST, 3)
-    assert found.total == pytest.approx([2 * float(COST.of(100, 200)), 8 * float(COST.of(0, 100)), 0.0])
-
-
 # Machines and distributions
 
 
@@ -596,14 +521,6 @@ def test_a_machine_by_name_and_with_a_rate_of_zero(tmp_path: Any) -> None:
     path.write_text((SHIPPED / "h200.json").read_text().replace("6.36e14", "0"))
     with pytest.raises(CADConfigError, match="matrix_flops 0; expected a number above 0"):
         Machine.load(str(path))
-
-
-def test_every_figure_of_a_machine_has_its_source() -> None:
-    own = Machine.load("h200")
-    assert set(own.sources) == {
-        "profile", "matrix_flops", "memory_rate", "memory", "in_training", "copies", "all_to_all", "collective",
-        "between", "latency",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)

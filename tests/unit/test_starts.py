@@ -63,14 +63,6 @@ def test_whole_layers_end_together_where_attention_fills_the_difference(lengths:
     assert end.max() <= 1.001 * ends(layout, planned(layout, seconds, knows=False), seconds).max()
 
 
-def test_a_slower_gpu_gets_less() -> None:
-    layout = Layout.from_rank_lengths([[8192], [8192], [8192], [8192]])
-    mean = attention(layout).mean()
-    seconds = np.array([1.0, 1.0, 1.1, 1.0]) * mean / 8192
-    end = ends(layout, planned(layout, seconds), seconds)
-    assert end.max() < 1.01 * end.mean()
-
-
 def test_a_rank_with_nothing_of_its_own_is_not_counted_on_before_others_arrive() -> None:
     """Rank 1 is idle until rank 0 comes: from there on both attend, and neither is late."""
     layout = Layout.from_rank_lengths([[8192], []])
@@ -88,12 +80,7 @@ def test_rows_that_read_keys_of_a_late_rank_fill_no_time() -> None:
     assert starts is not None and starts.begin == pytest.approx([0.0, 8192e-6]), "earlier rows read no later ones"
 
 
-def test_all_begin_together_where_ranks_are_alike() -> None:
-    layout = Layout.from_rank_lengths([[8192], [4096] * 2])
-    assert starts_in_place(np.full(2, 1e-6), layout.tick(), COST, SHAPE.groups, None) is None
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     lengths=st.lists(st.lists(st.integers(1024, 12000), max_size=5), min_size=2, max_size=5),
     share=st.floats(0.05, 4.0),

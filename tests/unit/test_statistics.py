@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -164,12 +163,6 @@ def test_other_ranks_say_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert "CAD is" not in capfd.readouterr().err
 
 
-def test_nothing_is_said_where_nothing_was_trained(capfd: pytest.CaptureFixture[str]) -> None:
-    deepspeed_cad.apply(training.tiny_llama(), {})
-    close_session()
-    assert "CAD is" not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("level", "handler_level", "shown"),
     [(logging.INFO, logging.INFO, True), (logging.WARNING, logging.INFO, False), (logging.INFO, logging.ERROR, False)],
@@ -191,14 +184,3 @@ def test_a_notice_is_seen_once(level: int, handler_level: int, shown: bool, capf
     ours.manager._clear_cache()  # type: ignore[attr-defined]
     assert records == (["100 % of it"] if shown else [])
     assert capfd.readouterr().err == ("" if shown else "deepspeed_cad: 100 % of it\n")
-
-
-def test_memory_for_what_arrives_is_told_where_there_is_any() -> None:
-    assert "kept for what arrives" not in Statistics(micro_batches=1).in_words("")
-    assert ", 96 MiB kept for what arrives" in Statistics(micro_batches=1, landing_bytes=96 << 20).in_words("")
-    now, before = Statistics(landing_bytes=5, waves=9), Statistics(landing_bytes=3, waves=4)
-    assert (now.since(before).landing_bytes, now.since(before).waves) == (5, 5), "what is held is no sum"
-    held = _facts(landing_bytes=3 << 28, landing_limit=2.0 * 2**30)
-    assert ", landing areas 0.75 of at most 2 GiB, " in session_lines.describe(held)
-    assert ", landing areas 0.75 GiB, " in session_lines.describe(replace(held, landing_limit=math.inf))
-    assert "landing areas" not in session_lines.describe(_facts())

@@ -213,22 +213,6 @@ def test_idle_time_between_waves_counts_once_own_tasks_are_done() -> None:
     assert waits.seconds() == pytest.approx(0.006 + 0.005), "9 to 12, 15 to 17"
 
 
-def test_timelines_know_on_which_stream_a_span_ran(main: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    spans: list[tuple[str, bool]] = []
-    call, inputs = make_call(Stream(), NothingMoves())
-
-    @contextmanager
-    def span(setup: CallSetup, what: str, backward: bool = False, aside: bool = False) -> Iterator[None]:
-        spans.append((what, aside))
-        yield
-
-    monkeypatch.setattr(CallSetup, "span", span)
-    call(*inputs)
-    assert [one for one in spans if one[0] in ("local", "wait")][:3] == [
-        ("local", False), ("wait", True), ("local", True)
-    ]  # fmt: skip
-
-
 def test_an_error_beside_leaves_the_streams_in_order(main: Stream) -> None:
     aside = Stream()
     call, inputs = make_call(aside, NothingMoves(fails=True))

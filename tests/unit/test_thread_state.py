@@ -108,10 +108,7 @@ def test_modes_see_what_their_part_does(mode: type, name: str) -> None:
             lambda: torch.autocast("cpu", torch.float16),
             lambda: torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         ),
-        (
-            lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
-            torch.is_autocast_cache_enabled,
-        ),
+        (lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.is_autocast_cache_enabled),
     ],
 )
 def test_settings_belong_to_a_part(enter: Callable[[], Any], ask: Callable[[], Any]) -> None:

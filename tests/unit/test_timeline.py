@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_cad.trace.file import ASIDE, COMPUTE, NAMELESS, STEP, Span, merge_parts, name_gaps, part_path, to_events
+from deepspeed_cad.trace.file import ASIDE, COMPUTE, STEP, Span, merge_parts, name_gaps, part_path, to_events
 from deepspeed_cad.trace.record import NOT_TRACED, PATH_VARIABLE, STEPS_VARIABLE, WARM_UP, Tracer, open_tracer
 
 CPU = torch.device("cpu")
@@ -88,12 +88,6 @@ def test_gaps_remember_the_direction_until_the_next_micro_batch() -> None:
         ("head and loss", False), ("recompute", True), ("rest of the step", True), ("other", True),
         ("embedding", False),
     ]  # fmt: skip
-
-
-def test_short_gaps_without_a_name_are_left_out() -> None:
-    for length, many in ((NAMELESS * 0.9, 0), (NAMELESS * 1.1, 1)):
-        assert len(name_gaps([mark("x", 0.0), mark("y", length)])) == many
-    assert not name_gaps([mark("micro-batch begins", 1.0), mark("layer begins", 1.0)])
 
 
 def test_ranks_share_one_clock(tmp_path: Path) -> None:

@@ -23,16 +23,6 @@ def alone(value: int) -> list[int]:
     return [value]
 
 
-def test_cpu_ranks_use_c10d_without_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    with caplog.at_level(logging.WARNING):
-        assert choose_transport("auto", None, CPU, alone).name == "c10d"  # type: ignore[arg-type]
-        assert choose_transport("c10d", None, CPU, alone).name == "c10d"  # type: ignore[arg-type]
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("name", ["nvlink", "nccl"])
 def test_a_transport_asked_for_by_name_is_refused_with_its_reason(name: str) -> None:
     with pytest.raises(CADUnsupportedError, match=f'"{name}" does not work here: {name}: it needs NVIDIA GPUs.*cpu'):
@@ -73,10 +63,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name, kind in kinds:
         monkeypatch.setattr(probing, kind, lambda *given, n=name: Made(n, *given))
     return monkeypatch
-
-
-def test_one_node_with_peer_access_uses_nvlink(gpus: pytest.MonkeyPatch) -> None:
-    assert choose_transport("auto", None, GPU, lambda value: [value, value]).name == "nvlink"  # type: ignore[arg-type]
 
 
 class Job:
@@ -182,17 +168,6 @@ def test_a_gpu_out_of_reach_is_named(gpus: pytest.MonkeyPatch) -> None:
         choose_transport("nvlink", None, GPU, agree)  # type: ignore[arg-type]
 
 
-def test_all_ranks_fall_back_where_one_cannot_start(gpus: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def agree(value: int) -> list[int]:
-        asked.append(value)
-        return [value, 0] if len(asked) == 5 else [value, value]  # the fifth question: was nvlink made?
-
-    assert choose_transport("auto", None, GPU, agree).name == "nccl"  # type: ignore[arg-type]
-    assert Made.closed == ["nvlink"]
-
-
 def test_a_transport_that_fails_to_start_is_passed_over(gpus: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no symmetric memory\nlong text")
@@ -260,9 +235,3 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
             c10d._resolve_process_group(one.handle)
     finally:
         dist.destroy_process_group()
-
-
-def test_hosts_are_those_that_ranks_tell_each_other() -> None:
-    asked: list[int] = []
-    assert probing.gather_hosts(lambda value: asked.append(value) or [7, 9, 7, 7]) == [7, 9, 7, 7]
-    assert asked == [probing.host_number()]

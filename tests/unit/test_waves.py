@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cases
 import numpy as np
 import pytest
 import torch
-from attention_ranks import DIM, GROUPS, HEADS, NetworkTransport, Ranks
+from attention_ranks import DIM, GROUPS, HEADS, Ranks
 
-from deepspeed_cad.attention import forward
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.cost import count_pairs
 from deepspeed_cad.exchange.identity import Moment
@@ -20,6 +17,7 @@ from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS
 from deepspeed_cad.schedule.waves import Cut, slice_waves, split_tasks
 
 SINKS = torch.linspace(-1, 2, HEADS)
+EXACT = ("two", "odd", "hundreds", "a rank with no tokens", "documents over borders", "a tail of padding")
 
 
 def cells(tasks: np.ndarray) -> set[tuple[int, ...]]:
@@ -86,8 +84,8 @@ def test_work_and_not_head_groups_is_shared() -> None:
         (None, True, False, False, True),
     ],
 )
-@pytest.mark.parametrize("name", list(cases.layouts()))
-@pytest.mark.parametrize("waves", [2, 4, 8])
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("waves", [2, 8])
 def test_attention_in_waves_is_exact(
     name: str, waves: int, window: int | None, sinks: bool, travel: bool, cut: bool, recompute: bool
 ) -> None:
@@ -176,40 +174,3 @@ def test_all_ranks_start_the_same_exchanges_in_the_same_order() -> None:
         expected = [Moment(0, 0, backward, wave) for backward in (False, True) for wave in order]
         for transport in ranks.network.transports:
             assert transport.moments == expected
-
-
-def test_a_wave_is_served_and_sent_back_before_the_next_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second wave is on its way until the first is on its way home, in both passes."""
-    log: list[str] = []
-    ranks = Ranks(cases.layouts()["two"], MaskRule(DIM**-0.5), waves=2, seed=1)
-    dispatch, give_back = NetworkTransport.dispatch, NetworkTransport.give_back
-
-    def slow(self: NetworkTransport, schedule: Any, fields: Any, nano_batch: int, moment: Moment) -> Any:
-        out = dispatch(self, schedule, fields, nano_batch, moment)
-        wait = out.wait
-
-        def late() -> Any:
-            if moment.wave and self.rank == 0:
-                assert log[-1] == "back 0", "the first wave was held up by the second"
-            return wait()
-
-        out.wait = late  # type: ignore[method-assign]
-        return out
-
-    def seen(self: NetworkTransport, schedule: Any, fields: Any, nano_batch: int, moment: Moment) -> Any:
-        if self.rank == 0:
-            log.append(f"back {moment.wave}")
-        return give_back(self, schedule, fields, nano_batch, moment)
-
-    run_served = forward.run_served
-
-    def served(wave: Any, *given: Any) -> Any:
-        if wave.host.rank == 0:
-            log.append("served")
-        return run_served(wave, *given)
-
-    monkeypatch.setattr(NetworkTransport, "dispatch", slow)
-    monkeypatch.setattr(NetworkTransport, "give_back", seen)
-    monkeypatch.setattr(forward, "run_served", served)
-    assert max(ranks.run().values()) < 1e-10
-    assert log == ["served", "back 0", "served", "back 1", "back 0", "back 1"]
