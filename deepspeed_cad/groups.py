@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADPeerError
+from deepspeed_cad.exchange.failure.board import Liveness, open_board
+from deepspeed_cad.exchange.failure.roll_call import meet
 from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options
-from deepspeed_cad.exchange.liveness import Liveness, open_board
-from deepspeed_cad.meet import meet
 from deepspeed_cad.server.join import Reserved, join_servers
 from deepspeed_cad.server.launch import find_role
 from deepspeed_cad.server.split import Split

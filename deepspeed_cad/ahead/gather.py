@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.feedback.reporter import Reporter
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.version import __version__

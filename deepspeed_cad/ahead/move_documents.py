@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed_cad.ahead.assign import Assignment, StepDocuments
 from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, NUMBERING, Announcement
 from deepspeed_cad.ahead.gather import Gatherer
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Ints
 
 LONGEST = ("max_length_q", "max_length_k", "max_seqlen")

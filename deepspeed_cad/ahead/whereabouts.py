@@ -22,7 +22,7 @@ from typing import NamedTuple
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import APART, Gatherer
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.exchange.liveness import Liveness, Place
+from deepspeed_cad.exchange.failure.board import Liveness, Place
 from deepspeed_cad.notice import counted
 from deepspeed_cad.threads import start_daemon
 

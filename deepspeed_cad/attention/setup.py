@@ -13,7 +13,7 @@ import torch
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
 from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.parking import Parking
-from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
@@ -111,7 +111,7 @@ class CallSetup:
     """On which served batches run beside local ones; None: all run on the current stream, one after the other."""
     turn: int = 0
     layer: int = 0
-    """Which micro-batch and which of its layers: equal on all ranks, see exchange.identity.Moment."""
+    """Which micro-batch and which of its layers: equal on all ranks, see exchange.failure.identity.Moment."""
     orders: CallOrders | None = None
     """On the rank that leads reserved servers."""
     stretches: Stretches | None = None

@@ -17,7 +17,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.engine.block import find_config
 from deepspeed_cad.engine.monitor import report_statistics
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.meet import together
+from deepspeed_cad.exchange.failure.roll_call import together
 from deepspeed_cad.version import refuse_old_packages
 
 logger = logging.getLogger("deepspeed_cad")

@@ -15,8 +15,7 @@ from typing import Protocol
 
 import torch
 
-from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.watchdog import Event, Watchdog
+from deepspeed_cad.exchange.failure.watchdog import Alarm, Event, Watchdog
 
 PAUSE_S = 1e-4
 """At most, between two looks: what is queued behind an exchange starts late by so much. A choice."""

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.carriers import Carrier, Collectives, ComparedFirst, UnderWay
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import Moment, Register
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
-from deepspeed_cad.exchange.identity import Moment, Register
-from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds, take

@@ -1,7 +1,7 @@
 """What carries the bytes of the portable transport: collectives of torch.distributed, on the CPU or on a GPU.
 
 In: one flat buffer, ordered by peer, and the bytes to and from each. Out: a buffer that fills. With it travel the
-numbers of the exchanges (identity.py).
+numbers of the exchanges (failure/identity.py).
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.comparison import RING, Comparison
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, compare
+from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, abort, processes_of, rank_of, size_of
-from deepspeed_cad.exchange.identity import Identity, compare
-from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.watchdog import Watchdog
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.meeting import Meeting
+from deepspeed_cad.exchange.failure.roll_call import Meeting
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 from deepspeed_cad.exchange.peers import PeerGroup
 from deepspeed_cad.schedule.room import HEADROOM

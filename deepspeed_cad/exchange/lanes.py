@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 
 from deepspeed_cad.exchange.copies import ALIGNMENT
-from deepspeed_cad.exchange.identity import Identity
+from deepspeed_cad.exchange.failure.identity import Identity
+from deepspeed_cad.exchange.failure.roll_call import Meeting
 from deepspeed_cad.exchange.landing import LandingArea, grow_together
-from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.peers import PeerGroup
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import BACK, OUT, Room, lane_bytes

@@ -1,7 +1,7 @@
 """Messages by NCCL: a communicator of all ranks of a group, apart from torch's, and a stream of its own.
 
 In: tables of messages. Out: work queued on the stream. Ahead of the messages of an exchange, and in a call of their
-own, travel the numbers of the exchange (identity.py), to whoever gets messages: if two ranks are in different
+own, travel the numbers of the exchange (failure/identity.py), to whoever gets messages: if two ranks are in different
 exchanges, the sizes that they send and expect differ and NCCL may hang in the messages, but the numbers are there.
 """
 
@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError, ServerLostError
-from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.comparison import RING, Comparison
+from deepspeed_cad.exchange.failure.board import LOOK_S
+from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity
+from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
-from deepspeed_cad.exchange.identity import Identity
-from deepspeed_cad.exchange.liveness import LOOK_S
-from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import (
     NativeCallError,
     NcclCalls,
@@ -32,7 +31,6 @@ from deepspeed_cad.exchange.native_calls import (
 )
 from deepspeed_cad.exchange.peers import open_store
 from deepspeed_cad.exchange.transfers import Transfers
-from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.threads import start_daemon
 
 NUMBER_BYTES = 8

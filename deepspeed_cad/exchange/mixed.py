@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import Moment
+from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
-from deepspeed_cad.exchange.identity import Moment
 from deepspeed_cad.exchange.landing import NoRoomError
-from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.messages import Messenger, TwoWays
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.nvlink import NvlinkTransport, _Dispatched, _Returned, _UnderWay

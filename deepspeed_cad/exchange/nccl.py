@@ -14,12 +14,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.arrival import wait_for
-from deepspeed_cad.exchange.comparison import RING, Comparison
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, Moment, Register
+from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
-from deepspeed_cad.exchange.identity import Identity, Moment, Register
-from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.messages import Messenger, TwoWays
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import place
@@ -28,7 +27,6 @@ from deepspeed_cad.exchange.split import list_messages
 from deepspeed_cad.exchange.streams import leave_to_streams
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
-from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room
 from deepspeed_cad.threads import start_daemon

@@ -3,8 +3,8 @@
 One C++ call per exchange queues strided copies of every slice straight from the producer's tensors on one stream, and
 behind each peer's copies writes of the exchange's identity and of its number to that peer's flag. Consumers wait for
 their own flags on their own stream. No kernel, no packing, no host synchronisation. What identities say is compared by
-the watchdog's thread (comparison.py). Only where training goes on without a server that is lost, the host looks at the
-flags instead of a stream (arrival.py).
+the watchdog's thread (failure/identity.py). Only where training goes on without a server that is lost, the host looks
+at the flags instead of a stream (arrival.py).
 
 Beside reserved servers each way has a copy stream and flags of its own, as results go home while the next nano-batch
 goes out: on one stream a rank's word that it has come to an exchange would wait behind what it sends the other way.
@@ -37,9 +37,7 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.alarm import Alarm
 from deepspeed_cad.exchange.arrival import Reader, read_numbers, wait_for
-from deepspeed_cad.exchange.comparison import RING, Comparison
 from deepspeed_cad.exchange.copies import (
     PushTable,
     address_fields,
@@ -48,12 +46,13 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, Moment, Register
+from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
-from deepspeed_cad.exchange.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.landing import LandingArea, make_buffers
 from deepspeed_cad.exchange.lanes import Lanes
-from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
 from deepspeed_cad.exchange.peers import PeerGroup, changed_group, whole_group
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
@@ -62,7 +61,6 @@ from deepspeed_cad.exchange.split import near_part
 from deepspeed_cad.exchange.streams import leave_to_streams
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
-from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 from deepspeed_cad.schedule.room import Room
 

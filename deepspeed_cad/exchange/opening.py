@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.group import Group, rank_of
 from deepspeed_cad.exchange.links import Links, measure_links
-from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.probe import NAMES, choose_transport, gather_hosts
 from deepspeed_cad.exchange.transport import Transport
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError, ServerLostError
 from deepspeed_cad.exchange.c10d import C10dTransport
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
-from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.mixed import MixedTransport
 from deepspeed_cad.exchange.native_calls import UnreachedError, cuda_calls, open_nccl, peer_reach, symmetric_memory
 from deepspeed_cad.exchange.nccl import NcclTransport

@@ -5,8 +5,8 @@ rank's own Q, K, V or dO with a contiguous last dimension) and it arrives in a g
 On the way back `served` is that group-major buffer; it lands at home in table order and is then placed: written
 (O, dQ: every row comes from one place) or added (dK, dV: several servers may have read the same keys).
 
-Exchanges of ranks are paired by order. Every transport sends the identity of an exchange along (identity.py) and
-raises CADPeerError, on all ranks, where those that met do not belong together.
+Exchanges of ranks are paired by order. Every transport sends the identity of an exchange along (failure/identity.py)
+and raises CADPeerError, on all ranks, where those that met do not belong together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room

@@ -24,7 +24,7 @@ from deepspeed_cad.schedule.room import OUT, Room, room_needed, too_much
 from deepspeed_cad.schedule.tables import Schedule, Slices
 
 MOST = 32
-"""Waves of one tick: as many as the identities of exchanges tell apart (exchange/identity.py)."""
+"""Waves of one tick: as many as the identities of exchanges tell apart (exchange/failure/identity.py)."""
 ROW_OVER_KEY = 4
 """Bytes of a query row, with its dO, over those of a key row: with 4 query heads per KV head."""
 _CUTS = (

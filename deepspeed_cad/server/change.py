@@ -38,9 +38,9 @@ from deepspeed_cad.attention.origin import stream_beside
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
-from deepspeed_cad.exchange.liveness import LOOK_S, Liveness
+from deepspeed_cad.exchange.failure.board import LOOK_S, Liveness
+from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.exchange.opening import Opened
-from deepspeed_cad.exchange.patience import wait_until
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice
@@ -145,7 +145,7 @@ class Changes:
     # What exchanges ask
 
     def why(self) -> str:
-        """See exchange.liveness.Losses."""
+        """See exchange.failure.board.Losses."""
         crew, gone = self.crew, self.link.gone
         if lost := [number for number in crew.servers if number in gone]:
             return "; ".join(f"server {number} ended: {gone[number]}" for number in lost)
@@ -158,7 +158,7 @@ class Changes:
         return "another trainer has lost a server" if self._called == crew.generation else ""
 
     def wait(self) -> str:
-        """See exchange.liveness.Losses."""
+        """See exchange.failure.board.Losses."""
         with suppress(CADPeerError):
             return wait_until(self.why, BLAME_S * bool(self.crew.servers), PAUSE_S, self._look_for_trainers)
         return ""

@@ -9,8 +9,8 @@ import torch
 
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.group import OwnGroup
-from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.planner.plan import Floats
 from deepspeed_cad.server.change import Changes

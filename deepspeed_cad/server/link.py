@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.server.meeting import GIVEN_UP, LEFT
 from deepspeed_cad.server.orders import FAILED, LEAVE, TO_TRAINERS

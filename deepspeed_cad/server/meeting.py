@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADPeerError
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.patience import wait_until
+from deepspeed_cad.exchange.failure.store import PatientStore
 from deepspeed_cad.exchange.group import OwnGroup, make_group
-from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.patience import wait_until
-from deepspeed_cad.exchange.patient_store import PatientStore
 from deepspeed_cad.server.rendezvous import LOOK_S, PREFIX, Abandoned, Hello, Rendezvous, open_store
 from deepspeed_cad.server.split import Split
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.exchange.group import OwnGroup, make_group
-from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.opening import Opened, open_again
-from deepspeed_cad.exchange.patience import wait_until
 from deepspeed_cad.server.crew import Members, transports_of
 from deepspeed_cad.server.rendezvous import Rendezvous
 from deepspeed_cad.server.split import Split

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
-from deepspeed_cad.exchange.patience import wait_until
+from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.server.handshake import Door
 from deepspeed_cad.server.split import Split
 

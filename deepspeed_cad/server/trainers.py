@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.server.meeting import GIVEN_UP, read_board
 from deepspeed_cad.server.orders import BUSY, FAILED, LEAVE, REGROUP, TO_SERVERS
 from deepspeed_cad.server.wire import MOST_REASON, Frame, Inbox, encode
@@ -79,13 +79,13 @@ class TrainerLinks:
                     del self._reached[trainer]
 
     def why(self) -> str:
-        """See exchange.liveness.Losses."""
+        """See exchange.failure.board.Losses."""
         if self.called > self.generation:
             return "servers have changed"
         return "the trainers have ended" if self.ended.is_set() else ""
 
     def wait(self) -> str:
-        """See exchange.liveness.Losses: whoever is to blame, trainers agree on it, or end."""
+        """See exchange.failure.board.Losses: whoever is to blame, trainers agree on it, or end."""
         while not (why := self.why()):
             time.sleep(0.02)
         return why

@@ -12,8 +12,8 @@ from lines import Found, Lines, Place
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange import probe
-from deepspeed_cad.exchange.identity import Moment
-from deepspeed_cad.exchange.liveness import open_board
+from deepspeed_cad.exchange.failure.board import open_board
+from deepspeed_cad.exchange.failure.identity import Moment
 
 SECONDS = 5.0
 """Within which every rank has its error; a comparison takes a fraction of one, where sizes differ up to a second."""

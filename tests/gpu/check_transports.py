@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange import probe
-from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.links import measure_links
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returning, Transport

@@ -35,7 +35,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from lines import BEGUN, FAILED, PASSED, REFUSED  # noqa: E402
 from loops import CASES, RIGHT, TIME_OUT, WHILE_GROWING, names  # noqa: E402
 
-from deepspeed_cad.exchange.watchdog import EXIT_CODE  # noqa: E402
+from deepspeed_cad.exchange.failure.watchdog import EXIT_CODE  # noqa: E402
 
 BUDGET_S = 480.0
 SKIPPED = "skipped"

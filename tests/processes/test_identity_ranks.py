@@ -12,8 +12,8 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from deepspeed_cad.exchange.c10d import C10dTransport
-from deepspeed_cad.exchange.identity import Moment
-from deepspeed_cad.exchange.liveness import Liveness, open_board
+from deepspeed_cad.exchange.failure.board import Liveness, open_board
+from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, QUERY, Schedule, build_slices, schedule_rank

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 import deepspeed_cad
-from deepspeed_cad import meet
 from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange.failure import roll_call as meet
 
 
 def _tell(rank: int) -> None:

@@ -113,7 +113,7 @@ def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int
     Gives how often this rank told that it is blocked, and how often it asked from an exchange whether others are.
     """
     from deepspeed_cad.ahead import worker
-    from deepspeed_cad.exchange import liveness
+    from deepspeed_cad.exchange.failure import board as liveness
 
     model, reference = _model(), training.tiny_llama()
     session, before = deepspeed_cad.current_session(), (worker.TELL_S, liveness.LOOK_S)

@@ -21,8 +21,8 @@ from pool import WorkerPool
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.repeatable import BackwardPass, RepeatableCall
 from deepspeed_cad.exchange.carriers import ComparedFirst, UnderWay
-from deepspeed_cad.exchange.identity import compare
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import compare
 
 
 def _start_at_once(

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from pool import WorkerPool
 
-from deepspeed_cad.exchange.liveness import open_board
+from deepspeed_cad.exchange.failure.board import open_board
 from deepspeed_cad.exchange.peers import open_store
 
 BLOCK = {"granularity": 16, "timeout_s": 50.0, "links": {"inside": 100, "between": 10}}

@@ -19,18 +19,18 @@ import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
-from deepspeed_cad.exchange import messages, watchdog
-from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange import messages
 from deepspeed_cad.exchange.arrival import Reader, wait_for
-from deepspeed_cad.exchange.comparison import Comparison
+from deepspeed_cad.exchange.failure import watchdog
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import Comparison
+from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.store import MemoryStore
+from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import OwnGroup, has_ways_apart
-from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.meeting import Meeting
-from deepspeed_cad.exchange.memory_store import MemoryStore
 from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
-from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.server import meeting
 
 

@@ -22,9 +22,10 @@ from check_transports import LANES, Round, make_schedules
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange import landing, messages, mixed, nvlink, watchdog
-from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange import landing, messages, mixed, nvlink
 from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
+from deepspeed_cad.exchange.failure import watchdog
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.mixed import MixedTransport
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table

@@ -23,9 +23,7 @@ import torch.distributed as dist
 from cases import layouts, random_tasks
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange import liveness, native_calls, watchdog
-from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.comparison import Comparison
+from deepspeed_cad.exchange import native_calls
 from deepspeed_cad.exchange.copies import (
     PlacementTable,
     address_fields,
@@ -34,12 +32,14 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.identity import Identity
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.failure import board as liveness
+from deepspeed_cad.exchange.failure import watchdog
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import Comparison, Identity
+from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.native_calls import CudaCalls, NativeCallError, cuda_calls
 from deepspeed_cad.exchange.placement import place, put_on_device
 from deepspeed_cad.exchange.rows import take
-from deepspeed_cad.exchange.watchdog import Watchdog
 from deepspeed_cad.schedule import (
     GROUP,
     HOME,

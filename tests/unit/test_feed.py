@@ -15,7 +15,7 @@ from deepspeed_cad.ahead.gather import Said, State, Subject, What
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.carriers import ComparedFirst
-from deepspeed_cad.exchange.identity import Identity
+from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.layout import segments_from_cumulative
 
 MINE = Announcement(segments_from_cumulative(np.array([0, 3, 8]), 8))

@@ -12,9 +12,17 @@ from check_transports import make_schedules
 from test_exchange_mixed import CPU, Network, calls, group, network  # noqa: F401
 
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange import comparison
-from deepspeed_cad.exchange.comparison import AHEAD, RING, Comparison
-from deepspeed_cad.exchange.identity import Identity, Moment, Register, compare, describe
+from deepspeed_cad.exchange.failure import identity as comparison
+from deepspeed_cad.exchange.failure.identity import (
+    AHEAD,
+    RING,
+    Comparison,
+    Identity,
+    Moment,
+    Register,
+    compare,
+    describe,
+)
 from deepspeed_cad.exchange.mixed import MixedTransport
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.nvlink import NvlinkTransport

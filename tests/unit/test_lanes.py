@@ -26,7 +26,7 @@ from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.setup import WavesOut
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange import nvlink
-from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.lanes import OutLane
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.placement import place

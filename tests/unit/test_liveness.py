@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange import liveness
-from deepspeed_cad.exchange.liveness import LOST, Liveness
+from deepspeed_cad.exchange.failure import board as liveness
+from deepspeed_cad.exchange.failure.board import LOST, Liveness
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landing, messages
-from deepspeed_cad.exchange.alarm import Alarm
+from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.landing import LandingArea, NoRoomError, grow_together
-from deepspeed_cad.exchange.meeting import Meeting
 from deepspeed_cad.exchange.native_calls import NativeCallError
 from deepspeed_cad.exchange.peers import PeerGroup
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from deepspeed_cad.exchange import patience
-from deepspeed_cad.exchange.patience import wait_until
+from deepspeed_cad.exchange.failure import patience
+from deepspeed_cad.exchange.failure.patience import wait_until
 
 
 @pytest.fixture(autouse=True)

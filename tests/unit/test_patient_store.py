@@ -8,9 +8,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from deepspeed_cad.exchange import patient_store
-from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.patient_store import PatientStore, SilentStoreError
+from deepspeed_cad.exchange.failure import store as patient_store
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.store import PatientStore, SilentStoreError
 
 
 class Lost:

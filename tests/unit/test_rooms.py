@@ -42,8 +42,8 @@ NEVER: dict[str, tuple[str, ...]] = {
 }
 """By room: rooms and other packages that none of its modules imports."""
 THROUGH = {
-    "api", "config", "errors", "version", "notice", "request", "launch.deepspeed_hook", "meet", "layout", "session",
-    "kernels.interface",
+    "api", "config", "errors", "version", "notice", "request", "launch.deepspeed_hook", "layout", "session",
+    "kernels.interface", "exchange.failure.roll_call",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
     "attention.thread_state", "attention.layer", "pipeline.engine",
 }  # fmt: skip

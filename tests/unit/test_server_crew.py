@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.probe import NAMES
 from deepspeed_cad.report.statistics import Statistics
 from deepspeed_cad.server.change import Word

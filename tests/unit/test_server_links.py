@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.liveness import Liveness
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.server import link as link_room
 from deepspeed_cad.server import trainers as trainers_room
 from deepspeed_cad.server.link import ServerLink

@@ -28,8 +28,8 @@ from deepspeed_cad.attention.forward import ForwardServed
 from deepspeed_cad.attention.origin import stream_beside
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError, ServerLostError
-from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.identity import Identity, Register
+from deepspeed_cad.exchange.failure.identity import Identity, Register
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
 from deepspeed_cad.exchange.rows import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing, Returning

@@ -10,7 +10,7 @@ from attention_ranks import DIM, GROUPS, HEADS, Ranks
 
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.cost import count_pairs
-from deepspeed_cad.exchange.identity import Moment
+from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, build_slices

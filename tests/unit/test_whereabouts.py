@@ -18,7 +18,7 @@ from deepspeed_cad.ahead import whereabouts as room
 from deepspeed_cad.ahead.gather import APART
 from deepspeed_cad.ahead.whereabouts import Sight, Whereabouts, see
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.liveness import Liveness, Place
+from deepspeed_cad.exchange.failure.board import Liveness, Place
 
 CODE = see.__code__
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from deepspeed_cad import meet as meeting
 from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange.failure import roll_call as meeting
 
 
 @pytest.fixture()
