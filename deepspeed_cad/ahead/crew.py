@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.planned import MicroBatchOrders
+from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.plan import Floats

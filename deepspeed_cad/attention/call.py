@@ -51,7 +51,7 @@ class Released:
 
 
 class InPass:
-    """A pass runs that may have to run again; what its steps leave is there (repeatable.py)."""
+    """A pass runs that may have to run again; what its steps leave is there (surviving/call.py)."""
 
 
 State = (Unused | ForwardStarted | ForwardServed | Kept | Parked | HeldByAutograd) | (

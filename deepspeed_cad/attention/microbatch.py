@@ -20,11 +20,11 @@ from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_sched
 from deepspeed_cad.attention.layer import LayerInput, kernel_need
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
-from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
-from deepspeed_cad.attention.repeatable import RepeatableCall
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.attention.surviving.call import RepeatableCall
+from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from deepspeed_cad.attention.passes import Passes
-from deepspeed_cad.attention.repeatable import RepeatableCall
+from deepspeed_cad.attention.surviving.call import RepeatableCall
+from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.exchange.carriers import ComparedFirst, UnderWay
 from deepspeed_cad.exchange.identity import compare
 from deepspeed_cad.exchange.liveness import Liveness

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.liveness import Liveness
 from deepspeed_cad.exchange.probe import NAMES
 from deepspeed_cad.report.statistics import Statistics
-from deepspeed_cad.server.change import Word
-from deepspeed_cad.server.crew import Members, transports_of, why_not_change
 from deepspeed_cad.server.join import speeds_of
+from deepspeed_cad.server.surviving.change import Word
+from deepspeed_cad.server.surviving.members import Members, transports_of, why_not_change
 
 
 class Pass:

@@ -1,6 +1,6 @@
 """A trainer's side of servers that die, or come later: how all trainers agree on who is there, and go on.
 
-A thread of its own does it, whatever the training thread is doing (attention/passes.py says why). It begins when
+A thread of its own does it, whatever the training thread is doing (attention/surviving says why). It begins when
 
 - a server is lost: its socket here has closed, it has said that it failed, or nothing at all, or another trainer has
   found that; or
@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_cad.attention.origin import stream_beside
-from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.attention.surviving.origin import stream_beside
+from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.liveness import LOOK_S, Liveness
@@ -44,14 +44,14 @@ from deepspeed_cad.exchange.patience import wait_until
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice
-from deepspeed_cad.server.crew import Members
 from deepspeed_cad.server.handshake import CONNECT_S, connect_to
 from deepspeed_cad.server.link import ServerLink
 from deepspeed_cad.server.meeting import ASKED
 from deepspeed_cad.server.orders import REGROUP
-from deepspeed_cad.server.regroup import regroup
 from deepspeed_cad.server.rendezvous import Rendezvous
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.surviving.members import Members
+from deepspeed_cad.server.surviving.regroup import regroup
 from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger("deepspeed_cad")

@@ -12,7 +12,7 @@ them in the first exchange of a later pass: whatever was finished here before th
 On a GPU a trainer may be through with the first step of a pass that others have not entered. Where servers change then,
 it begins again there, before anything that the training thread did later: all ranks exchange in the same order.
 
-In: steps of passes, from repeatable.py; halts and decisions, from server/change.py. Nothing here communicates.
+In: steps of passes, from call.py; halts and decisions, from server/surviving/change.py. Nothing here communicates.
 """
 
 from __future__ import annotations

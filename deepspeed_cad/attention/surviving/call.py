@@ -32,9 +32,9 @@ from deepspeed_cad.attention.forward import (
     serve_forward,
     start_forward,
 )
-from deepspeed_cad.attention.origin import Origin
-from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.setup import CallCounts, CallSetup
+from deepspeed_cad.attention.surviving.origin import Origin
+from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.errors import CADError, ServerLostError
 
 Setups = Callable[[], CallSetup]
