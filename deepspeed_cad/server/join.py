@@ -56,8 +56,9 @@ class Reserved:
             speeds = serves if speeds is None else serves * speeds
         leads = Leader(self.link, generation).open if self.role.rank == 0 and count else None
         helpers = trainers if self.config.trainers_serve else 0
-        servers = Servers(count, self.role.servers, helpers, leads, self.changes)
-        return Crew(trainers, transport, hosts, speeds, servers, generation)
+        servers = Servers(count, self.role.servers, helpers, leads)
+        calls = {} if self.changes is None else {"calls": self.changes.calls}
+        return Crew(trainers, transport, hosts, speeds, servers, generation, **calls)
 
     def trace_next(self, tracer: Tracer) -> None:
         """A micro-batch is about to be trained: servers record it where trainers do. Only the leader says so."""

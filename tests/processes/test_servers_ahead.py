@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from deepspeed_cad.attention.surviving.call import RepeatableCall
+from deepspeed_cad.attention.surviving.call import SurvivingPass
 from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.exchange.carriers import ComparedFirst, UnderWay
 from deepspeed_cad.exchange.identity import compare
@@ -56,13 +56,13 @@ _play = change._play
 
 def _play_ahead(rank: int, *args: Any) -> Any:
     """As a rank of test_servers_change.py; trainer 1 comes late to each pass."""
-    kept = ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, Passes.undo
-    begin, undo = RepeatableCall.begin, Passes.undo
+    kept = ComparedFirst.start, ComparedFirst.finish, SurvivingPass.begin, Passes.undo
+    begin, undo = SurvivingPass.begin, Passes.undo
     undone = [0]
 
-    def late(self: RepeatableCall, one: Any) -> None:
+    def late(self: SurvivingPass) -> None:
         time.sleep(SLOW_S)
-        begin(self, one)
+        begin(self)
 
     def count(self: Passes, entered: int) -> None:
         undo(self, entered)
@@ -70,13 +70,13 @@ def _play_ahead(rank: int, *args: Any) -> Any:
 
     ComparedFirst.start, ComparedFirst.finish = _start_at_once, _finish_both  # type: ignore[method-assign]
     if rank == 1:
-        RepeatableCall.begin = late  # type: ignore[method-assign]
+        SurvivingPass.begin = late  # type: ignore[method-assign]
     Passes.undo = count  # type: ignore[method-assign]
     try:
         found = _play(rank, *args)
         return {**found, "undone": undone[0]} if isinstance(found, dict) else found
     finally:
-        ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, Passes.undo = kept  # type: ignore[method-assign]
+        ComparedFirst.start, ComparedFirst.finish, SurvivingPass.begin, Passes.undo = kept  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)

@@ -25,16 +25,17 @@ class Pass:
     """Counts what happens to it."""
 
     def __init__(self) -> None:
-        self.index, self.runs, self.has_result, self.forgot, self.ended = 0, 0, False, 0, 0
+        self.index, self.runs, self.has_result, self.forgot = 0, 0, False, 0
+
+    def repeat(self) -> None:
+        self.runs += 1
 
     def run_again(self) -> None:
-        self.runs, self.has_result = self.runs + 1, True
+        self.repeat()
+        self.has_result = True
 
     def forget_progress(self) -> None:
         self.forgot += 1
-
-    def end(self) -> None:
-        self.ended += 1
 
 
 def _enter(passes: Passes, met: bool = True) -> Pass:

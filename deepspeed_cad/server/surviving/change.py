@@ -29,11 +29,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from deepspeed_cad.attention.microbatch import MicroBatch
+from deepspeed_cad.attention.surviving.call import SurvivingCalls
 from deepspeed_cad.attention.surviving.origin import stream_beside
 from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.config import CADConfig
@@ -135,6 +138,10 @@ class Changes:
     def hear(self, model: int, reports: Ints) -> None:
         """From the micro-batch on with which all trainers hear of them, they take part."""
         self.came = max(self.came, int(reports.max()))
+
+    def calls(self, plan_again: Callable[[MicroBatch], None]) -> SurvivingCalls:
+        """See ahead.crew.Crew: of a micro-batch that is gathered now."""
+        return SurvivingCalls(self.passes, partial(self.admit, self.came), plan_again)
 
     def close(self) -> None:
         """Nothing changes any more."""
