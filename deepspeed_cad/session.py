@@ -51,8 +51,8 @@ from deepspeed_cad.report import session_lines
 from deepspeed_cad.report.session_lines import SessionFacts
 from deepspeed_cad.report.statistics import Statistics
 from deepspeed_cad.report.unused_keys import unused_keys
-from deepspeed_cad.server.crew import transports_of
 from deepspeed_cad.server.idle import EVERY, advise
+from deepspeed_cad.server.surviving.members import transports_of
 from deepspeed_cad.shared_cost import share_cost
 from deepspeed_cad.trace.record import open_tracer
 

@@ -7,27 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.attention.call import Calls
+from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.attention.planned import MicroBatchOrders
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.plan import Floats
-
-
-class Changing(Protocol):
-    """What lets servers come and go while a job runs."""
-
-    passes: Passes
-    """Attention that may have to run again."""
-    came: int
-    """Servers that came later, as all trainers have heard."""
-
-    def admit(self, came: int) -> None:
-        """Wait until so many of them take part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +31,6 @@ class Servers:
     """Trainers that serve too."""
     open: Callable[[int, Layout, Ints | None], MicroBatchOrders] | None = None
     """Tells the servers of a micro-batch by its turn, its layout and its cut; None where another rank does."""
-    changes: Changing | None = None
-    """Where servers may change."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +48,8 @@ class Crew:
     """Where ranks are reserved."""
     generation: int = 0
     """How often servers changed."""
+    calls: Callable[[Callable[[MicroBatch], None]], Calls] = lambda plan_again: Calls()
+    """How a micro-batch of now makes its attention calls; it is planned again by what is passed."""
 
     @property
     def ranks(self) -> int:

@@ -189,7 +189,7 @@ class Feed:
             raise
         if self.gatherer.liveness is not None:
             self.gatherer.liveness.take(micro_batch.turn)
-        self.plans.admit(micro_batch)
+        micro_batch.calls.prepare()
         return micro_batch
 
     def learn(self, layers: dict[PlanKey, int]) -> None:

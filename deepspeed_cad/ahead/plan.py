@@ -134,14 +134,9 @@ class Plans:
             self.gatherer.rank, widened, ticks, self.device, self._planner(gathered, crew, widened),
             partial(self._agree, turn), crew.transport, self.counts, aside=self.aside, turn=turn,
             orders=crew.tell(turn, widened, at), memory=self.exchange_memory(self.limit, rows_of_layers, len(ticks)),
-            stretch_times=self._stretch_times(model),
+            stretch_times=self._stretch_times(model), generation=crew.generation,
+            calls=crew.calls(partial(self._renew, gathered)),
         )  # fmt: skip
-        changes = None if crew.servers is None else crew.servers.changes
-        if changes is not None:
-            micro_batch.generation, micro_batch.passes, micro_batch.came = crew.generation, changes.passes, changes.came
-            micro_batch.renew = partial(self._renew, gathered)
-            # Trainers plan again at different moments: the identity of each exchange compares their schedules.
-            micro_batch.agree = lambda value, what: None
         if keys:
             micro_batch.plan_all(list(keys))
         return micro_batch
@@ -169,11 +164,6 @@ class Plans:
             crew.generation, layout, ticks, self._planner(gathered, crew, layout), crew.transport,
             crew.tell(gathered.turn, layout, at),
         )  # fmt: skip
-
-    def admit(self, micro_batch: MicroBatch) -> None:
-        """Before its forward: servers that came later take part in it."""
-        if self.crew.servers is not None and self.crew.servers.changes is not None:
-            self.crew.servers.changes.admit(micro_batch.came)
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
         """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""

@@ -13,6 +13,7 @@ key rows at home; other shapes as in serve.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -50,14 +51,14 @@ class Released:
     """A backward has run, and what the forward kept is freed."""
 
 
-class InPass:
-    """A pass runs that may have to run again; what its steps leave is there (repeatable.py)."""
+class Pass:
+    """A pass runs that may have to run again; what its steps leave is there (surviving/call.py)."""
 
 
 State = (Unused | ForwardStarted | ForwardServed | Kept | Parked | HeldByAutograd) | (
-    BackwardStarted | BackwardServed | Released | InPass
+    BackwardStarted | BackwardServed | Released | Pass
 )
-Found = TypeVar("Found", ForwardStarted, ForwardServed, Kept, HeldByAutograd, BackwardStarted, BackwardServed, InPass)
+Found = TypeVar("Found")
 
 
 class AttentionCall:
@@ -127,10 +128,12 @@ class AttentionCall:
         """Run tasks, start sending dQ, dK, dV back."""
         self.state = serve_backward(self.setup, self.expect(BackwardStarted))
 
-    def collect_backward(self) -> tuple[Gradients, Kept]:
-        """Wait for dQ, dK, dV; also what the forward left."""
+    def collect_backward(self) -> Gradients:
+        """Wait for dQ, dK, dV; what the forward left is of no use any more."""
         done = self.expect(BackwardServed)
-        return collect_backward(self.setup, done), done.started.kept
+        gradients = collect_backward(self.setup, done)
+        self.release(done.started.kept)
+        return gradients
 
     @property
     def replaying(self) -> bool:
@@ -176,7 +179,28 @@ class AttentionCall:
         if self.setup.modes.recompute:
             self.state = without_tensors(kept)
         else:
-            self.state, self.first_keys, self.parked = Released(), None, None
+            self.end()
+
+    def end(self) -> None:
+        """Its backward is over, or none comes: hold nothing."""
+        self.state, self.first_keys, self.parked = Released(), None, None
+
+
+class Calls:
+    """How a micro-batch makes its calls: these run once, with the ranks that there are at the start of the job."""
+
+    compares_plans = True
+    """Whether trainers compare plans when they make them; else only the identity of each exchange does."""
+
+    def prepare(self) -> None:
+        """Before the forward of the micro-batch: wait until the ranks are there that take part in it."""
+
+    def renew(self, micro_batch: Any) -> None:
+        """Before each call: plan the micro-batch again, if the ranks have changed."""
+
+    def make(self, make_setup: Callable[[], CallSetup]) -> AttentionCall:
+        """The call of one layer and nano-batch."""
+        return AttentionCall(make_setup())
 
 
 class _Dispatch(torch.autograd.Function):
@@ -197,8 +221,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: AttentionCall = ctx.call
-        (dq, dk, dv), kept = call.collect_backward()
-        call.release(kept)
+        dq, dk, dv = call.collect_backward()
         call.setup.leave_attention(True)
         return None, dq, dk, dv, None
 

@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.attention.call import AttentionCall
+from deepspeed_cad.attention.call import AttentionCall, Calls
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.layer import LayerInput, kernel_need
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
-from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
-from deepspeed_cad.attention.repeatable import RepeatableCall
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
@@ -61,12 +59,8 @@ class MicroBatch:
     """Where this rank leads reserved servers."""
     generation: int = 0
     """How often reserved servers had changed when it was planned."""
-    renew: Callable[[MicroBatch], None] = lambda micro_batch: None
-    """Plans it again where reserved servers have changed since."""
-    came: int = 0
-    """Servers that had come later when it was gathered, the same on every trainer."""
-    passes: Passes | None = None
-    """Where reserved servers may change."""
+    calls: Calls = Calls()
+    """How its attention calls are made."""
     memory: ExchangeMemory | None = None
     """What its exchanges may need at once; None where nobody looks after that."""
     stretch_times: StretchTimes | None = None
@@ -124,7 +118,8 @@ class MicroBatch:
                 cut, schedules = self._in_waves(key, nano_batch, plan)
                 self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin, cut)
                 digest = (digest * 1000003 + plan.fingerprint() + len(schedules)) & ((1 << 62) - 1)
-        self.agree(digest, "plan")
+        if self.calls.compares_plans:
+            self.agree(digest, "plan")
         if self.orders is not None:
             for key in keys:
                 for nano_batch in range(len(self.ticks)):
@@ -232,7 +227,7 @@ class MicroBatch:
             has_sinks: whether it has attention sinks.
             timed: whether what lies between attentions of the nano-batch is timed.
         """
-        self.renew(self)
+        self.calls.renew(self)
         number, nano_batch = place
         schedule = self.schedule(key, nano_batch)
         orders = None
@@ -357,9 +352,7 @@ class MaskDescriptor:
                 micro_batch.set_up, place, key, need, self.kernel(need), rule, self.modes, label, sinks is not None,
                 timed,
             )  # fmt: skip
-            if micro_batch.passes is not None:
-                return RepeatableCall(make_setup, micro_batch.passes)
-            return AttentionCall(make_setup())
+            return micro_batch.calls.make(make_setup)
 
         if self.interleaved and self.gradients and not torch.is_grad_enabled() and not micro_batch.begun:
             raise NotInterleaved(

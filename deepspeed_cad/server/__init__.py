@@ -11,9 +11,7 @@ and learns of each from trainer 0, the leader: it never plans, and never guesses
     link        a trainer's side: its sockets to the servers, and who of them died
     trainers    a server's side: its sockets from the trainers, and why it should end
     loop        a server: orders in, exchanges and attention out
-    crew        who is there, from one change of the servers to the next
-    regroup     how the ranks of a changed crew open another group
-    change      a trainer's side of servers that die or come later: agreement, and what runs again
+    surviving   servers that die or come later while training goes on: agreement, and the next group
     busy        how long a server attended
     idle        what to change where servers or trainers are idle
     process     a server's process from its start to its exit code

@@ -13,14 +13,14 @@ from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.group import OwnGroup
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.planner.plan import Floats
-from deepspeed_cad.server.change import Changes
-from deepspeed_cad.server.crew import Members, why_not_change
 from deepspeed_cad.server.handshake import connect_to
 from deepspeed_cad.server.link import ServerLink
 from deepspeed_cad.server.meeting import offer_places, open_board, open_group
 from deepspeed_cad.server.orders import TRACE, Leader
 from deepspeed_cad.server.rendezvous import Rendezvous, hello
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.surviving.change import Changes
+from deepspeed_cad.server.surviving.members import Members, why_not_change
 from deepspeed_cad.trace.record import WARM_UP, Tracer
 from deepspeed_cad.version import __version__
 
@@ -56,8 +56,9 @@ class Reserved:
             speeds = serves if speeds is None else serves * speeds
         leads = Leader(self.link, generation).open if self.role.rank == 0 and count else None
         helpers = trainers if self.config.trainers_serve else 0
-        servers = Servers(count, self.role.servers, helpers, leads, self.changes)
-        return Crew(trainers, transport, hosts, speeds, servers, generation)
+        servers = Servers(count, self.role.servers, helpers, leads)
+        calls = {} if self.changes is None else {"calls": self.changes.calls}
+        return Crew(trainers, transport, hosts, speeds, servers, generation, **calls)
 
     def trace_next(self, tracer: Tracer) -> None:
         """A micro-batch is about to be trained: servers record it where trainers do. Only the leader says so."""

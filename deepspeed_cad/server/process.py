@@ -29,14 +29,14 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.profiles.speed import find_speeds
-from deepspeed_cad.server.crew import Members, transports_of, why_not_change
 from deepspeed_cad.server.handshake import Listener
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.server.meeting import look_for_end, open_board, open_group, wait_to_be_asked_in
 from deepspeed_cad.server.orders import REGROUP
-from deepspeed_cad.server.regroup import regroup
 from deepspeed_cad.server.rendezvous import Abandoned, Rendezvous, hello
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.surviving.members import Members, transports_of, why_not_change
+from deepspeed_cad.server.surviving.regroup import regroup
 from deepspeed_cad.server.trainers import End, TrainerLinks
 from deepspeed_cad.version import __version__
 

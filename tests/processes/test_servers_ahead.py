@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from deepspeed_cad.attention.passes import Passes
-from deepspeed_cad.attention.repeatable import BackwardPass, RepeatableCall
+from deepspeed_cad.attention.surviving.call import SurvivingPass
+from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.exchange.carriers import ComparedFirst, UnderWay
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import compare
@@ -58,28 +58,27 @@ def _play_ahead(
     *args: Any
 ) -> Any:  # fmt: skip
     """As a rank of test_servers_change.py; where a server dies, trainer 0 is ahead of trainer 1."""
-    kept = ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, RepeatableCall._try_to_start, Passes.undo
-    begin, try_to_start, undo = RepeatableCall.begin, RepeatableCall._try_to_start, Passes.undo
+    kept = ComparedFirst.start, ComparedFirst.finish, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
+    begin, start, undo = SurvivingPass.begin, SurvivingPass._begin, Passes.undo
     undone, begun, halted = [0], Path(folder, "begun"), [False]
     what, turn, layer = deaths[2][:3]
 
-    def is_last(call: RepeatableCall, one: Any) -> bool:
+    def is_last(one: Any) -> bool:
         """Whether a server dies as this pass goes out."""
-        backward = isinstance(one, BackwardPass)
-        here = call.setup.turn == turn and call.setup.layer == layer
-        return here and what == ("backward dispatch" if backward else "dispatch")
+        here = one._call.setup.turn == turn and one._call.setup.layer == layer
+        return here and what == ("backward dispatch" if one._forward else "dispatch")
 
-    def start_first(self: RepeatableCall, one: Any, generation: int) -> bool:
-        started = try_to_start(self, one, generation)
-        if started and is_last(self, one):
+    def start_first(self: Any, generation: int) -> bool:
+        started = start(self, generation)
+        if started and is_last(self):
             begun.touch()
         return started
 
-    def begin_late(self: RepeatableCall, one: Any) -> None:
-        if is_last(self, one) and not halted[0]:
+    def begin_late(self: Any) -> None:
+        if is_last(self) and not halted[0]:
             halted[0] = True
             change._await(lambda: self._passes._halted or self._passes.generation)
-        begin(self, one)
+        begin(self)
 
     def count(self: Passes, entered: int) -> None:
         undo(self, entered)
@@ -87,9 +86,9 @@ def _play_ahead(
 
     ComparedFirst.start, ComparedFirst.finish = _start_at_once, _finish_both  # type: ignore[method-assign]
     if rank == 0:
-        RepeatableCall._try_to_start = start_first  # type: ignore[method-assign]
+        SurvivingPass._begin = start_first  # type: ignore[method-assign]
     if rank == 1:
-        RepeatableCall.begin = begin_late  # type: ignore[method-assign]
+        SurvivingPass.begin = begin_late  # type: ignore[method-assign]
     Passes.undo = count  # type: ignore[method-assign]
     if "served" not in what and "return" not in what:
         change._die_at = partial(_die_at, first=lambda: change._await(begun.exists))
@@ -98,7 +97,7 @@ def _play_ahead(
         return {**found, "undone": undone[0]} if isinstance(found, dict) else found
     finally:
         (
-            ComparedFirst.start, ComparedFirst.finish, RepeatableCall.begin, RepeatableCall._try_to_start, Passes.undo
+            ComparedFirst.start, ComparedFirst.finish, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
         ) = kept  # type: ignore[method-assign]  # fmt: skip
         change._die_at = _die_at
 

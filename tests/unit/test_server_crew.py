@@ -10,31 +10,32 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.probe import NAMES
 from deepspeed_cad.report.statistics import Statistics
-from deepspeed_cad.server.change import Word
-from deepspeed_cad.server.crew import Members, transports_of, why_not_change
 from deepspeed_cad.server.join import speeds_of
+from deepspeed_cad.server.surviving.change import Word
+from deepspeed_cad.server.surviving.members import Members, transports_of, why_not_change
 
 
 class Pass:
     """Counts what happens to it."""
 
     def __init__(self) -> None:
-        self.index, self.runs, self.has_result, self.forgot, self.ended = 0, 0, False, 0, 0
+        self.index, self.runs, self.has_result, self.forgot = 0, 0, False, 0
+
+    def repeat(self) -> None:
+        self.runs += 1
 
     def run_again(self) -> None:
-        self.runs, self.has_result = self.runs + 1, True
+        self.repeat()
+        self.has_result = True
 
     def forget_progress(self) -> None:
         self.forgot += 1
-
-    def end(self) -> None:
-        self.ended += 1
 
 
 def _enter(passes: Passes, met: bool = True) -> Pass:

@@ -25,8 +25,8 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.call import AttentionCall, Unused
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed
-from deepspeed_cad.attention.origin import stream_beside
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.attention.surviving.origin import stream_beside
 from deepspeed_cad.errors import CADError, ServerLostError
 from deepspeed_cad.exchange.failure.identity import Identity, Register
 from deepspeed_cad.exchange.failure.watchdog import Alarm

@@ -21,9 +21,9 @@ from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.exchange.group import OwnGroup, make_group
 from deepspeed_cad.exchange.opening import Opened, open_again
-from deepspeed_cad.server.crew import Members, transports_of
 from deepspeed_cad.server.rendezvous import Rendezvous
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.surviving.members import Members, transports_of
 from deepspeed_cad.threads import start_daemon
 
 PAUSE_S = 0.005

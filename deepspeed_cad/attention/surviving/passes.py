@@ -12,24 +12,28 @@ them in the first exchange of a later pass: whatever was finished here before th
 On a GPU a trainer may be through with the first step of a pass that others have not entered. Where servers change then,
 it begins again there, before anything that the training thread did later: all ranks exchange in the same order.
 
-In: steps of passes, from repeatable.py; halts and decisions, from server/change.py. Nothing here communicates.
+In: steps of passes, from call.py; halts and decisions, from server/surviving/change.py. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from deepspeed_cad.errors import CADError, CADPeerError
 
 
-class Pass(Protocol):
-    """One direction of one call."""
+class Repeatable(Protocol):
+    """A pass whose result was not collected yet."""
 
     index: int
     """Counts the passes of a rank from 1, in the order in which they are entered; 0 before, and after it was undone."""
+
+    @property
+    def repeat(self) -> Callable[[], object]:
+        """All of it again, with the present servers."""
 
     @property
     def has_result(self) -> bool:
@@ -39,13 +43,10 @@ class Pass(Protocol):
         """Its first step, again."""
 
     def run_again(self) -> None:
-        """All of it, with the present servers."""
+        """`repeat`, for its result."""
 
     def forget_progress(self) -> None:
         """Hold nothing of an exchange that was lost."""
-
-    def end(self) -> None:
-        """Its result was taken: hold nothing but what it reads."""
 
 
 class Passes:
@@ -55,18 +56,18 @@ class Passes:
         self.generation = 0
         """How often the servers changed."""
         self.entered = 0
-        self._unfinished: dict[int, Pass] = {}
+        self._unfinished: dict[int, Repeatable] = {}
         """Entered here and not left."""
-        self._finished: dict[int, Pass] = {}
-        """Left here, maybe not elsewhere."""
+        self._finished: dict[int, Callable[[], object]] = {}
+        """Left here, maybe not elsewhere: all that is held of them is what runs them again."""
         self._open: dict[int, frozenset[int]] = {}
         """Passes that were unfinished when another one was entered, by that one."""
-        self._place: dict[Pass, int] = {}
+        self._place: dict[Repeatable, int] = {}
         """In the order in which the training thread came to them: passes that it has not left."""
         self._places = 0
-        self._begun: set[Pass] = set()
+        self._begun: set[Repeatable] = set()
         """Whose first step is over, and of which it is not known that all ranks have entered them."""
-        self._undone: list[Pass] = []
+        self._undone: list[Repeatable] = []
         """Those of them that were taken back: they begin again, in this order."""
         self._changed = threading.Condition()
         self._inside = 0
@@ -89,49 +90,49 @@ class Passes:
                 self._inside -= 1
                 self._changed.notify_all()
 
-    def enter(self, one: Pass) -> None:
+    def enter(self, current: Repeatable) -> None:
         """Its first step begins."""
         self.entered += 1
-        one.index = self.entered
-        if one not in self._place:
+        current.index = self.entered
+        if current not in self._place:
             self._places += 1
-            self._place[one] = self._places
-        self._open[one.index] = frozenset(self._unfinished)
-        self._unfinished[one.index] = one
+            self._place[current] = self._places
+        self._open[current.index] = frozenset(self._unfinished)
+        self._unfinished[current.index] = current
 
-    def begun(self, one: Pass) -> None:
+    def begun(self, current: Repeatable) -> None:
         """Its first step is over."""
-        self._begun.add(one)
+        self._begun.add(current)
 
-    def follows(self, one: Pass, other: Pass) -> None:
-        """`one`, which is new, is a part of `other`: whatever comes before that comes before this."""
+    def follows(self, current: Repeatable, other: Repeatable) -> None:
+        """`current`, which is new, is a part of `other`: whatever comes before that comes before this."""
         if other in self._place:
-            self._place[one] = self._place[other]
+            self._place[current] = self._place[other]
 
-    def has_undone(self, before: Pass) -> bool:
+    def has_undone(self, before: Repeatable) -> bool:
         """Whether a pass has to begin again before a step of this one."""
         return bool(self._undone) and self._place[self._undone[0]] <= self._place.get(before, self._places)
 
-    def take_undone(self, before: Pass) -> Pass | None:
+    def take_undone(self, before: Repeatable) -> Repeatable | None:
         """The first pass that has to begin again before a step of this one, which may be this one itself."""
         with self._changed:
             self._wait_while_halted()
             return self._undone.pop(0) if self.has_undone(before) else None
 
-    def met(self, one: Pass) -> None:
+    def met(self, current: Repeatable) -> None:
         """All ranks have come to its first exchange."""
-        self._begun.discard(one)
-        unfinished = self._open.pop(one.index, None)
+        self._begun.discard(current)
+        unfinished = self._open.pop(current.index, None)
         if unfinished is None:
             return
-        for index in [index for index in self._finished if index < one.index and index not in unfinished]:
+        for index in [index for index in self._finished if index < current.index and index not in unfinished]:
             del self._finished[index]
 
-    def leave(self, one: Pass) -> None:
+    def leave(self, current: Repeatable) -> None:
         """Its last step is over."""
-        self._finished[one.index] = self._unfinished.pop(one.index)
-        self._place.pop(one, None)
-        one.end()
+        del self._unfinished[current.index]
+        self._finished[current.index] = current.repeat
+        self._place.pop(current, None)
 
     def wait_for_change(self, generation: int) -> None:
         """Until servers have changed since a generation. Raises the CADError of a change that failed."""
@@ -164,19 +165,19 @@ class Passes:
     @property
     def without_result(self) -> list[int]:
         """Passes that were entered and did not run to their end."""
-        return [index for index, one in self._unfinished.items() if not one.has_result]
+        return [index for index, entered in self._unfinished.items() if not entered.has_result]
 
     def undo(self, entered: int) -> None:
         """Take back what is entered here beyond the passes that all ranks have entered: it begins again."""
         for index in [index for index in self._unfinished if index > entered]:
-            one = self._unfinished.pop(index)
+            alone = self._unfinished.pop(index)
             self._open.pop(index, None)
-            one.forget_progress()
-            one.index = 0
-            if one in self._begun:
-                self._begun.remove(one)
-                self._undone.append(one)
-        self._undone.sort(key=lambda one: self._place[one])
+            alone.forget_progress()
+            alone.index = 0
+            if alone in self._begun:
+                self._begun.remove(alone)
+                self._undone.append(alone)
+        self._undone.sort(key=self._place.__getitem__)
         self.entered = entered
 
     def change(self, generation: int) -> None:
@@ -187,17 +188,19 @@ class Passes:
 
     def run_again(self, indices: Sequence[int]) -> None:
         """Run passes again, one after the other, with the present servers."""
-        for one in self._unfinished.values():
-            if not one.has_result:
-                one.forget_progress()
+        for unfinished in self._unfinished.values():
+            if not unfinished.has_result:
+                unfinished.forget_progress()
         for index in indices:
-            again = self._unfinished.get(index) or self._finished.get(index)
-            if again is None:
+            if index in self._unfinished:
+                self._unfinished[index].run_again()
+            elif index in self._finished:
+                self._finished[index]()
+            else:
                 raise CADPeerError(
                     f"attention pass {index} has to run again, and this rank holds nothing of it any more "
                     f"(it entered {self.entered} and holds {sorted({*self._unfinished, *self._finished})})"
                 )
-            again.run_again()
 
     def close(self) -> None:
         """Hold nothing any more."""

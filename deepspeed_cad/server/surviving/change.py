@@ -1,6 +1,6 @@
 """A trainer's side of servers that die, or come later: how all trainers agree on who is there, and go on.
 
-A thread of its own does it, whatever the training thread is doing (attention/passes.py says why). It begins when
+A thread of its own does it, whatever the training thread is doing (attention/surviving says why). It begins when
 
 - a server is lost: its socket here has closed, it has said that it failed, or nothing at all, or another trainer has
   found that; or
@@ -29,13 +29,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from deepspeed_cad.attention.origin import stream_beside
-from deepspeed_cad.attention.passes import Passes
+from deepspeed_cad.attention.microbatch import MicroBatch
+from deepspeed_cad.attention.surviving.call import SurvivingCalls
+from deepspeed_cad.attention.surviving.origin import stream_beside
+from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import LOOK_S, Liveness
@@ -44,14 +47,14 @@ from deepspeed_cad.exchange.opening import Opened
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice
-from deepspeed_cad.server.crew import Members
 from deepspeed_cad.server.handshake import CONNECT_S, connect_to
 from deepspeed_cad.server.link import ServerLink
 from deepspeed_cad.server.meeting import ASKED
 from deepspeed_cad.server.orders import REGROUP
-from deepspeed_cad.server.regroup import regroup
 from deepspeed_cad.server.rendezvous import Rendezvous
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.surviving.members import Members
+from deepspeed_cad.server.surviving.regroup import regroup
 from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger("deepspeed_cad")
@@ -135,6 +138,10 @@ class Changes:
     def hear(self, model: int, reports: Ints) -> None:
         """From the micro-batch on with which all trainers hear of them, they take part."""
         self.came = max(self.came, int(reports.max()))
+
+    def calls(self, plan_again: Callable[[MicroBatch], None]) -> SurvivingCalls:
+        """See ahead.crew.Crew: of a micro-batch that is gathered now."""
+        return SurvivingCalls(self.passes, partial(self.admit, self.came), plan_again)
 
     def close(self) -> None:
         """Nothing changes any more."""
