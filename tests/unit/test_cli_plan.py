@@ -13,10 +13,12 @@ import pytest
 from deepspeed_cad import profiles
 from deepspeed_cad.cli import main
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.outlook import foresee
+from deepspeed_cad.forecast.packing import pack
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.planner.checks import check_coverage
-from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
 from deepspeed_cad.planner.question import read_question
 
 GOOD: dict[str, Any] = {
@@ -310,7 +312,7 @@ def test_every_point_of_a_curve_has_rows_of_its_context(
     """In every mode a GPU does more in a second where rows, and so documents, are short."""
     pytest.importorskip("matplotlib")
     curves: list[Any] = []
-    monkeypatch.setattr("deepspeed_cad.simulator.picture.draw_curve", lambda curve, path: curves.append(curve))
+    monkeypatch.setattr("deepspeed_cad.forecast.picture.draw_curve", lambda curve, path: curves.append(curve))
     words = ["long-mix", "--ranks", "8", "--steps", "1", "--context", "32768", "--modes", "plain,cad,cad reserved"]
     assert foresee_steps(capsys, *words, "--pictures", str(tmp_path))[0] == 0
     over_context = next(curve for curve in curves if curve.over == "tokens a GPU packs")

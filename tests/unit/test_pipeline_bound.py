@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scripts import load_script
 
+from deepspeed_cad.forecast.attention_seconds import FORWARD_SHARE, Both
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED
-from deepspeed_cad.simulator.attention import FORWARD_SHARE, Both
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "benchmarks" / "results" / "README.md"
