@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from scripts import load_script
 
-from deepspeed_cad.forecast.attention_seconds import FORWARD_SHARE, Both
+from deepspeed_cad.forecast.attention_seconds import Both
+from deepspeed_cad.planner.constants import FORWARD_SHARE
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED

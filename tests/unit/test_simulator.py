@@ -11,7 +11,7 @@ import pytest
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
-from deepspeed_cad.forecast.attention_seconds import FORWARD_SHARE, Both, of_documents, of_pieces, of_tasks, seconds
+from deepspeed_cad.forecast.attention_seconds import Both, of_documents, of_pieces, of_tasks, seconds
 from deepspeed_cad.forecast.bytes_held import (
     activation_bytes,
     kept_output_bytes,
@@ -37,7 +37,7 @@ from deepspeed_cad.forecast.schedule import (
 )
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.constants import WAVE_SECONDS
+from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
 from deepspeed_cad.planner.plan import PlanInput
 from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
