@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from foreseen_runs import KINDS, RESULTS, SUMMARIES, Mode, read_run, stand_in, summaries, summarise  # noqa: E402
 
-from deepspeed_cad.simulator.step import mean  # noqa: E402
+from deepspeed_cad.forecast.step import mean  # noqa: E402
 
 __all__ = ["stand_in", "summarise"]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "foreseen.md"
@@ -132,14 +132,14 @@ def page(rows: list[Row]) -> str:
 
 EXPLANATION = """## What goes into a prediction
 
-Figures of one machine, the same for every file, each with its source in `deepspeed_cad/simulator/machines/h200.json`:
+Figures of one machine, the same for every file, each with its source in `deepspeed_cad/forecast/machines/h200.json`:
 
 | figure | value | from |
 |---|---|---|
 | attention, per pair, query row and KV row | the kernel's profile | `deepspeed-cad profile`, training steps |
 | attention in training over the profile | 1.045 | one number for all modes and runs; see results/README.md |
 | matrix products | 636 TFLOP/s | mode `bound_qkv` of five runs, one number for all (they lie from 622 to 641) |
-| elementwise kernels | 4.0 TB/s | assumed; their bytes are counted in `deepspeed_cad/simulator/work.py` |
+| elementwise kernels | 4.0 TB/s | assumed; bytes are counted in `deepspeed_cad/forecast/non_attention_seconds.py` |
 | peer copies | 362 GB/s | `benchmarks/exchange.py` |
 | all-to-all of Ulysses | 121 GB/s | `benchmarks/results/h200x4/exchange.json`, NCCL with packing |
 | all-gather and reduce-scatter | 289 GB/s | NCCL between four GPUs |

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Setting, modes, modes_cad, seat_shape
+from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED
-from deepspeed_cad.simulator import Cluster, Foreseen, Machine, Setting, modes, modes_cad, seat_shape
 
 HERE = Path(__file__).resolve().parent
 RESULTS, WORKLOADS = HERE / "results", HERE / "workloads"

@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from deepspeed_cad.planner.outlook import ModelShape, pack  # noqa: E402
+from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape  # noqa: E402
+from deepspeed_cad.forecast.compare import MODES, compare  # noqa: E402
+from deepspeed_cad.forecast.model_shape import ModelShape  # noqa: E402
+from deepspeed_cad.forecast.packing import pack  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
 from deepspeed_cad.profiles.choice import SHIPPED  # noqa: E402
-from deepspeed_cad.simulator import Cluster, Machine, Setting, seat_shape  # noqa: E402
-from deepspeed_cad.simulator.compare import MODES, compare  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MEDIAN = 2048

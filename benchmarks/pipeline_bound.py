@@ -30,13 +30,13 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from foreseen_runs import SUMMARIES, WORKLOADS, stand_in  # noqa: E402
 
+from deepspeed_cad.forecast import Machine  # noqa: E402
+from deepspeed_cad.forecast.attention_seconds import Both, Floats, of_documents  # noqa: E402
+from deepspeed_cad.forecast.one_forward_one_backward import one_forward_one_backward  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
 from deepspeed_cad.profiles.choice import SHIPPED  # noqa: E402
-from deepspeed_cad.simulator import Machine  # noqa: E402
-from deepspeed_cad.simulator.attention import Both, Floats, of_documents  # noqa: E402
-from deepspeed_cad.simulator.pipeline import one_forward_one_backward  # noqa: E402
 
 FORWARD = 1 / 4
 """Of the linear work of a checkpointed layer: forward, again in the recompute, and twice as much backward."""

@@ -35,7 +35,9 @@ except ImportError:
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from deepspeed_cad.cost import PAIRS
-from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
+from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.outlook import foresee
+from deepspeed_cad.forecast.packing import pack
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))

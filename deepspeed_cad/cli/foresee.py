@@ -9,20 +9,16 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
-from deepspeed_cad.cli.packing import layouts
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADDataError
-from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.outlook import ModelShape
+from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
+from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, reserve, what_would_fit
+from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.setting import check_split
+from deepspeed_cad.forecast.steps import deal, make_steps
 from deepspeed_cad.planner.question import hosts_of_nodes
-from deepspeed_cad.simulator import Cluster, Foreseen, Machine, Setting, seat_shape
-from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, reserve, what_would_fit
-from deepspeed_cad.simulator.setting import check_split
 
 HOST = 8
 """GPUs of a host where nothing is said and there are more."""
@@ -31,8 +27,6 @@ SWEEP_STEPS = 4
 QUIET = 2.0
 """Seconds between two lines about progress."""
 PAGE = "docs/is-it-for-me.md"
-
-Lengths = list[int]
 
 
 def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
@@ -86,51 +80,6 @@ def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
     if not args.reserve.isdigit():
         raise CADConfigError(f'--reserve is {args.reserve!r}; expected "auto", "none" or a number of GPUs')
     return names, int(args.reserve)
-
-
-def make_steps(
-    lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int
-) -> list[list[Layout]]:
-    """Steps of some micro-batches each, every row packed; the last, partial step is left out."""
-    packed = iter(layouts(lengths, setting.seats, context, packing, setting.seats_per_host))
-    steps: list[list[Layout]] = []
-    while len(steps) < most:
-        step = list(islice(packed, micro_batches))
-        if len(step) < micro_batches:
-            break
-        steps.append(step)
-    return steps
-
-
-def deal(
-    lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int
-) -> Callable[[int], list[list[Layout]]]:
-    """Gives the steps of fewer trainers, beside seats that only serve: the same documents, in more steps.
-
-    `most`: steps of all seats.
-    """
-
-    def to_trainers(servers: int) -> list[list[Layout]]:
-        trainers, cluster = setting.seats - servers, setting.cluster
-        ranks = trainers * setting.tensor * setting.pipeline
-        fewer = replace(setting, cluster=Cluster(ranks, min(ranks, cluster.per_host), cluster.machine))
-        more = -(-most * setting.seats // trainers)
-        steps = make_steps(lengths, fewer, context, packing, micro_batches, more)
-        return [[_widen(layout, servers) for layout in step] for step in steps]
-
-    return to_trainers
-
-
-def _widen(layout: Layout, servers: int) -> Layout:
-    """With seats behind the trainers that have no rows."""
-    return Layout(layout.ranks + servers, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))
-
-
-def without_cad(comparison: Comparison) -> Foreseen | None:
-    """What gains are counted from: plain data parallelism, where it cuts no documents, or the best that exists."""
-    others = [one for name in ("ulysses", "gathered") if (one := comparison.of(name)) is not None]
-    best = max([one for one in others if one.fits] or others, key=lambda one: one.tokens_per_second, default=None)
-    return comparison.of("plain") or best
 
 
 class Progress:
@@ -193,14 +142,14 @@ def make_folder(given: str) -> Path:
 def draw(
     comparison: Comparison,
     setting: Setting,
-    lengths: Lengths,
+    lengths: list[int],
     args: argparse.Namespace,
     names: Sequence[str],
     progress: Progress,
 ) -> list[str]:
     """Write four pictures into the folder --pictures; returns their names."""
-    from deepspeed_cad.simulator.picture import draw_curve, draw_step
-    from deepspeed_cad.simulator.sweep import around, sweep
+    from deepspeed_cad.forecast.picture import draw_curve, draw_step
+    from deepspeed_cad.forecast.sweep import around, sweep
 
     folder = make_folder(args.pictures)
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_cad.cli.data import FIELDS
-from deepspeed_cad.cli.packing import PACKINGS, say_cut
 from deepspeed_cad.errors import CADConfigError, CADDataError
+from deepspeed_cad.forecast import Foreseen
+from deepspeed_cad.forecast.compare import MODES
+from deepspeed_cad.forecast.data.documents import FIELDS
+from deepspeed_cad.forecast.distributions import NAMED
+from deepspeed_cad.forecast.outlook import StepOutlook, foresee
+from deepspeed_cad.forecast.packing import PACKINGS, say_cut
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.outlook import StepOutlook, foresee
 from deepspeed_cad.planner.question import KEYS, read_question
-from deepspeed_cad.simulator import Foreseen
-from deepspeed_cad.simulator.compare import MODES
-from deepspeed_cad.simulator.lengths import NAMED
 
 _EPILOG = "\n".join(
     [
@@ -175,18 +175,16 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
 def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.cli.foresee import (
         Progress,
-        deal,
         draw,
         make_folder,
-        make_steps,
         read_setting,
         table,
         wanted_modes,
-        without_cad,
     )
-    from deepspeed_cad.cli.model_shape import read_model_shape
-    from deepspeed_cad.simulator import modes_cad
-    from deepspeed_cad.simulator.compare import THREADS, compare
+    from deepspeed_cad.forecast import modes_cad
+    from deepspeed_cad.forecast.compare import THREADS, compare
+    from deepspeed_cad.forecast.data.checkpoint import read_model_shape
+    from deepspeed_cad.forecast.steps import deal, make_steps, without_cad
 
     for name in ("ranks", "context", "limit", "steps", "micro_batches"):
         if getattr(args, name) < 1:
@@ -253,8 +251,8 @@ def _plan_data(args: argparse.Namespace) -> int:
 
 def _lengths(args: argparse.Namespace, seats: int) -> list[int]:
     """Documents of a named distribution, of a file of numbers, or of a data set."""
-    from deepspeed_cad.cli.lengths import read_lengths
-    from deepspeed_cad.cli.numbers import draw_named, read_numbers
+    from deepspeed_cad.forecast.data.lengths import read_lengths
+    from deepspeed_cad.forecast.data.numbers import draw_named, read_numbers
 
     needed = int(1.3 * seats * args.context * args.micro_batches * (args.steps + 1))
     found = draw_named(args.input, needed) or read_numbers(args.input, args.limit)

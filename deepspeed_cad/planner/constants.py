@@ -55,9 +55,10 @@ more would go out only when its trainer has come back from the other tick."""
 WAVE_SECONDS = 150e-6
 """What one wave more costs a rank in a pass, for its exchanges and for kernels that fill the GPU less. A guess: two
 exchanges of tiny slices take 56 µs, and the last blocks of a kernel about as long as one of its tiles."""
-FORWARD_SHARE = 0.26
-"""Share of the forward in the cost of attention. Measured: whole documents of 32K at 665 and 598 TFLOP/s, forward and
-backward, on an H200 with FlashAttention-4; backward has 2.5 times the work."""
+FORWARD_SHARE = 0.248
+"""Share of the forward in the cost of pairs and rows; keys cost in backward only. Measured in training: a forward and a
+backward are 0.8014 of two forwards and a backward (the profile of FlashAttention-4 says so in its `source`); by the
+runs of benchmarks/results, 0.249."""
 
 # Rows that stay where they are (also in schedule/)
 

@@ -22,21 +22,21 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.forecast import modes_cad
+from deepspeed_cad.forecast.attention_seconds import Both
+from deepspeed_cad.forecast.cluster import Cluster
+from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
+from deepspeed_cad.forecast.machine import Machine
+from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.alternation import alternate
 from deepspeed_cad.planner.constants import WAVES_IN_TURN
 from deepspeed_cad.planner.finish import Routes, Trip, end_of_pass
-from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.plan import Alternation
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
 from deepspeed_cad.session import Session
-from deepspeed_cad.simulator import modes_cad
-from deepspeed_cad.simulator.attention import Both
-from deepspeed_cad.simulator.cluster import Cluster
-from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
-from deepspeed_cad.simulator.machine import Machine
-from deepspeed_cad.simulator.setting import Setting
 
 SERVER = np.array([False, True])
 SHAPE = HeadShape(8, 2, 64, 64, 2)
@@ -70,7 +70,7 @@ def round_of(linear: float, own: float, served: float, out: float, back: float, 
 
 @pytest.fixture
 def waves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_cad.simulator.interleaved.WAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deepspeed_cad.forecast.interleaved.WAVE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("waves_cost_nothing")

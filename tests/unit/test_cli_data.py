@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_cad.cli import main, model_shape
-from deepspeed_cad.cli.lengths import BATCH
-from deepspeed_cad.cli.packing import TRL_BATCH, layouts, say_cut, trl_rows
+from deepspeed_cad.cli import main
+from deepspeed_cad.forecast.data.checkpoint import read_model_shape
+from deepspeed_cad.forecast.data.lengths import BATCH
+from deepspeed_cad.forecast.packing import TRL_BATCH, layouts, say_cut, trl_rows
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -365,14 +366,14 @@ SHAPE = {
 )
 def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: dict[str, int]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert vars(model_shape.read_model_shape(str(tmp_path))) == SHAPE | change
-    assert vars(model_shape.read_model_shape(str(tmp_path / "config.json"))) == SHAPE | change
+    assert vars(read_model_shape(str(tmp_path))) == SHAPE | change
+    assert vars(read_model_shape(str(tmp_path / "config.json"))) == SHAPE | change
 
 
 def test_the_shape_without_transformers(tmp_path: Path, without: Callable[[str], None]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     without("transformers")
-    assert vars(model_shape.read_model_shape(str(tmp_path))) == SHAPE
+    assert vars(read_model_shape(str(tmp_path))) == SHAPE
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Seconds, Setting
+from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, reserve, what_would_fit
+from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.picture import draw_curve, draw_step
+from deepspeed_cad.forecast.sweep import around, sweep
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.outlook import ModelShape
-from deepspeed_cad.simulator import Cluster, Foreseen, Machine, Seconds, Setting
-from deepspeed_cad.simulator.compare import MODES, Comparison, compare, label, recommend, reserve, what_would_fit
-from deepspeed_cad.simulator.picture import draw_curve, draw_step
-from deepspeed_cad.simulator.sweep import around, sweep
 
 MODEL = ModelShape(layers=4, vocabulary=32000)
 COST = CostModel("test", "seconds", pair=1.1e-11, row=6.5e-9, key=2.4e-9)

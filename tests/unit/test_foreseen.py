@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from scripts import load_script
 
+from deepspeed_cad.planner.constants import FORWARD_SHARE
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED
-from deepspeed_cad.simulator.attention import FORWARD_SHARE
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,9 +15,9 @@ from gpu_clock import Clock
 
 from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.setup import WavesOut
+from deepspeed_cad.forecast.attention_seconds import Both
+from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
 from deepspeed_cad.server.serving import ServedPass
-from deepspeed_cad.simulator.attention import Both
-from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
 
 LAYERS = 12
 Call = tuple[int, int]
@@ -183,7 +183,7 @@ def simulated(one: Seconds, backward: bool) -> float:
 
 @pytest.fixture(autouse=True)
 def waves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_cad.simulator.interleaved.WAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deepspeed_cad.forecast.interleaved.WAVE_SECONDS", 0.0)
 
 
 EVEN = Seconds(linear=0.6, own=0.4, served=1.0, out=0.0, back=0.0)

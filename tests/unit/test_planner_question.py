@@ -10,9 +10,11 @@ import pytest
 
 from deepspeed_cad.cost import PAIRS, CostModel, count_pairs
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.outlook import foresee
+from deepspeed_cad.forecast.packing import pack
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
-from deepspeed_cad.planner.outlook import ModelShape, foresee, pack
 from deepspeed_cad.planner.question import KEYS, read_question, with_links
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 16}

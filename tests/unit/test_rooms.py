@@ -25,7 +25,8 @@ NEVER: dict[str, tuple[str, ...]] = {
     "pipeline.rounds": ("torch", *HOSTS, *RUNNING),
     "planner": ("torch.distributed", *HOSTS, *RUNNING),
     "schedule": ("torch", *HOSTS, *RUNNING),
-    "simulator": ("torch", "profiles", "schedule", "cli", *HOSTS, *RUNNING),
+    "forecast": ("torch", "profiles", "schedule", "cli", *HOSTS, *RUNNING),
+    "forecast.data": ("schedule", "cli", "torch.distributed", "deepspeed", *RUNNING[:-1]),
     "profiles": ("torch.distributed", *HOSTS, *RUNNING),
     "exchange": (*HOSTS, "attention", "ahead", "server", "session", "planner", "kernels", "engine", "integrations"),
     "kernels": ("torch.distributed", *HOSTS),
@@ -40,7 +41,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "report": (*HOSTS, "torch", *RUNNING),
     "launch": ("torch",),
 }
-"""By room: rooms and other packages that none of its modules imports."""
+"""By room: rooms and other packages that none of its modules imports; `forecast` without `forecast.data`."""
 THROUGH = {
     "api", "config", "errors", "version", "notice", "request", "launch.deepspeed_hook", "layout", "session",
     "kernels.interface", "exchange.failure.roll_call",
@@ -48,7 +49,7 @@ THROUGH = {
     "attention.thread_state", "attention.layer", "pipeline.engine",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
-STARTS = {"engine", "pipeline", "cli", "api", "run", "launch"}
+STARTS = {"engine", "pipeline", "cli", "forecast.data", "api", "run", "launch"}
 """Who may import `integrations`, beside itself."""
 
 
@@ -116,7 +117,7 @@ def of(*rooms: str) -> list[str]:
     """The modules of rooms."""
     found = [name for name in modules() if any(is_in(name, room) for room in rooms)]
     assert found, f"no modules in {rooms}"
-    return found
+    return [name for name in found if "forecast" not in rooms or not is_in(name, "forecast.data")]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_what_a_room_must_not_know(room: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("room", ["layout", "stream", "cost", "planner", "schedule", "simulator"])
+@pytest.mark.parametrize("room", ["layout", "stream", "cost", "planner", "schedule", "forecast"])
 def test_what_a_pure_room_imports_does_not_know_it_either(room: str) -> None:
     reached = set(of(room))
     while more := {name for module in reached for name in imports(module) & set(modules())} - reached:
@@ -170,6 +171,13 @@ def test_what_a_pure_room_imports_does_not_know_it_either(room: str) -> None:
         if any(is_in(name, other) for other in ("torch.distributed", *HOSTS, *RUNNING))
     ]
     assert not wrong
+
+
+def test_only_the_command_line_imports_the_forecast() -> None:
+    inside = set(of("forecast", "cli")) | set(of("forecast.data"))
+    assert not [
+        module for module in set(modules()) - inside if any(is_in(name, "forecast") for name in imports(module))
+    ]
 
 
 def test_kernels_import_nothing_else_of_ours() -> None:

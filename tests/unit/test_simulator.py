@@ -10,20 +10,9 @@ import pytest
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.constants import WAVE_SECONDS
-from deepspeed_cad.planner.outlook import ModelShape
-from deepspeed_cad.planner.plan import PlanInput
-from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
-from deepspeed_cad.schedule.waves import Cut, schedule_waves
-from deepspeed_cad.simulator import Cluster, Machine, Setting, modes, modes_cad
-from deepspeed_cad.simulator.attention import FORWARD_SHARE, Both, of_documents, of_pieces, of_tasks, seconds
-from deepspeed_cad.simulator.compare import compare
-from deepspeed_cad.simulator.finish import done
-from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
-from deepspeed_cad.simulator.lengths import NAMED
-from deepspeed_cad.simulator.memory import (
+from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
+from deepspeed_cad.forecast.attention_seconds import Both, of_documents, of_pieces, of_tasks, seconds
+from deepspeed_cad.forecast.bytes_held import (
     activation_bytes,
     kept_output_bytes,
     landing_bytes,
@@ -31,16 +20,27 @@ from deepspeed_cad.simulator.memory import (
     stage_bytes,
     state_bytes,
 )
-from deepspeed_cad.simulator.pipeline import one_forward_one_backward
-from deepspeed_cad.simulator.schedule import (
+from deepspeed_cad.forecast.bytes_moved import Traffic, count_traffic
+from deepspeed_cad.forecast.compare import compare
+from deepspeed_cad.forecast.distributions import NAMED
+from deepspeed_cad.forecast.finish import done
+from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
+from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.non_attention_seconds import work_per_token
+from deepspeed_cad.forecast.one_forward_one_backward import one_forward_one_backward
+from deepspeed_cad.forecast.schedule import (
     hop_seconds,
     last_stage_seconds,
     linear_seconds,
     tensor_seconds,
     weight_seconds,
 )
-from deepspeed_cad.simulator.traffic import Traffic, count_traffic
-from deepspeed_cad.simulator.work import work_per_token
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
+from deepspeed_cad.planner.plan import PlanInput
+from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
+from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 MODEL = ModelShape(layers=4, hidden=4096, intermediate=14336, vocabulary=32000)
 COST = CostModel("test", "seconds", pair=1.1e-11, row=6.5e-9, key=2.4e-9)
@@ -515,7 +515,7 @@ def test_a_machine_that_is_none(tmp_path: Any, content: str | None, words: str) 
 def test_a_machine_by_name_and_with_a_rate_of_zero(tmp_path: Any) -> None:
     with pytest.raises(CADConfigError, match="there is no machine 'b300'; there are h200"):
         Machine.load("b300")
-    from deepspeed_cad.simulator.machine import SHIPPED
+    from deepspeed_cad.forecast.machine import SHIPPED
 
     path = tmp_path / "slow.json"
     path.write_text((SHIPPED / "h200.json").read_text().replace("6.36e14", "0"))

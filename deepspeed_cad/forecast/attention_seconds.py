@@ -14,12 +14,9 @@ import numpy.typing as npt
 
 from deepspeed_cad.cost import CostModel, count_pairs
 from deepspeed_cad.layout import Ints, Layout
+from deepspeed_cad.planner.constants import FORWARD_SHARE
 
 Floats = npt.NDArray[np.float64]
-
-FORWARD_SHARE = 0.248
-"""Of the seconds of pairs and rows. Measured in training: a forward and a backward are 0.8014 of two forwards and a
-backward (the profile of FlashAttention-4 says so in its `source`); by the runs of benchmarks/results, 0.249."""
 
 
 @dataclass(frozen=True, eq=False)

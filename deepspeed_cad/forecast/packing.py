@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.outlook import pack
+from deepspeed_cad.stream import order_by_host
 
 TRL_BATCH = 1000
 """Documents that TRL packs together: the batch size of `Dataset.map`, which it leaves as it is."""
@@ -45,6 +45,45 @@ def layouts(
     order = np.random.default_rng(0).permutation(len(rows))
     for first in range(0, len(rows) - ranks + 1, ranks):
         yield Layout.from_rank_lengths([rows[row] for row in order[first : first + ranks]])
+
+
+def pack(
+    lengths: list[int], ranks: int, context: int, spanning: bool, zigzag_by_host: int | None = None
+) -> Iterator[Layout]:
+    """Micro-batches of all ranks, in the order of the documents; the last, partial one is left out.
+
+    Ranks are filled one after the other with whole documents; those longer than the context are split, as packing in
+    the Hugging Face trainers does. With `spanning`, documents go on on the next rank instead; with `zigzag_by_host`,
+    the number of ranks on a host, each micro-batch is then laid out as `shard_stream` does it with both its options.
+    """
+    if spanning:
+        budget, step, held = ranks * context, [], 0
+        for length in lengths:
+            while length:
+                part = min(length, budget - held)
+                step.append(part)
+                held += part
+                length -= part
+                if held == budget:
+                    if zigzag_by_host is not None:
+                        step = [step[one] for one in order_by_host(step, ranks, context, zigzag_by_host)]
+                    yield Layout.from_stream(step, ranks, context, zigzag_by_host is not None)
+                    step, held = [], 0
+        return
+    rows: list[list[int]] = [[]]
+    held = 0
+    for length in lengths:
+        while length:
+            part = min(length, context)
+            if held + part > context:
+                if len(rows) == ranks:
+                    yield Layout.from_rank_lengths(rows)
+                    rows = []
+                rows.append([])
+                held = 0
+            rows[-1].append(part)
+            held += part
+            length -= part
 
 
 def trl_rows(lengths: Sequence[int], context: int, packing: str) -> list[list[int]]:

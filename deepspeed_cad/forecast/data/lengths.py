@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deepspeed_cad.cli.data import documents
 from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.forecast.data.documents import documents
 
 BATCH = 256
 

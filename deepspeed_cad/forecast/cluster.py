@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepspeed_cad.forecast.machine import Machine
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.simulator.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_cad.planner.outlook import ModelShape
-from deepspeed_cad.simulator.machine import Machine
+from deepspeed_cad.forecast.machine import Machine
+from deepspeed_cad.forecast.model_shape import ModelShape
 
 NORM = (36, 60)
 """Forward and backward, per element of the hidden size: RMSNorm goes to fp32 and back in six kernels."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from deepspeed_cad.forecast.attention_seconds import Floats
 from deepspeed_cad.layout import Ints, Segments
 from deepspeed_cad.planner.constants import IN_PLACE
 from deepspeed_cad.planner.plan import HeadShape
-from deepspeed_cad.simulator.attention import Floats
 
 Bools = npt.NDArray[np.bool_]
 

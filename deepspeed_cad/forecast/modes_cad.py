@@ -18,17 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.layout import Ints, Layout, Segments, Tick
-from deepspeed_cad.pipeline.rounds import Rounds
-from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.alternation import alternate
-from deepspeed_cad.planner.constants import WAVES_IN_TURN
-from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
-from deepspeed_cad.planner.plan import Plan, PlanInput
-from deepspeed_cad.simulator.attention import Both, Floats, of_tasks
-from deepspeed_cad.simulator.finish import done
-from deepspeed_cad.simulator.interleaved import Part, backward_seconds, forward_seconds
-from deepspeed_cad.simulator.memory import (
+from deepspeed_cad.forecast.attention_seconds import Both, Floats, of_tasks
+from deepspeed_cad.forecast.bytes_held import (
     activation_bytes,
     kept_output_bytes,
     landing_bytes,
@@ -36,7 +27,11 @@ from deepspeed_cad.simulator.memory import (
     stage_bytes,
     state_bytes,
 )
-from deepspeed_cad.simulator.schedule import (
+from deepspeed_cad.forecast.bytes_moved import Traffic, count_traffic
+from deepspeed_cad.forecast.finish import done
+from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
+from deepspeed_cad.forecast.non_attention_seconds import before_attention
+from deepspeed_cad.forecast.schedule import (
     Figures,
     compose,
     hop_seconds,
@@ -44,10 +39,15 @@ from deepspeed_cad.simulator.schedule import (
     linear_seconds,
     tensor_seconds,
 )
-from deepspeed_cad.simulator.setting import Setting
-from deepspeed_cad.simulator.step import Foreseen, Seconds
-from deepspeed_cad.simulator.traffic import Traffic, count_traffic
-from deepspeed_cad.simulator.work import before_attention
+from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.forecast.step import Foreseen, Seconds
+from deepspeed_cad.layout import Ints, Layout, Segments, Tick
+from deepspeed_cad.pipeline.rounds import Rounds
+from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.alternation import alternate
+from deepspeed_cad.planner.constants import WAVES_IN_TURN
+from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
+from deepspeed_cad.planner.plan import Plan, PlanInput
 
 EXCHANGES = 2
 """Of a layer's forward or backward: there and back."""

@@ -7,8 +7,8 @@ width and three gradients of them, and what is left is nine and a half of the hi
 
 from __future__ import annotations
 
-from deepspeed_cad.simulator.setting import Setting
-from deepspeed_cad.simulator.traffic import Traffic
+from deepspeed_cad.forecast.bytes_moved import Traffic
+from deepspeed_cad.forecast.setting import Setting
 
 MLP_TENSORS = 7.0
 HIDDEN_TENSORS = 9.4

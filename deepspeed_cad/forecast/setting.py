@@ -13,13 +13,13 @@ from typing import Literal, get_args
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.forecast.cluster import Cluster
+from deepspeed_cad.forecast.machine import Machine
+from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.non_attention_seconds import Work, work_per_token
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.constants import TRAVELS, WAVES
-from deepspeed_cad.planner.outlook import ModelShape
 from deepspeed_cad.planner.plan import HeadShape, Plan
-from deepspeed_cad.simulator.cluster import Cluster
-from deepspeed_cad.simulator.machine import Machine
-from deepspeed_cad.simulator.work import Work, work_per_token
 
 Sharding = Literal["zero1", "zero2", "zero3", "fsdp"]
 

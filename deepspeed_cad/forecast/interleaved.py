@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepspeed_cad.forecast.attention_seconds import Both, Floats
 from deepspeed_cad.planner.constants import WAVE_SECONDS
-from deepspeed_cad.simulator.attention import Both, Floats
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,11 @@ from itertools import chain
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.forecast import modes, modes_cad
+from deepspeed_cad.forecast.attention_seconds import document_lengths, of_documents
+from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.forecast.step import Foreseen, mean
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.simulator import modes, modes_cad
-from deepspeed_cad.simulator.attention import document_lengths, of_documents
-from deepspeed_cad.simulator.setting import Setting
-from deepspeed_cad.simulator.step import Foreseen, mean
 
 MODES = {
     "plain": "plain",

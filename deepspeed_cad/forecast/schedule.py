@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_cad.simulator.attention import Both, Floats
-from deepspeed_cad.simulator.memory import state_bytes
-from deepspeed_cad.simulator.pipeline import one_forward_one_backward
-from deepspeed_cad.simulator.setting import Setting
-from deepspeed_cad.simulator.step import Foreseen, Seconds
-from deepspeed_cad.simulator.work import optimizer_seconds
+from deepspeed_cad.forecast.attention_seconds import Both, Floats
+from deepspeed_cad.forecast.bytes_held import state_bytes
+from deepspeed_cad.forecast.non_attention_seconds import optimizer_seconds
+from deepspeed_cad.forecast.one_forward_one_backward import one_forward_one_backward
+from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.forecast.step import Foreseen, Seconds
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,18 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.planner.outlook import ModelShape
+from deepspeed_cad.forecast.model_shape import SHAPES, ModelShape
 
 MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names of the width of the MLP; where a model has none of them or no value, it is four times the hidden size."""
-
-
-SHAPES = {
-    "llama-8b": ModelShape(),
-    "llama-34b": ModelShape(layers=48, hidden=8192, intermediate=22016, vocabulary=32000, heads=64, kv_heads=8),
-    "llama-70b": ModelShape(layers=80, hidden=8192, intermediate=28672, vocabulary=128256, heads=64, kv_heads=8),
-}
-"""Usual sizes by name."""
 
 
 def read_model_shape(where: str | None) -> ModelShape:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.simulator.compare import Comparison
+from deepspeed_cad.forecast.compare import Comparison
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.simulator.compare import MODES, Comparison, label
-from deepspeed_cad.simulator.sweep import Curve
+from deepspeed_cad.forecast.compare import MODES, Comparison, label
+from deepspeed_cad.forecast.sweep import Curve
 
 COLOURS = {
     "plain": "#6b7482",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_cad.errors import CADDataError
-from deepspeed_cad.simulator.lengths import NAMED
+from deepspeed_cad.forecast.distributions import NAMED
 
 NUMBERS = re.compile(r"[\s\[\],\d.eE+-]*\d[\s\[\],\d.eE+-]*")
 """What a file of lengths consists of."""

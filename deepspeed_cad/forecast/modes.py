@@ -22,12 +22,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from deepspeed_cad.forecast.attention_seconds import Both, Floats, document_lengths, of_documents, of_pieces
+from deepspeed_cad.forecast.bytes_held import activation_bytes, kept_output_bytes, stage_bytes, state_bytes
+from deepspeed_cad.forecast.schedule import Figures, Rows, finish
+from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.forecast.step import Foreseen
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.simulator.attention import Both, Floats, document_lengths, of_documents, of_pieces
-from deepspeed_cad.simulator.memory import activation_bytes, kept_output_bytes, stage_bytes, state_bytes
-from deepspeed_cad.simulator.schedule import Figures, Rows, finish
-from deepspeed_cad.simulator.setting import Setting
-from deepspeed_cad.simulator.step import Foreseen
 
 MOST_GATHERED = 64
 """Seats that gather keys with each other, at most: beyond, the gathered keys alone fill a GPU."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_cad.simulator.attention import Floats
+from deepspeed_cad.forecast.attention_seconds import Floats
 
 
 def one_forward_one_backward(forward: Floats, backward: Floats, stages: int, last: Floats | float = 0.0) -> Floats:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepspeed_cad.forecast.attention_seconds import Both, Floats
+from deepspeed_cad.forecast.bytes_moved import Traffic
 from deepspeed_cad.planner.constants import WAVE_SECONDS
 from deepspeed_cad.planner.finish import Routes, Trip, end_of_pass
-from deepspeed_cad.simulator.attention import Both, Floats
-from deepspeed_cad.simulator.traffic import Traffic
 
 
 def done(traffic: Traffic, own: Both, waiting: Both, links: Floats, waves: int = 1, layers: int = 1) -> Both:

@@ -1,0 +1,47 @@
+"""What of a model decides how much of a step is attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides how much of a step is attention."""
+
+    layers: int = 32
+    hidden: int = 4096
+    intermediate: int = 14336
+    vocabulary: int = 128256
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of the matrices of one layer: Q, K, V and O, and a gated MLP."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        """All weights: layers, embedding and head."""
+        return self.layers * self.layer_parameters + 2 * self.hidden * self.vocabulary
+
+    @property
+    def row_flops(self) -> float:
+        """Forward work of one token outside core attention."""
+        return 2.0 * (self.layers * self.layer_parameters + self.hidden * self.vocabulary)
+
+    @property
+    def pair_flops(self) -> float:
+        """Forward work of one query-key pair in all layers and heads."""
+        return 4.0 * self.layers * self.heads * self.head_dim
+
+
+SHAPES = {
+    "llama-8b": ModelShape(),
+    "llama-34b": ModelShape(layers=48, hidden=8192, intermediate=22016, vocabulary=32000, heads=64, kv_heads=8),
+    "llama-70b": ModelShape(layers=80, hidden=8192, intermediate=28672, vocabulary=128256, heads=64, kv_heads=8),
+}
+"""Usual sizes by name."""
