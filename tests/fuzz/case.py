@@ -236,46 +236,24 @@ def simpler(case: Case) -> Iterator[Case]:
     """Cases with one feature less, the largest first."""
     plain = Case(case.seed, world=case.world, batches=case.batches)
     names = (
-        "model",
-        "ddp",
-        "checkpoint",
-        "dtype",
-        "evaluate",
-        "look",
-        "islice",
-        "generator",
-        "forms",
-        "accumulation",
-        "flight",
-        "comes",
-    )
+        "model", "ddp", "checkpoint", "dtype", "evaluate", "look", "islice", "generator", "forms", "accumulation",
+        "flight", "comes", "plant", "fates", "stop",
+    )  # fmt: skip
     for name in names:
         if getattr(case, name) != getattr(plain, name):
             yield dataclasses.replace(case, **{name: getattr(plain, name)})
-    for form in case.forms if len(case.forms) > 1 else ():
-        yield dataclasses.replace(case, forms=(form,))
     for key in case.block:
         if key != "on_server_failure" or not case.fates:
             yield dataclasses.replace(case, block={name: value for name, value in case.block.items() if name != key})
-    if case.plant is not None:
-        yield dataclasses.replace(case, plant=None)
-    for fate in case.fates:
-        yield dataclasses.replace(case, fates=tuple(other for other in case.fates if other != fate))
-    if case.servers and not case.fates:
-        block = {name: value for name, value in case.block.items() if name != "on_server_failure"}
-        yield dataclasses.replace(case, servers=case.servers - 1, block=case.block if case.servers > 1 else block)
-    last = 0 if case.plant is None else max(case.plant.rank, 0)
-    if case.world > 2 and last < case.world - 1 and not case.stages:
-        yield dataclasses.replace(case, world=case.world - 1, batches=case.batches[:-1])
-    if 0 < case.stages < case.world:
-        yield dataclasses.replace(case, world=case.stages, batches=case.batches[: case.stages])
-    if case.epochs > (1 if case.plant is None else case.plant.epoch + 1):
-        yield dataclasses.replace(case, epochs=case.epochs - 1)
-    least = 1 if case.plant is None else case.plant.at + 1
-    if min(case.batches) > least and case.stop < min(case.batches):
-        yield dataclasses.replace(case, batches=tuple(one - 1 for one in case.batches))
-    if case.stop:
-        yield dataclasses.replace(case, stop=0)
+    if case.servers > 1 and not case.fates:
+        yield dataclasses.replace(case, servers=case.servers - 1)
+    if case.plant is None:
+        if case.world > 2 and not case.stages:
+            yield dataclasses.replace(case, world=case.world - 1, batches=case.batches[:-1])
+        if case.epochs > 1:
+            yield dataclasses.replace(case, epochs=case.epochs - 1)
+        if min(case.batches) > max(case.stop, 1):
+            yield dataclasses.replace(case, batches=tuple(one - 1 for one in case.batches))
     for name, low in (("longest", 8), ("documents", 1)):
         if getattr(case, name) > low:
             yield dataclasses.replace(case, **{name: max(low, getattr(case, name) // 2)})

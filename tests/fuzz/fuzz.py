@@ -28,7 +28,7 @@ from pool import WorkerPool
 
 from fuzz.case import Case, simpler
 from fuzz.draw import draw
-from fuzz.judge import judge, may, mortal, refused
+from fuzz.judge import judge, may, mortal
 from fuzz.play import TIMEOUT_S, Played, play
 from fuzz.roles import play_role
 
@@ -54,8 +54,6 @@ class Tally:
     failures: list[tuple[str, Case]] = field(default_factory=list)
     slowest: tuple[float, str] = (0.0, "")
     """Seconds of the slowest case, and its line."""
-    features: dict[str, Counter[str]] = field(default_factory=dict)
-    """By feature: cases, and those that failed by kind."""
 
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {name}" for name, count in self.ends.most_common())
@@ -76,22 +74,8 @@ class Tally:
                 self.ends["right" if one.error is None else one.error[0]] += 1
         for lost in played[case.world :]:
             self.ends["server lost" if lost is None else "served" if not lost.exit_code else "server failed"] += 1
-        trainers = [one for one in played[: case.world] if one is not None]
-        kind = failure.split(":")[0] if failure else "refused" if refused(case, trainers) else ""
-        for feature in case.features():
-            self.features.setdefault(feature, Counter()).update(["cases", *([kind] if kind else [])])
         if failure:
             self.failures.append((failure, case))
-
-    def table(self) -> str:
-        """Cases by feature, and which of them were wrong, hung, or failed in another way."""
-        columns = ("cases", "refused", "wrong", "hang")
-        lines = ["".join([f"{'feature':32}", *(f"{name:>9}" for name in (*columns, "other"))])]
-        for name, counts in sorted(self.features.items()):
-            shown = [counts[column] for column in columns]
-            other = counts.total() - sum(shown)
-            lines.append("".join([f"{name:32}", *(f"{count:9}" for count in (*shown, other))]))
-        return "\n".join(lines)
 
 
 def run_case(workers: WorkerPool, case: Case) -> tuple[str, list[Played | None]]:
@@ -179,7 +163,6 @@ def main() -> int:
         for failure, case in tally.failures[:3]:
             failure, case = shrink(workers, case, failure, given.shrink)
             print(f"made simpler: {failure}\n  --replay '{case.to_line()}'", flush=True)
-        print(tally.table())
         print(tally)
         return int(bool(tally.failures))
     finally:

@@ -96,8 +96,6 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
             ("nvlink,nccl,c10d", "nvlink: other sizes", "nccl: other sizes") if cuda else ("c10d", "c10d: other sizes")
         )
         return [Launch(group, case, limit_s=100) for case in cases]
-    if group == "speeds":
-        return [Launch(group, limit_s=150)]
     if group == "servers":
         transports, passes = ("nvlink", "nccl") if cuda else ("c10d",), ("forward", "backward")
         deaths = [f"{transport}: dies in the {one}" for transport in transports for one in passes]
@@ -134,14 +132,14 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -
 
 GROUPS = (
     "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
-    "pipelines", "servers", "timeouts", "speeds", "lifetimes",
+    "pipelines", "servers", "timeouts", "lifetimes",
 )  # fmt: skip
 WAVES = (
-    ("growth",), ("speeds",), ("kernels", "failures"), ("pipelines", "servers", "identity", "timeouts"),
+    ("growth",), ("kernels", "failures"), ("pipelines", "servers", "identity", "timeouts"),
     ("transports", "loaders", "models", "mixed"), ("streams", "exactness", "lifetimes"),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
-models take, and what fails mostly waits; checks that fill the memory of GPUs, or time steps, are alone. The last ones
+models take, and what fails mostly waits; checks that fill the memory of GPUs are alone. The last ones
 have the most cases: where time runs out, some of these are left, and no group as a whole."""
 AT_ONCE = ("kernels", "failures", "loaders", "timeouts", "servers", "mixed", "streams", "lifetimes")
 """Groups whose launches run at the same time."""
@@ -340,8 +338,9 @@ def pretended(ranks: int) -> list[tuple[int, ...]]:
     return [tuple(2 * rank // ranks for rank in range(ranks))]
 
 
-def main() -> int:
-    options = parse()
+def main(argv: list[str] | None = None) -> int:
+    """Run what the command line says."""
+    options = parse(argv)
     begun = time.monotonic()
     if options.device == "cuda" and options.gpus == 0:
         _say(f"gpu_check: torch {torch.__version__} sees no GPU on this machine, so nothing was checked")

@@ -142,55 +142,6 @@ def test_same_losses_and_balance(fresh_workers: WorkerPool) -> None:
             assert [entry[BEFORE] for entry in cad if "loss" in entry] == pytest.approx(lengths), name
 
 
-def _save_and_resume(rank: int, world: int, folder: str) -> None:
-    """Accelerate's state: stop after 3 of 6 steps, go on in new objects, and get the same losses."""
-    from accelerate.state import AcceleratorState
-
-    import deepspeed_cad
-    from deepspeed_cad.session import close_session
-
-    def start() -> tuple[Any, ...]:
-        AcceleratorState._reset_state(True)
-        close_session()
-        accelerator, model = _accelerator(True), _model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        loader = DataLoader(PackedRows(64), batch_size=1, collate_fn=collate)
-        return accelerator, *accelerator.prepare(model, optimizer, loader)
-
-    def train(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> list[float]:
-        model.train()
-        found = []
-        for _, batch in zip(range(3), batches):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(loss.detach()))
-        return found
-
-    accelerator, model, optimizer, loader = start()
-    batches = iter(loader)
-    train(accelerator, model, optimizer, batches)
-    accelerator.save_state(folder)
-    went_on = train(accelerator, model, optimizer, batches)
-    accelerator, model, optimizer, loader = start()
-    accelerator.load_state(folder)
-    resumed = train(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 3))
-    assert resumed == pytest.approx(went_on, abs=1e-6)
-    saved = accelerator.unwrap_model(model)
-    assert saved.config._attn_implementation == "cad"
-    if rank == 0:
-        saved.save_pretrained(folder + "/out")
-        assert '"cad"' not in open(folder + "/out/config.json").read()
-    figures = deepspeed_cad.current_session().statistics
-    assert figures.imbalance <= 1.05 < 1.2 < figures.imbalance_before
-
-
-@pytest.mark.slow
-def test_save_and_resume(fresh_workers: WorkerPool, tmp_path) -> None:
-    fresh_workers.run(_save_and_resume, WORLD, str(tmp_path), timeout=100.0)
-
-
 def _refusals(rank: int, world: int) -> None:
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import AcceleratorState

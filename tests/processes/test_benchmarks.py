@@ -148,26 +148,6 @@ def test_alst_and_cad_train_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_longest_document_is_searched(tmp_path: Path) -> None:
-    """As it runs on GPUs: two runs, and a table of both that ends with what was not tried."""
-    pytest.importorskip("deepspeed")
-    sizes = "--tokens 256 512 1048576 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tile 100"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable,
-                   "SIZES": sizes}  # fmt: skip
-    words = ["benchmarks/two_gpus", "longest", str(tmp_path)]
-    run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    # Others on this host may take memory meanwhile.
-    assert re.search(r"^\| 256 \| 2 .* \| (yes|no: host) \|$", run.stdout, re.MULTILINE), run.stdout
-    assert re.search(r"^\| 1,048,576 \| 2 \| not measured: would take \d+ s", run.stdout, re.MULTILINE)
-    for layers in (2, 3):
-        found = json.loads((tmp_path / "longest" / f"{layers}_layers.json").read_text())
-        assert [one["tokens"] for one in found["tries"] if "loss" in one] == [256, 512]
-        assert found["cad"]["keep"] == "host" and found["layers"] == layers
-
-
-@pytest.mark.long
-@pytest.mark.slow
 def test_hybrid_trains_the_same(tmp_path: Path) -> None:
     """State stays inside documents in every mode; only the attending layers count as attention."""
     size = "--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens-per-rank 256 --scale".split()
@@ -254,24 +234,6 @@ def test_a_server_killed_in_mid_step(tmp_path: Path, limit: int, code: int) -> N
         assert "server 1 ended: its process died" in found["killed"][0]["words"]
     else:
         assert "still runs" in run.stdout
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("limit", "code"), [(60, 0), (0, 1)])
-def test_trainers_that_go_on_without_a_killed_server(tmp_path: Path, limit: int, code: int) -> None:
-    """How long the change took; where no step comes in time, the exit code says so."""
-    command = [sys.executable, "benchmarks/killed_server.py", "--ranks", "3", "--limit", str(limit), "--continue"]
-    script = ["--cad", '{"granularity": 16}', "--output", str(tmp_path / "killed.json"), "--", "--tokens", "512", *TINY]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert run.returncode == code, run.stdout + run.stderr
-    found = json.loads((tmp_path / "killed.json").read_text())
-    assert found["passed"] == (code == 0)
-    if code == 0:
-        assert 0 < found["change"]["seconds"] < limit and len(found["change"]["steps"]) == 4
-        assert "Training goes on with the trainers alone" in run.stdout
-    else:
-        assert "NOT as it should be" in run.stdout
 
 
 def gpus(*words: str, script: str = "gpus", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -394,15 +356,6 @@ def test_what_speeds_allow() -> None:
     assert slowed.allowed([3.0, 1.0], [20.0, 10.0], True) == pytest.approx(3 + 20 / 3)
     # the second half is late: the first has a fourth of everything to do, 2.5 s, and needs none of its keys
     assert slowed.allowed([1.0, 3.0], [10.0, 10.0], True) == pytest.approx(7.0)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_exactness_table_without_gpus(tmp_path: Path) -> None:
-    output = tmp_path / "exactness.md"
-    run = torchrun(2, "benchmarks/gpu_exactness.py", "--tokens", "128", "--output", str(output))
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    assert "48 cases, 0 wrong" in output.read_text()
 
 
 def test_rows_become_table_and_picture(tmp_path: Path) -> None:

@@ -360,48 +360,6 @@ def test_engine(fresh_workers: WorkerPool) -> None:
 # Accelerate
 
 
-def _accelerate(rank: int, world: int) -> dict[str, Any]:
-    """A loop with `accumulate`: five micro-batches per rank, two per step, so that the last step has one."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from deepspeed_cad.integrations.accelerate import CADPlugin
-
-    from deepspeed_cad.session import close_session
-
-    found: dict[str, Any] = {}
-    for documents in ("keep", "exchange"):
-        AcceleratorState._reset_state(True)
-        plugin = CADPlugin(**BLOCK, documents=documents)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[plugin])
-        model = training.tiny_llama(torch.float32)
-        data = torch.utils.data.DataLoader(torch.utils.data.Subset(_Rows(), range(10)), collate_fn=collate)
-        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), data)
-        session = deepspeed_cad.current_session()
-        steps: list[list[float]] = [[]]
-        for batch in session.look_ahead(loader, model, accumulation=2, global_loss=True):
-            with accelerator.accumulate(model):
-                loss = training.loss_sum(model, batch) / 250
-                accelerator.backward(loss)
-                steps[-1].append(float(loss.detach()))
-                optimizer.step()
-                optimizer.zero_grad()
-                if accelerator.sync_gradients:
-                    steps.append([])
-        total = torch.tensor([sum(one) for one in steps if one])
-        dist.all_reduce(total)
-        found[documents] = {"losses": total.tolist(), "before": session.statistics.imbalance_before}
-        close_session()
-    return found
-
-
-@pytest.mark.slow
-def test_accelerate_loop(fresh_workers: WorkerPool) -> None:
-    for found in fresh_workers.run(_accelerate, 2, timeout=100.0):
-        assert len(found["keep"]["losses"]) == 3
-        assert found["exchange"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
-        assert found["exchange"]["before"] < found["keep"]["before"]
-
-
 # Errors
 
 

@@ -9,7 +9,6 @@ import torch
 from hybrids import alone, packed, run
 from model_cases import FAMILIES, NEW, tiny_model
 from pool import WorkerPool
-from trainers import collate, losses_of
 
 BLOCK = {"overlap": "local_first", "granularity": 16, "tolerance": 0.02}
 ROWS = [[[100, 3, 17]], [[20, 5, 20, 35, 40]]]
@@ -106,57 +105,6 @@ def test_fsdp2(workers: WorkerPool, kind: str, late: bool) -> None:
     """Turned on before sharding and after it, with checkpointing."""
     for worst in workers.run(_fsdp2, 2, kind, late):
         assert worst < 1e-4
-
-
-def _train(rank: int, world: int, documents: str) -> tuple[list[float], float]:
-    """Losses of the Trainer, and attention max/mean as the documents lay when the first forward began."""
-    from transformers import Trainer, TrainingArguments
-
-    import deepspeed_cad
-    from deepspeed_cad.session import close_session
-
-    lengths = [[80, 80], [20] * 8, [75, 5, 3, 77], [31, 29, 20, 40, 40]] * 2
-    rows = [{name: value[0] for name, value in packed([of]).items()} for of in lengths]
-    rows = [{**row, "labels": row["input_ids"].masked_fill(row["position_ids"] == 0, -100)} for row in rows]
-    arguments = TrainingArguments(
-        output_dir="build/unused", max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2,
-        learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-        average_tokens_across_devices=True, seed=1, data_seed=1,
-    )  # fmt: skip
-    model = deepspeed_cad.apply(_model("qwen3_5_text"), {**BLOCK, "documents": documents})
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
-    trainer.train()
-    session = deepspeed_cad.current_session()
-    assert session is not None
-    found = losses_of(trainer.state.log_history), session.statistics.imbalance_before
-    close_session()
-    return found
-
-
-def _both(rank: int, world: int) -> tuple[Any, Any]:
-    return _train(rank, world, "keep"), _train(rank, world, "exchange")
-
-
-@pytest.mark.slow
-def test_exchange_of_documents(workers: WorkerPool) -> None:
-    """Whole documents change ranks, and state stays inside of them: the same losses."""
-    for (keep, before), (exchange, after) in workers.run(_both, 2):
-        assert len(keep) == 2 and keep == pytest.approx(exchange, rel=1e-4)
-        assert after < before
-
-
-def _whole_world(rank: int, world: int) -> float:
-    """For `run`: gradients of this rank without any engine."""
-    import deepspeed_cad
-
-    lengths = ROWS[rank]
-    expected = alone(_model("lfm2"), packed(lengths), lengths)[1]
-    return _worst(run(deepspeed_cad.apply(_model("lfm2"), BLOCK), packed(lengths), lengths)[1], expected)
-
-
-def test_unequally_many_documents(workers: WorkerPool) -> None:
-    """Ranks run layers a different number of times, and exchange attention between."""
-    assert max(workers.run(_whole_world, 2)) < 1e-4
 
 
 def _evaluate(rank: int, world: int, kind: str) -> float:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from deepspeed_cad.exchange.c10d import C10dTransport
-from deepspeed_cad.exchange.failure.board import Liveness, open_board
+from deepspeed_cad.exchange.failure.board import open_board
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.layout import Layout
@@ -81,12 +81,3 @@ def _abandons_everywhere(rank: int, world: int) -> None:
     for turn in range(40):
         transport.dispatch(schedule, _fields(schedule), 0, Moment(turn))
         _run(transport, schedule, Moment(turn))
-
-
-def test_a_board_that_was_told_to_stop_says_why() -> None:
-    store = dist.HashStore()
-    one, other = (Liveness(dist.PrefixStore("board", store), rank, 2) for rank in (0, 1))
-    assert other.stopped() == ""
-    one.stop("ranks differ")
-    assert other.stopped() == "ranks differ"
-    assert "rank 0 stopped: ranks differ" in str(other.explain("exchange 3", RuntimeError("closed")))

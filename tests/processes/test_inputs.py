@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import told
 import torch
-import torch.distributed as dist
 import training
 from pool import WorkerPool
 from torch.nn.parallel import DistributedDataParallel
@@ -82,33 +81,6 @@ def test_every_form_is_exact(workers: WorkerPool, form: str, overlap: str) -> No
     results = workers.run(_train, 2, form, overlap)
     assert sum(r["sent"] for r in results) > 0
     assert results[0]["after"] < 1.05
-
-
-def _spanning(rank: int, world: int, overlap: str, lengths: list[int]) -> None:
-    reference, model = training.tiny_llama(), training.tiny_llama()
-    deepspeed_cad.apply(model, {**BLOCK, "overlap": overlap})
-    docs = training.documents(lengths, seed=7)
-    part = deepspeed_cad.shard_stream(training.pack(docs), rank, world)
-    logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"]).logits
-    loss = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), part["shift_labels"].flatten(), reduction="sum", ignore_index=-100
-    )
-    loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    expected, gradients = training.alone(reference, docs)
-    assert abs(float(total) - expected) < 1e-8
-    for name, p in model.named_parameters():
-        dist.all_reduce(p.grad)
-        assert (p.grad - gradients[name]).abs().max() < 1e-9, name
-
-
-@pytest.mark.parametrize(
-    ("overlap", "lengths"),
-    [("none", [400]), ("pingpong", [130, 90, 1, 79]), ("none", [10, 350, 3]), ("pingpong", [5] * 60)],
-)
-def test_documents_that_span_ranks(workers: WorkerPool, overlap: str, lengths: list[int]) -> None:
-    workers.run(_spanning, 4, overlap, lengths)
 
 
 def _scaled_by_the_batch(rank: int, world: int) -> str:

@@ -209,14 +209,6 @@ def test_every_way_is_exact(workers: WorkerPool, block: dict[str, Any], checkpoi
         assert why in reason and bool(why) == bool(reason)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_model_whose_rope_looks_at_the_batch(workers: WorkerPool) -> None:
-    rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
-    for reason in workers.run(_train, 2, {}, "", rope):
-        assert 'rope_type is "dynamic"' in reason
-
-
 # What models return, and what they draw
 
 
@@ -302,29 +294,6 @@ def test_dropout_is_repeated_under_checkpointing(workers: WorkerPool) -> None:
     workers.run(_with_dropout, 2)
 
 
-def _under_autocast(rank: int, world: int) -> None:
-    from deepspeed_cad.session import close_session
-
-    found = []
-    for overlap in ("local_first", "interleave"):
-        for checkpoint in (False, True):
-            model = _apply(training.tiny_llama(torch.float32), overlap=overlap)
-            if checkpoint:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank)))
-            loss.backward()
-            found.append(torch.cat([gradient.flatten() for gradient in _gradients(model).values()]))
-            close_session()
-    for other in found[1:]:
-        assert (other - found[0]).norm() < 0.02 * found[0].norm()
-
-
-@pytest.mark.slow
-def test_autocast(workers: WorkerPool) -> None:
-    workers.run(_under_autocast, 2)
-
-
 def _compiled(rank: int, world: int, whole: bool) -> tuple[str, int]:
     from torch._dynamo.utils import counters
 
@@ -348,14 +317,3 @@ def _compiled(rank: int, world: int, whole: bool) -> tuple[str, int]:
 def test_compiled(workers: WorkerPool, whole: bool) -> None:
     for reason, captured in workers.run(_compiled, 2, whole, timeout=100.0):
         assert not reason and captured > 0
-
-
-def _verified(rank: int, world: int) -> str:
-    model = _apply(training.tiny_llama(torch.float32), verify=1)
-    training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank))).backward()
-    return _reason(model)
-
-
-def test_verified(workers: WorkerPool) -> None:
-    """The run without CAD is not cut."""
-    assert workers.run(_verified, 2) == ["", ""]

@@ -214,8 +214,6 @@ def _wrong(rank: int, world: int, what: str) -> str:
             _engine(2, 2, {"zero_optimization": {"stage": 2}}, BLOCK)
         elif what == "dropout":
             _engine(2, 2, {}, BLOCK, attention_dropout=0.1)
-        elif what == "hybrid":
-            _hybrid()
         elif what == "recompute_attention":
             _engine(2, 2, {}, {**BLOCK, "recompute_attention": True})
         else:
@@ -229,25 +227,6 @@ def _wrong(rank: int, world: int, what: str) -> str:
     return "no error"
 
 
-def _hybrid() -> None:
-    """Only the first of its two stages has a layer that carries state."""
-    import deepspeed
-    from model_cases import DELTA, tiny_model
-
-    import deepspeed_cad
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    deepspeed_cad.install()
-    module = deepspeed_cad.to_pipeline(tiny_model("qwen3_5_text", torch.float32, **DELTA), stages=2)
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "cad": BLOCK}
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
-        config={**config, "zero_allow_untested_optimizer": True},
-    )  # fmt: skip
-    engine.train_batch(iter(pipelines.pairs(0, 2)))
-
-
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -256,7 +235,6 @@ def _hybrid() -> None:
         ("ZeRO-2", "CADUnsupportedError: .*stage 2"),
         ("recompute_attention", 'CADConfigError: .*"recompute_attention"'),
         ("dropout", "CADUnsupportedError: attention_dropout is 0.1"),
-        ("hybrid", "CADUnsupportedError: the pipeline has layers that carry state"),
         ("no labels", "CADDataError: .*all labels of a micro-batch are -100"),
         ("different data", "CADDataError: .*on the first stage"),
     ],

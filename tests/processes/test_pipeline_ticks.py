@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cases
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, expected_of, rows_of, worst_error
+from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, check_fields, expected_of, rows_of, worst_error
 from pool import WorkerPool
-from test_attention import StrictTransport
 
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.exchange.c10d import C10dTransport
+from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, assemble
 from deepspeed_cad.pipeline.phase import Phase
 from deepspeed_cad.pipeline.program import ProgramTick
 from deepspeed_cad.pipeline.tick_call import TickCall
 from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.waves import WHOLE, Cut, schedule_waves
+
+
+class StrictTransport(C10dTransport):
+    """Refuses the layouts that transports of GPUs refuse."""
+
+    def dispatch(self, schedule: Schedule, fields: list[Outgoing], *rest: Any) -> Any:
+        check_fields(schedule, fields)
+        return super().dispatch(schedule, fields, *rest)
+
+    def give_back(self, schedule: Schedule, fields: list[Returning], *rest: Any) -> Any:
+        check_fields(schedule, fields)
+        return super().give_back(schedule, fields, *rest)
 
 
 def _layout(name: str, idle: int | None) -> Layout:

@@ -78,35 +78,6 @@ def test_loaders_of_unequal_lengths(workers: WorkerPool, how: str, accumulation:
     assert workers.run(_stop_together, 2, how, accumulation, stop) == [3 * stop] * 2
 
 
-def test_loaders_of_unequal_lengths_on_three_ranks(workers: WorkerPool) -> None:
-    assert workers.run(_stop_together, 3, "break", 1, 3) == [9] * 3
-
-
-def _evaluate_between(rank: int, world: int) -> None:
-    """Evaluation inside and between epochs, in as many forwards as each rank likes, and a look without gradients."""
-    model, reference = _model(), training.tiny_llama()
-    loader = _loader(rank, model, 3)
-    for _ in range(2):
-        for i, batch in enumerate(loader):
-            if i == 1:
-                model.eval()
-                for again in range(rank + 1):
-                    expected, _ = training.alone(reference, _documents(rank, 5 + again))
-                    with torch.no_grad():
-                        assert (
-                            abs(float(training.loss_sum(model, training.pack(_documents(rank, 5 + again)))) - expected)
-                            < 1e-8
-                        )
-                model.train()
-                with torch.no_grad():
-                    training.loss_sum(model, training.pack(_documents(rank, 9)))
-            _step(model, reference, rank, batch)
-
-
-def test_evaluation_between(workers: WorkerPool) -> None:
-    workers.run(_evaluate_between, 2)
-
-
 def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int]:
     """Each rank in its turn plans, computes and reads until the other one has looked at the board some times.
 
@@ -286,31 +257,3 @@ def test_every_rank_stops(workers: WorkerPool, function: Any, args: tuple[Any, .
         assert error[0] in ("CADPeerError", "CADDataError", "EpochOverError", "ValueError"), error
         for word in words:
             assert error[0] == "ValueError" or word in error[1], (rank, error[1])
-
-
-def _arranging_fails(rank: int, world: int) -> None:
-    """Rank 1 cannot arrange its second step: what is wrong is found on its look-ahead thread."""
-    from deepspeed_cad.ahead import step as room
-
-    model, reference = _model(), training.tiny_llama()
-    before, calls = room.order_rows, iter(range(9))
-
-    def fails(*args: Any) -> Any:
-        if rank == 1 and next(calls) == 1:
-            raise deepspeed_cad.CADDataError("planted")
-        return before(*args)
-
-    room.order_rows = fails
-    try:
-        for batch in _loader(rank, model, 6, accumulation=2):
-            _step(model, reference, rank, batch)
-    finally:
-        room.order_rows = before
-
-
-def test_a_step_that_cannot_be_arranged(workers: WorkerPool) -> None:
-    workers.run(_nothing, 2)
-    errors, _ = workers.try_run(_arranging_fails, 2, grace=60.0, once=True)
-    for error in errors:
-        assert error is not None and error[0] in ("CADPeerError", "CADDataError"), error
-        assert "planted" in error[1] and "died" not in error[1], error[1]

@@ -31,7 +31,9 @@ def plain(tmp_path_factory) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [pytest.param("accelerate", marks=pytest.mark.long), "ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "loop", [pytest.param("accelerate", marks=pytest.mark.long), "ddp", pytest.param("fsdp2", marks=pytest.mark.long)]
+)
 def test_torchrun(plain, tmp_path, loop: str) -> None:
     found = trained([*torchrun(2), *CAD], tmp_path, loop)
     assert_same(losses(found), plain)

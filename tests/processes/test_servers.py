@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from model_cases import FP32, tiny_model
+from model_cases import tiny_model
 from pool import WorkerPool
 from ports import free_port
 from served import play
@@ -65,38 +65,6 @@ def test_same_as_each_document_alone(workers: WorkerPool, trainers: int, servers
         assert result["after"] < 1.15  # of two parts each, cut at 16 rows
     for one in served:
         assert one.held == 0 < one.most_held and one.opened <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("overlap", ["local_first", "interleave"])
-def test_checkpointing(workers: WorkerPool, checkpoint: str, recompute: bool, overlap: str) -> None:
-    results, served = _run(workers, 2, 1, _train, checkpoint, 2, recompute_attention=recompute, overlap=overlap)
-    calls = 4 if overlap == "local_first" else 8
-    assert results[0]["forwards"] == calls * (2 if recompute else 1) and served[0].held == 0
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "block",
-    [
-        {"overlap": "pingpong"},
-        {"overlap": "local_first"},
-        {"overlap": "none"},
-        {"look_ahead": 0},
-        {"trainers_serve": False},
-        {"trainers_serve": False, "overlap": "pingpong"},
-    ],
-    ids=str,
-)
-def test_modes(workers: WorkerPool, block: dict[str, Any]) -> None:
-    results, served = _run(workers, 2, 2, _train, None, 2, **block)
-    assert all(one.held == 0 for one in served)
-    if not block.get("trainers_serve", True):
-        assert results[0]["load"][:2] == [0, 0] and min(results[0]["load"][2:]) > 0
 
 
 def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
@@ -161,28 +129,6 @@ def _family(rank: int, trainers: int, block: dict[str, Any], kind: str, changes:
                     worst, float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1e-3))
                 )
     return worst
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("serve", [True, False], ids=["trainers serve", "servers alone"])
-@pytest.mark.parametrize(
-    ("kind", "changes", "dtype", "most"),
-    [
-        ("mistral", {"sliding_window": 12}, "float64", 1e-10),
-        ("gemma2", {"sliding_window": 12}, "float64", FP32),
-        ("gpt_oss", {"sliding_window": 12}, "float64", 1e-10),
-        ("gpt_oss", {"sliding_window": 12}, "float32", 1e-4),
-        ("deepseek_v3", {"num_key_value_heads": 4}, "float64", FP32),
-        ("llama", {}, "float32", 1e-5),
-        ("llama", {}, "bfloat16", 0.06),
-    ],
-)
-def test_windows_softcaps_sinks_mla_and_dtypes(
-    workers: WorkerPool, kind: str, changes: dict[str, Any], dtype: str, most: float, serve: bool
-) -> None:
-    results, _ = _run(workers, 3, 2, _family, kind, changes, dtype, trainers_serve=serve)
-    assert max(results) < most
 
 
 def _stream(rank: int, trainers: int, block: dict[str, Any]) -> None:

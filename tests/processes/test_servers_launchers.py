@@ -44,6 +44,7 @@ def test_deepspeed(plain: list[float], tmp_path: Path, stage: int) -> None:
     _check(plain, [*deepspeed_launcher(3), "--module", *CAD], tmp_path, "deepspeed", "--json", "ds.json")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_accelerate_cad_launch(plain: list[float], tmp_path: Path) -> None:
     (tmp_path / "launch.yaml").write_text(accelerate_yaml(3))

@@ -81,12 +81,3 @@ def test_servers_and_trainers_of_different_speed(workers: WorkerPool, times: lis
     assert first == second | {"said": first["said"]} and served.code == 0 < served.micro_batches
     assert first["speeds"] == pytest.approx([times[0] / one for one in times])
     _shares_are_by_speed(first)
-
-
-@pytest.mark.slow
-def test_servers_of_different_speed_beside_trainers_that_do_not_serve(workers: WorkerPool) -> None:
-    block = {"speeds": "measure", "servers": {"reserved": 2}, "trainers_serve": False}
-    first, *served = workers.run(_reserved, 3, free_port(), block, [1, 4, 2], joined=False)
-    assert [one.code for one in served] == [0, 0]
-    assert first["seconds"][0] == 0
-    _shares_are_by_speed({name: found[1:] for name, found in first.items() if name != "said"}, LENGTHS[:1])
