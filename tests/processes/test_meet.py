@@ -11,7 +11,7 @@ from pool import WorkerPool
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.failure import roll_call as meet
+from deepspeed_cad.exchange.failure import patience, roll_call
 
 
 def _tell(rank: int) -> None:
@@ -24,12 +24,12 @@ def _wait_until_told(ranks: list[int]) -> None:
 
 
 def _together(rank: int, world: int, without: list[int]) -> str:
-    meet.PATIENCE_S = 0.3
+    patience.LATE_S = roll_call.LATE_S = 0.3
     if rank in without:
         dist.barrier()
         return ""
     try:
-        with meet.together():
+        with roll_call.together():
             dist.barrier()
     except CADPeerError as error:
         return str(error)
@@ -49,7 +49,7 @@ def test_after_a_common_call_absent_ranks_are_named(workers: WorkerPool, without
 
 def _fails_inside(rank: int, world: int) -> str:
     try:
-        with meet.together():
+        with roll_call.together():
             raise ValueError("of the call itself")
     except ValueError as error:
         return str(error)
@@ -61,21 +61,21 @@ def test_an_error_of_the_call_itself_goes_through(workers: WorkerPool) -> None:
 
 def _meet(rank: int, world: int, late: int, timeout_s: float) -> tuple[str, str]:
     """What a rank warned of, and its error; the late one comes when all others have said one or the other."""
-    meet.PATIENCE_S = 1.0
+    patience.LATE_S = roll_call.LATE_S = 1.0
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: (said.append(record.getMessage()), _tell(rank))
-    meet.logger.addHandler(handler)
+    roll_call.logger.addHandler(handler)
     try:
         if rank == late:
             _wait_until_told([other for other in range(world) if other != late])
-        meet.meet(None, timeout_s)
-        meet.meet(None, timeout_s)  # a second session of the same processes
+        roll_call.call_roll(None, timeout_s)
+        roll_call.call_roll(None, timeout_s)  # a second session of the same processes
     except CADPeerError as error:
         _tell(rank)
         return " ".join(said), str(error)
     finally:
-        meet.logger.removeHandler(handler)
+        roll_call.logger.removeHandler(handler)
     return " ".join(said), ""
 
 
@@ -100,7 +100,7 @@ def _deepspeed(rank: int, world: int) -> str:
     import deepspeed
     import training
 
-    meet.PATIENCE_S = 0.5
+    patience.LATE_S = roll_call.LATE_S = 0.5
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed_cad.install()
     config: dict[str, Any] = {
@@ -134,7 +134,7 @@ def test_a_session_meets_before_it_opens_groups(workers: WorkerPool) -> None:
 def _session(rank: int, world: int) -> str:
     import training
 
-    meet.PATIENCE_S = 0.2
+    patience.LATE_S = roll_call.LATE_S = 0.2
     if rank == 1:
         _wait_until_told([0])
         return "absent"
