@@ -13,9 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from deepspeed_cad.errors import CADError, ServerLostError
+from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity
-from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
@@ -63,13 +62,13 @@ def _in_time(joined: Future[NcclCalls], alarm: Alarm) -> NcclCalls:
     where a server is lost.
     """
     try:
-        if wait_until(lambda: joined.done() or alarm.liveness.raise_lost(), alarm.timeout_s):
+        if alarm.liveness.patiently(joined.done, "opening NCCL", with_servers=True, timeout_s=alarm.timeout_s):
             return joined.result()
         raise UnreachedError(
             f"NCCL did not join the ranks within {alarm.timeout_s:g} s, though all of them were there: they cannot "
             "reach each other. Set NCCL_SOCKET_IFNAME to the network that connects the hosts; NCCL_DEBUG=INFO says more"
         )
-    except (UnreachedError, ServerLostError):
+    except (UnreachedError, CADPeerError):
         joined.add_done_callback(_leave)
         raise
 

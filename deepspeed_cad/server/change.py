@@ -39,8 +39,8 @@ from deepspeed_cad.attention.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.failure.patience import LOOK_S, wait_until
-from deepspeed_cad.exchange.failure.roll_call import wait_for
+from deepspeed_cad.exchange.failure.patience import LOOK_S, PAUSE_S, wait_until
+from deepspeed_cad.exchange.failure.roll_call import missing
 from deepspeed_cad.exchange.opening import Opened
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
@@ -239,9 +239,13 @@ class Changes:
         if gone:
             self._meeting.root.set(f"called/{generation}", "1")
         keys, limit = {rank: f"word/{generation}/{rank}" for rank in range(self.role.trainers)}, self.config.timeout_s
-        if missing := wait_for(keys, self._meeting.has, limit, look_around=self._look_for_trainers):
+        if not self.liveness.patiently(
+            lambda: self._meeting.has([*keys.values()]), "what the other trainers say of servers",
+            longest_pause_s=PAUSE_S, timeout_s=limit,
+        ):  # fmt: skip
+            absent = missing(keys, self._meeting.has)
             raise CADPeerError(
-                f"rank {self.role.rank} waited {limit:g} s for trainers {missing} to say which "
+                f"rank {self.role.rank} waited {limit:g} s for trainers {absent} to say which "
                 "servers they have: they hang, or their hosts are lost"
             )
         return [Word.from_text(self._meeting.root.get(key).decode()) for key in keys.values()]

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.failure.roll_call import wait_for
+from deepspeed_cad.exchange.failure.patience import PAUSE_S
+from deepspeed_cad.exchange.failure.roll_call import missing
 from deepspeed_cad.exchange.group import make_group
 from deepspeed_cad.exchange.opening import Opened, open_again
 from deepspeed_cad.server.crew import Members, transports_of
@@ -28,20 +29,18 @@ def regroup(split: Split, crew: Members, config: CADConfig, device: torch.device
     meeting = Rendezvous(split, config.timeout_s)
     here = {number: f"here/{crew.generation}/{number}" for number in crew.numbers}
     meeting.root.set(here[split.rank], "1")
-
-    limit = config.timeout_s
-
-    def look_around() -> None:
-        if found := liveness.why_hopeless():
-            raise CADPeerError(f"rank {liveness.rank} waited for ranks to open another group: {found}")
-
-    if missing := wait_for(here, meeting.has, limit, liveness.raise_lost, look_around):
-        raise CADPeerError(f"rank {liveness.rank} waited {limit:g} s for ranks {missing} to open another group")
+    limit, opening = config.timeout_s, "ranks to open another group"
+    if not liveness.patiently(
+        lambda: meeting.has([*here.values()]), opening, with_servers=True, longest_pause_s=PAUSE_S, timeout_s=limit
+    ):
+        absent = missing(here, meeting.has)
+        raise CADPeerError(f"rank {liveness.rank} waited {limit:g} s for ranks {absent} to open another group")
     store = dist.PrefixStore(f"group/{crew.generation}", Rendezvous(split, config.timeout_s).root)
     name, opening = f"deepspeed_cad servers {split.attempt}.{crew.generation}", "the group of trainers and servers"
     place = crew.place(split.rank)
     made = run_aside("opens a group", lambda: make_group(store, place, crew.ranks, device, name, limit), device)
-    liveness.patiently(made.done, opening, with_servers=True, timeout_s=limit)
+    if not liveness.patiently(made.done, opening, with_servers=True, timeout_s=limit):
+        raise CADPeerError(f"rank {liveness.rank} waited {limit:g} s for {opening}")
     with Liveness.watch(liveness, opening, with_servers=True):
         group = made.result()
 

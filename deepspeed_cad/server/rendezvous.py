@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
 from deepspeed_cad.exchange.failure.patience import wait_until
-from deepspeed_cad.exchange.failure.roll_call import wait_for
+from deepspeed_cad.exchange.failure.roll_call import missing
 from deepspeed_cad.server.handshake import Door
 from deepspeed_cad.server.split import Split
 
@@ -89,11 +89,15 @@ class Rendezvous:
 
         def warn(waited_s: float) -> None:
             if not self.split.is_server:
-                missing = [rank for rank, key in keys.items() if not self.has([key])]
-                logger.warning("rank %d has waited %.0f s for %s", mine.rank, waited_s, self._name(missing))
+                absent = self._name(missing(keys, self.has))
+                logger.warning("rank %d has waited %.0f s for %s", mine.rank, waited_s, absent)
 
-        if missing := wait_for(keys, self.has, limit, self._look_for_refusal, when_late=warn):
-            self.refuse(f"{self._name(missing)} did not come within {limit:g} s")
+        def are_here() -> bool:
+            self._look_for_refusal()
+            return self.has([*keys.values()])
+
+        if not wait_until(are_here, limit, when_late=warn):
+            self.refuse(f"{self._name(missing(keys, self.has))} did not come within {limit:g} s")
         said = [self.hear(rank) for rank in keys]
         self._look_for_refusal()
         if problem := compare(said):

@@ -94,7 +94,7 @@ def test_a_meeting_before_an_exchange_ends_as_the_exchange_would(monkeypatch: py
         early.call("growing")
     made = boards()
     made[0].started = lambda: 4
-    with pytest.raises(CADPeerError, match="rank 0 stopped: waited for growing: rank 1 waits for the other ranks' doc"):
+    with pytest.raises(CADPeerError, match="rank 0 waited for growing: rank 1 waits for the other ranks' doc"):
         RollCall(dist.HashStore(), np.arange(2), 0, Alarm(0, made[0], 30.0)).call("growing")
 
 

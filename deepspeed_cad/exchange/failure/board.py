@@ -203,22 +203,20 @@ class Liveness:
     def patiently(
         self, is_over: Callable[[], bool], waited_for: str, exchange: int = 0, with_servers: bool = False,
         longest_pause_s: float = EXCHANGE_PAUSE_S, collective: int = 0, timeout_s: float = math.inf,
-    ) -> None:  # fmt: skip
-        """Wait on the host for communication; raises CADPeerError as soon as it is certain that it will not end.
+    ) -> bool:  # fmt: skip
+        """Wait on the host for other ranks; raises CADPeerError as soon as it is certain that they will not come.
 
-        Args:
-            is_over: whether it has ended; it never waits.
-            waited_for: what it is, in words.
-            exchange: the number of that which it belongs to; 0: to none.
-            with_servers: reserved servers take part; where they may be lost, ServerLostError says that one is.
-            longest_pause_s: between two looks.
-            collective: as `exchange`, of the look-ahead thread.
-            timeout_s: after which it is an error, too; what a process group does has a limit of its own.
+        Gives whether `is_over` said so, which never waits; False after `timeout_s`. `exchange`, `collective`: the
+        number of that which it belongs to; 0: to none. `with_servers`: reserved servers take part; where they may be
+        lost, ServerLostError says that one is. `longest_pause_s`: between two looks.
         """
         before = ""
 
         def ask() -> bool:
-            return is_over() or (with_servers and self.raise_lost())
+            over = is_over()
+            if not over and with_servers and (lost := self.lost()):
+                raise ServerLostError(lost)
+            return over
 
         def look_around() -> None:
             nonlocal before
@@ -232,18 +230,11 @@ class Liveness:
                 self.report(f"waited for {waited_for} in vain: {hopeless}")
                 raise CADPeerError(f"rank {self.rank} waited for {waited_for}: {hopeless}")
 
-        if not wait_until(ask, timeout_s, look_around, longest_pause_s):
-            raise CADPeerError(f"rank {self.rank} waited {timeout_s:g} s for {waited_for}")
+        return wait_until(ask, timeout_s, look_around, longest_pause_s)
 
     def lost(self) -> str:
         """Why no exchange of the present group can end, where the others go on without a server; else ""."""
         return "" if self.losses is None else self.losses.why()
-
-    def raise_lost(self) -> bool:
-        """Raise ServerLostError where a server is lost, and the others go on without it; else False."""
-        if lost := self.lost():
-            raise ServerLostError(lost)
-        return False
 
     def why_hopeless(self, exchange: int = 0, collective: int = 0) -> str:
         """Why waiting for the other ranks cannot end: one has stopped, or left its loop; empty while it may.

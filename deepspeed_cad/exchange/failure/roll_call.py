@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, LATE_S, PAUSE_S, wait_until
+from deepspeed_cad.exchange.failure.patience import LATE_S, wait_until
 from deepspeed_cad.exchange.failure.store import PatientStore
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.native_calls import Table
@@ -50,7 +50,8 @@ def together() -> Iterator[None]:
     # Collectives of the call may still be under way on the device; once they are done, every rank has entered it.
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    if absent := wait_for({rank: f"has/{rank}" for rank in range(dist.get_world_size())}, _store().check, LATE_S):
+    store, keys = _store(), {rank: f"has/{rank}" for rank in range(dist.get_world_size())}
+    if not wait_until(lambda: store.check([*keys.values()]), LATE_S) and (absent := missing(keys, store.check)):
         raise CADPeerError(f"CAD is on on rank {dist.get_rank()} and not on {_name(absent)}: {_REASONS}")
 
 
@@ -91,25 +92,8 @@ def _name(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def wait_for(
-    keys: Mapping[Name, str],
-    are_there: Callable[[list[str]], bool],
-    timeout_s: float,
-    check: Callable[[], object] = lambda: None,
-    look_around: Callable[[], object] = lambda: None,
-    longest_pause_s: float = PAUSE_S,
-    when_late: Callable[[float], object] = lambda waited_s: None,
-) -> list[Name]:
-    """Those whose keys are not there when time is up; nobody as soon as all are.
-
-    Args:
-        keys: of each that is waited for.
-        are_there: asks a store. Asked again and again: waiting inside a store keeps other threads out of it.
-        timeout_s: as `wait_until` has it, like `look_around` and what follows.
-        check: called each time that some are missing; raises where waiting is in vain.
-    """
-    if wait_until(lambda: are_there([*keys.values()]) or check(), timeout_s, look_around, longest_pause_s, when_late):
-        return []
+def missing(keys: Mapping[Name, str], are_there: Callable[[list[str]], bool]) -> list[Name]:
+    """Those whose keys are not there; `are_there` asks a store."""
     return [name for name, key in keys.items() if not are_there([key])]
 
 
@@ -131,19 +115,17 @@ class RollCall:
         alarm, board = self.alarm, self.alarm.liveness
         keys = {int(rank): f"{self._calls}/{place}" for place, rank in enumerate(self.members)}
 
-        def check() -> None:
+        def are_here() -> bool:
             alarm.check()
-            board.raise_lost()
-
-        def look_around() -> None:
-            if found := board.why_hopeless(board.started() + 1):
-                alarm.wait_no_more(what, found)
+            return store.check([*keys.values()])
 
         try:
             # A mark before the word: some stores cannot keep an empty one.
             store.set(f"{self._calls}/{self.place}", f"={word}")
-            if missing := wait_for(keys, store.check, alarm.timeout_s, check, look_around, EXCHANGE_PAUSE_S):
-                raise RuntimeError(f"ranks {missing} did not come within {alarm.timeout_s:g} s")
+            # Asked again and again: waiting inside the store would keep this process's other threads out of it.
+            if not board.patiently(are_here, what, board.started() + 1, with_servers=True, timeout_s=alarm.timeout_s):
+                absent = missing(keys, store.check)
+                raise RuntimeError(f"ranks {absent} did not come within {alarm.timeout_s:g} s")
             return [store.get(key).decode()[1:] for key in keys.values()]
         except CADError:
             raise

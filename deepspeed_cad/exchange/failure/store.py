@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, wait_until
 from deepspeed_cad.threads import run_aside
 
 if TYPE_CHECKING:
@@ -102,8 +101,8 @@ class MemoryStore(dist.Store):
 
         alarm = self._alarm
         # Asked again and again, so that it ends where a server is lost.
-        if not wait_until(
-            lambda: self.check(keys) or alarm.liveness.raise_lost(), alarm.timeout_s, longest_pause_s=EXCHANGE_PAUSE_S
+        if not alarm.liveness.patiently(
+            lambda: self.check(keys), "other ranks' memory", with_servers=True, timeout_s=alarm.timeout_s
         ):
             raise CADPeerError(
                 f"rank {alarm.rank} waited {alarm.timeout_s:g} s for {', '.join(keys)} while ranks map "

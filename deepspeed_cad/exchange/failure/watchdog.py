@@ -79,14 +79,6 @@ class Alarm:
             # take this rank for the one that died.
             self.liveness.report(f"{LOST} in {waited_for}")
 
-    def wait_no_more(self, waited_for: str, found: str) -> None:
-        """Waiting cannot end, for a reason that the board gave."""
-        if self.liveness.only_lost():
-            # They do not say whom they lost, which is what a user needs to know.
-            self.time_out(waited_for, found)
-        else:
-            self.stop(f"waited for {waited_for}: {found}")
-
     def why(self) -> str:
         """What the alarm was sounded for, as far as it is known now."""
         return str(self._describe(self._waited_for, RuntimeError(self._sign), patience_s=0.0))
@@ -223,7 +215,11 @@ class Watchdog:
                 return self._let_go(now)
             index = label.index if isinstance(label, Identity) else 0
             if asks and now - since > VAIN_S and (found := board.why_hopeless(index)):
-                alarm.wait_no_more(str(label), found)
+                if board.only_lost():
+                    # They do not say whom they lost, which is what a user needs to know.
+                    alarm.time_out(str(label), found)
+                else:
+                    alarm.stop(f"waited for {label}: {found}")
                 return self._let_go(now)
 
     def _standing(self, now: float) -> Iterator[tuple[object, float]]:
