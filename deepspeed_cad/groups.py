@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness, open_board
-from deepspeed_cad.exchange.failure.roll_call import meet
+from deepspeed_cad.exchange.failure.roll_call import call_roll
 from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options
 from deepspeed_cad.server.join import Reserved, join_servers
 from deepspeed_cad.server.launch import find_role
@@ -76,7 +76,7 @@ def open_groups(
 def _open_in_place(
     config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, rank: int, ranks: int
 ) -> Groups:
-    meet(group, config.timeout_s)
+    call_roll(group, config.timeout_s)
     members = dist.get_process_group_ranks(group) if group is not None else None
     timeout = timedelta(seconds=config.timeout_s)
     try:
@@ -106,7 +106,7 @@ def _open_with_servers(
         raise CADConfigError('"servers" reserves ranks beside all of torch.distributed\'s: pass no group')
     cpu = None
     if ranks > 1:
-        meet(None, config.timeout_s)
+        call_roll(None, config.timeout_s)
         cpu = dist.new_group(timeout=timedelta(seconds=config.timeout_s), backend="gloo")
     reserved = join_servers(role, config, device)
     return Groups(cpu, reserved.group, reserved.liveness, reserved)

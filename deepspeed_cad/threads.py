@@ -11,12 +11,16 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 
 from deepspeed_cad import native
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def start_daemon(name: str, run: Callable[[], None], device: torch.device | None) -> threading.Thread:
@@ -32,6 +36,20 @@ def start_daemon(name: str, run: Callable[[], None], device: torch.device | None
     thread = threading.Thread(target=on_device, name=f"deepspeed_cad {name}", daemon=True)
     thread.start()
     return thread
+
+
+def run_aside(name: str, make: Callable[[], Result], device: torch.device | None = None) -> Future[Result]:
+    """What `make` will give, on a daemon of its own: whoever waits for it may give up, and leave the thread behind."""
+    made: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    start_daemon(name, run, device)
+    return made
 
 
 @functools.cache

@@ -267,7 +267,7 @@ class Gatherer:
         with Liveness.watch(self.liveness, what):
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
             if self.liveness is not None:
-                self.liveness.patiently(work, what, collective=self.begun)
+                self.liveness.patiently(work.is_completed, what, collective=self.begun)
             work.wait()
         return [tensor.numpy() for tensor in everyone]
 

@@ -23,31 +23,23 @@ ROUND = 1 << 32
 """Numbers in device memory have 32 bits and begin again at 0."""
 
 
-class Arrival:
-    """An exchange that is under way, to `Liveness.patiently`."""
-
-    def __init__(self, reached: Callable[[], bool], alarm: Alarm, watchdog: Watchdog) -> None:
-        """`reached` says whether it is there; it never waits."""
-        self._reached, self._alarm, self._watchdog = reached, alarm, watchdog
-
-    def is_completed(self) -> bool:
-        """Whether it is there. Raises the alarm, if it was sounded."""
-        # First this: what ends a wait by force sounds the alarm, or says that it frees, before it does so.
-        found = self._reached()
-        self._alarm.check()
-        return found and not self._watchdog.freed
-
-
 def wait_for(reached: Callable[[], bool], alarm: Alarm, watchdog: Watchdog, waited_for: object, exchange: int) -> None:
     """Wait on the host; raises ServerLostError where a server is lost before `reached`, CADPeerError as streams do.
 
-    `waited_for`: what it is, in words; `exchange`: its number.
+    `reached` says whether it is there, and never waits; `waited_for`: what it is, in words; `exchange`: its number.
     """
-    assert alarm.liveness is not None
-    arrival = Arrival(reached, alarm, watchdog)
+
+    def has_arrived() -> bool:
+        # First this: what ends a wait by force sounds the alarm, or says that it frees, before it does so.
+        found = reached()
+        alarm.check()
+        return found and not watchdog.freed
+
     # The watchdog knows how long it may last.
     with watchdog.inside(waited_for):
-        alarm.liveness.patiently(arrival, str(waited_for), exchange, with_servers=True, longest_pause_s=PAUSE_S)
+        alarm.liveness.patiently(
+            has_arrived, str(waited_for), exchange, with_servers=True, longest_pause_s=PAUSE_S
+        )  # fmt: skip
 
 
 class Numbers(Protocol):

@@ -83,8 +83,7 @@ class ComparedFirst:
         """See Carrier."""
 
     def _wait(self, work: dist.Work, identity: Identity) -> None:
-        if self.alarm.liveness is not None:
-            self.alarm.liveness.patiently(work, str(identity), identity.index, with_servers=True)
+        self.alarm.liveness.patiently(work.is_completed, str(identity), identity.index, with_servers=True)
         work.wait()
 
 

@@ -43,7 +43,7 @@ class OwnGroup:
         into = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         work = dist.all_gather(into, torch.tensor([value]), group=self.processes, async_op=True)
         if liveness is not None:
-            liveness.patiently(work, OPENING, with_servers=True)
+            liveness.patiently(work.is_completed, OPENING, with_servers=True)
         with Liveness.watch(liveness, OPENING, with_servers=True):
             work.wait()
         return [int(one) for one in into]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 from deepspeed_cad.exchange.peers import PeerGroup
 from deepspeed_cad.schedule.room import HEADROOM
@@ -52,7 +52,7 @@ class SymmetricBuffer:
 
 
 def make_buffers(
-    sizes: list[int], peers: PeerGroup, device: torch.device, meeting: Meeting, what: str
+    sizes: list[int], peers: PeerGroup, device: torch.device, roll_call: RollCall, what: str
 ) -> list[SymmetricBuffer]:
     """Buffers of the same sizes on every rank. Collective.
 
@@ -60,12 +60,9 @@ def make_buffers(
     and nothing is left behind.
     """
     memory: Any = torch if peers.handle is None else symmetric_memory()
-    tensors, problem = _allocate(memory, sizes, device, meeting.alarm.goes_on)
+    tensors, problem = _allocate(memory, sizes, device, roll_call.alarm.goes_on)
     # Before the ranks map each other's memory: who waits there for a rank that has none waits for half an hour.
-    words = meeting.hold(what, problem)
-    told = [f"rank {int(rank)}: {word}" for rank, word in zip(meeting.members, words) if word]
-    if told:
-        raise NoRoomError(f"{what} failed on {len(told)} of {len(words)} ranks. {'; '.join(told)}")
+    roll_call.agree(what, problem, NoRoomError)
     return [SymmetricBuffer(tensor, peers, device) for tensor in tensors]
 
 
@@ -102,8 +99,8 @@ def _allocate(
 class LandingArea:
     """One landing area that grows in lockstep."""
 
-    def __init__(self, label: str, peers: PeerGroup, device: torch.device, meeting: Meeting) -> None:
-        self.label, self.peers, self.device, self.meeting = label, peers, device, meeting
+    def __init__(self, label: str, peers: PeerGroup, device: torch.device, roll_call: RollCall) -> None:
+        self.label, self.peers, self.device, self.roll_call = label, peers, device, roll_call
         self.capacity = 0
         self.generation = 0
         """How often it was made anew."""
@@ -168,11 +165,11 @@ def grow_together(areas: list[tuple[LandingArea, Table]], headroom: float = HEAD
     # Copies and waits under way on this rank end here; making new buffers meets all other ranks, so afterwards nobody
     # can still write into the old ones.
     # Where servers change, another stream may wait for a trainer that waits for this one; and new areas replace none.
-    if any(area.capacity for area, _ in growing) or not first.meeting.alarm.goes_on:
+    if any(area.capacity for area, _ in growing) or not first.roll_call.alarm.goes_on:
         torch.cuda.synchronize(first.device)
     labels = ", ".join(area.label for area, _ in growing)
     what = f"the growth of landing area{'s' if len(growing) > 1 else ''} {labels}"
-    buffers = make_buffers([size for _, size in growing], first.peers, first.device, first.meeting, what)
+    buffers = make_buffers([size for _, size in growing], first.peers, first.device, first.roll_call, what)
     for (area, size), buffer in zip(growing, buffers, strict=True):
         area.take(buffer, size)
     return True

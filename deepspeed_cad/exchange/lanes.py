@@ -14,7 +14,7 @@ import torch
 
 from deepspeed_cad.exchange.copies import ALIGNMENT
 from deepspeed_cad.exchange.failure.identity import Identity
-from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.landing import LandingArea, grow_together
 from deepspeed_cad.exchange.peers import PeerGroup
 from deepspeed_cad.schedule import Schedule
@@ -68,8 +68,8 @@ class BackLane:
 class Lanes:
     """All lanes of a transport."""
 
-    def __init__(self, peers: PeerGroup, device: torch.device, meeting: Meeting) -> None:
-        self.peers, self.device, self.meeting = peers, device, meeting
+    def __init__(self, peers: PeerGroup, device: torch.device, roll_call: RollCall) -> None:
+        self.peers, self.device, self.roll_call = peers, device, roll_call
         self._out: dict[tuple[int, int], OutLane] = {}
         self._back: dict[tuple[int, int], BackLane] = {}
 
@@ -92,7 +92,7 @@ class Lanes:
 
     def _area(self, what: str, nano_batch: int, number: int) -> LandingArea:
         label = f"{what} {nano_batch}" + (f", wave {number}" if number else "")
-        return LandingArea(label, self.peers, self.device, self.meeting)
+        return LandingArea(label, self.peers, self.device, self.roll_call)
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> bool:
         """Have memory for all waves of a tick. Collective; gives whether some is new. Raises NoRoomError."""

@@ -7,18 +7,15 @@ exchanges, the sizes that they send and expect differ and NCCL may hang in the m
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
 import torch
 
-from deepspeed_cad.errors import CADError, ServerLostError
-from deepspeed_cad.exchange.failure.board import LOOK_S
+from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity
-from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.native_calls import (
@@ -31,7 +28,7 @@ from deepspeed_cad.exchange.native_calls import (
 )
 from deepspeed_cad.exchange.peers import open_store
 from deepspeed_cad.exchange.transfers import Transfers
-from deepspeed_cad.threads import start_daemon
+from deepspeed_cad.threads import run_aside
 
 NUMBER_BYTES = 8
 PRIORITY = -2
@@ -44,7 +41,7 @@ def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
     """A communicator of the ranks of a group, apart from torch's. Collective; CADPeerError where a rank is missing."""
     rank, ranks = rank_of(group), size_of(group)
     # Through the job's store: a broadcast would make a communicator of torch's own first.
-    meeting = Meeting(open_store(group, "nccl"), np.arange(ranks), rank, alarm)
+    roll_call = RollCall(open_store(group, "nccl"), np.arange(ranks), rank, alarm)
     unique_id, problem = "", ""
     try:
         library, _ = open_nccl()
@@ -52,64 +49,33 @@ def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
     except CADError as error:
         problem = str(error)
     # Nobody enters NCCL before all are here: it waits without an end for a rank that never comes.
-    meeting.agree("opening NCCL", problem)
-    unique_id = meeting.hold("opening NCCL", unique_id)[0]
-    return _in_time(
-        lambda: NcclCalls(library, bytes.fromhex(unique_id), ranks, rank),
-        lambda late: late.leave(abort=True),
-        device,
-        alarm.timeout_s,
-        alarm.lost,
-    )
+    roll_call.agree("opening NCCL", problem)
+    unique_id = roll_call.call("opening NCCL", unique_id)[0]
+    joined = run_aside("joining NCCL", lambda: NcclCalls(library, bytes.fromhex(unique_id), ranks, rank), device)
+    return _in_time(joined, alarm)
 
 
-def _in_time(
-    make: Callable[[], NcclCalls],
-    drop: Callable[[NcclCalls], None],
-    device: torch.device,
-    timeout_s: float,
-    lost: Callable[[], str] = lambda: "",
-) -> NcclCalls:
-    """What `make` gives, or an error after `timeout_s`: NCCL cannot be interrupted while it joins ranks.
+def _in_time(joined: Future[NcclCalls], alarm: Alarm) -> NcclCalls:
+    """A communicator, or an error when time is up: NCCL cannot be interrupted while it joins ranks.
 
-    `lost` says that a server is lost, and why; then it is a ServerLostError at once.
-
-    It runs on a thread of its own, which stays behind in NCCL where it must; what it makes too late is dropped.
+    Its thread stays behind in NCCL where it must, and leaves the communicator that it gets too late. ServerLostError
+    where a server is lost.
     """
-    made: list[NcclCalls] = []
-    errors: list[BaseException] = []
-    over = threading.Lock()
-    given_up = False
-
-    def run() -> None:
-        try:
-            found = make()
-        except BaseException as error:
-            errors.append(error)
-            return
-        with over:
-            if not given_up:
-                made.append(found)
-                return
-        drop(found)
-
-    thread = start_daemon("joining NCCL", run, device)
-    end, why = time.monotonic() + timeout_s, ""
-    while thread.is_alive() and not why and (left := end - time.monotonic()) > 0:
-        thread.join(min(left, LOOK_S))
-        why = lost()
-    with over:
-        given_up = True
-    if errors:
-        raise errors[0]
-    if not made and why:
-        raise ServerLostError(why)
-    if not made:
+    try:
+        if alarm.liveness.patiently(joined.done, "opening NCCL", with_servers=True, timeout_s=alarm.timeout_s):
+            return joined.result()
         raise UnreachedError(
-            f"NCCL did not join the ranks within {timeout_s:g} s, though all of them were there: they cannot reach "
-            "each other. Set NCCL_SOCKET_IFNAME to the network that connects the hosts; NCCL_DEBUG=INFO says more"
+            f"NCCL did not join the ranks within {alarm.timeout_s:g} s, though all of them were there: they cannot "
+            "reach each other. Set NCCL_SOCKET_IFNAME to the network that connects the hosts; NCCL_DEBUG=INFO says more"
         )
-    return made[0]
+    except (UnreachedError, CADPeerError):
+        joined.add_done_callback(_leave)
+        raise
+
+
+def _leave(late: Future[NcclCalls]) -> None:
+    if late.exception() is None:
+        late.result().leave(abort=True)
 
 
 class TwoWays:

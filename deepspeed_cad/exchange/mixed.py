@@ -23,7 +23,7 @@ import torch
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Moment
-from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.landing import NoRoomError
@@ -80,7 +80,7 @@ class MixedTransport(NvlinkTransport):
         self._near = np.array(near)
         self._room: dict[tuple[int, ...], int] = {}
         """Bytes that landing areas of every host were made for, the same on all ranks; see `_growing`."""
-        self._hosts_meet = Meeting(open_store(group, "room"), np.arange(len(near)), rank_of(group), alarm)
+        self._hosts_roll_call = RollCall(open_store(group, "room"), np.arange(len(near)), rank_of(group), alarm)
         self._far: WeakKeyDictionary[Schedule, tuple[_Far, _Far]] = WeakKeyDictionary()
 
     def dispatch(
@@ -123,7 +123,7 @@ class MixedTransport(NvlinkTransport):
             if problem:
                 raise CADError(problem)
             return
-        told = [word for word in self._hosts_meet.hold("memory on all hosts", problem) if word]
+        told = [word for word in self._hosts_roll_call.call("memory on all hosts", problem) if word]
         if told:
             raise NoRoomError(" ".join(dict.fromkeys(told)))
         self._room.update(growing)

@@ -59,7 +59,7 @@ class NcclTransport:
         self.transfers: Transfers | None = None
         self.register = Register()
         self._alarm = Alarm(self.rank, liveness, timeout_s)
-        self._two_ways = has_ways_apart(group, self._alarm.may_change)
+        self._two_ways = has_ways_apart(group, self._alarm.liveness.may_change)
         self.messages = TwoWays(group, device, self._alarm, several_hosts or self._two_ways)
         self.stream: torch.cuda.Stream | None = None
         """Where the messages of the newest exchange end: for timelines."""

@@ -48,7 +48,7 @@ from deepspeed_cad.exchange.copies import (
 )
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, Moment, Register
-from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
 from deepspeed_cad.exchange.landing import LandingArea, make_buffers
@@ -149,11 +149,11 @@ class NvlinkTransport:
         self.transfers: Transfers | None = None
         self.register = Register()
         self._alarm = alarm
-        self._meeting = Meeting(peers.store, peers.members, peers.place, alarm)
+        self._roll_call = RollCall(peers.store, peers.members, peers.place, alarm)
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()
             self.calls: CudaCalls = cuda_calls()
-            streams = [torch.cuda.Stream(device) for _ in range(1 + has_ways_apart(group, alarm.may_change))]
+            streams = [torch.cuda.Stream(device) for _ in range(1 + has_ways_apart(group, alarm.liveness.may_change))]
             self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
             # The kernel that spoils what landed is loaded now: a first launch may need the GPU to be idle.
             torch.empty(PAGE, dtype=torch.uint8, device=device).fill_(255)
@@ -163,7 +163,7 @@ class NvlinkTransport:
         flags = FLAG_BYTES * self.ranks
         ahead = -(-len(streams) * flags // PAGE) * PAGE
         size = ahead + RING * whole * NAME_BYTES
-        self._flags = make_buffers([size], peers, device, self._meeting, "making flags for exchanges")[0]
+        self._flags = make_buffers([size], peers, device, self._roll_call, "making flags for exchanges")[0]
         here = self._flags.addresses[self.place] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
         ways = [
             _Way(stream, self._flags.addresses + FLAG_BYTES * self.place + number * flags, here + number * flags)
@@ -177,7 +177,7 @@ class NvlinkTransport:
         with torch.cuda.device(device):
             self._comparison = Comparison(names, self.rank)
         self._neighbours: Sequence[int] = [int(rank) for rank in peers.members if rank != self.rank]
-        self._lanes = Lanes(peers, device, self._meeting)
+        self._lanes = Lanes(peers, device, self._roll_call)
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
         self._watchdog = Watchdog(alarm, self._give_up, device, self._comparison)
         self._reader: Reader | None = None

@@ -19,7 +19,7 @@ from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.exchange.failure.store import PatientStore
 from deepspeed_cad.exchange.group import OwnGroup, make_group
-from deepspeed_cad.server.rendezvous import LOOK_S, PREFIX, Abandoned, Hello, Rendezvous, open_store
+from deepspeed_cad.server.rendezvous import PREFIX, Abandoned, Hello, Rendezvous, open_store
 from deepspeed_cad.server.split import Split
 
 JOB = "job"
@@ -38,13 +38,13 @@ def open_board(meeting: Rendezvous, split: Split, config: CADConfig) -> Liveness
 def wait_to_be_asked_in(liveness: Liveness) -> None:
     """A server that came later, until trainers come to a step in which it takes part; raises as `look_for_end`."""
     asked = f"{ASKED}/{liveness.rank}"
-    wait_until(lambda: read_board(liveness, asked), math.inf, LOOK_S, partial(look_for_end, liveness))
+    wait_until(lambda: liveness.look_up(asked), math.inf, partial(look_for_end, liveness))
 
 
 def look_for_end(liveness: Liveness) -> None:
     """For a server that came later and waits for trainers. Raises Abandoned where the training has ended, CADPeerError
     where trainers go on without this server."""
-    if reason := read_board(liveness, f"{GIVEN_UP}/{liveness.rank}"):
+    if reason := liveness.look_up(f"{GIVEN_UP}/{liveness.rank}"):
         raise CADPeerError(f"the trainers go on without it: {reason}")
     try:
         ended = liveness.store.check([LEFT])
@@ -52,14 +52,6 @@ def look_for_end(liveness: Liveness) -> None:
         ended = True
     if ended or liveness.why_hopeless():
         raise Abandoned("the training ended before it came to a step that this server could take part in")
-
-
-def read_board(liveness: Liveness, key: str) -> str:
-    """What is under a key of the board; "" where nothing is, or the board is gone."""
-    try:
-        return liveness.store.get(key).decode() if liveness.store.check([key]) else ""
-    except (RuntimeError, OSError):
-        return ""
 
 
 def open_group(split: Split, liveness: Liveness, device: torch.device, timeout_s: float) -> OwnGroup:
@@ -84,7 +76,7 @@ def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None, vers
     another launch, has all of them, or is configured otherwise than `config`.
     """
     store = dist.PrefixStore(PREFIX, open_store(rendezvous, timeout_s))
-    if not wait_until(lambda: store.check([JOB]), timeout_s, LOOK_S):
+    if not wait_until(lambda: store.check([JOB]), timeout_s):
         raise CADPeerError(
             f"the store at {rendezvous} is there, but no training with reserved servers came to it within "
             f'{timeout_s:g} s. Its "cad" block must say {{"servers": {{"joined": n}}}}'

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,15 +21,13 @@ import torch.distributed as dist
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
 from deepspeed_cad.exchange.failure.patience import wait_until
+from deepspeed_cad.exchange.failure.roll_call import missing
 from deepspeed_cad.server.handshake import Door
 from deepspeed_cad.server.split import Split
 
 logger = logging.getLogger("deepspeed_cad")
 
 PREFIX = "deepspeed_cad/servers"
-LOOK_S = 0.05
-PATIENCE_S = 10.0
-"""Seconds of waiting after which absent ranks are named."""
 REFUSED = "refused"
 CAME = "came"
 """Numbers of servers that came when the job ran, in one value: each adds its own by one call, or has not come."""
@@ -85,18 +83,22 @@ class Rendezvous:
     def meet(self, mine: Hello) -> list[Hello]:
         """What every rank says. A trainer waits `timeout_s` for servers; a server as long as trainers may come."""
         self.root.set(f"hello/{mine.rank}", json.dumps(asdict(mine)))
-        ranks = range(self.split.ranks)
-        began, warned = time.monotonic(), False
-        while missing := [rank for rank in ranks if not self.has(f"hello/{rank}")]:
+        keys = {rank: f"hello/{rank}" for rank in range(self.split.ranks)}
+
+        limit = math.inf if self.split.is_server else self.timeout_s
+
+        def warn(waited_s: float) -> None:
+            if not self.split.is_server:
+                absent = self._name(missing(keys, self.has))
+                logger.warning("rank %d has waited %.0f s for %s", mine.rank, waited_s, absent)
+
+        def are_here() -> bool:
             self._look_for_refusal()
-            waited = time.monotonic() - began
-            if not self.split.is_server and waited > self.timeout_s:
-                self.refuse(f"{self._name(missing)} did not come within {self.timeout_s:g} s")
-            if not warned and not self.split.is_server and waited > PATIENCE_S:
-                warned = True
-                logger.warning("rank %d has waited %.0f s for %s", mine.rank, PATIENCE_S, self._name(missing))
-            time.sleep(LOOK_S)
-        said = [self.hear(rank) for rank in ranks]
+            return self.has([*keys.values()])
+
+        if not wait_until(are_here, limit, when_late=warn):
+            self.refuse(f"{self._name(missing(keys, self.has))} did not come within {limit:g} s")
+        said = [self.hear(rank) for rank in keys]
         self._look_for_refusal()
         if problem := compare(said):
             raise CADConfigError(problem)
@@ -110,7 +112,7 @@ class Rendezvous:
 
     def who_came(self) -> list[int]:
         """The numbers of servers that came later, in their order."""
-        return list(map(int, self.root.get(CAME).split())) if self.has(CAME) else []
+        return list(map(int, self.root.get(CAME).split())) if self.has([CAME]) else []
 
     def hear(self, rank: int) -> Hello:
         """What a rank said when it came."""
@@ -125,7 +127,7 @@ class Rendezvous:
     def find_door(self, server: int, timeout_s: float) -> Door:
         """Where a server listens that was met. CADPeerError where it does not say so in time, or cannot listen."""
         key = f"door/{server}"
-        if not wait_until(lambda: self.has(key), timeout_s, LOOK_S):
+        if not wait_until(lambda: self.has([key]), timeout_s):
             what = self.hear(server).what
             raise CADPeerError(f"{what} came and did not listen within {timeout_s:g} s: it died or hangs")
         if isinstance(said := json.loads(self.root.get(key)), str):
@@ -141,20 +143,20 @@ class Rendezvous:
         """This trainer ends without having met the servers; `reason` is empty where it ended well. The first word
         counts: the exit code of a process that an error ended comes after the error."""
         left = f"left/{self.split.rank}"
-        if not self.has(left):
+        if not self.has([left]):
             self.root.set(left, reason)
 
-    def has(self, key: str) -> bool:
-        """Whether a key is there."""
-        return _ask(lambda: self.root.check([key]))
+    def has(self, keys: list[str]) -> bool:
+        """Whether keys are there."""
+        return _ask(lambda: self.root.check(keys))
 
     def _look_for_refusal(self) -> None:
-        if self.has(REFUSED):
+        if self.has([REFUSED]):
             raise CADConfigError(self.root.get(REFUSED).decode())
         if not self.split.is_server:
             return
         for rank in range(self.split.trainers):
-            if self.has(f"left/{rank}"):
+            if self.has([f"left/{rank}"]):
                 reason = self.root.get(f"left/{rank}").decode()
                 words = f"trainer {rank} ended without having trained with CAD"
                 raise CADPeerError(f"{words}: {reason}") if reason else Abandoned(words)

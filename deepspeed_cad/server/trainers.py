@@ -6,6 +6,7 @@ In: what trainers send, that a socket closes, and the error board. Out: orders f
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import selectors
 import socket
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.server.meeting import GIVEN_UP, read_board
+from deepspeed_cad.exchange.failure.patience import wait_until
+from deepspeed_cad.server.meeting import GIVEN_UP
 from deepspeed_cad.server.orders import BUSY, FAILED, LEAVE, REGROUP, TO_SERVERS
 from deepspeed_cad.server.wire import MOST_REASON, Frame, Inbox, encode
 from deepspeed_cad.threads import start_daemon
@@ -86,9 +88,7 @@ class TrainerLinks:
 
     def wait(self) -> str:
         """See exchange.failure.board.Losses: whoever is to blame, trainers agree on it, or end."""
-        while not (why := self.why()):
-            time.sleep(0.02)
-        return why
+        return wait_until(self.why, math.inf)
 
     def wait_for_reason(self, seconds: float) -> str:
         """Why trainers cannot go on, as far as it is known by then."""
@@ -145,20 +145,18 @@ class TrainerLinks:
             self._end(self._first_cause(stopped))
 
     def _is_given_up(self) -> bool:
-        reason = read_board(self.liveness, f"{GIVEN_UP}/{self.rank}")
+        reason = self.liveness.look_up(f"{GIVEN_UP}/{self.rank}")
         if reason:
             self._end(f"the trainers go on without it: {reason}", for_all=False)
         return bool(reason)
 
     def _explain(self, trainer: int, error: OSError) -> None:
         """The connection to a trainer has ended."""
-        end = time.monotonic() + GRACE_S
-        while time.monotonic() < end:
-            if self._is_given_up():
-                return
-            if said := self._said(trainer):
-                return self._end(f"trainer {trainer} stopped: {said}")
-            time.sleep(0.1)
+        said = wait_until(lambda: self._is_given_up() or self._said(trainer), GRACE_S)
+        if isinstance(said, str) and said:
+            return self._end(f"trainer {trainer} stopped: {said}")
+        if said:
+            return  # given up
         died = isinstance(error, ConnectionError)
         try:
             # For the others, which may wait for it too.
@@ -177,7 +175,7 @@ class TrainerLinks:
         return f"trainer {trainer} stopped: {words[trainer]}"
 
     def _said(self, trainer: int) -> str:
-        return read_board(self.liveness, f"error/{trainer}")
+        return self.liveness.look_up(f"error/{trainer}")
 
     def _end(self, reason: str, for_all: bool = True) -> None:
         """`for_all`: the reason ends the trainers too."""

@@ -11,7 +11,7 @@ from pool import WorkerPool
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.failure import roll_call as meet
+from deepspeed_cad.exchange.failure import patience, roll_call
 
 
 def _tell(rank: int) -> None:
@@ -24,12 +24,12 @@ def _wait_until_told(ranks: list[int]) -> None:
 
 
 def _together(rank: int, world: int, without: list[int]) -> str:
-    meet.PATIENCE_S = 0.3
+    patience.LATE_S = roll_call.LATE_S = 0.3
     if rank in without:
         dist.barrier()
         return ""
     try:
-        with meet.together():
+        with roll_call.together():
             dist.barrier()
     except CADPeerError as error:
         return str(error)
@@ -49,7 +49,7 @@ def test_after_a_common_call_absent_ranks_are_named(workers: WorkerPool, without
 
 def _fails_inside(rank: int, world: int) -> str:
     try:
-        with meet.together():
+        with roll_call.together():
             raise ValueError("of the call itself")
     except ValueError as error:
         return str(error)
@@ -62,34 +62,34 @@ def test_an_error_of_the_call_itself_goes_through(workers: WorkerPool) -> None:
 def _meet(rank: int, world: int, late: int, timeout_s: float) -> tuple[str, str]:
     """What a rank warned of, and its error; the late one comes when all others have said one or the other. Nobody is
     impatient before all but that one are here."""
-    meet.PATIENCE_S = 1.0
+    before, patience.LATE_S, roll_call.LATE_S = patience.LATE_S, 1.0, 1.0
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: (said.append(record.getMessage()), _tell(rank))
-    store, wait = dist.distributed_c10d._get_default_store(), meet._wait
+    store, wait = dist.distributed_c10d._get_default_store(), roll_call.wait_until
 
-    def wait_together(is_done: Any, seconds: float) -> bool:
-        turn = meet._store().add(f"sessions/{rank}", 0)
+    def wait_together(*given: Any, **named: Any) -> bool:
+        turn = roll_call._store().add(f"sessions/{rank}", 0)
         store.set(f"waits/{rank}/{turn}", "")
         others = [other for other in range(world) if turn > 1 or late not in (rank, other)]
         store.wait([f"waits/{other}/{turn}" for other in others])
-        return wait(is_done, seconds)
+        return wait(*given, **named)
 
-    meet.logger.addHandler(handler)
-    meet._wait = wait_together
+    roll_call.logger.addHandler(handler)
+    roll_call.wait_until = wait_together
     try:
         if rank == late:
             _wait_until_told([other for other in range(world) if other != late])
-            if timeout_s < meet.PATIENCE_S + 1:
+            if timeout_s < roll_call.LATE_S + 1:
                 return "", "never came"
-        meet.meet(None, timeout_s)
-        meet.meet(None, timeout_s)  # a second session of the same processes
+        roll_call.call_roll(None, timeout_s)
+        roll_call.call_roll(None, timeout_s)  # a second session of the same processes
     except CADPeerError as error:
         _tell(rank)
         return " ".join(said), str(error)
     finally:
-        meet._wait = wait
-        meet.logger.removeHandler(handler)
+        roll_call.wait_until, patience.LATE_S, roll_call.LATE_S = wait, before, before
+        roll_call.logger.removeHandler(handler)
     return " ".join(said), ""
 
 
@@ -114,7 +114,7 @@ def _deepspeed(rank: int, world: int) -> str:
     import deepspeed
     import training
 
-    meet.PATIENCE_S = 0.5
+    patience.LATE_S = roll_call.LATE_S = 0.5
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed_cad.install()
     config: dict[str, Any] = {
@@ -148,7 +148,7 @@ def test_a_session_meets_before_it_opens_groups(workers: WorkerPool) -> None:
 def _session(rank: int, world: int) -> str:
     import training
 
-    meet.PATIENCE_S = 0.2
+    patience.LATE_S = roll_call.LATE_S = 0.2
     if rank == 1:
         _wait_until_told([0])
         return "absent"

@@ -84,10 +84,10 @@ def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int
     Gives how often this rank told that it is blocked, and how often it asked from an exchange whether others are.
     """
     from deepspeed_cad.ahead import worker
-    from deepspeed_cad.exchange.failure import board as liveness
+    from deepspeed_cad.exchange.failure import patience
 
     model, reference = _model(), training.tiny_llama()
-    session, before = deepspeed_cad.current_session(), (worker.TELL_S, liveness.LOOK_S)
+    session, before = deepspeed_cad.current_session(), (worker.TELL_S, patience.LOOK_S)
     board, store = session.liveness, torch.distributed.distributed_c10d._get_default_store()
     block, standstill, plan_tick = board.block, board._standstill, session.plans.plan_tick
 
@@ -115,7 +115,7 @@ def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int
     board.block = lambda *given: (store.add(f"told/{rank}", 1), block(*given))
     board._standstill = lambda exchange: (exchange and store.add(f"asked/{rank}", 1), standstill(exchange))[1]
     session.plans.plan_tick = slow_plan
-    worker.TELL_S, liveness.LOOK_S = 0.02, 0.03
+    worker.TELL_S, patience.LOOK_S = 0.02, 0.03
     try:
         for i, batch in enumerate(session.look_ahead(batches(), model) if ahead else batches()):
             if i == 8:
@@ -123,7 +123,7 @@ def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int
                     training.loss_sum(model, training.pack(_documents(rank, 9)))
             _step(model, reference, rank, batch, (lambda: is_slow("asked")) if i == 5 + rank else lambda: None)
     finally:
-        worker.TELL_S, liveness.LOOK_S = before
+        worker.TELL_S, patience.LOOK_S = before
         session.plans.plan_tick = plan_tick
     return store.add(f"told/{rank}", 0), store.add(f"asked/{rank}", 0)
 

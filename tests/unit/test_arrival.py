@@ -4,7 +4,6 @@ not shown here; when the host goes on, stops, or says that a server is lost is."
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
 import weakref
@@ -24,7 +23,7 @@ from deepspeed_cad.exchange.arrival import Reader, wait_for
 from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Comparison
-from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.store import MemoryStore
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import OwnGroup, has_ways_apart
@@ -32,6 +31,7 @@ from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.server import meeting
+from deepspeed_cad.threads import run_aside
 
 
 class Losses:
@@ -198,24 +198,23 @@ def test_a_call_that_fails_with_a_server_says_so() -> None:
 
 def test_nobody_waits_for_a_lost_server_to_make_memory() -> None:
     side = Side(timeout_s=300.0)
-    one = Meeting(dist.HashStore(), np.arange(2), 0, side.alarm)
+    one = RollCall(dist.HashStore(), np.arange(2), 0, side.alarm)
     threading.Timer(0.1, lambda: setattr(side.losses, "reason", "server 1 ended")).start()
     with pytest.raises(ServerLostError):
-        one.hold("making it")
+        one.call("making it")
 
 
-def test_nobody_waits_for_a_lost_server_to_join_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "LOOK_S", 0.05)
-    late, joined, looks = threading.Event(), [], itertools.count()
+def test_nobody_waits_for_a_lost_server_to_join_nccl() -> None:
+    late, left, side = threading.Event(), [], Side(timeout_s=300.0)
+    calls = SimpleNamespace(leave=lambda abort: left.append(abort))
+    joined = run_aside("late", lambda: late.wait() and calls)
+    side.losses.reason = "server 1 ended"
     with pytest.raises(ServerLostError, match="server 1"):
-        messages._in_time(
-            lambda: late.wait() and SimpleNamespace(name="late"), joined.append, torch.device("cpu"), 300.0,
-            lambda: "server 1 ended" * (next(looks) > 1),
-        )  # fmt: skip
+        messages._in_time(joined, side.alarm)  # type: ignore[arg-type]
     late.set()
-    while not joined:
+    while not left:
         time.sleep(0.01)
-    assert joined[0].name == "late", "what was made too late is dropped"
+    assert left == [True], "what was made too late is left"
 
 
 def test_a_communicator_is_left_once() -> None:
@@ -386,6 +385,6 @@ def test_ways_are_apart_only_where_no_server_may_be_lost(monkeypatch: pytest.Mon
     liveness = meeting.open_board(at, split, config)  # type: ignore[arg-type]
     alarm = Alarm(0, liveness, 5.0)
     assert liveness.losses is None and not alarm.goes_on
-    assert alarm.may_change == (on_failure == "continue")
-    assert has_ways_apart(object.__new__(OwnGroup), alarm.may_change) == (on_failure == "stop")
+    assert liveness.may_change == (on_failure == "continue")
+    assert has_ways_apart(object.__new__(OwnGroup), liveness.may_change) == (on_failure == "stop")
     assert not has_ways_apart(cast(Any, object()), False), "in place"

@@ -302,10 +302,10 @@ def test_all_hosts_hear_where_one_lacks_memory(network: Network, monkeypatch: py
     others = [""]
 
     def meet(rank: int) -> SimpleNamespace:
-        return SimpleNamespace(hold=lambda what, word: met.append((rank, word)) or [word, *others])
+        return SimpleNamespace(call=lambda what, word: met.append((rank, word)) or [word, *others])
 
     for rank, transport in enumerate(transports):
-        transport._hosts_meet = meet(rank)  # type: ignore[assignment]
+        transport._hosts_roll_call = meet(rank)  # type: ignore[assignment]
     plans = make_schedules(4, 5, 900)  # seed 5 serves all on rank 1
     room = Room(0, (512, 192), (516, 192))
     for schedule, transport in zip(plans, transports, strict=True):

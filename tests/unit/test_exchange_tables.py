@@ -32,8 +32,7 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.failure import board as liveness
-from deepspeed_cad.exchange.failure import watchdog
+from deepspeed_cad.exchange.failure import board, watchdog
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Comparison, Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
@@ -276,7 +275,7 @@ def test_the_watchdogs_thread_has_ended_when_it_is_closed() -> None:
 
 
 def test_the_watchdog_reports_a_wait_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(board, "WORDS_S", 0.1)
     watched = Watched(0.1)
     slow = FakeEvent(False)
     watched.dog.track(FakeEvent(True), FakeEvent(True), "exchange 1")
@@ -342,9 +341,9 @@ def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(monkeypatc
 
 def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of three waits for rank 2, and its training thread is stuck with the GPU: the watchdog tells rank 1."""
-    monkeypatch.setattr(liveness, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(board, "WORDS_S", 0.1)
     monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
-    monkeypatch.setattr(watchdog, "BOARD_S", 0.02)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.02)
     first, second = Watched(0.1), Watched(60.0)
     for rank, watched in enumerate((first, second)):
         watched.alarm.liveness = Liveness(first.board, rank, 3)
@@ -360,7 +359,7 @@ def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died(monkeypatch: p
 
 def test_a_wait_is_in_vain_where_a_rank_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
-    monkeypatch.setattr(watchdog, "BOARD_S", 0.02)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.02)
     watched = Watched(60.0)
     watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
     time.sleep(0.3)
@@ -377,7 +376,7 @@ def test_a_wait_is_in_vain_where_a_rank_waits_elsewhere(
     monkeypatch: pytest.MonkeyPatch, at_host: bool, exchange: int, ends: bool
 ) -> None:
     monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
-    monkeypatch.setattr(watchdog, "BOARD_S", 0.02)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.02)
     watched, other = Watched(60.0), Liveness(dist.HashStore(), 1, 2)
     watched.alarm.liveness.idle_after, other.started, other.store = lambda: 8, lambda: 4, watched.board
     other.block(9, "document lengths")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.failure import board as liveness
+from deepspeed_cad.exchange.failure import board as room
+from deepspeed_cad.exchange.failure import patience
 from deepspeed_cad.exchange.failure.board import LOST, Liveness
 
 
@@ -37,11 +36,11 @@ def test_a_rank_that_stopped_or_closed_is_named() -> None:
 
 
 def test_who_died_is_named_and_not_who_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(liveness, "LOOK_S", 0.01)
+    monkeypatch.setattr(room, "WORDS_S", 0.2)
+    monkeypatch.setattr(patience, "LOOK_S", 0.01)
     store = dist.HashStore()
     board = [Liveness(store, rank, 4) for rank in range(4)]
     for rank in (0, 2):
         board[rank].report(f"{LOST} in the lengths")
     with pytest.raises(CADPeerError, match=r"rank 1 waited for the lengths: rank 3 died or hangs"):
-        board[1].patiently(SimpleNamespace(is_completed=lambda: False), "the lengths")  # type: ignore[arg-type]
+        board[1].patiently(lambda: False, "the lengths")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landing, messages
-from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.landing import LandingArea, NoRoomError, grow_together
 from deepspeed_cad.exchange.native_calls import NativeCallError
@@ -33,31 +33,31 @@ def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
         return [future.exception() or future.result() for future in futures]
 
 
-def meeting(store: dist.Store, rank: int, members: list[int], timeout_s: float = 60.0) -> Meeting:
-    return Meeting(store, np.array(members), rank, Alarm(members[rank], None, timeout_s))
+def meeting(store: dist.Store, rank: int, members: list[int], timeout_s: float = 60.0) -> RollCall:
+    return RollCall(store, np.array(members), rank, Alarm(members[rank], None, timeout_s))
 
 
 def test_every_member_reads_the_words_of_all() -> None:
     store = dist.HashStore()
     meetings = [meeting(store, rank, [3, 5]) for rank in range(2)]
     for word in ("", "a b"):
-        assert on_ranks(lambda rank, word=word: meetings[rank].hold("it", f"{word}{rank}"), 2) == (
+        assert on_ranks(lambda rank, word=word: meetings[rank].call("it", f"{word}{rank}"), 2) == (
             [[f"{word}0", f"{word}1"]] * 2
         )  # fmt: skip
-    assert Meeting(None, np.arange(1), 0, Alarm(0, None, 1.0)).hold("it", "alone") == ["alone"]
+    assert RollCall(None, np.arange(1), 0, Alarm(0, None, 1.0)).call("it", "alone") == ["alone"]
 
 
 def test_a_meeting_does_not_wait_for_ever_and_names_who_is_missing() -> None:
     one = meeting(dist.HashStore(), 1, [4, 6, 9], 0.2)
     with pytest.raises(CADPeerError, match=r"rank 6 waited for making it: ranks \[4, 9\] did not come within 0.2 s"):
-        one.hold("making it")
+        one.call("making it")
 
 
 def test_a_meeting_ends_where_the_alarm_sounds() -> None:
     one = meeting(dist.HashStore(), 0, [0, 1])
     threading.Timer(0.1, lambda: one.alarm.stop("ranks differ")).start()
     with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
-        one.hold("making it")
+        one.call("making it")
 
 
 @pytest.fixture()
@@ -137,7 +137,7 @@ def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace) ->
             grow_together([(area, np.array([100, 200])) for area in areas])
         assert not gpus.met and all(area.capacity == 0 and area.generation == 0 for area in areas)
         gpus.has[rank] = 0
-        meet.hold("all have looked")
+        meet.call("all have looked")
         assert grow_together([(area, np.array([100, 200])) for area in areas[:2]])
         assert [area.capacity for area in areas] == [landing.GRAIN] * 2 + [0]
         assert not grow_together([(area, np.array([landing.GRAIN, 1])) for area in areas[:2]]), "they hold that"
@@ -199,14 +199,6 @@ def test_a_rank_without_nccl_is_named_by_all(nccl: pytest.MonkeyPatch) -> None:
     nccl.setattr(messages, "open_nccl", missing)
     for error in on_ranks(join, 2):
         assert isinstance(error, CADError) and "opening NCCL failed on 1 of 2 ranks" in str(error), error
-
-
-def test_joining_may_take_its_time() -> None:
-    def make() -> Any:
-        time.sleep(0.05)
-        return "made"
-
-    assert messages._in_time(make, lambda found: pytest.fail("in time"), CPU, 5.0) == "made"
 
 
 def test_joining_ends_in_time_and_what_comes_too_late_is_left(nccl: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from deepspeed_cad.exchange.failure import patience
-from deepspeed_cad.exchange.failure.patience import wait_until
+from deepspeed_cad.exchange.failure.patience import LATE_S, LOOK_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -20,26 +20,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_what_is_there_is_given_at_once(clock: list[float]) -> None:
-    assert wait_until(lambda: "here", 0.0, 1.0) == "here" and clock == [0.0]
+    assert wait_until(lambda: "here", 0.0) == "here" and clock == [0.0]
 
 
-def test_it_is_asked_until_it_is_there(clock: list[float]) -> None:
-    assert wait_until(lambda: len(clock) if clock[-1] >= 3 else 0, math.inf, 0.25) == 13
+@pytest.mark.parametrize(("there_s", "longest_pause_s"), [(1e-4, 0.25), (0.1, 0.25), (60.0, 0.25), (0.1, 1e-3)])
+def test_nobody_waits_much_longer_than_is_needed(clock: list[float], there_s: float, longest_pause_s: float) -> None:
+    assert wait_until(lambda: clock[-1] >= there_s, math.inf, longest_pause_s=longest_pause_s)
+    assert clock[-1] - there_s <= min(max(there_s / 8, 20e-6), longest_pause_s) + 1e-9
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 1.0])
 def test_time_is_up_and_it_was_asked_again(clock: list[float], timeout_s: float) -> None:
-    assert wait_until(lambda: "", timeout_s, 0.25) == "" and timeout_s <= clock[-1] <= timeout_s + 0.25
+    assert wait_until(lambda: "", timeout_s) == "" and timeout_s <= clock[-1] <= timeout_s + 0.25
 
 
-def test_it_looks_around_now_and_then(clock: list[float]) -> None:
-    looked: list[float] = []
+def test_it_looks_around_now_and_then_and_says_once_that_it_is_late(clock: list[float]) -> None:
+    looked, late = [0.0], []
 
     def look_around() -> None:
         looked.append(clock[-1])
-        if clock[-1] > 2:
+        if clock[-1] > 2 * LATE_S:
             raise LookupError
 
     with pytest.raises(LookupError):
-        wait_until(lambda: False, math.inf, 0.25, look_around)
-    assert looked == [0.75, 1.5, 2.25]
+        wait_until(lambda: False, math.inf, look_around, when_late=late.append)
+    assert all(LOOK_S <= after - before < 2 * LOOK_S for before, after in zip(looked, looked[1:]))
+    assert len(late) == 1 and LATE_S < late[0] < LATE_S + 0.3

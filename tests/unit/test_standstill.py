@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,10 @@ from deepspeed_cad.ahead import worker as worker_room
 from deepspeed_cad.ahead.gather import Gatherer, Said, Subject, What
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.failure import board as liveness_room
-from deepspeed_cad.exchange.failure import patience
-from deepspeed_cad.exchange.failure.board import Blocked, Liveness
-from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure import board, patience
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-
-
-def test_a_line_of_the_board_is_read_as_it_was_written() -> None:
-    blocked = Blocked(4, 9, "document lengths at the forward number 3")
-    assert Blocked.from_text(blocked.to_text()) == blocked
 
 
 def boards(ranks: int = 2, idle_after: int | None = 8) -> list[Liveness]:
@@ -71,21 +64,14 @@ def test_a_rank_does_not_wait_for_itself() -> None:
     assert made[1].why_hopeless(5) == ""
 
 
-class Never:
-    """Communication that does not end."""
-
-    def is_completed(self) -> bool:
-        return False
-
-
 def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness_room, "LOOK_S", 0.02)
+    monkeypatch.setattr(patience, "LOOK_S", 0.02)
     made = boards()
     threads, errors = [], {}
 
     def wait(rank: int, *what: Any) -> None:
         with pytest.raises(CADPeerError) as caught:
-            made[rank].patiently(Never(), *what)  # type: ignore[arg-type]
+            made[rank].patiently(lambda: False, *what)
         errors[rank] = str(caught.value)
 
     for given in ((0, "exchange 5", 5), (1, "the other ranks' lengths")):
@@ -102,14 +88,14 @@ def test_a_meeting_before_an_exchange_ends_as_the_exchange_would(monkeypatch: py
     monkeypatch.setattr(patience, "LOOK_S", 0.02)
     made = boards()
     made[0].started = lambda: 3
-    early = Meeting(dist.HashStore(), np.arange(2), 0, Alarm(0, made[0], 0.3))
-    monkeypatch.setattr(liveness_room, "PATIENCE_S", 0.1)
+    early = RollCall(dist.HashStore(), np.arange(2), 0, Alarm(0, made[0], 0.3))
+    monkeypatch.setattr(board, "WORDS_S", 0.1)
     with pytest.raises(CADPeerError, match=r"ranks \[1\] did not come within 0.3 s"):
-        early.hold("growing")
+        early.call("growing")
     made = boards()
     made[0].started = lambda: 4
-    with pytest.raises(CADPeerError, match="rank 0 stopped: waited for growing: rank 1 waits for the other ranks' doc"):
-        Meeting(dist.HashStore(), np.arange(2), 0, Alarm(0, made[0], 30.0)).hold("growing")
+    with pytest.raises(CADPeerError, match="rank 0 waited for growing: rank 1 waits for the other ranks' doc"):
+        RollCall(dist.HashStore(), np.arange(2), 0, Alarm(0, made[0], 30.0)).call("growing")
 
 
 # What this rank knows of itself
@@ -166,11 +152,3 @@ def test_collectives_are_counted_as_they_begin(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(CADPeerError):
         gatherer.gather(subjects[0])
     assert gatherer.begun == 2, "nobody met"
-
-
-def test_ranks_without_a_board_have_nothing_to_watch() -> None:
-    assert Alarm(0, None, 1.0).in_vain() == ""
-    seen: list[int] = []
-    board = SimpleNamespace(why_hopeless=lambda exchange: seen.append(exchange) or "", started=lambda: 6)
-    alarm = Alarm(0, board, 1.0)  # type: ignore[arg-type]
-    assert (alarm.in_vain(4), alarm.in_vain(0), alarm.in_vain()) == ("", "", "") and seen == [4, 0, 7]

@@ -1,13 +1,12 @@
-"""Who is missing when an exchange fails: turns a communication error into one that names the rank.
+"""The error board: what every rank says of itself on the job's store, and who is missing when an exchange fails.
 
-Every rank that meets an error writes a line into the job's store; the ranks that do not write one within a few
-seconds are those that died or hang. Ranks that stopped with an error of their own are quoted.
+A rank that meets an error writes a line; ranks that do not write one within a few seconds are those that died or hang.
+Ranks that stopped with an error of their own are quoted. In: what this rank does, and a wait that does not end. Out:
+one error that names the ranks to blame.
 
-Ranks may also wait for each other in two places: one for lengths or a plan, another one for it in an exchange.
-
-A forward that only one rank runs asks the others for their documents, and they wait for that rank in an exchange which
-it starts after that forward: neither ends. In: what a rank whose training thread is blocked has left on the board. Out:
-whether this rank, which waits in an exchange, is the one that it waits for.
+Two ranks may also wait for each other in two places: a forward that only one rank runs asks the others for their
+documents, and they wait for that rank in an exchange which it starts after that forward. Neither ends. So a rank whose
+training thread is blocked leaves there how far it has come, and whoever waits in an exchange looks (`_standstill`).
 
 Why this is never said of a rank that is only slow. Rank B is blocked: it waits for collective n of its look-ahead
 thread, and has started s exchanges. Rank A waits in exchange e > s, and its look-ahead thread is done with all that it
@@ -25,74 +24,29 @@ meanwhile are on the way to what they are waited for, and A has asked for no les
 from __future__ import annotations
 
 import json
-import time
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
-from deepspeed_cad.exchange.failure.patience import LOOK_S
+from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, WORDS_S, wait_until
 from deepspeed_cad.exchange.failure.store import PatientStore, SilentStoreError
 from deepspeed_cad.notice import counted
-
-REMEDY = (
-    "Every rank must run the same forwards and backwards, in the same order: look for a forward without gradients, a "
-    "skipped batch, or an exception that the script caught, on some rank only"
-)
-
-
-@dataclass(frozen=True)
-class Blocked:
-    """A training thread that waits for its look-ahead thread, which is in a collective."""
-
-    exchanges: int
-    """Exchanges that the rank has started."""
-    collectives: int
-    """Collectives that its look-ahead thread has begun, the one that it is in included."""
-    subject: str
-    """What that one is about."""
-
-    def to_text(self) -> str:
-        """One line for the board."""
-        return f"{self.exchanges} {self.collectives} {self.subject}"
-
-    @classmethod
-    def from_text(cls, text: str) -> Blocked:
-        """The inverse of `to_text`."""
-        exchanges, collectives, subject = text.split(" ", 2)
-        return cls(int(exchanges), int(collectives), subject)
-
-    def needs(self, exchange: int, collectives: int) -> bool:
-        """Whether it waits for a rank that waits in this exchange, and whose look-ahead thread has nothing to do after
-        so many collectives."""
-        return self.exchanges < exchange and self.collectives > collectives
-
-    def describe(self, rank: int, waiting: int) -> str:
-        """In words: `rank` is blocked, `waiting` is the rank that waits for it in an exchange."""
-        return (
-            f"rank {rank} waits for the other ranks' {self.subject} before it starts exchange {self.exchanges + 1}, "
-            f"which rank {waiting} started without asking for that. {REMEDY}"
-        )
-
 
 REMEMBERED = 256
 """Micro-batches that a rank remembers to have trained, or dropped: far more than are ever in flight."""
 LOST = "lost its peers"
 """How a rank says that it stopped because others did, before it knows which."""
-PATIENCE_S = 5.0
-"""How long survivors wait for each other's word before they call the silent ranks dead."""
-
-
-class Work(Protocol):
-    """What is needed of dist.Work."""
-
-    def is_completed(self) -> bool:
-        """Whether it is over; it never waits."""
+MOST = 2000
+"""Characters of a line."""
+REMEDY = (
+    "Every rank must run the same forwards and backwards, in the same order: look for a forward without gradients, a "
+    "skipped batch, or an exception that the script caught, on some rank only"
+)
 
 
 class Losses(Protocol):
@@ -105,8 +59,24 @@ class Losses(Protocol):
         """The same for an exchange that failed: waits until it is known whether a server is to blame."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Reached(NamedTuple):
+    """How far a rank has come: one that is blocked, or has left."""
+
+    exchanges: int
+    """That it has started."""
+    collectives: int
+    """That its look-ahead thread has begun."""
+    text: str
+    """What the last collective is about, or why the rank has left."""
+
+    @classmethod
+    def from_text(cls, text: str) -> Reached:
+        """From a line of the board: the three, with blanks between them."""
+        exchanges, collectives, words = text.split(" ", 2)
+        return cls(int(exchanges), int(collectives), words)
+
+
+class Place(NamedTuple):
     """Where a rank is that has trained nothing for a while."""
 
     micro_batches: int
@@ -120,11 +90,6 @@ class Place:
     def describe(self) -> str:
         """In words, behind "is" or "was"."""
         return f"{self.text}, after {counted(self.micro_batches, 'micro-batch')}"
-
-    @classmethod
-    def from_text(cls, text: str) -> Place | None:
-        """From a line of the board; None where the rank trains again."""
-        return cls(**json.loads(text)) if text else None
 
 
 class Liveness:
@@ -149,20 +114,25 @@ class Liveness:
         self.begun: Callable[[], int] = lambda: 0
         """Says how many collectives its look-ahead thread has begun."""
 
+    @classmethod
+    def alone(cls, rank: int) -> Liveness:
+        """The board of a rank that knows of no other."""
+        board = cls(dist.HashStore(), rank, 1)
+        board.watched = ()
+        return board
+
+    # What this rank says of itself
+
     def report(self, message: str) -> None:
         """This rank has stopped: leave a line for the others, the first one that there is reason for."""
         if not self._stopped:
             self._stopped = True
-            self._write("error", message)
+            self._write(f"error/{self.rank}", message)
 
     def announce(self, reason: str) -> None:
         """This rank will stop when it has trained what it announced before: leave the reason."""
         self._said = reason
-        self._write("reason", reason)
-
-    def reason(self, rank: int) -> str | None:
-        """What a rank said when it stopped, or why it will."""
-        return self._read("error", rank) or self._read("reason", rank)
+        self._write(f"reason/{self.rank}", reason)
 
     def close(self) -> None:
         """This rank waits for nobody any more, and nobody need wait for it."""
@@ -174,30 +144,18 @@ class Liveness:
         either."""
         if not self._left:
             self._left = True
-            begun = (0, 0) if failed else (self.started(), self.begun())
-            self._write("closed", f"{begun[0]} {begun[1]} {reason}")
-
-    def left(self, rank: int, exchange: int = 0, collective: int = 0) -> str | None:
-        """Why a rank has left, where it takes no part in the exchange, or collective, of that number; 0: in any."""
-        line = self._read("closed", rank)
-        if line is None:
-            return None
-        exchanges, collectives, reason = line.split(" ", 2)
-        takes_part = 0 < exchange <= int(exchanges) or 0 < collective <= int(collectives)
-        return None if takes_part else reason
+            self._write(
+                f"closed/{self.rank}", f"0 0 {reason}" if failed else f"{self.started()} {self.begun()} {reason}"
+            )
 
     def move(self, place: Place | None) -> None:
         """Tell where this rank is that trains nothing; None: it trains again."""
-        self._write("place", "" if place is None else json.dumps(asdict(place)))
-
-    def place(self, rank: int) -> Place | None:
-        """Where a rank is, if it has told."""
-        return Place.from_text(self._read("place", rank) or "")
+        self._write(f"place/{self.rank}", "" if place is None else json.dumps(place))
 
     def drop(self, micro_batches: Iterable[int]) -> None:
         """This rank will never train these micro-batches, given by their turn, although they were announced."""
         self._dropped.extend(micro_batches)
-        self._write("dropped", " ".join(map(str, self._dropped)))
+        self._write(f"dropped/{self.rank}", " ".join(map(str, self._dropped)))
 
     def take(self, micro_batch: int) -> None:
         """This rank trains the micro-batch of this turn."""
@@ -205,57 +163,94 @@ class Liveness:
 
     def block(self, collectives: int, subject: str) -> None:
         """This rank's training thread waits for a collective of its look-ahead thread: the n-th, about `subject`."""
-        self._write("blocked", Blocked(self.started(), collectives, subject).to_text())
+        self._write(f"blocked/{self.rank}", f"{self.started()} {collectives} {subject}")
+
+    def stop(self, reason: str) -> None:
+        """Tell every rank to stop, and why."""
+        self.report(reason)
+        self._write("stop", reason)
+
+    # What others said
+
+    def reason(self, rank: int) -> str | None:
+        """What a rank said when it stopped, or why it will."""
+        return self._read("error", rank) or self._read("reason", rank)
+
+    def left(self, rank: int, exchange: int = 0, collective: int = 0) -> str | None:
+        """Why a rank has left, where it takes no part in the exchange, or collective, of that number; 0: in any."""
+        if (line := self._read("closed", rank)) is None:
+            return None
+        end = Reached.from_text(line)
+        takes_part = 0 < exchange <= end.exchanges or 0 < collective <= end.collectives
+        return None if takes_part else end.text
+
+    def place(self, rank: int) -> Place | None:
+        """Where a rank is, if it has told; None where it trains."""
+        return Place(*json.loads(line)) if (line := self._read("place", rank)) else None
+
+    def stopped(self) -> str:
+        """Why some rank told all to stop, or ""."""
+        return self.look_up("stop")
+
+    def look_up(self, key: str) -> str:
+        """What is under a key; "" where nothing is, or the store is gone."""
+        with suppress(RuntimeError, OSError):
+            return self._at(key) or ""
+        return ""
+
+    # What becomes of a wait
 
     def patiently(
-        self, work: Work, waited_for: str, exchange: int = 0, with_servers: bool = False,
-        longest_pause_s: float = 1e-3, collective: int = 0,
-    ) -> None:  # fmt: skip
-        """Wait on the host for communication; raises CADPeerError as soon as it is certain that it will not end.
+        self, is_over: Callable[[], bool], waited_for: str, exchange: int = 0, with_servers: bool = False,
+        longest_pause_s: float = EXCHANGE_PAUSE_S, collective: int = 0, timeout_s: float = math.inf,
+    ) -> bool:  # fmt: skip
+        """Wait on the host for other ranks; raises CADPeerError as soon as it is certain that they will not come.
 
-        `exchange`, `collective`: the number of that which it belongs to; 0: to none. `with_servers`: reserved servers
-        take part; where they may be lost, ServerLostError says that one is. `longest_pause_s`: between two looks.
+        Gives whether `is_over` said so, which never waits; False after `timeout_s`. `exchange`, `collective`: the
+        number of that which it belongs to; 0: to none. `with_servers`: reserved servers take part; where they may be
+        lost, ServerLostError says that one is. `longest_pause_s`: between two looks.
         """
-        pause, looked, before = 20e-6, time.monotonic(), ""
-        while not work.is_completed():
-            if with_servers and self.losses is not None and (lost := self.losses.why()):
+        before = ""
+
+        def ask() -> bool:
+            over = is_over()
+            if not over and with_servers and (lost := self.lost()):
                 raise ServerLostError(lost)
-            time.sleep(pause)
-            pause = min(2 * pause, longest_pause_s)
-            if time.monotonic() - looked > LOOK_S:
-                looked = time.monotonic()
-                hopeless = "the session was closed" if self._closed else self.why_hopeless(exchange, collective)
-                # Seen twice: what a rank sent before it stopped may still be on its way.
-                before, hopeless = hopeless, hopeless and before
-                if hopeless and self.only_lost():
-                    # Those that stopped were left alone themselves: find out by whom, as they do.
-                    raise self.explain(waited_for, RuntimeError(hopeless), with_servers)
-                if hopeless:
-                    self.report(f"waited for {waited_for} in vain: {hopeless}")
-                    raise CADPeerError(f"rank {self.rank} waited for {waited_for}: {hopeless}")
+            return over
+
+        def look_around() -> None:
+            nonlocal before
+            hopeless = "the session was closed" if self._closed else self.why_hopeless(exchange, collective)
+            # Seen twice: what a rank sent before it stopped may still be on its way.
+            before, hopeless = hopeless, hopeless and before
+            if hopeless and self.only_lost():
+                # Those that stopped were left alone themselves: find out by whom, as they do.
+                raise self.explain(waited_for, RuntimeError(hopeless), with_servers)
+            if hopeless:
+                self.report(f"waited for {waited_for} in vain: {hopeless}")
+                raise CADPeerError(f"rank {self.rank} waited for {waited_for}: {hopeless}")
+
+        return wait_until(ask, timeout_s, look_around, longest_pause_s)
+
+    def lost(self) -> str:
+        """Why no exchange of the present group can end, where the others go on without a server; else ""."""
+        return "" if self.losses is None else self.losses.why()
 
     def why_hopeless(self, exchange: int = 0, collective: int = 0) -> str:
         """Why waiting for the other ranks cannot end: one has stopped, or left its loop; empty while it may.
 
         `exchange`: the number of the exchange in which, or before which, this rank waits; 0: in none. One that waits in
-        an exchange also asks whether the others wait for it elsewhere (`Blocked`). `collective`: likewise, of its
-        look-ahead thread.
+        an exchange also asks whether others wait for it elsewhere. `collective`: likewise, of its look-ahead thread.
         """
         try:
             return "; ".join(self._hopeless(exchange, collective) or self._standstill(exchange))
-        except SilentStoreError as error:
-            return f"{error}: the host that holds it (that of rank 0, or of the launcher) cannot be reached"
-        except (RuntimeError, OSError):
-            return "the job's store is gone: the process that holds it (rank 0, or the launcher) died"
+        except (RuntimeError, OSError) as error:
+            return _why_silent(error)
 
     def _hopeless(self, exchange: int, collective: int) -> list[str]:
-        others = [rank for rank in self.watched if rank != self.rank]
-        stopped = [
-            f"rank {rank} stopped: {text}"
-            for rank in others
-            if (text := self._read("error", rank) or self.left(rank, exchange, collective))
-        ]
-        for rank in others:
+        words = self._last_words(self._others, exchange, collective)
+        stopped = [f"rank {rank} stopped: {text}" for rank, text in words.items()]
+        for rank in self._others:
             missed = set((self._read("dropped", rank) or "").split()) & set(map(str, self._taken))
             if missed:
                 stopped.append(
@@ -264,84 +259,52 @@ class Liveness:
                 )
         return stopped
 
+    def _standstill(self, exchange: int) -> list[str]:
+        """Of each rank that waits for lengths or a plan, and for this one in `exchange`: what it waits for."""
+        idle_after = self.idle_after() if exchange else None
+        lines = {} if idle_after is None else {rank: self._read("blocked", rank) for rank in self._others}
+        blocked = {rank: Reached.from_text(line) for rank, line in lines.items() if line is not None}
+        return [
+            f"rank {rank} waits for the other ranks' {one.text} before it starts exchange {one.exchanges + 1}, "
+            f"which rank {self.rank} started without asking for that. {REMEDY}"
+            for rank, one in blocked.items()
+            if idle_after is not None and one.exchanges < exchange and one.collectives > idle_after
+        ]
+
     def only_lost(self) -> bool:
         """Whether all ranks that stopped did so because they lost others."""
-        others = [rank for rank in self.watched if rank != self.rank]
         try:
-            said = [text for rank in others if (text := self._read("error", rank) or self.left(rank))]
+            words = self._last_words(self._others).values()
         except (RuntimeError, OSError):
             return False
-        return bool(said) and all(text.startswith(LOST) for text in said)
-
-    def _standstill(self, exchange: int) -> list[str]:
-        """Of each rank that waits for lengths or a plan, and for this one: what it waits for."""
-        collectives = self.idle_after() if exchange else None
-        if collectives is None:
-            return []
-        said = {rank: self._read("blocked", rank) for rank in self.watched if rank != self.rank}
-        blocked = {rank: Blocked.from_text(text) for rank, text in said.items() if text is not None}
-        return [one.describe(rank, self.rank) for rank, one in blocked.items() if one.needs(exchange, collectives)]
-
-    def _read(self, kind: str, rank: int) -> str | None:
-        key = f"{kind}/{rank}"
-        return self.store.get(key).decode() if self.store.check([key]) else None
-
-    def _write(self, kind: str, text: str) -> None:
-        # A store that is gone is no reason to fail again.
-        try:
-            self.store.set(f"{kind}/{self.rank}", text[:2000])
-        except (RuntimeError, OSError):
-            return
-
-    def stop(self, reason: str) -> None:
-        """Tell every rank to stop, and why."""
-        self.report(reason)
-        try:
-            self.store.set("stop", reason[:2000])
-        except (RuntimeError, OSError):
-            return
-
-    def stopped(self) -> str:
-        """Why some rank told all to stop, or ""."""
-        try:
-            return self.store.get("stop").decode() if self.store.check(["stop"]) else ""
-        except (RuntimeError, OSError):
-            return ""
+        return bool(words) and all(text.startswith(LOST) for text in words)
 
     def explain(
         self, waited_for: str, error: BaseException, with_servers: bool = False, patience_s: float | None = None
     ) -> CADPeerError:
         """The error to raise on this rank: names the ranks that died, hang, or stopped and why.
 
-        `patience_s`: for the others' words, by default PATIENCE_S.
+        `patience_s`: for the others' words, by default WORDS_S.
         """
         if with_servers and self.losses is not None and (lost := self.losses.wait()):
             return ServerLostError(lost)
+        if not self.watched:
+            return CADPeerError(f"rank {self.rank} waited for {waited_for}: {error}")
         self.report(f"{LOST} in {waited_for}")
         said: dict[int, str] = {}
         watched = sorted({*self.watched, self.rank})
-        deadline = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
+
+        def all_said() -> bool:
+            said.update(self._last_words([rank for rank in watched if rank not in said]))
+            return len(said) == len(watched)
+
         try:
-            while True:
-                for rank in watched:
-                    if rank not in said and (text := self._read("error", rank) or self.left(rank)):
-                        said[rank] = text
-                if len(said) == len(watched) or time.monotonic() >= deadline:
-                    break
-                time.sleep(0.05)
-            absent = self._describe([rank for rank in watched if rank not in said])
-        except SilentStoreError as unanswered:
-            return CADPeerError(
-                f"rank {self.rank} waited for {waited_for}, and {unanswered}: the host that holds it (that of rank "
-                f"0, or of the launcher) cannot be reached. First error here: {_first_line(error)}"
-            )
-        except (RuntimeError, OSError):
-            return CADPeerError(
-                f"rank {self.rank} waited for {waited_for}, and the job's store is gone too: the process that holds it "
-                f"(rank 0, or the launcher) died. First error here: {_first_line(error)}"
-            )
+            wait_until(all_said, WORDS_S if patience_s is None else patience_s)
+            who = self._describe([rank for rank in watched if rank not in said])
+        except (RuntimeError, OSError) as silent:
+            who = _why_silent(silent)
         stopped = [f"rank {rank} stopped: {text}" for rank, text in said.items() if not text.startswith(LOST)]
-        who = absent or "; ".join(stopped) or "every rank lost the connection"
+        who = who or "; ".join(stopped) or "every rank lost the connection"
         return CADPeerError(f"rank {self.rank} waited for {waited_for}: {who}. First error here: {_first_line(error)}")
 
     def _describe(self, silent: Sequence[int]) -> str:
@@ -351,24 +314,38 @@ class Liveness:
         known = [f"rank {rank} did not come: it was last seen {one.describe()}" for rank, one in places.items()]
         return "; ".join([f"rank {unknown} died or hangs"] * bool(unknown) + known)
 
-    class Watch(AbstractContextManager[None]):
-        """Turns communication errors raised inside into a CADPeerError."""
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self.watched if rank != self.rank]
 
-        def __init__(self, liveness: Liveness | None, waited_for: str, with_servers: bool) -> None:
-            self.liveness, self.waited_for, self.with_servers = liveness, waited_for, with_servers
+    def _last_words(self, ranks: Iterable[int], exchange: int = 0, collective: int = 0) -> dict[int, str]:
+        """Of those ranks that have stopped, or left what is waited for: why."""
+        words = {rank: self._read("error", rank) or self.left(rank, exchange, collective) for rank in ranks}
+        return {rank: text for rank, text in words.items() if text}
 
-        def __exit__(
-            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None:
-            if isinstance(error, RuntimeError) and not isinstance(error, CADError):
-                if self.liveness is None:
-                    raise CADPeerError(f"{self.waited_for} failed: {_first_line(error)}") from error
-                raise self.liveness.explain(self.waited_for, error, self.with_servers) from error
+    def _read(self, kind: str, rank: int) -> str | None:
+        return self._at(f"{kind}/{rank}")
+
+    def _at(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def _write(self, key: str, text: str) -> None:
+        # A store that is gone is no reason to fail again.
+        with suppress(RuntimeError, OSError):
+            self.store.set(key, text[:MOST])
 
     @staticmethod
-    def watch(liveness: Liveness | None, waited_for: str, with_servers: bool = False) -> Liveness.Watch:
-        """A context in which communication errors are explained; `with_servers`: see `patiently`."""
-        return Liveness.Watch(liveness, waited_for, with_servers)
+    @contextmanager
+    def watch(liveness: Liveness | None, waited_for: str, with_servers: bool = False) -> Iterator[None]:
+        """Turns communication errors raised inside into a CADPeerError; `with_servers`: see `patiently`."""
+        try:
+            yield
+        except CADError:
+            raise
+        except RuntimeError as error:
+            if liveness is None:
+                raise CADPeerError(f"{waited_for} failed: {_first_line(error)}") from error
+            raise liveness.explain(waited_for, error, with_servers) from error
 
 
 def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float = 300.0) -> Liveness:
@@ -382,6 +359,13 @@ def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float
     store = dist.distributed_c10d._get_default_store()
     board = dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store)
     return Liveness(PatientStore(board, timeout_s / 2), rank, ranks)
+
+
+def _why_silent(error: BaseException) -> str:
+    """What an error of the store says about the job."""
+    if isinstance(error, SilentStoreError):
+        return f"{error}: the host that holds it (that of rank 0, or of the launcher) cannot be reached"
+    return "the job's store is gone: the process that holds it (rank 0, or the launcher) died"
 
 
 def _first_line(error: BaseException) -> str:

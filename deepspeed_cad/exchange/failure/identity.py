@@ -21,13 +21,13 @@ once more before a transport is closed.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, wait_until
 from deepspeed_cad.schedule import Schedule
 
 # From the top: the last 14 bits of the micro-batch's turn, 5 of the wave, 10 of the layer, nano-batch, backward,
@@ -154,12 +154,12 @@ class Comparison:
 
     def finish(self, patience_s: float = 5.0) -> str:
         """The same for all that has arrived; waits for the copies."""
-        deadline = time.monotonic() + patience_s
-        while (self._copied is not None or self._arrived) and time.monotonic() < deadline:
-            if found := self.look():
-                return found
-            time.sleep(0.001)
-        return ""
+
+        def ask() -> str | bool:
+            return self.look() or (self._copied is None and not self._arrived)
+
+        found = wait_until(ask, patience_s, longest_pause_s=EXCHANGE_PAUSE_S)
+        return found if isinstance(found, str) else ""
 
     def _begin_copy(self) -> None:
         with torch.cuda.stream(self._stream):

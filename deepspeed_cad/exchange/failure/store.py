@@ -1,25 +1,13 @@
-"""The job's store, asked with a limit of time.
+"""The job's store in two forms: asked with a limit of time, and as torch's symmetric memory has to see it.
 
 A store on another host answers over the network, and a link that dies leaves whoever asks it waiting in a call that
 nothing ends: no connection is closed, and only `wait` knows a time-out. So a thread of its own asks, and whoever wants
 the answer waits for that so long and no longer.
-
-The store through which torch's symmetric memory lets ranks meet that have not all been there from the start.
-
-Torch numbers what its symmetric memory exchanges, in keys "WHAT/NUMBER/RANK", by a counter of the process
-(`StoreExchange` in its CUDASymmetricMemoryUtils.hpp; later versions count for each group). A server that came later has
-exchanged less, so its keys would never be those that the others wait for, and all would wait without an end. Here each
-number is replaced by its place among those of one group, in which all members exchange the same. Waiting asks again and
-again, so it ends where a server is lost, too.
-
-In: what torch asks of a store. Out: the same of the group's store, under names that are alike on all ranks.
 """
 
 from __future__ import annotations
 
-import queue
 import re
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -28,17 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADPeerError, ServerLostError
-from deepspeed_cad.exchange.failure.patience import wait_until
-from deepspeed_cad.threads import start_daemon
+from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.threads import run_aside
 
 if TYPE_CHECKING:
     from deepspeed_cad.exchange.failure.watchdog import Alarm
 
 Answer = TypeVar("Answer")
-
-IDLE_S = 30.0
-"""The thread ends after so long without a question."""
 
 
 class SilentStoreError(RuntimeError):
@@ -46,14 +30,11 @@ class SilentStoreError(RuntimeError):
 
 
 class PatientStore:
-    """What an error board needs of a store, on a thread that may be lost."""
+    """What an error board needs of a store, on threads that may be lost."""
 
     def __init__(self, store: dist.Store, limit_s: float) -> None:
         """`limit_s`: seconds that an answer may take. While one is overdue, later questions fail at once."""
         self._store, self._limit_s = store, limit_s
-        self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._runs = False
         self._overdue: Future[Any] | None = None
 
     def get(self, key: str) -> bytes:
@@ -69,45 +50,29 @@ class PatientStore:
         self._ask(lambda: self._store.set(key, value))
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
-        overdue = self._overdue
-        if overdue is not None and not overdue.done():
+        if self._overdue is not None and not self._overdue.done():
             raise SilentStoreError(f"the job's store has not answered for more than {self._limit_s:g} s")
-        answer: Future[Answer] = Future()
-        with self._lock:
-            self._questions.put((answer, question))
-            if not self._runs:
-                self._runs = True
-                start_daemon("asks the store", self._run, None)
+        answer = run_aside("asks the store", question)
         try:
             return answer.result(self._limit_s)
         except FutureTimeout as error:
             self._overdue = answer
             raise SilentStoreError(f"the job's store did not answer within {self._limit_s:g} s") from error
 
-    def _run(self) -> None:
-        while True:
-            try:
-                answer, question = self._questions.get(timeout=IDLE_S)
-            except queue.Empty:
-                with self._lock:
-                    # A question may have come in between: whoever asked saw this thread run.
-                    if self._questions.empty():
-                        self._runs = False
-                        return
-                continue
-            try:
-                answer.set_result(question())
-            except BaseException as error:
-                answer.set_exception(error)
-            del answer, question
 
-
-PAUSE_S = 1e-3
 _KEY = re.compile(r"(.*)/(\d+)/(\d+)")
 
 
 class MemoryStore(dist.Store):
-    """Of one group, on one rank. Torch holds it by a pointer: whoever registers it has to keep it."""
+    """The store of one group through which its ranks map each other's memory, not all of them there from the start.
+
+    Torch numbers what its symmetric memory exchanges, in keys "WHAT/NUMBER/RANK", by a counter of the process
+    (`StoreExchange` in its CUDASymmetricMemoryUtils.hpp; later versions count for each group). A server that came later
+    has exchanged less, so its keys would never be those that the others wait for. Here each number is replaced by its
+    place among those of the group, in which all members exchange the same.
+
+    Torch holds it by a pointer: whoever registers it has to keep it.
+    """
 
     def __init__(self, store: dist.Store, alarm: Alarm) -> None:
         super().__init__()
@@ -134,15 +99,13 @@ class MemoryStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Until values are there; raises as `get`."""
 
-        def are_there() -> bool:
-            there = self.check(keys)
-            if not there and (lost := self._alarm.lost()):
-                raise ServerLostError(lost)
-            return there
-
-        if not wait_until(are_there, self._alarm.timeout_s, PAUSE_S):
+        alarm = self._alarm
+        # Asked again and again, so that it ends where a server is lost.
+        if not alarm.liveness.patiently(
+            lambda: self.check(keys), "other ranks' memory", with_servers=True, timeout_s=alarm.timeout_s
+        ):
             raise CADPeerError(
-                f"rank {self._alarm.rank} waited {self._alarm.timeout_s:g} s for {', '.join(keys)} while ranks map "
+                f"rank {alarm.rank} waited {alarm.timeout_s:g} s for {', '.join(keys)} while ranks map "
                 "each other's memory"
             )
 

@@ -3,12 +3,8 @@ per second.
 
 In: the events before and after each wait on a CUDA stream, what arrives with it, and calls in which the host may
 wait. A wait that its stream has reached and not left for `timeout_s` is stuck: a peer died or hangs. Out: the alarm,
-and a call of `give_up` on a thread of its own, which is to let the streams go on.
-
-What stops a transport, kept once for all of them: a wait that did not end, or ranks that run different exchanges.
-
-The watchdog's thread sounds the alarm, the training thread raises it at its next call. The error board tells the other
-ranks.
+which the training thread raises at its next call and the error board tells the other ranks, and a call of `give_up` on
+a thread of its own, which is to let the streams go on.
 """
 
 from __future__ import annotations
@@ -26,17 +22,35 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import LOST, Liveness
 from deepspeed_cad.exchange.failure.identity import Comparison, Identity
+from deepspeed_cad.exchange.failure.patience import LOOK_S
 from deepspeed_cad.threads import start_daemon
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 0.2
+VAIN_S = 1.0
+"""A wait that lasts so long after its stream reached it does not end with what is still on its way from a rank that
+stopped."""
+AGAIN_S, AGAIN = 1.0, 5
+"""A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
+LAST_S = 5.0
+"""After the last time: a GPU whose streams still stand may be stuck as a whole, because a kernel that is launched for
+the first time needs the context to be idle. The training thread, which waits for the GPU too, cannot raise an error
+then; and what was to let the streams go on may wait in the same place."""
+EXIT_CODE = 70
+"""Of a process that ended for that reason."""
 
 
 class Alarm:
-    """Of one transport on one rank."""
+    """What stops one transport on one rank: a wait that did not end, or ranks that run different exchanges."""
 
     def __init__(self, rank: int, liveness: Liveness | None, timeout_s: float) -> None:
-        self.rank, self.liveness, self.timeout_s = rank, liveness, timeout_s
+        """`liveness` None: nobody can be told."""
+        self.rank, self.timeout_s = rank, timeout_s
+        self.liveness = liveness or Liveness.alone(rank)
         self._waited_for, self._sign, self._reason = "", "", ""
         self.told = False
         """Whether the training thread has had an error of it."""
@@ -49,95 +63,43 @@ class Alarm:
     @property
     def goes_on(self) -> bool:
         """Whether the others go on without a server that is lost; the same on all ranks of an exchange."""
-        return self.liveness is not None and self.liveness.losses is not None
-
-    @property
-    def may_change(self) -> bool:
-        """Whether they will go on without one, once training has begun; known when a transport is made."""
-        return self.liveness is not None and self.liveness.may_change
-
-    def lost(self) -> str:
-        """Why no exchange of the present group can end, where the others go on; else ""."""
-        return "" if self.liveness is None or self.liveness.losses is None else self.liveness.losses.why()
+        return self.liveness.losses is not None
 
     def stop(self, reason: str) -> None:
         """Ranks run different exchanges: say so here and, by the board, on every rank."""
         if not self.sounded:
             self._reason = reason
-            if self.liveness is not None:
-                self.liveness.stop(reason)
+            self.liveness.stop(reason)
 
     def time_out(self, waited_for: str, sign: str = "") -> None:
         """Something did not end in time, or by `sign` will not: who is missing is found out when this is raised."""
         if not self.sounded:
             self._waited_for, self._sign = waited_for, sign or f"no sign of it within {self.timeout_s:g} s"
-            if self.liveness is not None:
-                # Now, and not when it is raised: the training thread may be stuck with its GPU, and the others must not
-                # take this rank for the one that died.
-                self.liveness.report(f"{LOST} in {waited_for}")
-
-    def wait_no_more(self, waited_for: str, found: str) -> None:
-        """Waiting cannot end, for a reason that `in_vain` gave."""
-        if self.liveness is not None and self.liveness.only_lost():
-            # They do not say whom they lost, which is what a user needs to know.
-            self.time_out(waited_for, found)
-        else:
-            self.stop(f"waited for {waited_for}: {found}")
-
-    def heard(self) -> str:
-        """Why another rank stopped all, or ""."""
-        return "" if self.liveness is None else self.liveness.stopped()
-
-    def in_vain(self, exchange: int | None = None) -> str:
-        """Why waiting for the other ranks in the exchange of this number cannot end, or ""; None: before the next."""
-        if self.liveness is None:
-            return ""
-        return self.liveness.why_hopeless(self.liveness.started() + 1 if exchange is None else exchange)
+            # Now, and not when it is raised: the training thread may be stuck with its GPU, and the others must not
+            # take this rank for the one that died.
+            self.liveness.report(f"{LOST} in {waited_for}")
 
     def why(self) -> str:
         """What the alarm was sounded for, as far as it is known now."""
-        if self._reason or self.liveness is None:
-            return f"rank {self.rank} stopped: {self._reason or f'{self._waited_for} did not end in time'}"
-        return str(self.liveness.explain(self._waited_for, RuntimeError(self._sign), patience_s=0.0))
+        return str(self._describe(self._waited_for, RuntimeError(self._sign), patience_s=0.0))
 
     def check(self) -> None:
         """Raise if the alarm was sounded."""
-        self.told = self.told or self.sounded
-        if self._reason:
-            raise CADPeerError(f"rank {self.rank} stopped: {self._reason}")
-        if self._waited_for:
+        if self.sounded:
             raise self.explain(self._waited_for, RuntimeError(self._sign))
 
     def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
         """The error for something that failed while this rank waited for others; ServerLostError where a server that
         is lost did that, and the others go on."""
-        # An alarm that was sounded has told the others that this rank stopped.
-        if self.goes_on and not self.sounded and self.liveness is not None:
-            return self.liveness.explain(waited_for, error, with_servers=True)
-        self.told = True
+        explained = self._describe(waited_for, error)
+        self.told = self.told or not isinstance(explained, ServerLostError)
+        return explained
+
+    def _describe(self, waited_for: str, error: BaseException, patience_s: float | None = None) -> CADPeerError:
         if self._reason:
             return CADPeerError(f"rank {self.rank} stopped: {self._reason}")
-        if self.liveness is None:
-            return CADPeerError(f"rank {self.rank} waited for {waited_for}: {error}")
-        return self.liveness.explain(waited_for, error)
-
-
-logger = logging.getLogger(__name__)
-
-PAUSE_S = 0.2
-BOARD_S = 0.5
-"""Between two looks at the error board, while this rank waits for others."""
-VAIN_S = 1.0
-"""A wait that lasts so long after its stream reached it does not end with what is still on its way from a rank that
-stopped."""
-AGAIN_S, AGAIN = 1.0, 5
-"""A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
-LAST_S = 5.0
-"""After the last time: a GPU whose streams still stand may be stuck as a whole, because a kernel that is launched for
-the first time needs the context to be idle. The training thread, which waits for the GPU too, cannot raise an error
-then; and what was to let the streams go on may wait in the same place."""
-EXIT_CODE = 70
-"""Of a process that ended for that reason."""
+        # An alarm that was sounded has told the others that this rank stopped.
+        return self.liveness.explain(waited_for, error, with_servers=not self.sounded, patience_s=patience_s)
 
 
 class Event(Protocol):
@@ -176,7 +138,9 @@ class Watchdog:
         """Whether a call of the host was ended because a server is lost: what it waited for has not come."""
         self._lost_since: float | None = None
         self._freeing: threading.Thread | None = None
-        self._read_board_at = self._looked_at = 0.0
+        self._looked_at = 0.0
+        self._reached: tuple[Event, float] | None = None
+        """What is before the oldest wait that its stream has reached, and when that was seen."""
 
     def track(self, before: Event, after: Event, label: object, then: Callable[[], None] | None = None) -> None:
         """Watch one wait; the thread starts with the first.
@@ -219,40 +183,10 @@ class Watchdog:
 
     def _run(self) -> None:
         pause = min(max(self.alarm.timeout_s / 20, 0.02), PAUSE_S)
-        reached: tuple[Event, float] | None = None
         try:
             while not self._stop.wait(pause):
                 self._pop()
-                now = time.monotonic()
-                if self.alarm.sounded:
-                    self._let_go(now)
-                    continue
-                if self.alarm.lost():
-                    reached = None
-                    self._free_host(now)
-                    continue
-                if found := self._differs(now):
-                    self.alarm.stop(found)
-                    self._let_go(now)
-                    continue
-                if (host := self._host) is not None:
-                    if now - host[1] > self.alarm.timeout_s:
-                        self._time_out(host[0], now)
-                        continue
-                    if now - host[1] > VAIN_S and (found := self._in_vain(host[0], now)):
-                        self.alarm.wait_no_more(str(host[0]), found)
-                        self._let_go(now)
-                        continue
-                if not self._waits or not self._waits[0].before.query():
-                    continue
-                oldest = self._waits[0]
-                if reached is None or reached[0] is not oldest.before:
-                    reached = (oldest.before, now)
-                elif now - reached[1] > self.alarm.timeout_s:
-                    self._time_out(oldest.label, now)
-                elif now - reached[1] > VAIN_S and (found := self._in_vain(oldest.label, now)):
-                    self.alarm.wait_no_more(str(oldest.label), found)
-                    self._let_go(now)
+                self._look(time.monotonic())
         except RuntimeError as error:
             logger.debug("the watchdog of the exchange ends with the CUDA context: %s", error)
 
@@ -262,20 +196,40 @@ class Watchdog:
             if wait.then is not None:
                 wait.then()
 
-    def _differs(self, now: float) -> str:
-        """Why ranks do not run the same exchanges, as far as this rank or another one knows."""
-        found = "" if self.comparison is None else self.comparison.look()
-        if not found and (self._waits or self._host) and now - self._read_board_at > BOARD_S:
-            self._read_board_at = now
-            found = self.alarm.heard()
-        return found
+    def _look(self, now: float) -> None:
+        alarm, board = self.alarm, self.alarm.liveness
+        if alarm.sounded:
+            return self._let_go(now)
+        if board.lost():
+            self._reached = None
+            return self._free_host(now)
+        asks = bool(self._waits or self._host) and now - self._looked_at > LOOK_S
+        self._looked_at = now if asks else self._looked_at
+        if found := (self.comparison and self.comparison.look()) or (asks and board.stopped()):
+            alarm.stop(found)
+            return self._let_go(now)
+        for label, since in self._standing(now):
+            if now - since > alarm.timeout_s:
+                alarm.time_out(str(label))
+                logger.error("%s did not end in time; a peer died or hangs", label)
+                return self._let_go(now)
+            index = label.index if isinstance(label, Identity) else 0
+            if asks and now - since > VAIN_S and (found := board.why_hopeless(index)):
+                if board.only_lost():
+                    # They do not say whom they lost, which is what a user needs to know.
+                    alarm.time_out(str(label), found)
+                else:
+                    alarm.stop(f"waited for {label}: {found}")
+                return self._let_go(now)
 
-    def _in_vain(self, label: object, now: float) -> str:
-        """Why a wait that its stream has reached cannot end: a rank has stopped, left its loop, or waits elsewhere."""
-        if now - self._looked_at < BOARD_S:
-            return ""
-        self._looked_at = now
-        return self.alarm.in_vain(label.index if isinstance(label, Identity) else 0)
+    def _standing(self, now: float) -> Iterator[tuple[object, float]]:
+        """What does not go on, and since when: a call of the host, and the oldest wait whose stream has reached it."""
+        if (host := self._host) is not None:
+            yield host
+        if self._waits and (oldest := self._waits[0]).before.query():
+            if self._reached is None or self._reached[0] is not oldest.before:
+                self._reached = (oldest.before, now)
+            yield oldest.label, self._reached[1]
 
     def _stands(self) -> bool:
         """Whether a wait that its stream has reached is not over, the host is inside a call, or what was to end one
@@ -283,11 +237,6 @@ class Watchdog:
         if self._host is not None or self._frees():
             return True
         return bool(self._waits) and self._waits[0].before.query() and not self._waits[0].after.query()
-
-    def _time_out(self, label: object, now: float) -> None:
-        self.alarm.time_out(str(label))
-        logger.error("%s did not end in time; a peer died or hangs", label)
-        self._let_go(now)
 
     def _free(self) -> None:
         try:

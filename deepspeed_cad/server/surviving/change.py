@@ -41,8 +41,9 @@ from deepspeed_cad.attention.surviving.origin import stream_beside
 from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
-from deepspeed_cad.exchange.failure.board import LOOK_S, Liveness
-from deepspeed_cad.exchange.failure.patience import wait_until
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.patience import LOOK_S, PAUSE_S, wait_until
+from deepspeed_cad.exchange.failure.roll_call import missing
 from deepspeed_cad.exchange.opening import Opened
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
@@ -61,7 +62,6 @@ logger = logging.getLogger("deepspeed_cad")
 
 BLAME_S = 12.0
 """For the socket of a server to close after an exchange failed: a host that vanished is noticed within about 10 s."""
-PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Changes:
     def wait(self) -> str:
         """See exchange.failure.board.Losses."""
         with suppress(CADPeerError):
-            return wait_until(self.why, BLAME_S * bool(self.crew.servers), PAUSE_S, self._look_for_trainers)
+            return wait_until(self.why, BLAME_S * bool(self.crew.servers), self._look_for_trainers)
         return ""
 
     def admit(self, came: int) -> None:
@@ -245,15 +245,17 @@ class Changes:
         self._meeting.root.set(f"word/{generation}/{self.role.rank}", mine.to_text())
         if gone:
             self._meeting.root.set(f"called/{generation}", "1")
-        keys = [f"word/{generation}/{rank}" for rank in range(self.role.trainers)]
-        limit, all_said = self.config.timeout_s, lambda: all(map(self._meeting.has, keys))
-        if not wait_until(all_said, limit, PAUSE_S, self._look_for_trainers):
-            missing = [rank for rank, key in enumerate(keys) if not self._meeting.has(key)]
+        keys, limit = {rank: f"word/{generation}/{rank}" for rank in range(self.role.trainers)}, self.config.timeout_s
+        if not self.liveness.patiently(
+            lambda: self._meeting.has([*keys.values()]), "what the other trainers say of servers",
+            longest_pause_s=PAUSE_S, timeout_s=limit,
+        ):  # fmt: skip
+            absent = missing(keys, self._meeting.has)
             raise CADPeerError(
-                f"rank {self.role.rank} waited {limit:g} s for trainers {missing} to say which "
+                f"rank {self.role.rank} waited {limit:g} s for trainers {absent} to say which "
                 "servers they have: they hang, or their hosts are lost"
             )
-        return [Word.from_text(self._meeting.root.get(key).decode()) for key in keys]
+        return [Word.from_text(self._meeting.root.get(key).decode()) for key in keys.values()]
 
     def _look_for_trainers(self) -> None:
         if found := self.liveness.why_hopeless():
@@ -301,6 +303,6 @@ class Changes:
 
     def _has(self, key: str) -> bool:
         try:
-            return self._meeting.has(key)
+            return self._meeting.has([key])
         except CADPeerError:
             return False  # whoever waits for anything finds that the store is gone
