@@ -213,7 +213,7 @@ def _plan_data(args: argparse.Namespace) -> int:
         outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
         if setting.seats == args.ranks:
             # What every GPU holds is what plans are made for: they are needed again below.
-            plan = partial(modes_cad.plan_in_place, setting, hosts=setting.hosts)
+            plan = partial(modes_cad.plan_in_place, setting)
             plans = list(threads.map(plan, firsts))
             setting = replace(setting, made={id(layout): one for layout, one in zip(firsts, plans, strict=True)})
             outlooks = [outlook(layout, plan=one) for layout, one in zip(firsts, plans, strict=True)]

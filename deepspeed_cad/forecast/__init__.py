@@ -9,7 +9,7 @@ they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch
     machine, cluster                    figures of a GPU and its links; how long collectives take on them
     attention_seconds                   of documents and tasks, by the cost model of a profile
     non_attention_seconds               of everything else in a layer, by counted work
-    bytes_moved, finish                 bytes that plans move, and when they have arrived
+    exchanges                           bytes that plans move, and when they have arrived
     bytes_held                          memory
     schedule, one_forward_one_backward  who waits for whom
     modes, modes_cad                    what each mode does with a step

@@ -7,8 +7,10 @@ width and three gradients of them, and what is left is nine and a half of the hi
 
 from __future__ import annotations
 
-from deepspeed_cad.forecast.bytes_moved import Traffic
+import numpy as np
+
 from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.planner.core import O_RECEIVED, QKV_SENT, Flows
 
 MLP_TENSORS = 7.0
 HIDDEN_TENSORS = 9.4
@@ -39,72 +41,67 @@ def state_bytes(setting: Setting, shards: int) -> float:
 
 
 def activation_bytes(
-    setting: Setting, tokens: float, in_flight: int = 1, logits: bool = False, waiting: float = 0.0
+    setting: Setting, tokens: float, in_flight: tuple[int, int] = (1, 1), kept: bool = False, waiting: float = 0.0
 ) -> float:
-    """Of `tokens` on a rank, with so many micro-batches between their forward and their backward.
+    """Of `tokens` on a rank; in a pipeline, of the fuller of its first and its last stage.
 
-    `logits`: all of them are there at once before the layers' backward begins. `waiting`: how many of the tokens are in
-    a part that is being attended, and hold nothing of the MLP, while the other part runs its layers.
+    Args:
+        setting: model, cluster, how it is trained.
+        tokens: of a micro-batch.
+        in_flight: micro-batches between their forward and their backward, at the first and at the last stage, where all
+            logits of one are there at once before the layers' backward begins.
+        kept: with O and LSE that are kept over the recompute.
+        waiting: how many of the tokens are in a part that is being attended, and hold nothing of the MLP, while the
+            other part runs its layers.
     """
-    model = setting.model
+    model, staged = setting.model, setting.pipeline > 1
     active = 1.0 - waiting / max(tokens, 1.0)
     work = 2.0 * (MLP_TENSORS * model.intermediate * active + HIDDEN_TENSORS * model.hidden)
-    kept = 2.0 * model.hidden
+    saved = 2.0 * model.hidden
     if not setting.checkpointing:
-        kept = 2.0 * (SAVED_MLP * model.intermediate + SAVED_HIDDEN * model.hidden)
-    if logits:
-        work = max(work, LOGITS * model.vocabulary)
-    return tokens * (kept * setting.layers * in_flight + work) / setting.tensor
+        saved = 2.0 * (SAVED_MLP * model.intermediate + SAVED_HIDDEN * model.hidden)
+
+    def held(count: int, work: float) -> float:
+        own = tokens * (saved * setting.layers * count + work) / setting.tensor
+        return own + (kept_output_bytes(setting, tokens, count) if kept else 0.0)
+
+    first = held(in_flight[0], work)
+    return max(first, held(in_flight[1], max(work, LOGITS * model.vocabulary))) if staged else first
 
 
 def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> float:
-    """O and LSE of a rank's own rows that CAD keeps over the recompute: of all layers but the one that is recomputed,
-    which the working set counts."""
+    """O and LSE of a rank's own rows that are kept over the recompute: of all layers but the one that is recomputed,
+    which the working set counts. With `keep` "host" of the one at work and of the one before it, which is on its way
+    back; the last layer of a forward never leaves."""
     if not setting.checkpointing or setting.recompute_attention:
         return 0.0
     row = setting.shape.query_heads * (2.0 * setting.shape.value_dim + LSE)
-    return tokens * row * (_layers_kept(setting, setting.layers * in_flight) - 1)
+    layers = setting.layers * in_flight
+    return tokens * row * (min(layers, 2 if setting.keep == "host" else layers) - 1)
 
 
-def stage_bytes(setting: Setting, tokens: float, in_flight: tuple[int, int], kept: bool = False) -> float:
-    """Activations of the fuller of the first and the last stage, with so many micro-batches in flight.
-
-    `kept`: with O and LSE that are kept over the recompute.
-    """
-    ends = zip(in_flight, (False, True), strict=True)
-    return max(
-        activation_bytes(setting, tokens, count, logits) + (kept_output_bytes(setting, tokens, count) if kept else 0.0)
-        for count, logits in ends
-    )
-
-
-def served_bytes(setting: Setting, traffic: Traffic) -> float:
+def served_bytes(setting: Setting, flows: Flows) -> float:
     """What the fullest server keeps until its backward: O and LSE of what it served; without checkpointing Q, K and V
-    too, which do not travel again then. With `keep` "host" all that is away while linear layers work, which need most.
+    too, which do not travel again then. With `keep` "host" all that is away while other layers work, which need most.
     """
     if setting.keep == "host":
         return 0.0
-    queries, keys, outputs = traffic.served
-    kept = outputs * (1.0 + LSE / (2.0 * setting.shape.value_dim))
+    rows, keys, shape = *flows.served, setting.shape
+    held = rows * (shape.output_bytes * (1.0 + LSE / (2.0 * shape.value_dim)))
     if not setting.checkpointing:
-        kept = kept + queries + keys
+        held = held + rows * shape.query_bytes + keys * shape.key_value_bytes
     layers = 1 if setting.checkpointing and setting.recompute_attention else setting.layers
-    return float(kept.max(initial=0.0)) * layers
+    return float(held.max(initial=0.0)) * layers
 
 
-def _layers_kept(setting: Setting, layers: int) -> int:
-    """Of how many layers a GPU holds what attention keeps: with `keep` "host" of the one at work and of the one before
-    it, which is on its way back; the last layer of a forward never leaves."""
-    return min(layers, 2) if setting.keep == "host" else layers
-
-
-def landing_bytes(setting: Setting, traffic: Traffic, with_outputs: bool = False) -> float:
+def landing_bytes(setting: Setting, flows: Flows, with_outputs: bool = False) -> float:
     """Landing areas: of what a server gets in backward, dO too, and of what comes home. As large on all ranks.
 
     `with_outputs`: O and LSE travel as well, as where another rank runs the backward (pipelines).
     """
-    queries, keys, outputs = traffic.served
-    more = 1.0 + LSE / (2.0 * setting.shape.value_dim) if with_outputs else 0.0
-    there = float((queries + keys + outputs * (1.0 + more)).max(initial=0.0))
-    areas = 2 if setting.copies_own_rows else 1
-    return HEADROOM * (areas * there + traffic.comes_home)
+    rows, keys, shape = *flows.served, setting.shape
+    more = 1.0 + LSE / (2.0 * shape.value_dim) if with_outputs else 0.0
+    row = shape.query_bytes + shape.output_bytes * (1.0 + more)
+    there = float((rows * row + keys * shape.key_value_bytes).max(initial=0.0))
+    home = np.maximum(flows.bytes[QKV_SENT], flows.bytes[O_RECEIVED]).sum(0).max(initial=0)
+    return HEADROOM * (there * (2 if setting.copies_own_rows else 1) + float(home))

@@ -2,7 +2,7 @@
 
 In: of each part, seconds of one layer at every trainer and server, and of its transfers. Out: seconds of all layers,
 forward and backward. Trainers go at their own pace from one meeting to the next: a part of a layer is home when the
-last server and the last trainer that ran tasks of it are done, and a trainer with shorter linear layers runs more of
+last server and the last trainer that ran tasks of it are done, and a trainer with less besides runs more of
 them. One part alone, where a micro-batch cannot be cut, is the same without anything beside it.
 """
 
@@ -20,8 +20,8 @@ from deepspeed_cad.planner.constants import WAVE_SECONDS
 class Part:
     """Seconds of one layer for one part."""
 
-    linear: Both
-    """[trainers]: all but attention, with the recompute in backward."""
+    non_attention: Both
+    """[trainers]: with the recompute in backward."""
     own: Both
     """[trainers]: tasks that trainers run themselves."""
     served: Both
@@ -59,20 +59,20 @@ class _Meetings:
 
 
 def forward_seconds(parts: list[Part], layers: int, before: float) -> float:
-    """Of all layers; `before`: the share of a layer's linear part that lies before its attention."""
+    """Of all layers; `before`: the share of a layer's part that is not attention that lies before its attention."""
     meetings, now = _Meetings(parts), np.zeros(len(parts[0].own.forward))
 
     def send(number: int, one: Part) -> None:
         meetings.serve(number, now, one.served.forward, (one.out[0], one.back[0]), one.waves)
 
     for number, one in enumerate(parts):
-        now = now + before * one.linear.forward
+        now = now + before * one.non_attention.forward
         send(number, one)
     for layer in range(layers):
         last = layer == layers - 1
         for number, one in enumerate(parts):
             now = np.maximum(meetings.attend(number, now, one.own.forward), meetings.home[number])
-            now = now + one.linear.forward * (1.0 - before if last else 1.0)
+            now = now + one.non_attention.forward * (1.0 - before if last else 1.0)
             if not last:
                 send(number, one)
     return float(now.max())
@@ -88,12 +88,12 @@ def backward_seconds(parts: list[Part], layers: int, before: float) -> float:
         return meetings.attend(number, now, one.own.backward)
 
     for number, one in mirrored:
-        now = now + one.linear.backward * (1.0 - before)
+        now = now + one.non_attention.backward * (1.0 - before)
         now = send(number, one)
     for layer in range(layers):
         last = layer == layers - 1
         for number, one in mirrored:
-            now = np.maximum(now, meetings.home[number]) + one.linear.backward * (before if last else 1.0)
+            now = np.maximum(now, meetings.home[number]) + one.non_attention.backward * (before if last else 1.0)
             if not last:
                 now = send(number, one)
     return float(now.max())

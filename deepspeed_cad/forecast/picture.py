@@ -23,7 +23,7 @@ COLOURS = {
     "cad reserved": "#7fb2ff",
 }
 PARTS = {
-    "linear": "#cfd5de",
+    "non_attention": "#cfd5de",
     "attention": "#2f6fde",
     "optimizer": "#9aa0ab",
     "exchange": "#e09b22",

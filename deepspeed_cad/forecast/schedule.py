@@ -1,6 +1,4 @@
-"""From seconds of micro-batches to a step: who waits for whom, and what collectives add.
-
-In: for every micro-batch and group of seats, seconds of attention and of its exchange. Out: `Foreseen`.
+"""From seconds of micro-batches to a step: what is not attention, who waits for whom, and what collectives add.
 
 Where ranks meet decides what they wait for. ZeRO-1 meets at the end of a step, so that micro-batches of one rank make
 up for each other; ZeRO-2, ZeRO-3 and FSDP meet in every micro-batch; pipeline stages meet at every hand-over.
@@ -8,7 +6,7 @@ up for each other; ZeRO-2, ZeRO-3 and FSDP meet in every micro-batch; pipeline s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,57 +18,38 @@ from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.step import Foreseen, Seconds
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """What groups of seats train in a step, one micro-batch after the other; arrays are [micro-batches, groups]."""
+class NonAttention(NamedTuple):
+    """Seconds of one stage outside attention, for some numbers of tokens."""
 
-    tokens: Floats
-    """Of a micro-batch at one seat."""
-    attention: Both
-    """Seconds at a seat of one stage, as often as layers run it."""
-    exchange: Both
-    """Seconds of exchanges that nothing hides."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a mode is foreseen to need beside its seconds; fields as those of `Foreseen`."""
-
-    moved: tuple[float, float]
-    """Bytes that a rank sends inside its host and to others."""
-    peak: float
-    degree: int = 1
-    measured: bool = True
-    holders: int | None = None
-    """Seats that hold the model, where others only serve."""
-
-
-def linear_seconds(setting: Setting, tokens: Floats) -> Both:
-    """Of one stage: layers, recompute where layers are checkpointed; head and loss too where it is the only one."""
-    work, layers = setting.work, setting.layers
-    forward = layers * tokens * work.forward
-    backward = layers * tokens * work.backward + (tokens * work.loss if setting.pipeline == 1 else 0.0)
-    return Both(forward, backward).repeated(setting.checkpointing)
-
-
-def last_stage_seconds(setting: Setting, tokens: Floats) -> Floats:
-    """Head and loss, which the last of several stages has beside its layers."""
-    return tokens * setting.work.loss if setting.pipeline > 1 else 0.0 * tokens
-
-
-def hop_seconds(setting: Setting, tokens: Floats) -> Floats:
+    layers: Both
+    """Recompute included; head and loss too where there is one stage."""
+    tensor: Both
+    """What tensor parallelism gathers and scatters of activations: twice each way around a layer."""
+    hop: Floats
     """What a stage waits for the activations of a micro-batch, or for their gradient, once they are made."""
-    each, once = setting.hop
-    return np.where(tokens > 0, tokens * each + once, 0.0) if setting.pipeline > 1 else 0.0 * tokens
+    loss: Floats
+    """Head and loss, which the last of several stages has beside its layers."""
+
+    @property
+    def each(self) -> Both:
+        """Layers, with what tensor parallelism adds and the hop to the next stage."""
+        return self.layers + self.tensor + Both(self.hop, self.hop)
 
 
-def tensor_seconds(setting: Setting, tokens: Floats) -> Both:
-    """What tensor parallelism gathers and scatters of the activations of one stage: twice each way around a layer."""
-    if setting.tensor == 1:
-        return Both(0.0 * tokens, 0.0 * tokens)
-    each = setting.cluster.gather(2.0 * setting.model.hidden, setting.tensor) - setting.machine.latency
-    once = setting.layers * 4.0 * (tokens * each + setting.machine.latency)
-    return Both(once, once).repeated(setting.checkpointing)
+def non_attention(setting: Setting, tokens: Floats) -> NonAttention:
+    """Of `tokens` at a seat, elementwise."""
+    work, layers, staged = setting.work, setting.layers, setting.pipeline > 1
+    loss = tokens * work.loss
+    own = Both(layers * tokens * work.forward, layers * tokens * work.backward + (0.0 if staged else loss))
+    once = 0.0 * tokens
+    if setting.tensor > 1:
+        latency = setting.machine.latency
+        each = setting.cluster.gather(2.0 * setting.model.hidden, setting.tensor) - latency
+        once = layers * 4.0 * (tokens * each + latency)
+    per_token, at_least = setting.hop
+    hop = np.where(tokens > 0, tokens * per_token + at_least, 0.0) if staged else 0.0 * tokens
+    again = setting.checkpointing
+    return NonAttention(own.repeated(again), Both(once, once).repeated(again), hop, loss if staged else 0.0 * tokens)
 
 
 def weight_seconds(setting: Setting, passes: int, layer: Both, seats: int) -> float:
@@ -82,7 +61,7 @@ def weight_seconds(setting: Setting, passes: int, layer: Both, seats: int) -> fl
     cluster, tensor = setting.cluster, setting.tensor
     whole = cluster.gather(2.0 * setting.stage_parameters, seats, tensor)
     if setting.sharding == "zero1":
-        return 2.0 * whole
+        return 2.0 * whole if setting.optimizer else 0.0
     forward, backward = float(np.mean(layer.forward)), float(np.mean(layer.backward))
     if setting.sharding == "zero2":
         return passes * max(0.0, whole - setting.layers * backward) + whole
@@ -93,67 +72,60 @@ def weight_seconds(setting: Setting, passes: int, layer: Both, seats: int) -> fl
     return passes * (setting.layers * late + weights + gradients)
 
 
-def finish(setting: Setting, mode: str, rows: Rows, figures: Figures) -> Foreseen:
-    """The step that these micro-batches make."""
-    linear, tensor = linear_seconds(setting, rows.tokens), tensor_seconds(setting, rows.tokens)
-    each = linear + tensor + rows.attention + rows.exchange
+def finish(
+    setting: Setting, mode: str, tokens: Floats, attention: Both, exchange: Both, moved: Floats, **figures: Any
+) -> Foreseen:
+    """The step that groups of seats make of micro-batches, one after the other.
+
+    Args:
+        setting: model, cluster, how it is trained.
+        mode: its name.
+        tokens: [micro-batches, groups] of a micro-batch at one seat.
+        attention: [micro-batches, groups] seconds at a seat of one stage, as often as layers run it.
+        exchange: likewise, of exchanges that nothing hides.
+        moved: [2] bytes that a rank sends inside its host and to others.
+        figures: peak, degree and measured, as in `Foreseen`.
+    """
+    other = non_attention(setting, tokens)
+    each = other.each + attention + exchange
     if setting.pipeline > 1:
-        hop, last = hop_seconds(setting, rows.tokens), last_stage_seconds(setting, rows.tokens)
-        ran = float(one_forward_one_backward(each.forward + hop, each.backward + hop, setting.pipeline, last).max())
+        ran = one_forward_one_backward(each.forward, each.backward, setting.pipeline, other.loss).max()
     elif setting.sharding == "zero1":
-        ran = float(each.total.sum(0).max())
+        ran = each.total.sum(0).max()
     else:
-        ran = float(each.total.max(1).sum())
-    return compose(
-        setting,
-        mode,
-        ran,
-        Seconds(
-            linear=float((linear.total + last_stage_seconds(setting, rows.tokens) / setting.pipeline).sum(0).mean()),
-            attention=float(rows.attention.total.sum(0).mean()),
-            exchange=float(rows.exchange.total.sum(0).mean()),
-            collectives=float(tensor.total.sum(0).mean()),
-        ),
-        len(rows.tokens),
-        float(rows.tokens.sum()) * setting.seats / rows.tokens.shape[1],
-        figures,
-    )
+        ran = each.total.max(1).sum()
+    parts = (other.layers.total + other.loss / setting.pipeline, attention.total, exchange.total, other.tensor.total)
+    mean = Seconds(*(float(part.sum(0).mean()) for part in parts))
+    trained = float(tokens.sum()) * setting.seats / tokens.shape[1]
+    return compose(setting, mode, float(ran), mean, len(tokens), trained, moved, **figures)
 
 
 def compose(
-    setting: Setting, mode: str, ran: float, mean: Seconds, passes: int, tokens: float, figures: Figures
+    setting: Setting,
+    mode: str,
+    ran: float,
+    mean: Seconds,
+    passes: int,
+    tokens: float,
+    moved: Floats,
+    holders: int | None = None,
+    **figures: Any,
 ) -> Foreseen:
     """A step of micro-batches that took `ran` seconds, of which the mean rank worked as `mean` says.
 
-    `passes`: micro-batches one after the other; `tokens`: of all of them at all seats.
+    `passes`: micro-batches one after the other; `tokens`: of all of them at all seats; `holders`: seats that hold the
+    model, where others only serve; for the others see `finish`.
     """
-    layer = Both(
-        np.array([(mean.linear / 4 + mean.attention / 4) / passes / setting.layers]),
-        np.array([(mean.linear + mean.attention) * 0.75 / passes / setting.layers]),
-    )
-    holders = setting.seats if figures.holders is None else figures.holders
-    weights = weight_seconds(setting, passes, layer, holders)
-    optimizer = optimizer_seconds(setting.machine, setting.stage_parameters, holders) if setting.optimizer else 0.0
-    if not setting.optimizer and setting.sharding == "zero1":
-        weights = 0.0
-    seconds = Seconds(
-        linear=mean.linear,
-        attention=mean.attention,
-        exchange=mean.exchange,
+    work = np.array([(mean.non_attention + mean.attention) / passes / setting.layers])
+    holders = setting.seats if holders is None else holders
+    weights = weight_seconds(setting, passes, Both(work * 0.25, work * 0.75), holders)
+    seconds = mean._replace(
         collectives=mean.collectives + weights,
-        optimizer=optimizer,
-        waiting=max(0.0, ran - mean.linear - mean.attention - mean.exchange - mean.collectives),
+        optimizer=optimizer_seconds(setting.machine, setting.stage_parameters, holders) if setting.optimizer else 0.0,
+        waiting=max(0.0, ran - mean.total),
     )
+    inside, between = map(float, moved)
+    state, capacity = state_bytes(setting, holders), setting.machine.memory
     return Foreseen(
-        mode=mode,
-        seconds=seconds,
-        tokens=tokens,
-        ranks=setting.cluster.ranks,
-        inside=figures.moved[0],
-        between=figures.moved[1],
-        peak=figures.peak,
-        state=state_bytes(setting, holders),
-        capacity=setting.machine.memory,
-        degree=figures.degree,
-        measured=figures.measured,
+        mode, seconds, tokens, setting.cluster.ranks, inside, between, state=state, capacity=capacity, **figures
     )

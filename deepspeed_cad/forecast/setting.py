@@ -60,6 +60,7 @@ class Setting:
     waits_at_servers: bool = False
     """As in measured runs from before plans beside reserved servers knew that these are at the other nano-batch while
     one travels: they took every transfer for time in which servers wait, and moved all in one wave."""
+
     copies_own_rows: bool = False
     """As in measured runs from before exchanges went in waves: what goes out lands in two areas in turn, and a server's
     own rows are copied there too where their keys come from elsewhere, with an O of their own."""
@@ -107,14 +108,14 @@ class Setting:
         return work_per_token(self.model, self.machine, self.tensor, whole_loss=self.pipeline > 1)
 
     @property
-    def hosts(self) -> Ints | None:
-        """Number of each seat's host; None where all share one."""
-        return self._hosts(self.seats)
-
-    @property
     def seats_per_host(self) -> int:
         """Seats whose ranks share a host."""
         return min(self.seats, max(1, self.cluster.per_host // self.tensor))
+
+    @property
+    def hosts(self) -> Ints | None:
+        """Number of each seat's host; None where all share one."""
+        return self._hosts(self.seats)
 
     @property
     def all_hosts(self) -> Ints | None:

@@ -6,15 +6,14 @@ In: what a mode found. Out: `Foreseen`, plain numbers that tables, pictures and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """Where the seconds of a step go, on the mean rank."""
 
-    linear: float = 0.0
+    non_attention: float = 0.0
     """Everything of the model but core attention, recompute included."""
     attention: float = 0.0
     exchange: float = 0.0
@@ -28,7 +27,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Foreseen:
     @property
     def idle(self) -> float:
         """Share of the step in which the mean rank does no work of the model."""
-        busy = self.seconds.linear + self.seconds.attention + self.seconds.optimizer
+        busy = self.seconds.non_attention + self.seconds.attention + self.seconds.optimizer
         return 1.0 - busy / self.seconds.total
 
     @property
@@ -78,6 +77,7 @@ class Foreseen:
     def to_json(self) -> dict[str, Any]:
         """Everything, with what is derived."""
         return asdict(self) | {
+            "seconds": self.seconds._asdict(),
             "step_seconds": self.seconds.total,
             "tokens_per_second_per_gpu": self.tokens_per_second,
             "idle_share": self.idle,
@@ -88,20 +88,10 @@ class Foreseen:
 def mean(found: Sequence[Foreseen]) -> Foreseen:
     """One for several steps: means, and the fullest memory."""
     count = len(found)
-    first = found[0]
-    parts = {name.name: sum(getattr(one.seconds, name.name) for one in found) / count for name in fields(Seconds)}
-    return Foreseen(
-        mode=first.mode,
-        seconds=Seconds(**parts),
-        tokens=sum(one.tokens for one in found) / count,
-        ranks=first.ranks,
-        inside=sum(one.inside for one in found) / count,
-        between=sum(one.between for one in found) / count,
+    return replace(
+        found[0],
+        seconds=Seconds(*(sum(parts) / count for parts in zip(*(one.seconds for one in found)))),
+        **{name: sum(getattr(one, name) for one in found) / count for name in ("tokens", "inside", "between")},
         peak=max(one.peak for one in found),
-        state=first.state,
-        capacity=first.capacity,
-        degree=first.degree,
-        variant=first.variant,
-        measured=first.measured,
         steps=tuple(one.seconds.total for one in found),
     )

@@ -43,6 +43,7 @@ def make_plan(problem: PlanInput) -> Plan:
         waves=waves,
         planning_ms=(time.perf_counter() - started) * 1e3,
         notes=notes or _out_of_tolerance(problem, found.work),
+        flows=found.flows,
     )
 
 

@@ -6,13 +6,16 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Ints, Tick
+
+if TYPE_CHECKING:
+    from deepspeed_cad.planner.core import Flows
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -128,6 +131,8 @@ class Plan:
     planning_ms: float = 0.0
     notes: tuple[str, ...] = field(default=())
     """Why a bound was not reached, if one was not."""
+    flows: Flows | None = None
+    """What moves between which ranks, as the core counted it; None where nothing was planned."""
 
     @property
     def imbalance(self) -> float:

@@ -75,8 +75,8 @@ def test_more_servers_than_seats_and_no_steps() -> None:
 
 
 def made(mode: str, total: float, peak: float = 10.0, **parts: float) -> Foreseen:
-    """A step of `total` seconds, most of them linear; memory in GiB, of 100."""
-    seconds = Seconds(linear=total - sum(parts.values()), **parts)
+    """A step of `total` seconds, most of them outside attention; memory in GiB, of 100."""
+    seconds = Seconds(non_attention=total - sum(parts.values()), **parts)
     return Foreseen(mode, seconds, 1000.0, 4, peak=peak * 2**30, capacity=100 * 2**30, state=5 * 2**30)
 
 

@@ -17,29 +17,21 @@ from deepspeed_cad.forecast.bytes_held import (
     kept_output_bytes,
     landing_bytes,
     served_bytes,
-    stage_bytes,
     state_bytes,
 )
-from deepspeed_cad.forecast.bytes_moved import Traffic, count_traffic
 from deepspeed_cad.forecast.compare import compare
 from deepspeed_cad.forecast.distributions import NAMED
-from deepspeed_cad.forecast.finish import done
+from deepspeed_cad.forecast.exchanges import end_of_passes, flows_of, read_others
 from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.non_attention_seconds import work_per_token
 from deepspeed_cad.forecast.one_forward_one_backward import one_forward_one_backward
-from deepspeed_cad.forecast.schedule import (
-    hop_seconds,
-    last_stage_seconds,
-    linear_seconds,
-    tensor_seconds,
-    weight_seconds,
-)
+from deepspeed_cad.forecast.schedule import non_attention, weight_seconds
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
-from deepspeed_cad.planner.plan import PlanInput
-from deepspeed_cad.planner.traffic import count_bytes, traffic_matrix
+from deepspeed_cad.planner.core import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
+from deepspeed_cad.planner.plan import Plan, PlanInput
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 MODEL = ModelShape(layers=4, hidden=4096, intermediate=14336, vocabulary=32000)
@@ -92,7 +84,7 @@ def test_linear_layers_are_counted_products_and_passes() -> None:
 
 def test_a_recompute_is_a_second_forward() -> None:
     tokens = np.array([1000.0])
-    kept, again = (linear_seconds(setting(checkpointing=flag), tokens) for flag in (False, True))
+    kept, again = (non_attention(setting(checkpointing=flag), tokens).layers for flag in (False, True))
     assert again.forward == pytest.approx(kept.forward)
     assert again.backward == pytest.approx(kept.backward + kept.forward)
 
@@ -117,25 +109,11 @@ def test_pieces_of_documents_are_those_that_one_would_cut(parts: int) -> None:
     assert found.backward[0] == pytest.approx(expected.backward.sum())
 
 
-# Traffic
+# Exchanges
 
 
-@pytest.mark.parametrize("hosts", [None, [0, 0, 1, 1]])
-@pytest.mark.parametrize(
-    "layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)], ids=["whole", "spanning"]
-)
-def test_traffic_is_that_of_the_planner(layout: Layout, hosts: list[int] | None) -> None:
-    own = setting()
-    tasks = make_plan(PlanInput(layout.tick(), own.shape, COST)).tasks
-    sent, received = count_bytes(tasks, layout.tick(), own.shape)
-    found = count_traffic(tasks, layout.segments, own.shape, 4, None if hosts is None else np.array(hosts))
-    # Ranges of head groups that overlap in part may be counted twice.
-    assert (found.asked + found.returned).sum(0) == pytest.approx(received, rel=0.05)
-    assert (found.sent + found.answered).sum(0) == pytest.approx(sent, rel=0.05)
-    matrix = traffic_matrix(tasks, layout.tick(), own.shape)
-    across = sum(amount for (a, b), amount in matrix.items() if hosts and hosts[a] != hosts[b])
-    assert (found.asked + found.returned)[1].sum() == pytest.approx(across, rel=0.05)
-    assert found.asked.sum() == pytest.approx(found.sent.sum()) and received.sum() > 0
+def plan_of(own: Setting, layout: Layout) -> Plan:
+    return make_plan(PlanInput(layout.tick(), own.shape, COST))
 
 
 @pytest.mark.parametrize(
@@ -145,60 +123,58 @@ def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
     """Keys of a server's own that a task reads beside those of other ranks are copied to where these arrive; its own
     queries stay in place."""
     own = setting()
-    tasks = make_plan(PlanInput(layout.tick(), own.shape, COST)).tasks
-    (wave,) = schedule_waves(layout.tick(), tasks, 0, own.shape.groups, None, Cut(1))
-    found = count_traffic(tasks, layout.segments, own.shape, 4, None)
-    shape = own.shape
-    assert wave.served_rows.any()
+    plan = plan_of(own, layout)
+    (wave,) = schedule_waves(layout.tick(), plan.tasks, 0, own.shape.groups, None, Cut(1))
+    found, shape = flows_of(plan, layout.segments), own.shape
+    assert wave.served_rows.any() and (found.served[0] == wave.served_rows[:, 0]).all()
     # Ranges of head groups that overlap in part may be counted twice.
-    assert found.served[0] == pytest.approx(wave.served_rows[:, 0] * shape.query_bytes)
-    assert found.served[1] == pytest.approx(wave.served_rows[:, 1] * shape.key_value_bytes, rel=0.05)
-    assert found.served[2] == pytest.approx(wave.served_rows[:, 0] * shape.output_bytes)
-    back = (wave.landed_rows @ np.array([shape.query_bytes, shape.key_value_bytes])).max()
-    assert found.comes_home == pytest.approx(back, rel=0.05)
+    assert found.served[1] == pytest.approx(wave.served_rows[:, 1], rel=0.05)
+    there = wave.served_rows @ np.array([shape.query_bytes + shape.output_bytes, shape.key_value_bytes])
+    home = (wave.landed_rows @ np.array([shape.query_bytes, shape.key_value_bytes])).max()
+    assert landing_bytes(own, found) == pytest.approx(1.25 * (there.max() + home), rel=0.05)
     # A row of a head group that was served: O of 4 heads × 128 in bf16, and their LSE in fp32, in each of 4 layers.
     row = 4 * (2 * 128 + 4)
     assert served_bytes(own, found) == pytest.approx(wave.served_rows[:, 0].max() * row * own.layers)
     assert served_bytes(setting(recompute_attention=True), found) == pytest.approx(wave.served_rows[:, 0].max() * row)
     assert served_bytes(setting(keep="host"), found) == 0
     assert served_bytes(setting(checkpointing=False), found) > 2 * served_bytes(own, found)
-    copied = count_traffic(tasks, layout.segments, own.shape, 4, None, copied=True)
-    assert (copied.served[0] >= found.served[0]).all() and (copied.served[1] == found.served[1]).all()
+    copied = flows_of(plan, layout.segments, copied=True)
     assert (copied.served[0].sum() > found.served[0].sum()) == bool((layout.segments.begin > 0).any())
-    two = landing_bytes(replace(own, copies_own_rows=True), found)
-    assert two > landing_bytes(own, found) > 1.25 * back
+    assert landing_bytes(replace(own, copies_own_rows=True), found) > landing_bytes(own, found)
     assert landing_bytes(own, found, with_outputs=True) > landing_bytes(own, found)
 
 
 def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     """Rank 0 sends 60 bytes to rank 1 and 40 to rank 2, at a byte a second; both send half of it back."""
-    zero = np.zeros((2, 3))
-    asked, sent, answered, returned = (zero.copy() for _ in range(4))
-    asked[0, 1:], sent[0, 0], answered[0, 1:], returned[0, 0] = (60, 40), 100, (30, 20), 50
-    pairs = np.array([[0, 0], [1, 2], [0, 0], [1, 1]])
-    traffic = Traffic(asked, sent, answered, returned, pairs, np.zeros(0, bool), np.array([0, 2, 2]), np.zeros((3, 3)))
+    moved = np.zeros((4, 2, 3))
+    moved[QKV_SENT, 0], moved[QKV_RECEIVED, 0], moved[O_SENT, 0] = (100, 0, 0), (0, 60, 40), (0, 30, 20)
+    moved[O_RECEIVED, 0] = 50, 0, 0
+    flows = Flows(moved, np.zeros(3), np.array([[0, 1, 1], [0, 2, 1]]), np.array([0.0, 2, 2]), np.zeros((2, 3)))
     own = Both(np.array([10.0, 20.0, 30.0]), np.array([400.0, 20.0, 30.0]))
     waiting = Both(np.array([0.0, 5.0, 0.0]), np.array([0.0, 5.0, 0.0]))
-    found = done(traffic, own, waiting, np.array([1.0, 1.0]))
+
+    def ends(start: float = 0.0, **more: int) -> Both:
+        begin = np.array([start, 0.0, 0.0])
+        return end_of_passes(flows, None, own, waiting, Both(begin, begin), np.array([1.0, 1.0]), **more)
+
+    found = ends()
     # Arrived at 100, when all of it has left; rank 1 needs 5 seconds more, rank 2 nothing. O takes 50 to come home.
     assert found.forward.tolist() == [105 + 50, 105, 30]
     # With dO it takes 150; dQ, dK and dV take 100 back, which rank 0 does not wait for.
     assert found.backward.tolist() == [400, 155, 30]
+    # Where the home is late all that waits for it is.
+    assert ends(7.0).forward.tolist() == [7 + 105 + 50, 7 + 105, 30]
     # Two waves: half arrives and is served, 52.5; the other half arrives 50 later. The last half of O is home after 25.
-    found = done(traffic, own, waiting, np.array([1.0, 1.0]), waves=2)
     begun = WAVE_SECONDS
-    assert found.forward == pytest.approx(np.array([52.5 + 25 + 50, 52.5 + 50, 30]) + begun)
+    assert ends(waves=2).forward == pytest.approx(np.array([52.5 + 25 + 50, 52.5 + 50, 30]) + begun)
     # More waves than head groups are empty.
-    found = done(traffic, own, waiting, np.array([1.0, 1.0]), waves=8, layers=3)
-    assert found.forward == pytest.approx(np.array([127.5, 102.5, 30]) + 3 * 7 * begun)
+    assert ends(waves=8, passes=3).forward == pytest.approx(np.array([127.5, 102.5, 30]) + 3 * 7 * begun)
 
 
-def test_head_groups_that_wait_are_counted_once_for_a_document() -> None:
-    """Rank 1 runs groups 0 to 2 and 1 to 3 of a document of rank 0, and two of its own that wait for nothing."""
-    layout = Layout.from_rank_lengths([[1000, 500], [800]])
-    tasks = np.array([[0, 400, 700, 0, 2, 1], [0, 700, 1000, 1, 3, 1], [1, 0, 500, 0, 4, 0], [2, 0, 800, 0, 2, 1]])
-    found = count_traffic(tasks, layout.segments, setting(2).shape, 2, None)
-    assert found.remote.tolist() == [True, True, False, False] and found.parts.tolist() == [0, 3]
+def test_what_reads_of_other_ranks() -> None:
+    layout = Layout.from_stream([1500, 800], 3, 1000)  # rows 1000 to 1500 of the first are on rank 1
+    tasks = np.array([[0, 400, 1000, 0, 2, 0], [0, 400, 1200, 0, 2, 0], [0, 0, 500, 0, 2, 1], [1, 0, 500, 0, 1, 1]])
+    assert read_others(tasks, layout.segments).tolist() == [False, True, True, False]
 
 
 LENGTHS = [30000, 2000, 25000, 8536]
@@ -211,10 +187,12 @@ LENGTHS = [30000, 2000, 25000, 8536]
 )
 def test_ranks_are_done_when_the_planner_says(layout: Layout, rate: float, waves: int) -> None:
     own = setting(per_host=2, figures=machine(copies=rate, between=rate / 4))
-    plan = modes_cad.plan_layout(own, layout, own.hosts, waves=(waves,))
-    traffic = count_traffic(plan.tasks, layout.segments, own.shape, 4, own.hosts)
-    alone, waiting = (of_tasks(tasks, own.cost, 4) for tasks in (plan.tasks, plan.tasks[traffic.remote]))
-    found = done(traffic, alone, waiting, 1 / np.array([rate, rate / 4]), waves)
+    plan = modes_cad.plan_in_place(replace(own, waves=(waves,)), layout)
+    reads = read_others(plan.tasks, layout.segments)
+    alone, waiting = (of_tasks(tasks, own.cost, 4) for tasks in (plan.tasks, plan.tasks[reads]))
+    start = Both(np.zeros(4), np.zeros(4))
+    links = 1 / np.array([rate, rate / 4])
+    found = end_of_passes(flows_of(plan, layout.segments), own.hosts, alone, waiting, start, links, waves)
     assert found.total.max() == pytest.approx(plan.finish.max(), rel=0.1)
 
 
@@ -225,7 +203,7 @@ def test_a_plain_step_ends_with_the_rank_that_has_most_attention() -> None:
     own = setting(optimizer=False)
     found = modes.plain(own, [UNEVEN])
     attention = of_documents(UNEVEN, COST).repeated(True).total * own.shape.groups * MODEL.layers
-    linear = linear_seconds(own, np.array([16384.0])).total[0]
+    linear = non_attention(own, np.array([16384.0])).layers.total[0]
     assert found.seconds.total == pytest.approx(linear + attention.max())
     assert found.seconds.waiting == pytest.approx(attention.max() - attention.mean())
     assert found.tokens == 4 * 16384 and found.tokens_per_second == pytest.approx(16384 / found.seconds.total)
@@ -276,12 +254,12 @@ def test_kept_attention_is_not_repeated() -> None:
         # What runs once without checkpointing runs once; what the backward needs of Q, K and V still travels.
         assert kept.seconds.attention == pytest.approx(without.seconds.attention)
         assert kept.seconds.exchange == pytest.approx(without.seconds.exchange)
-        assert kept.inside == repeated.inside and kept.seconds.linear == repeated.seconds.linear
+        assert kept.inside == repeated.inside and kept.seconds.non_attention == repeated.seconds.non_attention
         rows = 4096 if mode is modes.ulysses else 16384
         size = shape.query_heads * (2 * shape.value_dim + 4)
         assert kept.peak - repeated.peak == pytest.approx(rows * size * (MODEL.layers - 1))
         assert mode(again, [UNEVEN], kept=True, **more).peak == kept.peak, "a key of CAD alone"
-    stages = setting(pipeline=2)
+    stages = setting(8, 8, pipeline=2)
     both = [modes.plain(stages, [UNEVEN] * 4, kept=kept).peak for kept in (False, True)]
     assert both[1] > both[0]
 
@@ -340,7 +318,7 @@ def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]
     deep = replace(MODEL, layers=32)
     own = replace(setting(tolerance=0.01, figures=machine(latency=0.0), optimizer=False), model=deep)
     found, in_place = modes_cad.reserved(own, [layout], 1), modes_cad.in_place(own, [layout])
-    linear, loss = linear_seconds(own, np.array([16384.0])).total[0], 16384 * own.work.loss
+    linear, loss = non_attention(own, np.array([16384.0])).layers.total[0], 16384 * own.work.loss
     attention = of_documents(layout, COST).total[0] * own.shape.groups * deep.layers
     # All work of the layers shared, or, where attention is short, trainers with their linear part alone.
     expected = max(3 * (linear - loss + attention) / 4, linear - loss) + loss
@@ -402,18 +380,18 @@ def test_lockstep_rounds_have_as_many_ticks_and_idle_stages_serve() -> None:
     own = setting(4, pipeline=2, figures=machine(latency=0.0), optimizer=False, tolerance=0.01)
     step = [Layout.from_rank_lengths([[8192] * 2] * 2)] * 3
     found, plain = modes_cad.in_place(own, step), modes.plain(own, step)
-    linear = linear_seconds(own, np.array([16384.0])).total[0]
+    linear = non_attention(own, np.array([16384.0])).layers.total[0]
     attention = of_documents(step[0], COST).total[0] * own.shape.groups * own.layers
     # Four ticks; in the first and the last one half of the ranks has tokens and all of them serve.
     weights = 2 * own.cluster.gather(2 * own.stage_parameters, 2)
     # The last stage has head and loss of three micro-batches besides, and the others wait for it.
-    loss = 3 * last_stage_seconds(own, np.array([16384.0]))[0]
-    hops = 4 * 2 * hop_seconds(own, np.array([16384.0]))[0]
+    loss = 3 * non_attention(own, np.array([16384.0])).loss[0]
+    hops = 4 * 2 * non_attention(own, np.array([16384.0])).hop[0]
     assert found.seconds.total - weights == pytest.approx(4 * linear + 3 * attention + loss + hops, rel=0.01)
     assert found.seconds.total < plain.seconds.total and loss > linear / 4
-    assert last_stage_seconds(replace(own, pipeline=1), np.ones(1)) == hop_seconds(setting(), np.ones(1)) == 0.0
+    assert non_attention(replace(own, pipeline=1), np.ones(1)).loss == non_attention(setting(), np.ones(1)).hop == 0.0
     far = replace(own, cluster=Cluster(4, 2, own.machine))
-    assert hop_seconds(far, np.ones(1)) == pytest.approx(2 * 4096 / own.machine.between)
+    assert non_attention(far, np.ones(1)).hop == pytest.approx(2 * 4096 / own.machine.between)
 
 
 def test_the_last_of_several_stages_has_head_and_loss_beside_its_layers() -> None:
@@ -426,10 +404,10 @@ def test_the_last_of_several_stages_has_head_and_loss_beside_its_layers() -> Non
 def test_the_last_stage_holds_all_logits_of_a_micro_batch() -> None:
     own = setting(4, pipeline=2)
     few, many = (replace(own, model=replace(MODEL, vocabulary=count)) for count in (1000, 500_000))
-    assert stage_bytes(few, 1000, (2, 1)) == activation_bytes(few, 1000, 2), "the first is the fuller one"
+    assert activation_bytes(few, 1000, (2, 1)) == activation_bytes(few, 1000, (2, 0)), "the first is the fuller one"
     held = 2 * own.model.hidden * own.layers
-    assert stage_bytes(many, 1000, (2, 1)) == pytest.approx(1000 * (held + 18 * 500_000))
-    assert stage_bytes(many, 1000, (2, 1), kept=True) > stage_bytes(many, 1000, (2, 1))
+    assert activation_bytes(many, 1000, (2, 1)) == pytest.approx(1000 * (held + 18 * 500_000))
+    assert activation_bytes(many, 1000, (2, 1), kept=True) > activation_bytes(many, 1000, (2, 1))
 
 
 # Memory
@@ -449,7 +427,7 @@ def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> 
     own = setting()
     one = activation_bytes(own, 1000)
     assert activation_bytes(own, 2000) == pytest.approx(2 * one)
-    assert activation_bytes(own, 1000, 3) == pytest.approx(one + 2 * 1000 * 4 * 2 * 4096)
+    assert activation_bytes(own, 1000, (3, 1)) == pytest.approx(one + 2 * 1000 * 4 * 2 * 4096)
     assert activation_bytes(setting(checkpointing=False), 1000) > 2 * one
     # Of 4 layers one is recomputed, and its working set holds O already.
     assert kept_output_bytes(own, 1000) == 1000 * 3 * 32 * (2 * 128 + 4)
@@ -493,8 +471,8 @@ def test_tensor_parallel_ranks_share_heads_and_pay_for_activations() -> None:
     assert stages.hosts is None and stages.all_hosts is not None and stages.all_hosts.tolist() == [0] * 4 + [1] * 4
     tokens = np.array([1000.0])
     once = 4 * MODEL.layers * (1000 * 2 * 4096 * 7 / 8 / own.machine.collective + own.machine.latency)
-    assert tensor_seconds(own, tokens).forward == pytest.approx([once])
-    assert not tensor_seconds(setting(), tokens).total.any()
+    assert non_attention(own, tokens).tensor.forward == pytest.approx([once])
+    assert not non_attention(setting(), tokens).tensor.total.any()
 
 
 # Machines and distributions

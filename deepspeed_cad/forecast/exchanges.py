@@ -1,0 +1,124 @@
+"""What a plan's exchanges take in one layer: seconds of links, and when ranks are done with what they wait for.
+
+In: what the planner counted that moves (`Flows`), seconds of attention of each rank. Out: bytes and seconds. The model
+of a pass, and what it is in words: planner/finish.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from deepspeed_cad.forecast.attention_seconds import Both, Floats
+from deepspeed_cad.forecast.machine import Machine
+from deepspeed_cad.layout import Ints, Segments
+from deepspeed_cad.planner.constants import IN_PLACE, WAVE_SECONDS
+from deepspeed_cad.planner.core import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
+from deepspeed_cad.planner.finish import Routes, Trip, end_of_pass
+from deepspeed_cad.planner.plan import Bools, Plan
+
+
+def moved_bytes(flows: Flows) -> Floats:
+    """[2] of all ranks inside hosts and between them: Q, K and V there, O home; backward these and dO there, their
+    gradients home."""
+    moved: Floats = (3.0 * flows.bytes[QKV_RECEIVED] + 2.0 * flows.bytes[O_SENT]).sum(1)
+    return moved
+
+
+def link_seconds(machine: Machine, amount: Floats) -> Floats:
+    """[ranks]: of bytes [2, ranks], inside a host and between hosts; both kinds of links work at once."""
+    return np.maximum(amount[INSIDE] / machine.copies, amount[BETWEEN] / machine.between)
+
+
+def trip_seconds(machine: Machine, flows: Flows) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of a layer's exchanges there, forward and backward, and back; the busier direction counts."""
+
+    def longest(*amounts: Floats) -> float:
+        return max(float(link_seconds(machine, amount).max()) for amount in amounts)
+
+    left, there, back, home = (flows.bytes[kind] for kind in (QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED))
+    return (longest(there, left), longest(there + back, left + home)), (longest(back, home), longest(there, left))
+
+
+def flows_of(plan: Plan, rows: Segments, copied: bool = False) -> Flows:
+    """What a plan moves, and what lies side by side at servers as schedules put it there.
+
+    `copied`: see Setting.copies_own_rows.
+    """
+    assert plan.flows is not None, "plans that the planner made have flows"
+    return replace(plan.flows, served=_served(plan.tasks[read_others(plan.tasks, rows)], rows, plan.load.size, copied))
+
+
+def read_others(tasks: Ints, rows: Segments) -> Bools:
+    """[tasks]: whether each reads anything that its server does not hold."""
+    own = rows.select(np.lexsort((rows.begin, rows.document)))
+    first = np.searchsorted(own.document, tasks[:, 0])
+    held = np.full(rows.document.max(initial=-1) + 1, np.iinfo(np.int64).max)
+    # Rows of a document before the first that is not where it begins.
+    moved = own.rank != own.rank[np.searchsorted(own.document, own.document)]
+    np.minimum.at(held, own.document[moved], own.begin[moved])
+    return (tasks[:, 5] != own.rank[first]) | (tasks[:, 2] > held[tasks[:, 0]])
+
+
+def _served(tasks: Ints, rows: Segments, ranks: int, copied: bool) -> Ints:
+    """[2, ranks]: query and KV rows times head groups; see Flows.served."""
+    document, begin, end, first_group, last_group, server = tasks.T
+    own = rows.select(np.lexsort((rows.begin, rows.document)))
+    span = int(rows.end.max(initial=0)) + 1
+    home = np.searchsorted(own.document * span + own.begin, document * span + begin, "right") - 1
+    held = np.bincount(rows.rank, rows.end - rows.begin, minlength=ranks)
+    large = (end - begin) * IN_PLACE >= held[server]
+    stay = (own.rank[home] == server) & (end <= own.end[home]) & large & (not copied)
+    groups = last_group - first_group
+    queries = np.bincount(server, (end - begin) * groups * ~stay, minlength=ranks)
+    # Of tasks with the same document and head groups, the one that reads the most keys covers the others.
+    ordered = tasks[np.lexsort((end, last_group, first_group, server, document))]
+    last = np.ones(len(ordered), bool)
+    last[:-1] = (ordered[1:, [0, 3, 4, 5]] != ordered[:-1, [0, 3, 4, 5]]).any(1)
+    keys = ordered[last]
+    return np.stack([queries, np.bincount(keys[:, 5], keys[:, 2] * (keys[:, 4] - keys[:, 3]), minlength=ranks)])
+
+
+def end_of_passes(
+    flows: Flows,
+    hosts: Ints | None,
+    own: Both,
+    waiting: Both,
+    start: Both,
+    per_byte: Floats,
+    waves: int = 1,
+    passes: int = 1,
+) -> Both:
+    """[ranks]: when a rank has all of its O, and all of its dQ, dK and dV.
+
+    Args:
+        flows: what moves in a layer.
+        hosts: [ranks] number of each one's host; None: all share one.
+        own: [ranks] seconds of all tasks of a rank.
+        waiting: of them, those that read something of another rank.
+        start: when each comes to its attention, and sends what others wait for.
+        per_byte: [2] seconds inside a host and between hosts, in as many layers as all these.
+        waves: in how many parts an exchange goes.
+        passes: layers.
+    """
+    home, server, with_rows = flows.pairs.T
+    times = flows.bytes * per_byte[:, None]
+    host = np.zeros(len(flows.parts), np.int64) if hosts is None else hosts
+    where = np.where(host[home] == host[server], INSIDE, BETWEEN)
+    routes = Routes(home, server, where, np.clip(flows.parts, 1.0, waves))
+    every = np.ones(len(home), bool)
+    qkv = Trip(times[QKV_SENT], times[QKV_RECEIVED], every)
+    o = Trip(times[O_RECEIVED], times[O_SENT], with_rows > 0)
+    # Backward: dO goes out with Q, K and V; dQ, dK and dV come home.
+    out = Trip(qkv.home + o.home, qkv.server + o.server, every)
+    ends = []
+    for work, waits, begin, there, back in (
+        (own.forward, waiting.forward, start.forward, qkv, o),
+        (own.backward, waiting.backward, start.backward, out, qkv),
+    ):
+        # A server begins what it waits for when the last of its homes has come to it.
+        begun = begin.copy()
+        np.maximum.at(begun, server, begin[home])
+        ends.append(end_of_pass(routes, there, back, begin + work - begun, waits, begun))
+    return Both(*(end + (waves - 1) * WAVE_SECONDS * passes for end in ends))
