@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,7 @@ from model_cases import tiny_model
 import deepspeed_cad
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
-from deepspeed_cad.session import close_session, find_binding
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    close_session()
+from deepspeed_cad.session import find_binding
 
 
 def bound(block: dict[str, Any] | None = None, model: Any = None, **changes: Any) -> tuple[Any, room.Binding]:

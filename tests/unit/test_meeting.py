@@ -184,11 +184,6 @@ def test_ranks_join_by_the_id_of_the_first(nccl: pytest.MonkeyPatch) -> None:
     assert [one.given for one in on_ranks(join, 2)] == [(b"the id", 2, 0), (b"the id", 2, 1)]
 
 
-def test_a_rank_that_never_joins_is_named_before_nccl_waits_for_it(nccl: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CADPeerError, match=r"rank 1 waited for opening NCCL: ranks \[0\] did not come within 0.2 s"):
-        join(1, 0.2)
-
-
 def test_a_rank_without_nccl_is_named_by_all(nccl: pytest.MonkeyPatch) -> None:
     def missing() -> tuple[object, int]:
         if threading.current_thread() is not threading.main_thread() and next(turns):
@@ -199,14 +194,6 @@ def test_a_rank_without_nccl_is_named_by_all(nccl: pytest.MonkeyPatch) -> None:
     nccl.setattr(messages, "open_nccl", missing)
     for error in on_ranks(join, 2):
         assert isinstance(error, CADError) and "opening NCCL failed on 1 of 2 ranks" in str(error), error
-
-
-def test_joining_may_take_its_time() -> None:
-    def make() -> Any:
-        time.sleep(0.05)
-        return "made"
-
-    assert messages._in_time(make, lambda found: pytest.fail("in time"), CPU, 5.0) == "made"
 
 
 def test_joining_ends_in_time_and_what_comes_too_late_is_left(nccl: pytest.MonkeyPatch) -> None:

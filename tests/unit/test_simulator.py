@@ -21,7 +21,6 @@ from deepspeed_cad.forecast.bytes_held import (
     state_bytes,
 )
 from deepspeed_cad.forecast.bytes_moved import Traffic, count_traffic
-from deepspeed_cad.forecast.compare import compare
 from deepspeed_cad.forecast.distributions import NAMED
 from deepspeed_cad.forecast.finish import done
 from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
@@ -286,25 +285,6 @@ def test_kept_attention_is_not_repeated() -> None:
     assert both[1] > both[0]
 
 
-def test_gathered_keys_are_cut_documents() -> None:
-    found = modes.gathered(setting(), [UNEVEN], 4)
-    row = 2 * 8 * 128 * 2
-    assert found.inside == pytest.approx(MODEL.layers * 3 * 4 * 16384 * row * 3 / 4)
-    assert not found.measured and found.seconds.waiting == pytest.approx(0.0, abs=1e-9)
-
-
-def test_a_degree_is_the_best_for_the_first_steps_not_for_the_first() -> None:
-    """Even rows gain nothing by wider groups; one long document among them gains with each."""
-    even = [Layout.from_rank_lengths([[4096] * 16] * 8)]
-    uneven = [Layout.from_rank_lengths([[65536]] + [[4096] * 16] * 7)]
-    own = setting(8, 8)
-
-    def degree(*steps: list[Layout]) -> int:
-        return compare(own, steps, ["ulysses"]).found[0].degree
-
-    assert (degree(even), degree(uneven), degree(even, uneven)) == (2, 8, 8)
-
-
 def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
     own = setting()
     whole = modes.packed(own, [UNEVEN], 1)
@@ -414,13 +394,6 @@ def test_lockstep_rounds_have_as_many_ticks_and_idle_stages_serve() -> None:
     assert last_stage_seconds(replace(own, pipeline=1), np.ones(1)) == hop_seconds(setting(), np.ones(1)) == 0.0
     far = replace(own, cluster=Cluster(4, 2, own.machine))
     assert hop_seconds(far, np.ones(1)) == pytest.approx(2 * 4096 / own.machine.between)
-
-
-def test_the_last_of_several_stages_has_head_and_loss_beside_its_layers() -> None:
-    """Two micro-batches of 1 s and 2 s, 4 s of loss each: it is the last stage that all wait for."""
-    ones = np.ones((2, 1))
-    # Forward of stage 0, then of stage 1, loss and backward of both, backward of stage 0.
-    assert one_forward_one_backward(ones, 2 * ones, 2, 4 * ones) == pytest.approx([1 + 2 * (1 + 4 + 2) + 2])
 
 
 def test_the_last_stage_holds_all_logits_of_a_micro_batch() -> None:
