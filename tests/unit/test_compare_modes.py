@@ -181,3 +181,13 @@ def test_servers_are_chosen_on_the_same_documents_as_other_modes() -> None:
     cut = compare(own, [step], ["cad reserved"], 1).found[0]
     assert asked == [1] and dealt.tokens == cut.tokens == 3 * 32768
     assert dealt.seconds.attention > 2 * cut.seconds.attention
+
+
+def test_servers_wait_where_weights_are_sharded() -> None:
+    """Linear layers and attention follow one another there."""
+    sharded, whole = (
+        compare(setting(sharding=how, memory=1000.0), [[Layout.from_rank_lengths([[65536]] * 4)]], ["cad reserved"], 2)
+        for how in ("zero3", "zero1")
+    )
+    first, second = sharded.found[0], whole.found[0]
+    assert first.seconds.total > 1.2 * second.seconds.total and first.idle > second.idle + 0.1

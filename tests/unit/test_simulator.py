@@ -314,6 +314,16 @@ def test_in_place_every_rank_has_the_mean_and_attention_is_not_repeated() -> Non
     assert again.peak < found.peak and again.inside == pytest.approx(1.4 * found.inside)
 
 
+def test_slow_links_are_seen_by_the_plan_and_by_the_seconds() -> None:
+    fast, slow = (setting(per_host=2, figures=machine(between=rate)) for rate in (50e9, 5e8))
+    found = [modes_cad.in_place(own, [UNEVEN]) for own in (fast, slow)]
+    assert found[1].between < found[0].between, "less is moved"
+    assert found[1].tokens_per_second < found[0].tokens_per_second
+    hidden = modes_cad.in_place(replace(slow, overlap="pingpong", believed=fast.cost), [UNEVEN])
+    shown = modes_cad.in_place(replace(slow, believed=fast.cost), [UNEVEN])
+    assert hidden.between == pytest.approx(shown.between) and hidden.seconds.exchange < shown.seconds.exchange
+
+
 @pytest.mark.parametrize("documents", [[16384], [2048] * 8], ids=["long", "short"])
 def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]) -> None:
     layout = Layout.from_rank_lengths([documents] * 4)

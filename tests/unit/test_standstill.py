@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from deepspeed_cad.exchange.alarm import Alarm
-from deepspeed_cad.exchange.liveness import Liveness
-from deepspeed_cad.exchange.meeting import Meeting
 
 from deepspeed_cad.ahead import worker as worker_room
 from deepspeed_cad.ahead.gather import Gatherer, Said, Subject, What
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange import liveness as liveness_room
-from deepspeed_cad.exchange import patience
+from deepspeed_cad.exchange.failure import board as liveness_room
+from deepspeed_cad.exchange.failure import patience
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.roll_call import Meeting
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 
 
 def boards(ranks: int = 2, idle_after: int | None = 8) -> list[Liveness]:
