@@ -70,7 +70,6 @@ def test_a_plan_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ({"tolerence": 0.1}, "did you mean 'tolerance'"),
         ({"documents": [100000]}, "do not fit"),
         ({"cost": "nothing.json"}, "cost is 'nothing.json'"),
-        ({"memory": [10, 10, 10, 10]}, "rank"),
         ({"ranks": [[1]]}, "both given"),
     ],
 )
