@@ -168,14 +168,6 @@ def test_refusals(changes: dict[str, Any], said: str) -> None:
         ours.refuse_accelerator(_host(**changes))
 
 
-def test_an_accelerator_is_examined_when_it_is_made() -> None:
-    from accelerate import DataLoaderConfiguration
-
-    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        loading = DataLoaderConfiguration(dispatch_batches=True)
-        Accelerator(cpu=True, kwargs_handlers=[CADPlugin()], dataloader_config=loading)
-
-
 def test_the_block_is_handed_to_deepspeed() -> None:
     plugin = CADPlugin.of(CADConfig(tolerance=0.2), "a launcher")
     json: dict[str, Any] = {}

@@ -80,22 +80,6 @@ def test_a_plugin_refuses_the_first_step_alone(plugin_check, step) -> None:
     step()
 
 
-@pytest.mark.parametrize(
-    ("session", "world_size", "said"),
-    [
-        ({"micro_batches": 0}, "1", "Another model is trained, or the model is in eval mode"),
-        (None, "2", "torch.distributed is not initialised"),
-        (None, "1", "no transformers model with causal attention"),
-    ],
-)
-def test_the_reason(check, host, step, monkeypatch, session, world_size: str, said: str) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    if session is not None:
-        host.open(**session)
-    with pytest.raises(CADError, match=said):
-        step()
-
-
 def test_a_session_that_has_ended_is_no_problem(check, host, step) -> None:
     host.open()
     step()

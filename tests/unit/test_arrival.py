@@ -9,14 +9,13 @@ import time
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange import messages
 from deepspeed_cad.exchange.arrival import Reader, wait_for
@@ -26,11 +25,10 @@ from deepspeed_cad.exchange.failure.identity import Comparison
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.store import MemoryStore
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
-from deepspeed_cad.exchange.group import OwnGroup, has_ways_apart
+from deepspeed_cad.exchange.group import OwnGroup
 from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.nvlink import NvlinkTransport
-from deepspeed_cad.server import meeting
 from deepspeed_cad.threads import run_aside
 
 
@@ -110,24 +108,6 @@ def test_numbers_come_round(begin: int) -> None:
         ring.numbers[0] = number + 1
 
 
-def test_nothing_is_taken_from_a_copy_that_is_under_way() -> None:
-    ring = Ring([5, 5], looks=4)
-    assert [ring.reader.reached(5) for _ in range(5)] == [False] * 4 + [True] and ring.copies == 1
-
-
-def test_the_host_goes_on_when_all_is_there() -> None:
-    side, ring = Side(), Ring([7, 6])
-
-    def reached() -> bool:
-        if ring.copies == 3:
-            ring.numbers[1] = 7
-        return ring.reader.reached(7)
-
-    side.wait(reached)
-    assert ring.copies >= 3 and not side.freed
-    side.dog.close()
-
-
 def test_a_server_that_is_lost_ends_the_wait_at_once() -> None:
     side, looks = Side(timeout_s=300.0), []
 
@@ -170,19 +150,6 @@ def test_waits_end_by_force_and_not_because_all_is_there(monkeypatch: pytest.Mon
     assert time.monotonic() - begin > 0.25 and not side.alarm.sounded
     with pytest.raises(ServerLostError):
         side.wait(lambda: True)
-    side.dog.abandon()
-
-
-def test_a_process_does_not_end_for_a_server_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait of a stream, as NCCL's, lasts until the transport is given up, however long trainers take to agree."""
-    monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
-    monkeypatch.setattr(watchdog, "LAST_S", 0.1)
-    side, ended = Side(timeout_s=0.2), []
-    side.dog.end_process = ended.append
-    side.losses.reason = "server 1 ended"
-    side.dog.track(SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False), "exchange 7")
-    time.sleep(1.0)
-    assert not ended and not side.alarm.sounded and not side.freed
     side.dog.abandon()
 
 
@@ -373,18 +340,3 @@ def test_nccl_is_left_beside_and_its_buffers_stay_until_then() -> None:
     while held() is not None:
         time.sleep(0.01)
     assert said == ["group", "left", "drained", "drained"]
-
-
-@pytest.mark.parametrize("on_failure", ["stop", "continue"])
-def test_ways_are_apart_only_where_no_server_may_be_lost(monkeypatch: pytest.MonkeyPatch, on_failure: str) -> None:
-    """That servers may change is known when the first transport is made, before anybody watches for losses."""
-    monkeypatch.setattr(meeting, "PatientStore", lambda store, limit: store)
-    monkeypatch.setattr(meeting.dist, "PrefixStore", lambda prefix, store: store)
-    config = CADConfig.from_dict({"servers": {"reserved": 1}, "on_server_failure": on_failure})
-    at, split = SimpleNamespace(root=dist.HashStore(), timeout_s=5.0), SimpleNamespace(rank=0, ranks=2)
-    liveness = meeting.open_board(at, split, config)  # type: ignore[arg-type]
-    alarm = Alarm(0, liveness, 5.0)
-    assert liveness.losses is None and not alarm.goes_on
-    assert liveness.may_change == (on_failure == "continue")
-    assert has_ways_apart(object.__new__(OwnGroup), liveness.may_change) == (on_failure == "stop")
-    assert not has_ways_apart(cast(Any, object()), False), "in place"

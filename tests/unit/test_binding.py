@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import sys
 from typing import Any
 
 import pytest
@@ -17,13 +17,7 @@ from model_cases import tiny_model
 import deepspeed_cad
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
-from deepspeed_cad.session import close_session, find_binding
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    close_session()
+from deepspeed_cad.session import find_binding
 
 
 def bound(block: dict[str, Any] | None = None, model: Any = None, **changes: Any) -> tuple[Any, room.Binding]:
@@ -248,3 +242,13 @@ def test_binding_refuses_before_anything_is_opened() -> None:
     with pytest.raises(CADUnsupportedError, match="attention_dropout"):
         deepspeed_cad.apply(model, {})
     assert deepspeed_cad.current_session() is None and model.config._attn_implementation != "cad"
+
+
+def test_hooks_of_trainer_and_loaders_are_installed() -> None:
+    bound()
+    from accelerate import data_loader
+
+    assert hasattr(data_loader.DataLoaderShard.__iter__, "__deepspeed_cad__")
+    if "transformers.trainer" in sys.modules:
+        trainer = sys.modules["transformers.trainer"].Trainer
+        assert hasattr(trainer.get_batch_samples, "__deepspeed_cad__") and hasattr(trainer.log, "__deepspeed_cad__")

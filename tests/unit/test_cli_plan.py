@@ -63,24 +63,6 @@ def test_a_plan_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "out.json cannot be written: No such file" in capsys.readouterr().err
 
 
-def test_ranks_as_lists_and_every_optional_key(tmp_path: Path) -> None:
-    fields = {key: GOOD[key] for key in ("heads", "kv_heads", "head_dim")} | {
-        "ranks": [[9000, 100], [], [4000]],
-        "granularity": 64,
-        "ranks_per_node": 2,
-        "speeds": [1.0, 2.0, 1.0],
-        "base_load": [0.0, 0.0, 1000.0],
-        "servers": 1,
-        "window": 2048,
-        "memory": [1e9, 1e9, 1e9],
-    }
-    code, out = run(tmp_path, fields)
-    assert code == 0 and len(out["load"]) == 4
-    assert {task[5] for task in out["tasks"]} <= {0, 1, 2, 3}
-    code, out = run(tmp_path, fields | {"servers": [0, 1]})
-    assert code == 0 and {task[5] for task in out["tasks"]} == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -88,7 +70,6 @@ def test_ranks_as_lists_and_every_optional_key(tmp_path: Path) -> None:
         ({"tolerence": 0.1}, "did you mean 'tolerance'"),
         ({"documents": [100000]}, "do not fit"),
         ({"cost": "nothing.json"}, "cost is 'nothing.json'"),
-        ({"memory": [10, 10, 10, 10]}, "rank"),
         ({"ranks": [[1]]}, "both given"),
     ],
 )
@@ -156,20 +137,6 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     ):
         assert main([*words, *wrong]) == 2
         assert text in capsys.readouterr().err
-
-
-def test_text_needs_a_tokenizer_and_uses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = tmp_path / "data.txt"
-    data.write_text("a b c\n\n" + "d e f g " * 200 + "\n\n" + "h " * 900)
-    assert main(["plan", str(data)]) == 2
-    assert "--tokenizer" in capsys.readouterr().err
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path / "tok")
-    code = main(["plan", str(data), "--tokenizer", str(tmp_path / "tok"), "--ranks", "2", "--context", "512"])
-    assert code == 0 and "3 documents, 1703 tokens" in capsys.readouterr().err
 
 
 # Training steps

@@ -19,7 +19,6 @@ from deepspeed_cad.layout import Layout
 MODEL = ModelShape(layers=4, vocabulary=32000)
 COST = CostModel("test", "seconds", pair=1.1e-11, row=6.5e-9, key=2.4e-9)
 LONG = [[Layout.from_rank_lengths([[65536], [4096] * 16, [1024] * 64, [2048] * 32])]]
-ALIKE = [[Layout.from_rank_lengths([[1024] * 32] * 4)]]
 
 
 def setting(ranks: int = 4, memory: float = 140.0, **changes: Any) -> Setting:
@@ -184,10 +183,11 @@ def test_servers_are_chosen_on_the_same_documents_as_other_modes() -> None:
     assert dealt.seconds.attention > 2 * cut.seconds.attention
 
 
-def test_the_best_number_of_servers_is_taken_from_several_steps() -> None:
-    """Attention is most of the work, so two of four are better than one; the first step alone has none."""
-    many = [[Layout.from_rank_lengths([[131072]] * 4)]]
-    found = compare(setting(memory=1000.0), ALIKE + many * 3, ["cad reserved"]).found[0]
-    each = [compare(setting(memory=1000.0), ALIKE + many * 3, ["cad reserved"], count).found[0] for count in (1, 2)]
-    assert found.tokens_per_second == max(one.tokens_per_second for one in each) > 0
-    assert len(found.steps) == 4
+def test_servers_wait_where_weights_are_sharded() -> None:
+    """Linear layers and attention follow one another there."""
+    sharded, whole = (
+        compare(setting(sharding=how, memory=1000.0), [[Layout.from_rank_lengths([[65536]] * 4)]], ["cad reserved"], 2)
+        for how in ("zero3", "zero1")
+    )
+    first, second = sharded.found[0], whole.found[0]
+    assert first.seconds.total > 1.2 * second.seconds.total and first.idle > second.idle + 0.1

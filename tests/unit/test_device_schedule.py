@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import cases
 import numpy as np
 import pytest
-import torch
 from attention_ranks import CPU, GROUPS
 
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, share_out, upload_schedule
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import (
-    GROUP,
-    KIND,
-    QUERY,
-    ROWS,
-    SERVER_ROW,
     Batch,
     Schedule,
     build_slices,
-    padding_rows,
     schedule_rank,
 )
 
@@ -90,41 +82,3 @@ def test_early_and_late(tasks: list[tuple[int, ...]], one: tuple, two: tuple) ->
     schedule = schedule_of([[8], [4]], tasks)
     for two_streams, expected in ((False, one), (True, two)):
         assert pieces(upload_schedule(schedule, CPU, two_streams)) == expected
-
-
-def test_overlap_of_keys() -> None:
-    apart = [(0, 0, 8, 0, 1, 0), (0, 0, 8, 1, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)]
-    assert not upload_schedule(schedule_of([[8], [4]], apart), CPU).local_keys_overlap
-    documents = [(0, 0, 8, 0, 2, 0), (1, 0, 4, 0, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 2, 3, 1)]
-    found = upload_schedule(schedule_of([[8, 4], []], documents), CPU)
-    assert not found.local_keys_overlap and not found.waves[0].keys_overlap
-    shared = [(0, 0, 4, 0, 3, 0), (0, 4, 8, 0, 3, 0), (1, 0, 4, 0, 3, 1)]
-    assert upload_schedule(schedule_of([[8], [4]], shared), CPU).local_keys_overlap
-    # A server that runs two pieces of one document holds its keys once.
-    served = [(0, 0, 4, 0, 3, 1), (0, 4, 8, 0, 3, 1), (1, 0, 4, 0, 3, 1)]
-    assert upload_schedule(schedule_of([[8], [4]], served, 1), CPU).waves[0].keys_overlap
-    whole = [(0, 0, 8, 0, 3, 1), (1, 0, 4, 0, 3, 1)]
-    assert not upload_schedule(schedule_of([[8], [4]], whole, 1), CPU).waves[0].keys_overlap
-
-
-@pytest.mark.parametrize("name", ["two", "odd", "documents over borders", "a tail of padding", "a rank with no tokens"])
-def test_what_lies_on_the_device(name: str) -> None:
-    layout = cases.layouts()[name]
-    tick, rng = layout.tick(), np.random.default_rng(4)
-    slices = build_slices(tick, cases.random_tasks(tick, GROUPS, rng))
-    for rank in range(layout.ranks):
-        schedule = schedule_rank(tick, slices, rank, GROUPS)
-        found = upload_schedule(schedule, CPU)
-        (wave,) = found.waves
-        assert wave.host is schedule
-        group = torch.full((int(schedule.served_rows[rank, QUERY]),), -1)
-        for row in np.concatenate([schedule.receives, schedule.own]):
-            if row[KIND] == QUERY:
-                group[row[SERVER_ROW] : row[SERVER_ROW] + row[ROWS]] = int(row[GROUP])
-        assert torch.equal(wave.group, group) and (group >= 0).all()
-        assert found.padding.tolist() == padding_rows([schedule]).tolist()
-        assert [b for b, _ in wave.served] == list(schedule.served)
-        for one, sequences in (*found.all_local, *wave.served):
-            assert torch.equal(sequences.cu_q, torch.from_numpy(one.cu_q)) and sequences.host_q is one.cu_q
-            assert torch.equal(sequences.cu_k, torch.from_numpy(one.cu_k)) and sequences.host_k is one.cu_k
-            assert (sequences.max_q, sequences.max_k) == (one.max_q, one.max_k)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.session import close_session
 
 LENGTHS = [7, 30, 1, 6]
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    close_session()
 
 
 @pytest.mark.parametrize("form", FORMS)

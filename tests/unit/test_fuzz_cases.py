@@ -76,22 +76,6 @@ def _error(kind: str, *bases: str, text: str = "rank 1 stopped") -> Any:
     return kind, [kind, *bases], text, ""
 
 
-@pytest.mark.parametrize(
-    ("played", "begins"),
-    [
-        ([Played(0), Played(1)], ""),
-        ([Played(0), None], "hang"),
-        ([Played(0), Played(1, wrong=["loss 1 instead of 2"])], "wrong"),
-        ([Played(0), Played(1, error=_error("RuntimeError"))], "raw"),
-        ([Played(0), Played(1, error=_error("CADPeerError", "CADError"))], "unexpected"),
-        ([Played(0), Played(1, seconds=29.0)], "late"),
-    ],
-)
-def test_judge(played: list[Played | None], begins: str) -> None:
-    failure = judge(TWO, played)
-    assert failure.startswith(begins) and bool(failure) == bool(begins)
-
-
 LOST = replace(TWO, servers=1, fates=(Fate(0, "KILL", "return", 1),), block={"on_server_failure": "continue"})
 STOPS = replace(LOST, block={"on_server_failure": "stop"})
 NAMED = _error("CADPeerError", "CADError", text="server 2 ended: its process died")

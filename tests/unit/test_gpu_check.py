@@ -10,7 +10,7 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from gpu_check import GROUPS, Ended, Launch, launches, merge, parse, table
+from gpu_check import GROUPS, Ended, Launch, merge, table
 from lines import Lines, Place
 
 from deepspeed_cad.errors import CADPeerError, CADUnsupportedError
@@ -65,20 +65,6 @@ def test_what_one_rank_refuses_is_refused_on_all(
     assert lines.check("a model", "stream", lambda: (True, place.together(run))) == state
     last = json.loads((tmp_path / "lines").read_text().splitlines()[-1])
     assert (last["state"], last["detail"]) == (state, words)
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 4])
-@pytest.mark.parametrize("group", GROUPS)
-def test_groups_on_any_number_of_gpus(group: str, gpus: int) -> None:
-    options = parse(["--gpus", str(gpus), "--only", group])
-    found = launches(group, gpus, True, options.hosts)
-    if gpus == 1 and group not in ("kernels", "models"):
-        assert found == "needs two GPUs"
-        return
-    assert not isinstance(found, str)
-    assert all(len(one.hosts) == gpus for one in found if one.hosts)
-    if group == "mixed":
-        assert {one.hosts for one in found} == ({(0, 1)} if gpus == 2 else {(0, 0, 1, 1), (0, 0, 0, 1)})
 
 
 def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ queues run in random order, each as soon as what it waits for happened. What cam
 from __future__ import annotations
 
 import ctypes
-import gc
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -241,31 +240,44 @@ def _tasks(tick: Tick, rng: np.random.Generator, servers: int, turn: int) -> np.
     return tasks
 
 
+def finish_first(gpus: Gpus, under_way: deque[tuple[Stream, Iterator[None]]]) -> None:
+    """Queue the rest of a tick on its stream."""
+    gpus.current, steps = under_way.popleft()
+    deque(steps, maxlen=0)
+
+
 def run_ticks(
     gpus: Gpus, waves: list[int], two_streams: bool, seed: int, servers: int = 0,
-    transports: list[NvlinkTransport] | None = None,
+    transports: list[NvlinkTransport] | None = None, nano_batches: int = 1,
 ) -> None:  # fmt: skip
-    """`servers`: of the three ranks, the last ones. `transports`: those of earlier ticks."""
+    """`servers`: of the three ranks, the last ones, which have a stream for each nano-batch. `transports`: those of
+    earlier ticks. `nano_batches`: how many are under way at a time."""
     tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]][: 3 - servers] + [[]] * servers).tick()
     transports = transports or [NvlinkTransport(group(rank, 3), CPU) for rank in range(3)]
-    mains = [Stream(gpus) for _ in range(3)]
-    asides = [Stream(gpus) if two_streams else None for _ in range(3)]
-    rng = np.random.default_rng(seed)
-    plans = []
-    for turn, count in enumerate(waves):
-        tasks = _tasks(tick, rng, servers, turn)
-        cut = Cut(count, 2 if seed % 2 else 0, 4)
-        plans.append([schedule_waves(tick, tasks, rank, GROUPS, None, cut) for rank in range(3)])
-    checks = []
+    rng, checks = np.random.default_rng(seed), []
+    tasks = [_tasks(tick, rng, servers, turn) for turn in range(len(waves))]
     for rank, transport in enumerate(transports):
-        gpus.current = mains[rank]
-        for parts in plans:
-            transport.make_room(parts[rank], Room(0, (16, 8), (16, 8)), 0)
+        serves = rank >= 3 - servers
+        streams, aside = [Stream(gpus) for _ in range(nano_batches if serves else 1)], Stream(gpus)
+        cuts = [Cut(count, 2 * (seed % 2), 4) for count in waves]
+        plans = [schedule_waves(tick, one, rank, GROUPS, None, cut) for one, cut in zip(tasks, cuts)]
         for turn, parts in enumerate(plans):
-            play = as_server if rank >= 3 - servers else as_trainer
-            steps, check = queue_tick(gpus, transport, parts[rank], asides[rank], turn, seed, play)
-            deque(steps, maxlen=0)
+            transport.make_room(parts, Room(0, (16, 8), (16, 8)), turn % nano_batches)
+        under_way = deque[tuple[Stream, Iterator[None]]]()
+        for turn, parts in enumerate(plans):
+            # A part goes on when the other one is on its way.
+            if len(under_way) == nano_batches:
+                finish_first(gpus, under_way)
+            gpus.current = streams[turn % len(streams)]
+            steps, check = queue_tick(
+                gpus, transport, parts, aside if two_streams else None, turn, seed,
+                as_server if serves else as_trainer, turn % nano_batches,
+            )  # fmt: skip
+            next(steps)
+            under_way.append((gpus.current, steps))
             checks.append(check)
+        while under_way:
+            finish_first(gpus, under_way)
     gpus.run(seed)
     for check in checks:
         check()
@@ -321,48 +333,14 @@ def test_nor_in_a_lane_that_rested_for_half_a_round(gpus: Gpus) -> None:
     run_ticks(gpus, [6, 1, 2], True, 2, transports=transports)
 
 
-def finish_first(gpus: Gpus, under_way: deque[tuple[Stream, Iterator[None]]]) -> None:
-    """Queue the rest of a tick on its stream."""
-    gpus.current, steps = under_way.popleft()
-    deque(steps, maxlen=0)
-
-
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("servers", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_nor_where_nano_batches_alternate(
     gpus: Gpus, servers: int, seed: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server has a stream for each of them."""
     monkeypatch.setattr(nvlink, "has_ways_apart", lambda *_: apart)
-    tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]][: 3 - servers] + [[]] * servers).tick()
-    transports = [NvlinkTransport(group(rank, 3), CPU) for rank in range(3)]
-    rng, checks = np.random.default_rng(seed), []
-    counts = [4, 1, 2, 7, 3, 3]
-    tasks = [_tasks(tick, rng, servers, turn) for turn in range(len(counts))]
-    for rank, transport in enumerate(transports):
-        serves = rank >= 3 - servers
-        streams = [Stream(gpus), Stream(gpus)] if serves else [Stream(gpus)] * 2
-        play = as_server if serves else as_trainer
-        cuts = [Cut(count, 2 * (seed % 2), 4) for count in counts]
-        plans = [schedule_waves(tick, one, rank, GROUPS, None, cut) for one, cut in zip(tasks, cuts)]
-        for turn, parts in enumerate(plans):
-            transport.make_room(parts, Room(0, (16, 8), (16, 8)), turn % 2)
-        under_way = deque[tuple[Stream, Iterator[None]]]()
-        for turn, parts in enumerate(plans):
-            # A part goes on when the other one is on its way.
-            if len(under_way) == 2:
-                finish_first(gpus, under_way)
-            gpus.current = streams[turn % 2]
-            steps, check = queue_tick(gpus, transport, parts, None, turn, seed, play, turn % 2)
-            next(steps)
-            under_way.append((gpus.current, steps))
-            checks.append(check)
-        while under_way:
-            finish_first(gpus, under_way)
-    gpus.run(seed)
-    for check in checks:
-        check()
+    run_ticks(gpus, [4, 1, 2, 7, 3, 3], False, seed, servers, nano_batches=2)
 
 
 @pytest.mark.usefixtures("ways_apart")
@@ -383,7 +361,6 @@ def test_without_its_guard_a_dispatch_would(gpus: Gpus, monkeypatch: pytest.Monk
     with pytest.raises(AssertionError, match=r"rank \d, tick|close"):
         for seed in range(20):
             run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], True, seed)
-    gc.collect()  # exchanges that the error ended, while what is not there without a GPU is stood in for
 
 
 def test_a_return_that_nobody_waited_for_is_refused(gpus: Gpus) -> None:

@@ -98,21 +98,6 @@ def test_documents_that_span_ranks_are_not_cut() -> None:
 # Layout, by example: the tables themselves, and what is refused, with the place that the error names.
 
 
-def test_a_cut_by_example() -> None:
-    """Two ranks; the first is cut inside its second document, the second between its two."""
-    layout = Layout.from_rank_lengths([[3, 6], [4, 4]], tokens=[10, 8])
-    first, second = layout.cut([5, 4])
-    assert first.query.to_array().tolist() == [[0, 0, 3, 0, 0], [1, 0, 2, 0, 3], [2, 0, 4, 1, 0]]
-    assert first.key is first.query and first.ranks == second.ranks == 2
-    assert first.query_tokens.tolist() == first.key_tokens.tolist() == [5, 4]
-    assert first.query_base.tolist() == first.key_base.tolist() == [0, 0]
-    assert second.query.to_array().tolist() == [[1, 2, 6, 0, 0], [3, 0, 4, 1, 0]]
-    # Keys from where the cut document begins, on the rank that it begins on.
-    assert second.key.to_array().tolist() == [[1, 0, 6, 0, 0], [3, 0, 4, 1, 0]]
-    assert second.query_tokens.tolist() == [5, 4] and second.key_tokens.tolist() == [7, 4]
-    assert second.query_base.tolist() == [5, 4] and second.key_base.tolist() == [3, 4]
-
-
 @pytest.mark.parametrize(
     ("at", "allowed"),
     [([10, 0], True), ([10, 5], True), ([9, 0], True), ([9, 1], False), ([5, 10], False), ([0, 0], True)],
@@ -312,14 +297,6 @@ def test_documents_are_ordered_by_host() -> None:
     assert order == [1, 0, 2, 3]
     layout = Layout.from_stream([[1, 15, 14, 2][one] for one in order], 4, 8)
     assert all(len(set(layout.segments.rank[layout.segments.document == one] // 2)) == 1 for one in range(4))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 7), st.integers(1, 7))
-def test_an_order_by_host_names_each_document_once(lengths: list[int], ranks: int, per_host: int) -> None:
-    per_host = min(per_host, ranks)
-    order = order_by_host(lengths, ranks, -(-sum(lengths) // ranks), per_host)
-    assert sorted(order) == list(range(len(lengths)))
 
 
 @pytest.mark.parametrize(

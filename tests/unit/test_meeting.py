@@ -184,11 +184,6 @@ def test_ranks_join_by_the_id_of_the_first(nccl: pytest.MonkeyPatch) -> None:
     assert [one.given for one in on_ranks(join, 2)] == [(b"the id", 2, 0), (b"the id", 2, 1)]
 
 
-def test_a_rank_that_never_joins_is_named_before_nccl_waits_for_it(nccl: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CADPeerError, match=r"rank 1 waited for opening NCCL: ranks \[0\] did not come within 0.2 s"):
-        join(1, 0.2)
-
-
 def test_a_rank_without_nccl_is_named_by_all(nccl: pytest.MonkeyPatch) -> None:
     def missing() -> tuple[object, int]:
         if threading.current_thread() is not threading.main_thread() and next(turns):

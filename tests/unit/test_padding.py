@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,6 @@ from transformers import MistralConfig, MistralForCausalLM, set_seed
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADDataError
-from deepspeed_cad.session import close_session
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    close_session()
 
 
 @pytest.mark.parametrize("labels", ["copied", "masked", "none"])

@@ -27,12 +27,6 @@ class Lost:
         return ask
 
 
-def test_it_is_the_store() -> None:
-    store = PatientStore(dist.HashStore(), 5.0)
-    store.set("key", "value")
-    assert store.check(["key"]) and not store.check(["other"]) and store.get("key") == b"value"
-
-
 def test_errors_are_the_stores_own() -> None:
     class Gone:
         def check(self, keys: list[str]) -> bool:

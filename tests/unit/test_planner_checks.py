@@ -58,6 +58,7 @@ def test_what_is_just_allowed(change: dict[str, Any]) -> None:
         ({"granularity": 0}, "granularity is 0"),
         ({"window": 0}, "window is 0"),
         ({"hosts": np.array([0])}, r"hosts has shape \(1,\) and dtype int64; it needs .* for each of the 2 ranks"),
+        ({"hosts": np.array([0.0, 1.0])}, "dtype float64"),
         ({"shape": HeadShape(6, 4, 8, 8, 2)}, "6 query heads cannot be shared by 4 KV heads"),
         ({"shape": HeadShape(0, 1, 8, 8, 2)}, "0 query heads"),
         ({"shape": HeadShape(4, 4, 0, 8, 2)}, "head_dim 0"),

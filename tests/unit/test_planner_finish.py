@@ -48,17 +48,31 @@ def times(
     return finish_times(problem, np.array(work), moved, waves).tolist()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        # Forward: 3 out, 4 of work, 2 back. Backward: dO 2 and Q, K, V 3 out, 4, dQ, dK, dV 3 back. Home works longer.
-        ([0, 0], [40.0, 30.0]),
-        # Ten times as long: 30 + 4 + 20 and 50 + 4 + 30.
-        ([0, 1], [54.0 + 84.0, 34.0 + 54.0]),
-    ],
-)
-def test_out_work_and_back_follow_one_another(hosts: list[int], expected: list[float]) -> None:
-    assert times([40.0, 30.0], flows({(0, 1): (3, 2)}, [0.0, 8.0], hosts), hosts) == expected
+ONE, FAR = {(0, 1): (3, 2)}, {(0, 1): (1, 1), (0, 2): (4, 1)}
+CASES = {
+    # Forward: 3 out, 4 of work, 2 back. Backward: dO 2 and Q, K, V 3 out, 4, dQ, dK, dV 3 back. Home works longer.
+    "one after the other": ([40, 30], ONE, [0, 8], [0, 0], None, [40, 30]),
+    # Ten times as long: 30 + 4 + 20 and 50 + 4 + 30.
+    "between hosts": ([40, 30], ONE, [0, 8], [0, 1], None, [54 + 84, 34 + 54]),
+    # 34 and 54 until what it serves is done, or all of its work.
+    "a server works while it waits": ([0, 90], ONE, [0, 8], [0, 1], None, [138, 45 + 54]),
+    "or longer": ([0, 200], ONE, [0, 8], [0, 1], None, [138, 200]),
+    "base load is time for transfers": ([40, 30], ONE, [0, 8], [0, 1], [200, 0], [240, 88]),
+    "of homes": ([40, 30], ONE, [0, 8], [0, 1], [0, 20], [138 + 20, 88 + 20]),
+    # The far server is waited for: 10 + 1 + 10 and 20 + 1 + 10, the near one would be back after 9 and 12.
+    "two kinds of links": ([0, 30, 2], ONE | {(0, 2): (1, 1)}, [0, 8, 2], [0, 0, 1], None, [52, 30, None]),
+    # All is out after 50 and 70. Each server works 1 for it and sends 10 and 40; the home takes in 20 and 50.
+    "one that sends to many": ([0, 2, 2], FAR, [0, 2, 2], [0, 1, 2], None, [51 + 20 + 71 + 50, 51 + 71, 51 + 71]),
+    # Documents that span ranks: rank 1 reads keys of rank 0 for its own rows, 6 of its 8; only gradients return.
+    "keys alone": ([8, 8], {(0, 1): (2, 0)}, [0, 6], [0, 1], None, [4 + 20 + 3 + 20, 23 + 23]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_when_ranks_are_done(name: str) -> None:
+    work, out, waiting, hosts, base, expected = CASES[name]
+    found = times(work, flows(out, waiting, hosts), hosts, base)
+    assert found == [one if right is None else right for one, right in zip(found, expected)]
 
 
 @pytest.mark.parametrize(
@@ -97,41 +111,6 @@ def test_the_number_of_waves_that_ends_first() -> None:
     assert best([0.0, 8.0], moved, dataclasses.replace(problem, waves=(3,))) == 3
     nothing = Flows(moved.bytes * 0, zero, np.zeros((0, 3), np.int64), zero, moved.served)
     assert best([0.0, 8.0], nothing, dataclasses.replace(problem, waves=(3,))) == 1
-
-
-def test_a_server_works_while_it_waits() -> None:
-    moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 1])
-    # 34 and 54 until what it serves is done, or all of its work.
-    assert times([0.0, 90.0], moved, [0, 1])[1] == 45.0 + 54.0
-    assert times([0.0, 200.0], moved, [0, 1])[1] == 200.0
-
-
-def test_base_load_is_time_for_transfers() -> None:
-    moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 1])
-    assert times([40.0, 30.0], moved, [0, 1], [200.0, 0.0]) == [240.0, 88.0]
-    assert times([40.0, 30.0], moved, [0, 1], [0.0, 20.0]) == [138.0 + 20.0, 88.0 + 20.0]
-
-
-def test_links_inside_and_between_hosts_do_not_wait_for_each_other() -> None:
-    hosts = [0, 0, 1]
-    near = flows({(0, 1): (3, 2)}, [0.0, 8.0, 0.0], hosts)
-    both = flows({(0, 1): (3, 2), (0, 2): (1, 1)}, [0.0, 8.0, 2.0], hosts)
-    assert times([0.0, 30.0, 2.0], near, hosts)[1] == times([0.0, 30.0, 2.0], both, hosts)[1] == 30.0
-    # The far server is waited for: 10 + 1 + 10 and 20 + 1 + 10, the near one would be back after 9 and 12.
-    assert times([0.0, 30.0, 2.0], both, hosts)[0] == 52.0
-
-
-def test_one_that_sends_to_many_is_done_when_all_are() -> None:
-    hosts = [0, 1, 2]
-    moved = flows({(0, 1): (1, 1), (0, 2): (4, 1)}, [0.0, 2.0, 2.0], hosts)
-    # All is out after 50 and 70. Each server works 1 for it and sends 10 and 40; the home takes in 20 and 50.
-    assert times([0.0, 2.0, 2.0], moved, hosts) == [51.0 + 20.0 + 71.0 + 50.0, 51.0 + 71.0, 51.0 + 71.0]
-
-
-def test_keys_alone_return_gradients_only() -> None:
-    """Documents that span ranks: rank 1 reads keys of rank 0 for its own rows, 6 of its 8."""
-    moved = flows({(0, 1): (2, 0)}, [0.0, 6.0], [0, 1])
-    assert times([8.0, 8.0], moved, [0, 1]) == [4.0 + 20.0 + 3.0 + 20.0, 23.0 + 23.0]
 
 
 def test_without_figures_for_links_they_take_no_time() -> None:

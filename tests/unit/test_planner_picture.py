@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +50,6 @@ def test_a_plan(figures: list[Any]) -> None:
     assert mesh.get_array()[first[3], 0] == first[5]
     assert mesh.get_coordinates()[0, -1].tolist() == [40000, 0] and mesh.get_clim() == (0, 3)
     assert len(axes[2].lines) == 3, "borders between home ranks"
-
-
-def test_documents_that_were_cut_come_first() -> None:
-    problem = PlanInput(Layout.from_rank_lengths([[100, 50], [30]]).tick(), SHAPE, PAIRS)
-    tasks = np.array([[0, 0, 100, 0, 4, 0], [1, 0, 50, 0, 1, 1], [1, 0, 50, 1, 4, 0], [2, 0, 30, 0, 4, 1]])
-    plan = make_plan(problem)
-    assert picture._most_moved(problem, dataclasses.replace(plan, tasks=tasks)) == [1, 0, 2]
-    assert picture._most_moved(problem, dataclasses.replace(plan, tasks=tasks[[0, 3]])) == [0, 1, 2]
 
 
 def test_an_outlook(figures: list[Any]) -> None:

@@ -203,15 +203,3 @@ def test_what_is_dealt_out(tick: Tick, window: int | None, kept: int, expected: 
     if expected is not None:
         others = found[found[:, 5] != 0]
         assert tuple(others[(others[:, 2] - others[:, 1]).argmax(), 1:3]) == expected
-
-
-@pytest.mark.parametrize(("ranks", "dealt_out"), [(2, False), (8, True)])
-def test_a_document_in_zigzag_is_dealt_out_too(ranks: int, dealt_out: bool) -> None:
-    """Each rank has a part from the front of it and one from its end."""
-    layout = Layout.from_stream([MILLION], ranks, MILLION // ranks, zigzag=True)
-    problem = PlanInput(layout.tick(), BIG, H200, tolerance=TOLERANCE)
-    found, at_home = start(problem, 0), start(problem, -1)
-    assert np.ptp(found.work) <= 0.02 * found.work.max()
-    assert (len(found.tasks) == ranks) == dealt_out
-    if dealt_out:
-        assert burden(problem, found.flows) < 0.9 * burden(problem, at_home.flows)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,12 +22,6 @@ from deepspeed_cad.layout import segments_from_positions
 from deepspeed_cad.session import close_session
 
 ROW = [[70, 3, 39, 1]]
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    close_session()
 
 
 def _tiny(kind: str) -> Any:
@@ -176,16 +168,6 @@ def test_stock_leaks() -> None:
     """What the tests above would miss if they looked at nothing: without CAD documents see each other."""
     model, batch = _tiny("qwen3_5_text"), packed(ROW)
     assert difference(run(model, batch, ROW)[0], alone(model, batch, ROW)[0]) > 0.1
-
-
-def test_warning_names_the_package(caplog: pytest.LogCaptureFixture) -> None:
-    """Once for all layers."""
-    model = _apply(_tiny("qwen3_5_text"))
-    with caplog.at_level(logging.WARNING, "deepspeed_cad"):
-        for _ in range(2):
-            model(**packed(ROW))
-    (said,) = [r.message for r in caplog.records if "document by document" in r.message]
-    assert "Qwen3_5GatedDeltaNet" in said and "flash-linear-attention" in said
 
 
 # Batches, checkpointing, evaluation

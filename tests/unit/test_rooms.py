@@ -120,18 +120,6 @@ def of(*rooms: str) -> list[str]:
     return [name for name in found if "forecast" not in rooms or not is_in(name, "forecast.data")]
 
 
-@pytest.mark.parametrize(
-    ("graph", "circle"),
-    [
-        ({"a": {"b", "c"}, "b": {"c"}, "c": set()}, []),
-        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, ["b", "c", "b"]),
-        ({"a": {"a"}}, ["a", "a"]),
-    ],
-)
-def test_a_circle_is_found(graph, circle) -> None:
-    assert find_circle(graph) == circle
-
-
 def test_every_kind_of_import_is_seen() -> None:
     source = (
         "import a.b\nfrom p import q, r\nfrom x import y\n"

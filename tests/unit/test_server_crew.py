@@ -14,11 +14,9 @@ from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.probe import NAMES
-from deepspeed_cad.report.statistics import Statistics
 from deepspeed_cad.server.join import speeds_of
 from deepspeed_cad.server.surviving.change import Word
-from deepspeed_cad.server.surviving.members import Members, transports_of, why_not_change
+from deepspeed_cad.server.surviving.members import Members, why_not_change
 
 
 class Pass:
@@ -150,15 +148,6 @@ def test_where_servers_may_change(policy: str, device: str, transport: str, refu
     assert refused in found and bool(refused) == bool(found)
 
 
-@pytest.mark.parametrize(
-    ("policy", "device", "expected"),
-    [("stop", "cuda", NAMES), ("continue", "cpu", NAMES), ("continue", "cuda", ("nvlink", "nccl"))],
-)
-def test_what_auto_may_take(policy: str, device: str, expected: tuple[str, ...]) -> None:
-    config = CADConfig(servers={"reserved": 1}, on_server_failure=policy)
-    assert transports_of(config, torch.device(device)) == expected
-
-
 def test_passes_that_others_had_not_entered_begin_again_in_their_order() -> None:
     passes = Passes()
     before, first, second = _enter(passes), _enter(passes, met=False), _enter(passes, met=False)
@@ -215,12 +204,6 @@ def test_a_server_that_is_not_watched_ends_nobody_s_hope() -> None:
     assert "rank 2 stopped" in board.why_hopeless()
     board.watched = range(2)
     assert board.why_hopeless() == ""
-
-
-def test_loads_of_more_and_of_fewer_ranks_add_up() -> None:
-    earlier = Statistics(load=np.array([1.0, 2.0, 3.0]), load_before=np.array([3.0, 3.0, 0.0]))
-    now = Statistics(load=np.array([2.0, 5.0]), load_before=np.array([4.0, 4.0]))
-    assert now.since(earlier).load.tolist() == [1.0, 3.0, -3.0]
 
 
 @pytest.mark.parametrize(

@@ -212,13 +212,6 @@ def test_a_trainer_is_not_fooled_by_whoever_took_the_port(
         served.exception(10)
 
 
-def test_a_token_is_the_jobs_own() -> None:
-    first, second = Listener(7, HERE).door, Listener(7, HERE).door
-    assert (
-        first.token != second.token and len(set(first.halves)) == 2 and {len(half) for half in first.halves} == {HALF}
-    )
-
-
 # Where a server listens
 
 
@@ -271,8 +264,3 @@ def test_the_interface_that_leads_to_the_rendezvous(network: None, targets: list
 def test_no_way_to_the_trainers(network: None, targets: list[str], words: str) -> None:
     with pytest.raises(CADPeerError, match=words):
         find_interface(*targets)
-
-
-def test_one_interface_and_not_all() -> None:
-    listener = Listener(7, "localhost:29500")
-    assert listener.door.address in ("127.0.0.1", "::1") and listener._socket.getsockname()[0] == listener.door.address

@@ -90,13 +90,6 @@ def test_a_server_that_says_nothing_is_lost_by_name(ends: Ends, goes_on: bool) -
             link.tell({"do": RELEASE, "turns": []})
 
 
-def test_a_server_that_speaks_is_not_lost_however_long_it_works(ends: Ends) -> None:
-    link, links = ends.link(silent_s=SILENT_S), ends.links()
-    time.sleep(3 * SILENT_S)
-    assert not link.gone and not links.ended.is_set()
-    link.leave("")
-
-
 def test_a_trainer_that_stood_still_does_not_blame_its_servers(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped in its look for what has come: that is read before anybody is called silent."""
     stands = threading.Event()

@@ -19,7 +19,6 @@ from deepspeed_cad.forecast.bytes_held import (
     served_bytes,
     state_bytes,
 )
-from deepspeed_cad.forecast.compare import compare
 from deepspeed_cad.forecast.distributions import NAMED
 from deepspeed_cad.forecast.exchanges import end_of_passes, flows_of, read_others
 from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
@@ -264,25 +263,6 @@ def test_kept_attention_is_not_repeated() -> None:
     assert both[1] > both[0]
 
 
-def test_gathered_keys_are_cut_documents() -> None:
-    found = modes.gathered(setting(), [UNEVEN], 4)
-    row = 2 * 8 * 128 * 2
-    assert found.inside == pytest.approx(MODEL.layers * 3 * 4 * 16384 * row * 3 / 4)
-    assert not found.measured and found.seconds.waiting == pytest.approx(0.0, abs=1e-9)
-
-
-def test_a_degree_is_the_best_for_the_first_steps_not_for_the_first() -> None:
-    """Even rows gain nothing by wider groups; one long document among them gains with each."""
-    even = [Layout.from_rank_lengths([[4096] * 16] * 8)]
-    uneven = [Layout.from_rank_lengths([[65536]] + [[4096] * 16] * 7)]
-    own = setting(8, 8)
-
-    def degree(*steps: list[Layout]) -> int:
-        return compare(own, steps, ["ulysses"]).found[0].degree
-
-    assert (degree(even), degree(uneven), degree(even, uneven)) == (2, 8, 8)
-
-
 def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
     own = setting()
     whole = modes.packed(own, [UNEVEN], 1)
@@ -310,6 +290,16 @@ def test_in_place_every_rank_has_the_mean_and_attention_is_not_repeated() -> Non
     again = modes_cad.in_place(replace(own, recompute_attention=True), [UNEVEN])
     assert again.seconds.attention == pytest.approx(found.seconds.attention + 0.25 * once, rel=0.03)
     assert again.peak < found.peak and again.inside == pytest.approx(1.4 * found.inside)
+
+
+def test_slow_links_are_seen_by_the_plan_and_by_the_seconds() -> None:
+    fast, slow = (setting(per_host=2, figures=machine(between=rate)) for rate in (50e9, 5e8))
+    found = [modes_cad.in_place(own, [UNEVEN]) for own in (fast, slow)]
+    assert found[1].between < found[0].between, "less is moved"
+    assert found[1].tokens_per_second < found[0].tokens_per_second
+    hidden = modes_cad.in_place(replace(slow, overlap="pingpong", believed=fast.cost), [UNEVEN])
+    shown = modes_cad.in_place(replace(slow, believed=fast.cost), [UNEVEN])
+    assert hidden.between == pytest.approx(shown.between) and hidden.seconds.exchange < shown.seconds.exchange
 
 
 @pytest.mark.parametrize("documents", [[16384], [2048] * 8], ids=["long", "short"])
@@ -392,13 +382,6 @@ def test_lockstep_rounds_have_as_many_ticks_and_idle_stages_serve() -> None:
     assert non_attention(replace(own, pipeline=1), np.ones(1)).loss == non_attention(setting(), np.ones(1)).hop == 0.0
     far = replace(own, cluster=Cluster(4, 2, own.machine))
     assert non_attention(far, np.ones(1)).hop == pytest.approx(2 * 4096 / own.machine.between)
-
-
-def test_the_last_of_several_stages_has_head_and_loss_beside_its_layers() -> None:
-    """Two micro-batches of 1 s and 2 s, 4 s of loss each: it is the last stage that all wait for."""
-    ones = np.ones((2, 1))
-    # Forward of stage 0, then of stage 1, loss and backward of both, backward of stage 0.
-    assert one_forward_one_backward(ones, 2 * ones, 2, 4 * ones) == pytest.approx([1 + 2 * (1 + 4 + 2) + 2])
 
 
 def test_the_last_stage_holds_all_logits_of_a_micro_batch() -> None:

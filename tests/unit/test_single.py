@@ -13,7 +13,6 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.attention.forward import HeldByAutograd
 from deepspeed_cad.attention.microbatch import MicroBatch
-from deepspeed_cad.session import close_session
 
 
 def _train(overlap: str) -> None:
@@ -36,10 +35,7 @@ def _train(overlap: str) -> None:
 @pytest.mark.parametrize("overlap", ["local_first", "pingpong", "none"])
 def test_without_torch_distributed(overlap: str) -> None:
     assert not torch.distributed.is_initialized()
-    try:
-        _train(overlap)
-    finally:
-        close_session()
+    _train(overlap)
 
 
 def _in_group(rank: int, world: int) -> None:
@@ -52,27 +48,24 @@ def test_a_group_of_one(workers: WorkerPool) -> None:
 
 def test_forwards_without_backward_leave_nothing_behind() -> None:
     """A reference's answers in DPO, in training mode and without gradients; and a loss that is never used."""
-    try:
-        model = training.tiny_llama()
-        deepspeed_cad.apply(model, {})
-        model.train()
-        session = deepspeed_cad.current_session()
-        assert session is not None
-        seen: list[MicroBatch] = []
-        count = session.count
-        session.count = lambda micro_batch: (seen.append(micro_batch), count(micro_batch))[1]  # type: ignore[method-assign, func-returns-value]
-        batch = training.pack(training.documents([40, 3], seed=5))
-        with torch.no_grad():
-            training.loss_sum(model, batch)
-        calls = list(seen[0]._calls.values())
-        assert len(calls) == 2 and all(isinstance(call.state, HeldByAutograd) for call in calls)
+    model = training.tiny_llama()
+    deepspeed_cad.apply(model, {})
+    model.train()
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    seen: list[MicroBatch] = []
+    count = session.count
+    session.count = lambda micro_batch: (seen.append(micro_batch), count(micro_batch))[1]  # type: ignore[method-assign, func-returns-value]
+    batch = training.pack(training.documents([40, 3], seed=5))
+    with torch.no_grad():
         training.loss_sum(model, batch)
-        session.worker.run(lambda: None)  # the worker holds the last result until it waits for a job again
-        dropped = [weakref.ref(micro_batch) for micro_batch in seen]
-        del calls
-        seen.clear()
-        gc.collect()
-        assert not any(one() for one in dropped)
-        assert session.statistics.micro_batches == 2 and session.statistics.imbalance == pytest.approx(1.0)
-    finally:
-        close_session()
+    calls = list(seen[0]._calls.values())
+    assert len(calls) == 2 and all(isinstance(call.state, HeldByAutograd) for call in calls)
+    training.loss_sum(model, batch)
+    session.worker.run(lambda: None)  # the worker holds the last result until it waits for a job again
+    dropped = [weakref.ref(micro_batch) for micro_batch in seen]
+    del calls
+    seen.clear()
+    gc.collect()
+    assert not any(one() for one in dropped)
+    assert session.statistics.micro_batches == 2 and session.statistics.imbalance == pytest.approx(1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +18,6 @@ from deepspeed_cad.report import session_lines
 from deepspeed_cad.report.statistics import Statistics
 from deepspeed_cad.server.launch import farewell
 from deepspeed_cad.session import _end, close_session
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    close_session()
 
 
 def train(steps: int = 1) -> Any:

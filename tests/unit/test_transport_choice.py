@@ -54,14 +54,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(probing, "peer_reach", lambda device: [0, 1])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
-    kinds = (
-        ("nvlink", "NvlinkTransport"),
-        ("mixed", "MixedTransport"),
-        ("nccl", "NcclTransport"),
-        ("c10d", "C10dTransport"),
-    )
-    for name, kind in kinds:
-        monkeypatch.setattr(probing, kind, lambda *given, n=name: Made(n, *given))
+    for name in ("nvlink", "mixed", "nccl", "c10d"):
+        monkeypatch.setattr(probing, f"{name.capitalize()}Transport", lambda *given, n=name: Made(n, *given))
     return monkeypatch
 
 
@@ -87,68 +81,37 @@ def choose(name: str, job: Job) -> Made:
     return choose_transport(name, None, GPU, job, host=job.hosts[0])  # type: ignore[arg-type, return-value]
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+NO_REACH = "the GPUs of ranks 2, 3 do not reach each other's memory inside their host: nccl carries what they exchange"
+UNREACHED = "the GPU of rank 1 cannot reach the memory of all others"
+BY_NCCL = "core attention is exchanged by nccl, because mixed: "
 
 
 @pytest.mark.parametrize(
-    ("hosts", "near"),
-    [([7, 7, 9, 9], [0, 0, 2, 2]), ([7, 9, 7, 9], [0, 1, 0, 1]), ([7, 7, 7, 9], [0, 0, 0, 3]), ([7, 9, 9], [0, 1, 1])],
-)
-def test_several_hosts_mix_without_a_warning(
-    hosts: list[int], near: list[int], gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    ("hosts", "answers", "near", "warning"),
+    [
+        ([7, 7, 9, 9], {}, [0, 0, 2, 2], ""),
+        ([7, 9, 7, 9], {}, [0, 1, 0, 1], ""),
+        ([7, 7, 7, 9], {}, [0, 0, 0, 3], ""),
+        ([7, 9, 9], {}, [0, 1, 1], ""),
+        # Rank 0 has GPU 0 and reaches 0 and 1; on the other host there are GPUs 2 and 3.
+        ([1, 1, 2, 2], {"answer_3": [0, 1, 2, 3]}, [0, 0, 2, 2], ""),
+        ([1, 1, 2, 2], {"answer_4": [1, 1, 1, 0]}, [0, 0, 2, 3], NO_REACH),
+        ([1, 2, 3], {}, None, ""),
+        ([1, 1, 2, 2], {"answer_4": [1, 0, 0, 1]}, None, BY_NCCL + UNREACHED),
+        ([1, 1, 2, 2], {"answer_5": [1, 1, 0, 1]}, None, f"{BY_NCCL}another rank could not start it"),
+    ],
+)  # fmt: skip
+def test_what_several_hosts_use(
+    hosts: list[int], answers: dict[str, list[int]], near: list[int] | None, warning: str,
+    gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Peer copies inside hosts where they work, and NCCL; asked for by name "mixed" does that with one rank each."""
     with caplog.at_level(logging.INFO):
-        made = choose("auto", Job(hosts))
-    assert made.name == "mixed" and made.given[2] == near
-    assert not warnings_of(caplog)
-    assert choose("mixed", Job(hosts)).given[2] == near
-
-
-def test_one_rank_per_host_uses_nccl_without_a_warning(
-    gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        assert choose("auto", Job([1, 2, 3])).name == "nccl"
-    assert not warnings_of(caplog)
-    made = choose("mixed", Job([1, 2, 3]))
-    assert made.name == "mixed" and made.given[2] == [0, 1, 2], "asked for by name it does the same as nccl"
-
-
-def test_a_host_without_peer_access_uses_nccl_inside(
-    gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        made = choose("auto", Job([1, 1, 2, 2], answer_4=[1, 1, 1, 0]))
-    assert made.name == "mixed" and made.given[2] == [0, 0, 2, 3]
-    assert warnings_of(caplog) == [
-        "the GPUs of ranks 2, 3 do not reach each other's memory inside their host: nccl carries what they exchange"
-    ]
-
-
-def test_no_host_with_peer_access_uses_nccl(gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert choose("auto", Job([1, 1, 2, 2], answer_4=[1, 0, 0, 1])).name == "nccl"
-    assert warnings_of(caplog) == [
-        "core attention is exchanged by nccl, because mixed: the GPU of rank 1 cannot reach the memory of all others"
-    ]
-
-
-def test_only_gpus_of_the_own_host_are_asked_for(gpus: pytest.MonkeyPatch) -> None:
-    """Rank 0 has GPU 0 and reaches 0 and 1; on the other host there are GPUs 2 and 3."""
-    made = choose("auto", Job([1, 1, 2, 2], answer_3=[0, 1, 2, 3]))
-    assert made.name == "mixed" and made.given[2] == [0, 0, 2, 2]
-
-
-def test_mixed_that_cannot_start_somewhere_gives_way_to_nccl(
-    gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        assert choose("auto", Job([1, 1, 2, 2], answer_5=[1, 1, 0, 1])).name == "nccl"
-    assert Made.closed == ["mixed"]
-    assert warnings_of(caplog) == [
-        "core attention is exchanged by nccl, because mixed: another rank could not start it"
-    ]
+        made = choose("auto", Job(hosts, **answers))
+    assert (made.name == "nccl") if near is None else ((made.name, made.given[2]) == ("mixed", near))
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == ([warning] if warning else [])
+    assert Made.closed == (["mixed"] if "answer_5" in answers else [])
+    assert choose("mixed", Job([1, 2, 3])).given[2] == [0, 1, 2]
 
 
 def test_names_that_do_not_fit_the_hosts_are_refused(gpus: pytest.MonkeyPatch) -> None:

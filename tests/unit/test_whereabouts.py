@@ -64,15 +64,6 @@ def stand(rank: Rank, seen: Sight, seconds: int = 12) -> None:
 # What a rank tells
 
 
-def test_a_rank_that_trains_tells_nothing(ranks: list[Rank]) -> None:
-    for second in range(30):
-        ranks[0].trained += second % 3 == 0
-        ranks[0].exchanges += second % 3 == 1
-        ranks[0].gatherer.begun += second % 3 == 2
-        ranks[0].look(second, BROADCAST)
-    assert ranks[1].liveness.place(0) is None
-
-
 def test_a_rank_that_trains_nothing_tells_where_it_is_until_it_trains_again(ranks: list[Rank]) -> None:
     ranks[0].trained = 3
     stand(ranks[0], BARRIER, 9)
@@ -143,13 +134,6 @@ def test_the_first_of_those_who_wait_says_it(ranks: list[Rank], caplog: pytest.L
     stand(ranks[0], BROADCAST)
     stand(ranks[1], BROADCAST, 30)
     assert len(said(caplog)) == 1 and said(caplog)[0].startswith("rank 0")
-
-
-def test_functions_that_change_are_no_wait(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
-    ranks[1].at.leave("")
-    for second in range(30):
-        ranks[0].look(second, sight("in gather", chain=(CODE,) * (second % 5)))
-    assert said(caplog) == []
 
 
 def test_a_micro_batch_beyond_the_end_is_known_at_once(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:

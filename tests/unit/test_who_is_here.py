@@ -37,11 +37,6 @@ def test_a_second_session_waits_for_second_sessions(store: dist.Store) -> None:
         roll_call.call_roll(None, 0.01)
 
 
-def test_all_here(store: dist.Store) -> None:
-    arrive(store, 1, 2, 3)
-    roll_call.call_roll(None, 0.01)
-
-
 def test_the_awaited_are_named_in_a_warning_first(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
