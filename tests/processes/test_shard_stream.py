@@ -15,7 +15,13 @@ STREAMS = ([150, 1, 33], [9] * 20, [300], [2, 2])
 
 def _train(rank: int, world: int, overlap: str, zigzag: bool = False) -> None:
     reference, model = training.tiny_llama(), training.tiny_llama()
-    block = {"granularity": 16, "tolerance": 0.02, "overlap": overlap, "waves": 2 if zigzag else "auto"}
+    block = {
+        "granularity": 16,
+        "tolerance": 0.02,
+        "links": training.LINKS,
+        "overlap": overlap,
+        "waves": 2 if zigzag else "auto",
+    }
     deepspeed_cad.apply(model, block)
     model.train()
     for step, lengths in enumerate(STREAMS):

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def _train(rank: int, world: int, block: dict[str, Any], path: str, steps: int) -> None:
     model = training.tiny_llama()
-    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, **block})
+    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, **block})
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     session = deepspeed_cad.current_session()
@@ -90,7 +90,7 @@ import torch.distributed as dist, training, deepspeed_cad
 from deepspeed_cad.session import close_session
 dist.init_process_group("gloo")
 model = training.tiny_llama().train()
-deepspeed_cad.apply(model, {{"granularity": 16}})
+deepspeed_cad.apply(model, {{"granularity": 16, "links": training.LINKS}})
 lengths = [[260], [40, 30, 9, 1, 50]][dist.get_rank()]
 for step in range(4):
     training.loss_sum(model, training.pack(training.documents(lengths, seed=step))).backward()
