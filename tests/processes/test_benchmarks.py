@@ -18,7 +18,6 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 
 import servers_picture  # noqa: E402
 
-
 CAD = json.dumps({"granularity": 16, "links": training.LINKS})
 """Where something must move, however slow a busy machine finds its links."""
 
