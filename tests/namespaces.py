@@ -22,7 +22,7 @@ BURST = "128kb"
 
 
 def _run(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {(done.stderr or done.stdout).strip()}")
     return done.stdout

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import training
 
+import deepspeed_cad
+
 how, who = sys.argv[1], int(sys.argv[2])
 if how == "idle":
     sys.exit(0)
@@ -53,6 +55,8 @@ for step in range(2000 if how in ("wait", "until") else 6):
         time.sleep(0.2)
 if how == "pause":
     print("pause", flush=True)
-    time.sleep(15)
+    changes = deepspeed_cad.current_session().reserved.changes
+    while rank == 0 and not changes.newcomers:
+        time.sleep(0.05)
 if how in ("well", "until", "pause"):
     dist.barrier()

@@ -30,7 +30,7 @@ YAML = {
 }  # fmt: skip
 PLUGIN = {
     "plugins": ["deepspeed_cad.integrations.axolotl.CADPlugin"],
-    "cad": {"granularity": 16, "tolerance": 0.02},
+    "cad": {"granularity": 16, "tolerance": 0.02, "links": training.LINKS},
 }
 
 
@@ -67,7 +67,7 @@ def _train(folder: str, cad: bool) -> list[dict[str, Any]]:
     from transformers import Trainer, TrainingArguments
 
     AcceleratorState._reset_state(True)
-    cfg = {"cad": {"granularity": 16, "tolerance": 0.02}, "sample_packing": True}
+    cfg = {"cad": PLUGIN["cad"], "sample_packing": True}
     plugin = _plugin()
     plugin.pre_model_load(cfg)
     model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)

@@ -1,4 +1,4 @@
-"""The demo and the DeepSpeed example: their parts, and both for real under the `deepspeed` launcher."""
+"""The demo and the DeepSpeed example under the `deepspeed` launcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import demo  # noqa: E402
-import packing  # noqa: E402
-
-STEP = {
-    "step": 1, "loss": 2.5, "seconds": 0.5, demo.BEFORE: 1.5, demo.AFTER: 1.0,
-    "cad/sent_MiB": 3.25, "cad/planning_ms": 1.5, "load_before": [3.0, 1.0], "load": [2.0, 2.0],
-}  # fmt: skip
-
-
-def test_pack() -> None:
-    """Rows are full, positions start again with each document, and first tokens are nobody's targets."""
-    documents = iter([[1, 2, 3], [4, 5, 6, 7], list(range(100, 150)), [8], [9, 9, 9, 9, 9]])
-    rows = packing.pack(documents, tokens=5, rows=3)
-    assert [row["input_ids"][0].tolist() for row in rows] == [
-        [1, 2, 3, 4, 5],
-        [6, 7, 100, 101, 102],
-        [103, 104, 8, 9, 9],
-    ]
-    assert [row["position_ids"][0].tolist() for row in rows] == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2], [0, 1, 0, 0, 1]]
-    assert rows[0]["labels"][0].tolist() == [-100, 2, 3, -100, 5]
-
-
-def test_synthetic_lengths_have_a_heavy_tail() -> None:
-    lengths = sorted(len(ids) for ids in islice(packing.synthetic(64, 1.5, 100, seed=1), 400))
-    assert 40 < lengths[200] < 100
-    assert lengths[-1] > 10 * lengths[200]
-    again = [len(ids) for ids in islice(packing.synthetic(64, 1.5, 100, seed=1), 400)]
-    assert sorted(again) == lengths
-
-
-def test_reading(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("one")
-    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n\n{"text": "three"}\n')
-    (tmp_path / "c.bin").write_bytes(b"\x00")
-    files = packing.list_files([tmp_path])
-    assert files == packing.list_files([tmp_path])
-    assert sorted(packing.read_texts(files)) == ["one", "three", "two"]
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        packing.list_files([tmp_path / "nowhere"])
-    with pytest.raises(ValueError, match="no text"):
-        next(packing.tokenized([tmp_path / "c.bin"], lambda text, **_: {"input_ids": []}))
-
-
-def test_machines() -> None:
-    assert demo.choose_machine(0).processes == 4 and not demo.choose_machine(0).gpus
-    assert "nothing to balance" in demo.choose_machine(1).why and not demo.choose_machine(1).gpus
-    assert demo.choose_machine(8).processes == 8 and demo.choose_machine(8).gpus
-
-
-def test_tables_and_picture(tmp_path: Path) -> None:
-    off = [{**STEP, "loss": 2.25}]
-    assert "1.50" in demo.table_line(STEP) and "3.2" in demo.table_line(STEP)
-    assert len(demo.table_line(STEP)) == len(demo.HEADER.splitlines()[1])
-    assert demo.largest_difference([STEP], off) == 0.25
-    assert "2.5e-01" in list(demo.comparison([STEP], off))[-1]
-    pytest.importorskip("matplotlib")
-    demo.draw([STEP, {**STEP, "step": 2}], tmp_path / "load.png")
-    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
 def _run(*command: str) -> str:
@@ -101,7 +43,7 @@ def test_demo(tmp_path: Path) -> None:
     assert len(on) == len(off) == 2
     assert demo.largest_difference(on, off) < 1e-5
     assert demo.average(on, demo.BEFORE) > 1.2
-    assert demo.average(on, demo.AFTER) < 1.06
+    assert demo.average(on, demo.AFTER) < demo.average(on, demo.BEFORE), "how much less, measured links say"
     assert demo.BEFORE not in off[0]
     assert (tmp_path / "out" / "load.png").is_file()
     assert "Largest difference" in printed and "load.png" in printed

@@ -15,6 +15,7 @@ from deepspeed_cad.integrations.models import (
 )
 from model_cases import FAMILIES, NEW, Family, known_kind, tiny_config, tiny_model
 from pool import WorkerPool
+from training import LINKS
 from transformers import PreTrainedModel
 
 from deepspeed_cad.errors import CADUnsupportedError
@@ -82,7 +83,7 @@ def _gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _settings(overlap: str) -> dict[str, Any]:
-    return {"overlap": overlap, "granularity": 16, "tolerance": 0.02}
+    return {"overlap": overlap, "granularity": 16, "tolerance": 0.02, "links": LINKS}
 
 
 def _whole_documents(rank: int, world: int, family: Family, overlap: str, checkpoint: str | None) -> dict[str, Any]:
@@ -151,20 +152,29 @@ def _check(found: list[dict[str, Any]], family: Family) -> None:
     assert found[0]["after"] < found[0]["before"], "balance did not improve"
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, id=f.kind, marks=() if f.fast else pytest.mark.slow) for f in FAMILIES]
-)
-def test_family(workers: WorkerPool, family: Family) -> None:
-    """Packed documents, ping-pong where the model can, two ranks."""
-    _need(family)
-    _check(workers.run(_whole_documents, 2, family, family.overlap, None), family)
-
-
 INTERLEAVED = (
     "llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "cohere2", "mixtral", "qwen3_moe", "gpt_oss",
     "deepseek_v3", "qwen3_5_text", "lfm2", "nemotron_h",
 )  # fmt: skip
 """Families whose decoders differ in what such a cut must mind. All that can be checkpointed passed by hand."""
+ALONE = (
+    "olmo3", "gpt_neox", "longcat_flash", "gemma4_text", "smollm3", "granitemoehybrid", "jamba", "kimi_linear", "zamba",
+    "falcon_h1",
+)  # fmt: skip
+"""Further families whose attention, or what lies beside it, is like no other's."""
+
+
+def _often(family: Family) -> Any:
+    """With the fast tests, with all, or with the long ones."""
+    marks = [pytest.mark.slow] if family.kind in INTERLEAVED + ALONE else [pytest.mark.slow, pytest.mark.long]
+    return pytest.param(family, id=family.kind, marks=() if family.fast else marks)
+
+
+@pytest.mark.parametrize("family", map(_often, FAMILIES))
+def test_family(workers: WorkerPool, family: Family) -> None:
+    """Packed documents, ping-pong where the model can, two ranks."""
+    _need(family)
+    _check(workers.run(_whole_documents, 2, family, family.overlap, None), family)
 
 
 @pytest.mark.slow
@@ -235,7 +245,13 @@ HYBRIDS = ("qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["plain", pytest.param("reentrant", marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("qwen3_5_text", "nemotron_h") else pytest.param(kind, marks=pytest.mark.long)
+        for kind in HYBRIDS
+    ],
+)
 def test_hybrids_under_checkpointing(workers: WorkerPool, kind: str, checkpoint: str) -> None:
     """The recompute keeps state inside documents, and adds no attention calls."""
     family = next(one for one in FAMILIES if one.kind == kind)

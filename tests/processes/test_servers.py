@@ -37,7 +37,7 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: str | No
     return {"load": load.tolist(), "after": session.statistics.imbalance, "forwards": session.counts.forwards}
 
 
-BLOCK = {"granularity": 16, "tolerance": 0.02}
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 
 
 def _run(workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, **block: Any) -> tuple[list, list]:

@@ -116,7 +116,7 @@ def test_a_trainer_and_a_server_die_together(job: Job) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_server_that_comes_too_late_ends_well(job: Job) -> None:
-    """Trainers are between two steps for long, and end without another one."""
+    """Trainers are between two steps until it is there, and end without another one."""
     block = {**GOES_ON, "servers": {"reserved": 1}}
     for rank in range(3):
         job.launch(rank, 3, "pause", "9", block=block)

@@ -79,7 +79,6 @@ def test_a_server_of_another_launch_joins(job: Job, first: str) -> None:
     for rank in range(2):
         job.launch(rank, 2, "well", "9", block=block)
     if first == "trainers":
-        time.sleep(8)
         serve()
     assert set(job.ends("rank0").values()) == {0}
     assert "server 2 is done: 6 micro-batches served" in job.said("server")

@@ -1,4 +1,4 @@
-"""The timeline: what spans and gaps become, and a real run on two processes."""
+"""The timeline of a real run on two processes."""
 
 from __future__ import annotations
 
@@ -18,74 +18,14 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.cli import main
 from deepspeed_cad.cli.trace import summary
-from deepspeed_cad.trace.file import COMPUTE, Span, name_gaps, part_path, to_events
 from deepspeed_cad.trace.record import WARM_UP, Tracer
 
 ROOT = Path(__file__).parents[2]
 
 
-def _marks(*rows: tuple[str, int | None, bool, float, float]) -> list[Span]:
-    return [Span(COMPUTE, *row) for row in rows]
-
-
-def test_gaps_are_named_by_what_surrounds_them() -> None:
-    compute = _marks(
-        ("micro-batch begins", None, False, 0.0, 0.0),
-        ("layer begins", None, False, 1.0, 1.0),
-        ("dispatch", 0, False, 2.0, 2.1),
-        ("local", 0, False, 3.0, 4.0),
-        ("attention ends", 0, False, 4.0, 4.0),
-        ("layer ends", None, False, 5.0, 5.0),
-        ("dispatch", 0, True, 7.0, 7.1),
-        ("attention ends", 0, True, 8.0, 8.0),
-        ("micro-batch ends", None, False, 9.0, 9.0),
-    )
-    for i in (1, 5):
-        compute[i].details["layer"] = 0
-    found = [(gap.what, gap.nano_batch, gap.backward, gap.begin, gap.end) for gap in name_gaps(compute)]
-    assert found == [
-        ("embedding", None, False, 0.0, 1.0),
-        ("pre", 0, False, 1.0, 2.0),
-        ("other", None, False, 2.1, 3.0),
-        ("post", 0, False, 4.0, 5.0),
-        ("head and loss", None, False, 5.0, 7.0),
-        ("other", None, True, 7.1, 8.0),
-        ("rest of the step", None, True, 8.0, 9.0),
-    ]
-
-
-def test_nothing_is_recorded_outside_of_the_chosen_micro_batches(tmp_path: Path) -> None:
-    tracer = Tracer(str(tmp_path / "trace.json"), 1, torch.device("cpu"), 0, 1)
-    for step in range(WARM_UP + 3):
-        tracer.next_micro_batch()
-        assert tracer.recording == (step == WARM_UP)
-        with tracer.span("local", 0, "layer", False):
-            tracer.mark("attention ends", 0)
-    found = json.loads((tmp_path / "trace.json").read_text())
-    assert sum(event["name"] == "local A" for event in found["traceEvents"]) == 1
-    assert not part_path(tmp_path / "trace.json", 0).exists()
-
-
-def test_the_last_rank_merges(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    tracers = [Tracer(str(path), 1, torch.device("cpu"), rank, 2) for rank in range(2)]
-    for tracer in tracers:
-        for _ in range(WARM_UP + 1):
-            tracer.next_micro_batch()
-        with tracer.span("served", 1, "layer", True):
-            pass
-    tracers[1].finish()
-    assert not path.exists()
-    tracers[0].finish()
-    events = json.loads(path.read_text())["traceEvents"]
-    assert {event["pid"] for event in events if event["name"] == "served B"} == {0, 1}
-    assert min(event["ts"] for event in events if event["ph"] == "X") < 1e5
-    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
-
-
 def _train(rank: int, world: int, block: dict[str, Any], path: str, steps: int) -> None:
     model = training.tiny_llama()
-    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, **block})
+    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, **block})
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     session = deepspeed_cad.current_session()
@@ -143,22 +83,6 @@ def test_timeline_of_two_ranks(workers: WorkerPool, overlap: str, waves: int) ->
     assert any(line.startswith("served backward") for line in lines)
 
 
-def test_events_of_a_rank_without_attention() -> None:
-    assert all(event["ph"] == "M" for event in to_events(3, []))
-
-
-def test_cli_says_what_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace"]) == 2
-    assert "there is no command to run" in capfd.readouterr().err
-    output = ["--output", str(tmp_path / "trace.json")]
-    assert main(["trace", *output, "--steps", "0", "--", "true"]) == 2
-    assert "--steps is 0" in capfd.readouterr().err
-    assert main(["trace", *output, "--", str(tmp_path / "missing")]) == 2
-    assert "cannot run" in capfd.readouterr().err
-    assert main(["trace", *output, "--", sys.executable, "-c", "pass"]) == 2
-    assert "left no timeline" in capfd.readouterr().err
-
-
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -166,7 +90,7 @@ import torch.distributed as dist, training, deepspeed_cad
 from deepspeed_cad.session import close_session
 dist.init_process_group("gloo")
 model = training.tiny_llama().train()
-deepspeed_cad.apply(model, {{"granularity": 16}})
+deepspeed_cad.apply(model, {{"granularity": 16, "links": training.LINKS}})
 lengths = [[260], [40, 30, 9, 1, 50]][dist.get_rank()]
 for step in range(4):
     training.loss_sum(model, training.pack(training.documents(lengths, seed=step))).backward()

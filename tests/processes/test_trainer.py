@@ -221,6 +221,6 @@ def _save_and_resume(rank: int, world: int, folder: str, stage: int | None) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [None, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(one, marks=pytest.mark.long) for one in (None, 2)), 3])
 def test_save_and_resume(fresh_workers: WorkerPool, tmp_path, stage: int | None) -> None:
     fresh_workers.run(_save_and_resume, WORLD, str(tmp_path), stage, timeout=100.0)

@@ -146,11 +146,14 @@ def _compare(rank: int, world: int, names: list[str], folder: str) -> dict[str, 
     return found
 
 
+OFTEN = ("packing", "padding-free", "packing, LoRA, checkpointing", "DPO")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, deepspeed: bool) -> None:
-    """DeepSpeed's cases last, in processes of their own: transformers does not forget a DeepSpeed JSON."""
-    names = [name for name in CASES if ("ZeRO" in name) == deepspeed]
+@pytest.mark.parametrize("kind", ["often", *(pytest.param(one, marks=pytest.mark.long) for one in ("other", "ZeRO"))])
+def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, kind: str) -> None:
+    """DeepSpeed's cases in processes of their own: transformers does not forget a DeepSpeed JSON."""
+    names = [name for name in CASES if ("ZeRO" if "ZeRO" in name else "often" if name in OFTEN else "other") == kind]
     for found in fresh_workers.run(_compare, WORLD, names, str(tmp_path), timeout=140.0):
         for name, (plain, cad) in found.items():
             assert_same_and_balanced(name, plain, cad)

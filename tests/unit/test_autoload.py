@@ -395,6 +395,7 @@ def test_the_real_deepspeed() -> None:
     assert done.stdout.strip().split("\n")[-2:] == ["True True True", "True None"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_wheel_and_an_editable_install_put_into_site_packages(tmp_path) -> None:
     """Both, from a copy of the sources, into environments of their own, without a network."""

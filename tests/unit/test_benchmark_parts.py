@@ -1,0 +1,125 @@
+"""What the inputs of benchmarks become, and what their results say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
+import finetune_table  # noqa: E402
+import slowed  # noqa: E402
+from train_split import cut_pieces  # noqa: E402
+from train_workload import Workload  # noqa: E402
+
+WORKLOADS = sorted((ROOT / "benchmarks" / "workloads").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: path.stem)
+def test_workloads_can_be_cut_and_scaled(path: Path) -> None:
+    workload = Workload.load(path)
+    assert workload.fit(workload.ranks, None, False, None) == workload
+    for scale in (False, True):
+        small = workload.fit(2, 500, scale, 2)
+        assert len(small.steps) == 2
+        for step in range(2):
+            rows = small.make_rows(step, 64)
+            assert [len(row.tokens) for row in rows] == [small.row_tokens] * small.rows
+            assert sum(int((row.targets >= 0).sum()) for row in rows) == small.targets(step)
+            assert sum(small.local(step, rank).tokens for rank in range(2)) == 1000
+    with pytest.raises(ValueError, match="start fewer processes"):
+        workload.fit(workload.ranks + 1, None, False, None)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_pairs_inside_a_window(window: int | None) -> None:
+    workload = Workload("some", 2, 10, False, (((7, 3), (1, 9)),))
+    lengths = [n for row in workload.steps[0] for n in row]
+    expected = sum(min(row + 1, window or row + 1) for n in lengths for row in range(n))
+    assert workload.pairs(0, window) == expected
+
+
+def test_a_workload_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({"ranks": 2, "tokens_per_rank": 10, "steps": [[[10], [4, 5]]]}))
+    with pytest.raises(ValueError, match="step 0, row 1 has 9 tokens, not 10"):
+        Workload.load(path)
+
+
+@pytest.mark.parametrize("lengths", [(64,), (1, 2, 3, 50, 7), (9, 9), (1,)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_pieces_cover_documents_and_read_their_keys(lengths: tuple[int, ...], ranks: int) -> None:
+    cut = [cut_pieces(lengths, rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    rows = [source.numpy() for source, _ in cut]
+    assert len({len(own) for own in rows}) == 1
+    everyone = np.concatenate(rows)
+    assert sorted(everyone[everyone >= 0]) == list(range(sum(lengths)))
+    starts = np.cumsum([0, *lengths])
+    for own, (_, gathered) in zip(rows, cut):
+        read = everyone[torch.cat(gathered.keys).numpy()]
+        q, k = gathered.sequences.host_q, gathered.sequences.host_k
+        assert q[-1] == len(own)
+        assert k[-1] == len(read)
+        for i in range(len(q) - 1):
+            queries, keys = own[q[i] : q[i + 1]], read[k[i] : k[i + 1]]
+            if queries[0] < 0:
+                assert (keys < 0).all()
+                continue
+            document = int(np.searchsorted(starts, queries[0], side="right")) - 1
+            assert keys.tolist() == list(range(starts[document], queries[-1] + 1))
+            assert queries.tolist() == list(range(queries[0], queries[-1] + 1))
+
+
+def test_fine_tuning_side_by_side() -> None:
+    balance = {"cad/attention_max_over_mean": 1.1, "cad/attention_max_over_mean_before": 2.0}
+    off = [{"loss": 2.0 - i, "seconds": s} for i, s in enumerate([90.0, 80.0, 6.0, 4.0])]
+    on = [{"loss": 2.0 - i + 1e-3 * i, "seconds": s, **balance} for i, s in enumerate([99.0, 70.0, 2.0, 2.0])]
+    found = finetune_table.compare(off, on)
+    assert found["median_s"] == {"off": 5.0, "on": 2.0} and found["off_over_on"] == 2.5
+    assert found["largest_difference_of_losses"] == pytest.approx(3e-3)
+    assert "| 4 | -1.000000 | -0.997000 | 4.000 | 2.000 | 2.00 | 1.10 |" in finetune_table.table(found)
+    with pytest.raises(ValueError, match="3 steps without CAD and 4 with it"):
+        finetune_table.compare(off[:3], on)
+
+
+def test_what_speeds_allow() -> None:
+    # 10 s of attention by either rank of which one has 1 s and the other 3 s besides: (T - 1 + T - 3) / 10 = 1
+    assert slowed.allowed([1.0, 3.0], [10.0, 10.0], False) == pytest.approx(7.0)
+    # half the speed: (T - 1) / 10 + (T - 3) / 20 = 1
+    assert slowed.allowed([1.0, 3.0], [10.0, 20.0], False) == pytest.approx(25 / 3)
+    # a server beside a trainer that has no time left
+    assert slowed.allowed([9.0, 0.0], [10.0, 5.0], False) == pytest.approx(9.0)
+    # in place, the first half is late: nothing can begin before its keys are there
+    assert slowed.allowed([3.0, 1.0], [20.0, 10.0], True) == pytest.approx(3 + 20 / 3)
+    # the second half is late: the first has a fourth of everything to do, 2.5 s, and needs none of its keys
+    assert slowed.allowed([1.0, 3.0], [10.0, 10.0], True) == pytest.approx(7.0)
+
+
+def test_rows_become_table_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("kernels-h200.json", "h200x4/exchange.json"):
+        copy = tmp_path / Path(name).name
+        copy.write_text((ROOT / "benchmarks/results" / name).read_text())
+        subprocess.run([sys.executable, ROOT / "benchmarks/rows.py", copy], check=True, timeout=120)
+        rows = json.loads(copy.read_text())["rows"]
+        lines = copy.with_suffix(".md").read_text().splitlines()
+        assert len([line for line in lines if line.startswith("|")]) == len(rows) + 2
+        assert copy.with_suffix(".png").stat().st_size > 5000
+
+
+def test_power_of_every_mode(tmp_path: Path) -> None:
+    pairs = [(i, gpu) for i in range(6) for gpu in (0, 1)]
+    samples = [f"2026/01/01 10:00:0{i}.500, {gpu}, {1500 + 100 * gpu + 2 * i} MHz, {600 + i} W" for i, gpu in pairs]
+    (tmp_path / "clocks.csv").write_text("\n".join(samples))
+    steps = ["10:00:03.000000 pass 0, step 0, dp: 3.0 s", "10:00:06.000000 pass 0, step 0, cad: 2.0 s"]
+    (tmp_path / "train.log").write_text("\n".join(["other text", *steps]))
+    command = [sys.executable, ROOT / "benchmarks/power.py", tmp_path / "clocks.csv", tmp_path / "train.log"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "| dp | 1502, 1602 | 601, 601 |" in run.stdout  # samples 0 to 2
+    assert "| cad | 1509, 1609 | 604, 604 |" in run.stdout  # samples 4 and 5
