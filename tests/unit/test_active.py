@@ -135,16 +135,6 @@ def test_a_compiled_model_is_bound_before_it_is_traced(check, host) -> None:
     assert [one for one, _ in host.bound] == [model]
 
 
-def test_a_refusal_of_the_model_comes_at_every_forward(check, monkeypatch) -> None:
-    def refuse(model: Any, config: CADConfig) -> None:
-        raise CADError("no such attention")
-
-    monkeypatch.setattr(active, "apply", refuse)
-    for _ in range(2):
-        with pytest.raises(CADError, match="no such attention"):
-            _forward(training.tiny_llama().train())
-
-
 def test_forwards_before_the_group_is_there_are_a_problem_unless_training_follows(check, host, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     _forward(training.tiny_llama().train())

@@ -165,30 +165,3 @@ def test_plans_beside_servers_choose_waves(session: Session, waves: str | int, c
 
 def _starts(session: Session, beside: Beside, tick: Tick, key: PlanKey) -> Starts:
     return beside.starts(tick, session.plans.cost.cost_for(key.shape), key.shape.groups, key.window)
-
-
-def test_plans_take_all_for_waiting_where_nothing_comes_home_meanwhile(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One queue for both ways, or a host that waits for each exchange."""
-    layout = Layout.from_rank_lengths([[8192], []])
-    tick, beside = layout.cut(np.array([4864, 0]))[0], Beside(np.array([1e-6]), layout)
-    asked: list[PlanInput] = []
-    monkeypatch.setattr(
-        "deepspeed_cad.ahead.plan.make_plan", lambda problem: asked.append(problem) or make_plan(problem)
-    )
-
-    def plan(two_ways: bool) -> PlanInput:
-        crew = session.plans.crew = replace(session.plans.crew, transport=_transport(two_ways))
-        session.plans.plan_tick(tick, KEY, crew, partial(_starts, session, beside))
-        return asked[-1]
-
-    hidden = plan(True)
-    assert hidden.alternation is not None and hidden.waves == (1, 2) and hidden.base_load is not None
-    shown = plan(False)
-    assert shown.alternation is None and shown.waves == (1,) and (shown.base_load == hidden.base_load).all()
-    assert make_plan(shown).load[1] < 0.9 * make_plan(hidden).load[1]
-    # Four waves do not all go out at once.
-    session.plans.config = replace(session.plans.config, waves=4)
-    four = plan(True)
-    assert four.alternation is None and four.waves == (4,)

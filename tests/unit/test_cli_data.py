@@ -15,7 +15,7 @@ import pytest
 from deepspeed_cad.cli import main
 from deepspeed_cad.forecast.data.checkpoint import read_model_shape
 from deepspeed_cad.forecast.data.lengths import BATCH
-from deepspeed_cad.forecast.packing import TRL_BATCH, layouts, say_cut, trl_rows
+from deepspeed_cad.forecast.packing import TRL_BATCH, layouts, trl_rows
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -305,12 +305,6 @@ def test_a_picture_of_the_steps(tmp_path: Path, uneven: Callable[..., dict[str, 
     assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("name", ["ranks", "context", "limit", "steps"])
-def test_numbers_below_one_are_refused(tmp_path: Path, plan: Callable[..., Any], name: str) -> None:
-    code, _, said = plan(_write(tmp_path, "list.json"), f"--{name}", 0)
-    assert code == 2 and f"--{name} is 0; expected at least 1" in said
-
-
 def test_rows_of_a_step_are_shuffled_and_the_last_partial_step_is_left_out() -> None:
     lengths = list(range(64, 0, -1))
     steps = list(layouts(lengths, 3, 64, "bfd"))
@@ -319,21 +313,6 @@ def test_rows_of_a_step_are_shuffled_and_the_last_partial_step_is_left_out() -> 
     seen = [tuple(step.segments.end[step.segments.rank == rank].tolist()) for step in steps for rank in range(3)]
     assert set(seen) <= {tuple(row) for row in rows} and seen != [tuple(row) for row in rows[: len(seen)]]
     assert len(list(layouts([64] * 7, 3, 64, "bfd"))) == 2
-
-
-@pytest.mark.parametrize(
-    ("packing", "said"),
-    [
-        ("in_order", "2 documents are longer than a row of 50 tokens: each is split there"),
-        ("bfd_split", "2 documents are longer than a row of 50 tokens: each is split there"),
-        ("bfd", "their ends are dropped, 60 tokens (31.6 %)"),
-        ("spanning", "they go on on the next GPU"),
-        ("zigzag", "they go on on the next GPU"),
-        ("wrapped", "each row attends to all of itself"),
-    ],
-)
-def test_what_happens_to_long_documents_is_said(packing: str, said: str) -> None:
-    assert said in say_cut([100, 60, 30], 50, packing)
 
 
 LLAMA = {

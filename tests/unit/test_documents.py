@@ -204,13 +204,6 @@ def test_documents_that_span_ranks(told: dict[str, Any]) -> None:
     assert read(5, **told, position_ids=torch.tensor([[4, 8, 9, 0, 1]])) == [[4, 5, 0], [8, 10, 1], [0, 2, 3]]
 
 
-def test_padding_between_documents() -> None:
-    again, numbers = torch.tensor([[0, 1, 0, 0, 1]]), torch.tensor([[4, 4, 0, 2, 2]])
-    assert read(5, attention_mask=(numbers > 0).int(), position_ids=again) == [[0, 2, 0], [0, 2, 3]]
-    assert read(5, attention_mask=numbers) == [[0, 2, 0], [0, 2, 3]]
-    assert read(2, attention_mask=torch.zeros(1, 2)) == []
-
-
 def _shown(query: int, key: int) -> torch.Tensor:
     mask = BLOCKS.clone()
     mask[0, 0, query, key] ^= True

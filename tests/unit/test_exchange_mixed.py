@@ -35,7 +35,7 @@ from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import far_part, list_messages, near_part
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER
+from deepspeed_cad.schedule import KEY, QUERY, SERVER
 from deepspeed_cad.schedule.room import Room
 
 CPU = torch.device("cpu")
@@ -82,17 +82,6 @@ def test_every_row_goes_one_way_there_and_back(near: list[int], seed: int) -> No
             expected = dict(zip(home.server_index(table, kind), home.home_index(table, kind), strict=True))
             for (rows, *index), (_, first) in zip(runs, taken[pair], strict=True):
                 assert [expected[row] for row in range(first, first + rows)] == index
-
-
-def test_whole_hosts_need_no_messages_and_lone_ranks_no_copies() -> None:
-    schedule = make_schedules(3, 1, 300)[1]
-    assert near_part(schedule, np.arange(3)) is schedule
-    assert not len(far_part(schedule, np.arange(3), KEY).packed)
-    alone = near_part(schedule, np.array([1]))
-    assert (alone.rank, alone.ranks, len(alone.sends), len(alone.receives)) == (0, 1, 0, 0)
-    assert np.array_equal(alone.served_rows, schedule.served_rows[1:2])
-    far = far_part(schedule, np.array([1]), QUERY)
-    assert far.packed[:, 2].sum() == schedule.sends[schedule.sends[:, KIND] == QUERY, ROWS].sum()
 
 
 def test_messages_have_addresses_in_bytes() -> None:

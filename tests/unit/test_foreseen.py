@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from functools import cache
@@ -12,11 +11,6 @@ from typing import Any
 
 import pytest
 from scripts import load_script
-
-from deepspeed_cad.planner.constants import FORWARD_SHARE
-from deepspeed_cad.planner.plan import HeadShape
-from deepspeed_cad.profiles import Profile
-from deepspeed_cad.profiles.choice import SHIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,14 +87,6 @@ def test_512_gpus_and_long_documents(longest: int, documents: str) -> None:
     assert len({round(one.tokens) for one in found.values()}) == 1, "the same tokens in a step"
 
 
-def test_two_dimensions_are_what_saves_bytes() -> None:
-    module = published()
-    found = module.take_away(module.Case("llama-8b", "long-mix", 262144, 1, ranks=64), 1)
-    ours = found.pop("ours")
-    assert found["tasks of rows, not of head groups"].between > 1.2 * ours.between
-    assert all(one.tokens_per_second < ours.tokens_per_second for one in found.values())
-
-
 def test_the_page_has_every_case() -> None:
     """Run `python benchmarks/published.py` after a change of the simulator or the planner."""
     page = (ROOT / "benchmarks" / "results" / "published.md").read_text()
@@ -112,40 +98,11 @@ def test_the_page_has_every_case() -> None:
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "benchmarks" / "results" / "README.md"
-COST = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(HeadShape(32, 8, 128, 128, 2))
 
 
 @pytest.fixture
 def bound() -> ModuleType:
     return load_script("benchmarks/pipeline_bound.py")
-
-
-def _write(folder: Path, steps: list[list[list[int]]], **more: object) -> Path:
-    path = folder / "small.json"
-    path.write_text(json.dumps({"ranks": len(steps[0]), "tokens_per_rank": 4096, "steps": steps, **more}))
-    return path
-
-
-def _attention(length: int, layers: int, factor: float) -> float:
-    """Seconds of a document, forward and backward once."""
-    return float(COST.of(0, length)) * 8 * layers * factor
-
-
-@pytest.mark.parametrize(("stages", "micro_batches", "ranks"), [(2, 2, 2), (2, 5, 4), (4, 3, 4), (1, 3, 1)])
-def test_even_documents_fill_every_slot(
-    bound: ModuleType, tmp_path: Path, stages: int, micro_batches: int, ranks: int
-) -> None:
-    """1F1B then takes the bound and, in every slot, the forward that the recompute repeats."""
-    path = _write(tmp_path, [[[4096], [4096]]])
-    options = bound.parse(
-        f"--workload {path} --without-attention 3 --stages {stages} --micro-batches {micro_batches} --ranks {ranks} "
-        "--layers 4 --factor 2 --steps 1".split()
-    )
-    (step,) = bound.foresee_all(options)
-    slots, own = micro_batches + stages - 1, _attention(4096, 4 // stages, 2.0)
-    assert step.bound == pytest.approx(3 + slots * own)
-    again = FORWARD_SHARE * (own - COST.key * 4096 * 8 * (4 // stages) * 2)
-    assert step.one_f_one_b == pytest.approx(3 + slots * (own + again))
 
 
 def test_the_figures_of_the_published_run(bound: ModuleType) -> None:

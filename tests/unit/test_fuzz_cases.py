@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fuzz.case import ALL, FORMS, HYBRIDS, Case, Fate, Plant, simpler
-from fuzz.data import micro_batch
+from fuzz.case import ALL, Case, Plant, simpler
 from fuzz.draw import draw
-from fuzz.judge import judge, may
-from fuzz.play import Played
+from fuzz.judge import may
 
 TWO = Case(0, batches=(3, 3))
 
@@ -23,22 +21,6 @@ def test_lines_are_replayed(seed: int) -> None:
     for simple in simpler(case):
         assert simple != case and Case.from_line(simple.to_line()) == simple
         assert len(may(simple)) == simple.world == len(simple.batches)
-
-
-def test_all_kinds_are_drawn() -> None:
-    cases = [draw(seed) for seed in range(2000)]
-    assert {case.world for case in cases} == {1, 2, 3, 4}
-    assert {case.plant.kind for case in cases if case.plant} == {
-        "forward", "loss", "backward", "loader", "positions", "break", "skip", "look",
-    }  # fmt: skip
-    assert {form for case in cases for form in case.forms} == set(FORMS)
-    assert any(0 in micro_batch(case, 0, 0)["input_ids"].shape for case in cases), "no rank is ever empty"
-    drawn = {feature for case in cases for feature in case.features()}
-    assert drawn >= {
-        "in place", "reserved servers", "killed server", "hung server", "slow server", "trainers go on", "pipeline",
-        "evaluation", "waves", "memory", "keep host", "accumulation", "no checkpointing", "checkpointing, reentrant",
-        "checkpointing, not reentrant", *(f"hybrid: {model}" for model in HYBRIDS),
-    }  # fmt: skip
 
 
 RIGHT, ERROR, EITHER = {"right"}, {"error"}, {"right", "error"}
@@ -70,33 +52,3 @@ LONGER = {"batches": (3, 1), "epochs": 2, "ahead": False}
 )
 def test_what_may_become_of_a_case(changes: dict[str, Any], ends: list[set[str]]) -> None:
     assert may(replace(TWO, **changes)) == ends
-
-
-def _error(kind: str, *bases: str, text: str = "rank 1 stopped") -> Any:
-    return kind, [kind, *bases], text, ""
-
-
-LOST = replace(TWO, servers=1, fates=(Fate(0, "KILL", "return", 1),), block={"on_server_failure": "continue"})
-STOPS = replace(LOST, block={"on_server_failure": "stop"})
-NAMED = _error("CADPeerError", "CADError", text="server 2 ended: its process died")
-NAMELESS = _error("CADPeerError", "CADError", text="the group broke")
-
-
-@pytest.mark.parametrize(
-    ("case", "played", "begins"),
-    [
-        (LOST, [Played(0), Played(1), None], ""),
-        (LOST, [Played(0), Played(1), Played(2, exit_code=0)], ""),
-        (LOST, [Played(0), Played(1), Played(2, exit_code=1)], "server: rank 2"),
-        (LOST, [Played(0), Played(1), Played(2, exit_code=0, held=8)], "server: rank 2"),
-        (LOST, [Played(0), None, None], "hang"),
-        (LOST, [Played(0, error=NAMED), Played(1, error=NAMED), None], "unexpected"),
-        (STOPS, [Played(0, error=NAMED), Played(1, error=NAMED), None], ""),
-        (STOPS, [Played(0), Played(1, error=NAMELESS), None], "unclear"),
-        (STOPS, [Played(0, error=NAMED), Played(1, error=NAMED), Played(2, exit_code=1)], "unexpected"),
-        (replace(TWO, servers=1), [Played(0), Played(1), None], "hang"),
-    ],
-)  # fmt: skip
-def test_judge_of_servers(case: Case, played: list[Any], begins: str) -> None:
-    failure = judge(case, played)
-    assert failure.startswith(begins) and bool(failure) == bool(begins)

@@ -92,21 +92,6 @@ def test_lse_is_fp32_for_half_precision() -> None:
     assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_torch_math_is_the_same_under_autocast() -> None:
-    torch.manual_seed(3)
-    q, k, v, do = (torch.randn(40, 2, 8) * (16 if i == 0 else 1) for i in range(4))
-    sequences, rule, kernel = sequences_of([(40, 40)]), MaskRule(8**-0.5), TorchMath()
-
-    def run() -> list[torch.Tensor]:
-        o, lse = kernel.forward(q, k, v, sequences, rule)
-        return [o, lse, *kernel.backward(do, q, k, v, o, lse, sequences, rule)]
-
-    expected = run()
-    with torch.autocast("cpu", torch.bfloat16):
-        for one, other in zip(run(), expected, strict=True):
-            assert torch.equal(one, other)
-
-
 def need(**changes: object) -> KernelNeed:
     given: dict = {"device": CPU, "dtype": torch.bfloat16, "head_dim": 64, "value_dim": 64, "heads_per_group": 4}
     return KernelNeed(**{**given, **changes})

@@ -34,18 +34,6 @@ def test_positions_and_cumulative_lengths_agree(own: list[int]) -> None:
     assert segments_from_positions(positions).same_as(segments_from_cumulative(ends, total))
 
 
-@given(st.lists(lengths, min_size=1, max_size=5))
-def test_rank_lengths_cover_every_row_once(ranks: list[list[int]]) -> None:
-    layout = Layout.from_rank_lengths(ranks)
-    assert layout.documents == sum(map(len, ranks))
-    for rank, own in enumerate(ranks):
-        rows = np.zeros(sum(own), int)
-        seg = layout.segments.select(layout.segments.rank == rank)
-        for begin, end, offset in zip(seg.begin, seg.end, seg.offset, strict=True):
-            rows[offset : offset + end - begin] += 1
-        assert (rows == 1).all()
-
-
 @given(lengths, st.integers(1, 5), st.integers(1, 60))
 def test_a_stream_joins_again_at_rank_borders(own: list[int], ranks: int, per_rank: int) -> None:
     if sum(own) > ranks * per_rank:

@@ -72,15 +72,6 @@ def test_plans_are_compared_by_all_ticks_and_kinds() -> None:
     assert said[0] == said[1] and len(set(said)) == 4
 
 
-def test_the_order_of_plans_is_compared() -> None:
-    """Ranks whose kinds are in another order would take each other's plans."""
-    one, other = micro_batch([[6], [4]], [3, 2]), micro_batch([[6], [4]], [3, 2])
-    one.plan_all([FULL])
-    other.ticks = other.ticks[::-1]
-    other.plan_all([FULL])
-    assert one.agree.values != other.agree.values  # type: ignore[attr-defined]
-
-
 def test_a_kind_is_planned_and_uploaded_once() -> None:
     one = micro_batch([[6]])
     one.plan_all([FULL])
@@ -249,17 +240,6 @@ def test_tokens_of_one_row_are_cut(shape: tuple[int, ...], first: tuple[int, ...
         assert one.shape == first and torch.equal(torch.cat([one, other], dim), x)
 
 
-@pytest.mark.parametrize("cut, at", [(RowCut(1, 10, 0), 0), (RowCut(1, 10, 10), 10), (RowCut(4, 10, 40), 4)])
-def test_an_empty_nano_batch_has_a_row_to_run_on(cut: RowCut, at: int) -> None:
-    x = torch.rand(cut.batch, cut.width, 2, requires_grad=True)
-    one, other = cut.split(x)
-    size = x.shape[cut.dim]
-    assert (one.shape[cut.dim], other.shape[cut.dim]) == (at or 1, size - at or 1)
-    joined = cut.join(one * 2, other * 2)
-    assert torch.equal(joined, x * 2)
-    assert torch.equal(torch.autograd.grad(joined.sum(), x)[0], torch.full_like(x, 2))
-
-
 def test_nested_arguments_are_cut_and_joined() -> None:
     cut, x, other = RowCut(1, 10, 3), torch.rand(1, 10, 2), object()
     one, two = cut.split({"a": (x, other), "b": [x], "c": 3})
@@ -335,11 +315,6 @@ def test_what_was_cut_is_joined_again(cut: RowCut) -> None:
 def test_what_has_no_rows(first: object, second: object, says: str) -> None:
     with pytest.raises(CannotJoin, match=says):
         Join(RowCut(1, 10, 3)).join(first, second)
-
-
-def test_a_shared_object_stays() -> None:
-    cache = object()
-    assert Join(RowCut(1, 10, 3)).join({"cache": cache}, {"cache": cache}) == {"cache": cache}
 
 
 # Whether a decoder can run twice

@@ -174,17 +174,6 @@ def _announced(session: Session, *lengths: int) -> list[Announcement]:
     ]
 
 
-def test_the_cut_knows_how_many_layers_each_kind_has(session: Session) -> None:
-    """Layers with a window are best cut in the middle, others far behind it."""
-    _reserve(session, [3e-6, 3e-6])
-    announced, window = _announced(session, 6000, 6000), PlanKey(64, SHAPE)
-    few, many, none = (
-        session.plans.open(announced, keys).ticks[0].query_tokens[0]
-        for keys in ({window: 1, KEY: 1}, {window: 31, KEY: 1}, {window: 1})
-    )
-    assert none <= many < few
-
-
 @pytest.mark.parametrize("speed", [0.5, 2.0])
 def test_plans_and_cuts_know_speeds(session: Session, speed: float) -> None:
     """A server of half the speed gets half as much beside the same trainers; linear layers are in seconds already."""

@@ -66,14 +66,6 @@ def test_the_fit_refuses_times_that_say_nothing() -> None:
         fit_cost(counts[:2], np.ones(2))
 
 
-def test_calls_stay_within_their_bounds() -> None:
-    for call in measure.calls(measure.GPU, groups=8, most_keys=100_000):
-        assert (call.begin >= 0).all() and (call.end > call.begin).all()
-        assert call.end.sum() * call.groups <= 100_000 or len(call.end) == 1
-    labels = {call.label for call in measure.calls(measure.GPU, groups=8, most_keys=1 << 40)}
-    assert "documents of 65536" in labels and "shards of 64, prefixes to 32768" in labels
-
-
 class Asked:
     """A kernel that remembers what it was asked for."""
 
@@ -147,13 +139,6 @@ def test_the_nearest_head_shape_is_scaled() -> None:
     assert profile.cost_for(replace(small, groups=32)).pair == pytest.approx(7e-12 / 4)
     assert profile.cost_for(replace(many, query_heads=24)).pair == pytest.approx(5e-11 * 12 / 16)
     assert profile.cost_for(USUAL_SHAPE).pair == ENTRY.pair
-
-
-def test_ratios_are_not_scaled() -> None:
-    other = HeadShape(16, 2, 192, 128, 4)
-    cost = GENERIC_GPU.cost_for(other)
-    assert (cost.unit, cost.pair, cost.row, cost.key) == ("pairs", 1.0, 490.0, 250.0)
-    assert PAIRS.cost_for(other) == COUNTED
 
 
 def test_entries_of_other_head_shapes_are_kept() -> None:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.server import change
 from deepspeed_cad.server.handshake import Listener
 from deepspeed_cad.server.link import ServerLink
 from deepspeed_cad.server.meeting import look_for_end, open_board, wait_to_be_asked_in
 from deepspeed_cad.server.rendezvous import Abandoned, Rendezvous, hello
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.surviving import change
 from deepspeed_cad.server.surviving.change import Changes
 
 CONFIG = CADConfig(servers={"joined": 1}, on_server_failure="continue", timeout_s=20)

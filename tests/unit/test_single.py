@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 import training
-from pool import WorkerPool
 
 import deepspeed_cad
 from deepspeed_cad.attention.forward import HeldByAutograd
@@ -36,14 +35,6 @@ def _train(overlap: str) -> None:
 def test_without_torch_distributed(overlap: str) -> None:
     assert not torch.distributed.is_initialized()
     _train(overlap)
-
-
-def _in_group(rank: int, world: int) -> None:
-    _train("pingpong")
-
-
-def test_a_group_of_one(workers: WorkerPool) -> None:
-    workers.run(_in_group, 1)
 
 
 def test_forwards_without_backward_leave_nothing_behind() -> None:
