@@ -227,7 +227,7 @@ def test_whoever_asks_goes_on_in_time_and_again_when_it_is_back() -> None:
     lost.alive.set()
     while True:
         try:
-            assert store.get("key") == b"value"
+            assert store.read(["key"]) == {"key": "value"}
             break
         except SilentStoreError:
             time.sleep(0.01)
@@ -235,11 +235,10 @@ def test_whoever_asks_goes_on_in_time_and_again_when_it_is_back() -> None:
 
 def test_a_board_that_does_not_answer_ends_waits() -> None:
     lost = Lost()
-    store = PatientStore(lost, 60.0)  # type: ignore[arg-type]
-    board = Liveness(store, 1, 2)
+    board = Liveness(lost, 1, 2)  # type: ignore[arg-type]
     assert board.why_hopeless() == ""
     lost.alive.clear()
-    store._limit_s = 0.1
+    board.store._limit_s = 0.1
     assert "did not answer within 0.1 s: the host that holds it" in board.why_hopeless()
     board.report("stopped")
     assert "the host that holds it" in str(board.explain("an exchange", RuntimeError("timed out")))
