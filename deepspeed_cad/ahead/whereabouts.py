@@ -16,6 +16,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -89,10 +90,9 @@ class Whereabouts:
         """This process ends, for a `reason` or well: tell the others. Where an error ends it, log who had left before,
         which may be why: torch's errors name nobody."""
         rank, end = self.liveness.rank, f"after {counted(self.trained(), 'micro-batch')}"
-        try:
-            left = {one: text for one in self.liveness.watched if one != rank and (text := self.liveness.left(one))}
-        except (RuntimeError, OSError):
-            left = {}
+        left: dict[int, str] = {}
+        with suppress(RuntimeError, OSError):
+            left = self.liveness.left(self.liveness.others)
         before = "; ".join(f"rank {one} had left: {text}" for one, text in left.items() if text not in reason)
         if reason and before:
             logger.error("rank %d ends with %s. Before that %s", rank, textwrap.shorten(reason, 200), before)
@@ -145,14 +145,13 @@ class Whereabouts:
         """The ranks that are not where this one waits: what is the same each time they are there, and in words. None
         where a lower rank waits, too, and says it."""
         found: dict[str, str] = {}
-        liveness = self.liveness
-        for rank in liveness.watched:
-            left, place = liveness.left(rank), liveness.place(rank)
-            if rank == liveness.rank:
-                continue
-            if left is not None:
-                found[f"{rank}"] = f"rank {rank} has left: {left}"
-            elif place is None or (place.waits and rank > liveness.rank):
+        others = self.liveness.others
+        left, places = self.liveness.left(others), self.liveness.places(others)
+        for rank in others:
+            place = places.get(rank)
+            if rank in left:
+                found[f"{rank}"] = f"rank {rank} has left: {left[rank]}"
+            elif place is None or (place.waits and rank > self.liveness.rank):
                 continue
             elif place.waits:
                 return {}

@@ -17,7 +17,6 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import wait_until
-from deepspeed_cad.exchange.failure.store import PatientStore
 from deepspeed_cad.exchange.group import OwnGroup, make_group
 from deepspeed_cad.server.rendezvous import PREFIX, Abandoned, Hello, Rendezvous, open_store
 from deepspeed_cad.server.split import Split
@@ -30,7 +29,7 @@ LEFT, ASKED, GIVEN_UP = "left", "asked", "given up"
 def open_board(meeting: Rendezvous, split: Split, config: CADConfig) -> Liveness:
     """The error board of trainers and servers."""
     board = dist.PrefixStore("board", meeting.root)
-    liveness = Liveness(PatientStore(board, meeting.timeout_s / 2), split.rank, split.ranks)
+    liveness = Liveness(board, split.rank, split.ranks, meeting.timeout_s / 2)
     liveness.may_change = config.on_server_failure == "continue"
     return liveness
 

@@ -9,20 +9,15 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-import threading
-import time
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from cases import layouts, random_tasks
 
-from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange import native_calls
 from deepspeed_cad.exchange.copies import (
     PlacementTable,
@@ -32,10 +27,6 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.failure import board, watchdog
-from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.failure.identity import Comparison, Identity
-from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.native_calls import CudaCalls, NativeCallError, cuda_calls
 from deepspeed_cad.exchange.placement import place, put_on_device
 from deepspeed_cad.exchange.rows import take
@@ -238,199 +229,6 @@ def test_a_failing_copy_is_an_error_with_the_drivers_text(calls: CudaCalls) -> N
     flag = np.array([nothing.ctypes.data], np.int64)
     with pytest.raises(NativeCallError, match="cuMemcpyAsync failed with CUDA error 719 .a made-up failure"):
         calls.push(13, one, np.array([0, 1]), slices, fields, flag, 1)
-
-
-class FakeEvent:
-    """An event that happens when told."""
-
-    def __init__(self, done: bool) -> None:
-        self.done = done
-
-    def query(self) -> bool:
-        return self.done
-
-
-class Watched:
-    """A watchdog over a store's board, and what it did."""
-
-    def __init__(self, timeout_s: float, comparison: Comparison | None = None) -> None:
-        self.board = dist.HashStore()
-        self.alarm = Alarm(0, Liveness(self.board, 0, 2), timeout_s)
-        self.gave_up: list[float] = []
-        self.dog = Watchdog(self.alarm, lambda: self.gave_up.append(time.monotonic()), comparison=comparison)
-
-    def wait_until_given_up(self) -> None:
-        while not self.gave_up:
-            time.sleep(0.01)
-
-
-def test_the_watchdogs_thread_has_ended_when_it_is_closed() -> None:
-    """It may be about to ask events of a device that is closed next."""
-    dog = Watched(300.0).dog
-    dog.track(FakeEvent(False), FakeEvent(False), "exchange 1")
-    thread = dog._thread
-    assert thread is not None and thread.is_alive()
-    dog.close()
-    assert not thread.is_alive()
-
-
-def test_the_watchdog_reports_a_wait_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "WORDS_S", 0.1)
-    watched = Watched(0.1)
-    slow = FakeEvent(False)
-    watched.dog.track(FakeEvent(True), FakeEvent(True), "exchange 1")
-    watched.dog.track(FakeEvent(False), slow, "exchange 2")
-    watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 3")
-    time.sleep(0.3)
-    assert not watched.gave_up, "a wait that its stream has not reached is not stuck"
-    slow.done = True
-    watched.wait_until_given_up()
-    watched.dog.close()
-    with pytest.raises(CADPeerError, match="rank 0 waited for exchange 3: rank 1 died.* no sign of it within 0.1 s"):
-        watched.alarm.check()
-
-
-def test_a_process_whose_gpu_cannot_be_freed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "AGAIN_S", 0.02)
-    monkeypatch.setattr(watchdog, "LAST_S", 0.1)
-    watched, ended = Watched(0.1), []
-    watched.dog.end_process = ended.append
-    watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
-    while not ended:
-        time.sleep(0.01)
-    watched.dog.close()
-    assert ended[0].startswith("rank 0 waited for exchange 1: rank 1 died or hangs") and "The GPU could not" in ended[0]
-    assert len(watched.gave_up) == watchdog.AGAIN
-    freed, wait, before = Watched(0.1), FakeEvent(False), len(ended)
-    freed.dog.end_process = ended.append
-    freed.dog.give_up = lambda: setattr(wait, "done", True)
-    freed.dog.track(FakeEvent(True), wait, "exchange 1")
-    time.sleep(0.5)
-    freed.dog.close()
-    assert wait.done and len(ended) == before
-
-
-def test_a_process_that_stays_inside_nccl_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first message between two hosts connects them, and not every NCCL lets go of that when it is aborted."""
-    monkeypatch.setattr(watchdog, "AGAIN_S", 0.02)
-    monkeypatch.setattr(watchdog, "LAST_S", 0.1)
-    watched, ended = Watched(0.1), []
-    watched.dog.end_process = ended.append
-    with watched.dog.inside("exchange 1"):
-        while not ended:
-            time.sleep(0.01)
-    watched.dog.close()
-    assert "rank 1 died or hangs" in ended[0] and "The training thread could not be freed" in ended[0]
-
-
-def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to free the GPU waits for it too, and has not come back even where the stream stands no more."""
-    monkeypatch.setattr(watchdog, "LAST_S", 0.1)
-    watched, ended, blocked = Watched(0.1), [], threading.Event()
-    watched.dog.give_up = blocked.wait  # type: ignore[assignment]
-    watched.dog.end_process = ended.append
-    wait = FakeEvent(False)
-    watched.dog.track(FakeEvent(True), wait, "exchange 1")
-    while not ended:
-        time.sleep(0.01)
-        wait.done = watched.alarm.sounded
-    blocked.set()
-    watched.dog.close()
-    assert "could not be freed" in ended[0] and watched.dog._given_up == 1
-
-
-def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of three waits for rank 2, and its training thread is stuck with the GPU: the watchdog tells rank 1."""
-    monkeypatch.setattr(board, "WORDS_S", 0.1)
-    monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.02)
-    first, second = Watched(0.1), Watched(60.0)
-    for rank, watched in enumerate((first, second)):
-        watched.alarm.liveness = Liveness(first.board, rank, 3)
-        watched.alarm.rank = rank
-        watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
-    second.wait_until_given_up()
-    first.dog.close()
-    second.dog.close()
-    with pytest.raises(CADPeerError, match=r"rank 1 waited for exchange 1: rank 2 died or hangs.*rank 0 stopped"):
-        second.alarm.check()
-    assert second.alarm.why().startswith("rank 1 waited for exchange 1: rank 2 died or hangs")
-
-
-def test_a_wait_is_in_vain_where_a_rank_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.02)
-    watched = Watched(60.0)
-    watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
-    time.sleep(0.3)
-    assert not watched.gave_up
-    Liveness(watched.board, 1, 2).report("planted")
-    watched.wait_until_given_up()
-    watched.dog.close()
-    with pytest.raises(CADPeerError, match="waited for exchange 1: rank 1 stopped: planted"):
-        watched.alarm.check()
-
-
-@pytest.mark.parametrize(("at_host", "exchange", "ends"), [(True, 5, True), (False, 5, True), (False, 4, False)])
-def test_a_wait_is_in_vain_where_a_rank_waits_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, at_host: bool, exchange: int, ends: bool
-) -> None:
-    monkeypatch.setattr(watchdog, "VAIN_S", 0.05)
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.02)
-    watched, other = Watched(60.0), Liveness(dist.HashStore(), 1, 2)
-    watched.alarm.liveness.idle_after, other.started, other.store = lambda: 8, lambda: 4, watched.board
-    other.block(9, "document lengths")
-    identity = Identity(exchange, 0)
-    if not at_host:
-        watched.dog.track(FakeEvent(True), FakeEvent(False), identity)
-    with watched.dog.inside(identity) if at_host else nullcontext():
-        if ends:
-            watched.wait_until_given_up()
-        else:
-            time.sleep(0.3)
-    watched.dog.close()
-    assert bool(watched.gave_up) == ends
-    if ends:
-        with pytest.raises(CADPeerError, match=f"waited for core-attention exchange {exchange}: .* rank 1 waits for"):
-            watched.alarm.check()
-
-
-def test_the_host_is_watched_where_it_may_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(0.1)
-    with watched.dog.inside("connecting"):
-        watched.wait_until_given_up()
-    watched.dog.close()
-    assert watched.alarm._waited_for == "connecting"
-    quick = Watched(60.0)
-    for begin in range(3):  # together they last longer than one may
-        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda begin=begin: 50.0 * begin))
-        with quick.dog.inside("connecting"):
-            monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda begin=begin: 50.0 * (begin + 1)))
-            time.sleep(0.3)  # for the watchdog to look
-    quick.dog.close()
-    assert not quick.alarm.sounded
-
-
-def test_what_differs_stops_a_rank_and_tells_the_others() -> None:
-    arrived: list[str] = []
-    looks = SimpleNamespace(look=lambda: "ranks differ" if arrived else "", finish=lambda: "")
-    watched = Watched(30.0, looks)  # type: ignore[arg-type]
-    watched.dog.track(FakeEvent(True), FakeEvent(True), "exchange 1", lambda: arrived.append("a number"))
-    watched.wait_until_given_up()
-    watched.dog.close()
-    assert Liveness(watched.board, 1, 2).stopped() == "ranks differ"
-    with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
-        watched.alarm.check()
-
-
-def test_a_rank_that_waits_hears_why_another_stopped() -> None:
-    watched = Watched(30.0)
-    watched.dog.track(FakeEvent(True), FakeEvent(False), "exchange 1")
-    Liveness(watched.board, 1, 2).stop("ranks differ")
-    watched.wait_until_given_up()
-    watched.dog.close()
-    with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
-        watched.alarm.check()
 
 
 @pytest.mark.parametrize("form", ["whole", "heads with a gap", "one of three in a row"])

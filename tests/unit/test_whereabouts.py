@@ -67,17 +67,15 @@ def stand(rank: Rank, seen: Sight, seconds: int = 12) -> None:
 def test_a_rank_that_trains_nothing_tells_where_it_is_until_it_trains_again(ranks: list[Rank]) -> None:
     ranks[0].trained = 3
     stand(ranks[0], BARRIER, 9)
-    assert ranks[1].liveness.place(0) is None
+    assert ranks[1].liveness.places([0]) == {}
     stand(ranks[0], BARRIER)
-    assert ranks[1].liveness.place(0) == Place(3, False, False, "in barrier, called at train.py:57")
+    assert ranks[1].liveness.places([0])[0] == Place(3, False, False, "in barrier, called at train.py:57")
     ranks[0].look(13, BROADCAST)
-    told = ranks[1].liveness.place(0)
-    assert told is not None and told.text == BROADCAST.text and told.inside and not told.waits, (
-        "it only just came there"
-    )
+    told = ranks[1].liveness.places([0])[0]
+    assert told.text == BROADCAST.text and told.inside and not told.waits, "it only just came there"
     ranks[0].trained = 4
     ranks[0].look(14, BROADCAST)
-    assert ranks[1].liveness.place(0) is None
+    assert ranks[1].liveness.places([0]) == {}
 
 
 # Whom it names

@@ -95,8 +95,9 @@ class Place(NamedTuple):
 class Liveness:
     """The error board of one CAD group."""
 
-    def __init__(self, store: dist.Store | PatientStore, rank: int, ranks: int) -> None:
-        self.store, self.rank, self.ranks = store, rank, ranks
+    def __init__(self, store: dist.Store, rank: int, ranks: int, limit_s: float = 150.0) -> None:
+        """A store that takes `limit_s` for an answer counts as lost."""
+        self.store, self.rank, self.ranks = PatientStore(store, limit_s), rank, ranks
         self._stopped = self._closed = self._left = False
         self._said = ""
         self._dropped: deque[int] = deque(maxlen=REMEMBERED)
@@ -113,6 +114,11 @@ class Liveness:
         """Says how many exchanges this rank has started."""
         self.begun: Callable[[], int] = lambda: 0
         """Says how many collectives its look-ahead thread has begun."""
+
+    @property
+    def others(self) -> list[int]:
+        """The watched ranks but this one."""
+        return [rank for rank in self.watched if rank != self.rank]
 
     @classmethod
     def alone(cls, rank: int) -> Liveness:
@@ -174,19 +180,20 @@ class Liveness:
 
     def reason(self, rank: int) -> str | None:
         """What a rank said when it stopped, or why it will."""
-        return self._read("error", rank) or self._read("reason", rank)
+        return self._read("error", [rank]).get(rank) or self._read("reason", [rank]).get(rank)
 
-    def left(self, rank: int, exchange: int = 0, collective: int = 0) -> str | None:
-        """Why a rank has left, where it takes no part in the exchange, or collective, of that number; 0: in any."""
-        if (line := self._read("closed", rank)) is None:
-            return None
-        end = Reached.from_text(line)
-        takes_part = 0 < exchange <= end.exchanges or 0 < collective <= end.collectives
-        return None if takes_part else end.text
+    def left(self, ranks: Iterable[int], exchange: int = 0, collective: int = 0) -> dict[int, str]:
+        """Of those that have left, and take no part in the exchange, or collective, of that number: why. 0: in any."""
+        ends = {rank: Reached.from_text(line) for rank, line in self._read("closed", ranks).items()}
+        return {
+            rank: end.text
+            for rank, end in ends.items()
+            if not (0 < exchange <= end.exchanges or 0 < collective <= end.collectives)
+        }
 
-    def place(self, rank: int) -> Place | None:
-        """Where a rank is, if it has told; None where it trains."""
-        return Place(*json.loads(line)) if (line := self._read("place", rank)) else None
+    def places(self, ranks: Iterable[int]) -> dict[int, Place]:
+        """Where ranks are, as far as they have told; one that trains is not among them."""
+        return {rank: Place(*json.loads(line)) for rank, line in self._read("place", ranks).items() if line}
 
     def stopped(self) -> str:
         """Why some rank told all to stop, or ""."""
@@ -195,7 +202,7 @@ class Liveness:
     def look_up(self, key: str) -> str:
         """What is under a key; "" where nothing is, or the store is gone."""
         with suppress(RuntimeError, OSError):
-            return self._at(key) or ""
+            return self.store.read([key]).get(key, "")
         return ""
 
     # What becomes of a wait
@@ -248,11 +255,10 @@ class Liveness:
             return _why_silent(error)
 
     def _hopeless(self, exchange: int, collective: int) -> list[str]:
-        words = self._last_words(self._others, exchange, collective)
+        words, taken = self._last_words(self.others, exchange, collective), set(map(str, self._taken))
         stopped = [f"rank {rank} stopped: {text}" for rank, text in words.items()]
-        for rank in self._others:
-            missed = set((self._read("dropped", rank) or "").split()) & set(map(str, self._taken))
-            if missed:
+        for rank, dropped in self._read("dropped", self.others).items():
+            if missed := taken.intersection(dropped.split()):
                 stopped.append(
                     f"rank {rank} left its loop before micro-batch {min(map(int, missed))} (counted from 0), which "
                     f"rank {self.rank} trains. Look for a break, or early stopping, on some rank only"
@@ -261,20 +267,20 @@ class Liveness:
 
     def _standstill(self, exchange: int) -> list[str]:
         """Of each rank that waits for lengths or a plan, and for this one in `exchange`: what it waits for."""
-        idle_after = self.idle_after() if exchange else None
-        lines = {} if idle_after is None else {rank: self._read("blocked", rank) for rank in self._others}
-        blocked = {rank: Reached.from_text(line) for rank, line in lines.items() if line is not None}
+        if not exchange or (idle_after := self.idle_after()) is None:
+            return []
+        blocked = {rank: Reached.from_text(line) for rank, line in self._read("blocked", self.others).items()}
         return [
             f"rank {rank} waits for the other ranks' {one.text} before it starts exchange {one.exchanges + 1}, "
             f"which rank {self.rank} started without asking for that. {REMEDY}"
             for rank, one in blocked.items()
-            if idle_after is not None and one.exchanges < exchange and one.collectives > idle_after
+            if one.exchanges < exchange and one.collectives > idle_after
         ]
 
     def only_lost(self) -> bool:
         """Whether all ranks that stopped did so because they lost others."""
         try:
-            words = self._last_words(self._others).values()
+            words = self._last_words(self.others).values()
         except (RuntimeError, OSError):
             return False
         return bool(words) and all(text.startswith(LOST) for text in words)
@@ -309,25 +315,19 @@ class Liveness:
 
     def _describe(self, silent: Sequence[int]) -> str:
         """Ranks that did not say that they stopped: where they are, or that nothing is known of them."""
-        places = {rank: place for rank in silent if (place := self.place(rank)) is not None}
+        places = self.places(silent)
         unknown = ", ".join(str(rank) for rank in silent if rank not in places)
         known = [f"rank {rank} did not come: it was last seen {one.describe()}" for rank, one in places.items()]
         return "; ".join([f"rank {unknown} died or hangs"] * bool(unknown) + known)
 
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in self.watched if rank != self.rank]
-
-    def _last_words(self, ranks: Iterable[int], exchange: int = 0, collective: int = 0) -> dict[int, str]:
+    def _last_words(self, ranks: Sequence[int], exchange: int = 0, collective: int = 0) -> dict[int, str]:
         """Of those ranks that have stopped, or left what is waited for: why."""
-        words = {rank: self._read("error", rank) or self.left(rank, exchange, collective) for rank in ranks}
-        return {rank: text for rank, text in words.items() if text}
+        return dict(sorted({**self.left(ranks, exchange, collective), **self._read("error", ranks)}.items()))
 
-    def _read(self, kind: str, rank: int) -> str | None:
-        return self._at(f"{kind}/{rank}")
-
-    def _at(self, key: str) -> str | None:
-        return self.store.get(key).decode() if self.store.check([key]) else None
+    def _read(self, kind: str, ranks: Iterable[int]) -> dict[int, str]:
+        """The lines that ranks have left, of those that have."""
+        keys = {f"{kind}/{rank}": rank for rank in ranks}
+        return {keys[key]: line for key, line in self.store.read([*keys]).items()}
 
     def _write(self, key: str, text: str) -> None:
         # A store that is gone is no reason to fail again.
@@ -351,14 +351,12 @@ class Liveness:
 def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float = 300.0) -> Liveness:
     """The board of a group, on the store of the job's default process group.
 
-    A store that takes half of `timeout_s` for an answer counts as lost.
-
     Nothing here waits inside the store: only what is there is read. Its time-out is the job's, for whom communicators
     are opened later, and a PrefixStore hands the time-out that it is given down to the store of the whole job.
     """
     store = dist.distributed_c10d._get_default_store()
     board = dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store)
-    return Liveness(PatientStore(board, timeout_s / 2), rank, ranks)
+    return Liveness(board, rank, ranks, timeout_s / 2)
 
 
 def _why_silent(error: BaseException) -> str:

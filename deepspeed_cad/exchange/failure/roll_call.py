@@ -126,7 +126,7 @@ class RollCall:
             if not board.patiently(are_here, what, board.started() + 1, with_servers=True, timeout_s=alarm.timeout_s):
                 absent = missing(keys, store.check)
                 raise RuntimeError(f"ranks {absent} did not come within {alarm.timeout_s:g} s")
-            return [store.get(key).decode()[1:] for key in keys.values()]
+            return [word[1:] for word in store.read([*keys.values()]).values()]
         except CADError:
             raise
         except RuntimeError as error:

@@ -1,8 +1,9 @@
-"""Which rank waits for which, where one waits for lengths and another one in an exchange."""
+"""The error board: which rank waits in vain, and why, also where two wait for each other; a store that is silent."""
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,47 @@ from deepspeed_cad.ahead import worker as worker_room
 from deepspeed_cad.ahead.gather import Gatherer, Said, Subject, What
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.exchange.failure import board, patience
-from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure import board as room
+from deepspeed_cad.exchange.failure import patience
+from deepspeed_cad.exchange.failure.board import LOST, Liveness
 from deepspeed_cad.exchange.failure.roll_call import RollCall
+from deepspeed_cad.exchange.failure.store import PatientStore, SilentStoreError
 from deepspeed_cad.exchange.failure.watchdog import Alarm
+
+
+@pytest.mark.parametrize(
+    ("dropped", "taken", "named"), [([3, 4], [2, 3, 4], 3), ([3], [2], None), ([], [2, 3], None), ([12], [1, 2], None)]
+)
+def test_a_rank_that_left_its_loop_is_named_by_those_who_wait(dropped: list, taken: list, named: int | None) -> None:
+    store = dist.HashStore()
+    mine, other = Liveness(store, 0, 2), Liveness(store, 1, 2)
+    for micro_batch in taken:
+        mine.take(micro_batch)
+    other.drop(dropped)
+    said = mine.why_hopeless()
+    assert said == "" if named is None else f"rank 1 left its loop before micro-batch {named}" in said
+
+
+def test_a_rank_that_stopped_or_closed_is_named() -> None:
+    store = dist.HashStore()
+    board = [Liveness(store, rank, 3) for rank in range(3)]
+    assert board[0].why_hopeless() == "" and board[0].stopped() == ""
+    board[1].report("out of memory")
+    board[2].close()
+    assert board[0].why_hopeless() == "rank 1 stopped: out of memory; rank 2 stopped: its session was closed"
+    board[1].stop("another exchange")
+    assert board[0].stopped() == "another exchange"
+
+
+def test_who_died_is_named_and_not_who_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "WORDS_S", 0.2)
+    monkeypatch.setattr(patience, "LOOK_S", 0.01)
+    store = dist.HashStore()
+    board = [Liveness(store, rank, 4) for rank in range(4)]
+    for rank in (0, 2):
+        board[rank].report(f"{LOST} in the lengths")
+    with pytest.raises(CADPeerError, match=r"rank 1 waited for the lengths: rank 3 died or hangs"):
+        board[1].patiently(lambda: False, "the lengths")
 
 
 def boards(ranks: int = 2, idle_after: int | None = 8) -> list[Liveness]:
@@ -89,7 +127,7 @@ def test_a_meeting_before_an_exchange_ends_as_the_exchange_would(monkeypatch: py
     made = boards()
     made[0].started = lambda: 3
     early = RollCall(dist.HashStore(), np.arange(2), 0, Alarm(0, made[0], 0.3))
-    monkeypatch.setattr(board, "WORDS_S", 0.1)
+    monkeypatch.setattr(room, "WORDS_S", 0.1)
     with pytest.raises(CADPeerError, match=r"ranks \[1\] did not come within 0.3 s"):
         early.call("growing")
     made = boards()
@@ -152,3 +190,56 @@ def test_collectives_are_counted_as_they_begin(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(CADPeerError):
         gatherer.gather(subjects[0])
     assert gatherer.begun == 2, "nobody met"
+
+
+class Lost:
+    """A store behind a link that can die, and come back."""
+
+    def __init__(self) -> None:
+        self.inner, self.alive = dist.HashStore(), threading.Event()
+        self.alive.set()
+
+    def __getattr__(self, name: str) -> object:
+        def ask(*given: object) -> object:
+            self.alive.wait()
+            return getattr(self.inner, name)(*given)
+
+        return ask
+
+
+def test_errors_are_the_stores_own() -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection closed")
+
+    with pytest.raises(RuntimeError, match="connection closed"):
+        PatientStore(Gone(), 5.0).check(["key"])  # type: ignore[arg-type]
+
+
+def test_whoever_asks_goes_on_in_time_and_again_when_it_is_back() -> None:
+    lost = Lost()
+    store = PatientStore(lost, 0.2)  # type: ignore[arg-type]
+    lost.alive.clear()
+    with pytest.raises(SilentStoreError, match="did not answer within 0.2 s"):
+        store.set("key", "value")
+    with pytest.raises(SilentStoreError, match="has not answered for more than 0.2 s"):  # the second fails at once
+        store.check(["key"])
+    lost.alive.set()
+    while True:
+        try:
+            assert store.read(["key"]) == {"key": "value"}
+            break
+        except SilentStoreError:
+            time.sleep(0.01)
+
+
+def test_a_board_that_does_not_answer_ends_waits() -> None:
+    lost = Lost()
+    board = Liveness(lost, 1, 2)  # type: ignore[arg-type]
+    assert board.why_hopeless() == ""
+    lost.alive.clear()
+    board.store._limit_s = 0.1
+    assert "did not answer within 0.1 s: the host that holds it" in board.why_hopeless()
+    board.report("stopped")
+    assert "the host that holds it" in str(board.explain("an exchange", RuntimeError("timed out")))
+    lost.alive.set()

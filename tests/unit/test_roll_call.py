@@ -1,4 +1,8 @@
-"""Ranks meet before they make something together: a rank that cannot, or never comes, is an error on all, in time."""
+"""Who is here: ranks that turn CAD on, and those that make something together.
+
+A rank that cannot, or never comes, is an error on all, in time. One process plays them; test_roll_call_ranks.py in
+tests/processes has real ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,13 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landing, messages
+from deepspeed_cad.exchange.failure import patience, roll_call
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.landing import LandingArea, NoRoomError, grow_together
 from deepspeed_cad.exchange.native_calls import NativeCallError
 from deepspeed_cad.exchange.peers import PeerGroup
+from deepspeed_cad.threads import run_aside
 
 CPU = torch.device("cpu")
 
@@ -33,28 +39,28 @@ def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
         return [future.exception() or future.result() for future in futures]
 
 
-def meeting(store: dist.Store, rank: int, members: list[int], timeout_s: float = 60.0) -> RollCall:
+def member(store: dist.Store, rank: int, members: list[int], timeout_s: float = 60.0) -> RollCall:
     return RollCall(store, np.array(members), rank, Alarm(members[rank], None, timeout_s))
 
 
 def test_every_member_reads_the_words_of_all() -> None:
     store = dist.HashStore()
-    meetings = [meeting(store, rank, [3, 5]) for rank in range(2)]
+    both = [member(store, rank, [3, 5]) for rank in range(2)]
     for word in ("", "a b"):
-        assert on_ranks(lambda rank, word=word: meetings[rank].call("it", f"{word}{rank}"), 2) == (
+        assert on_ranks(lambda rank, word=word: both[rank].call("it", f"{word}{rank}"), 2) == (
             [[f"{word}0", f"{word}1"]] * 2
         )  # fmt: skip
     assert RollCall(None, np.arange(1), 0, Alarm(0, None, 1.0)).call("it", "alone") == ["alone"]
 
 
 def test_a_meeting_does_not_wait_for_ever_and_names_who_is_missing() -> None:
-    one = meeting(dist.HashStore(), 1, [4, 6, 9], 0.2)
+    one = member(dist.HashStore(), 1, [4, 6, 9], 0.2)
     with pytest.raises(CADPeerError, match=r"rank 6 waited for making it: ranks \[4, 9\] did not come within 0.2 s"):
         one.call("making it")
 
 
 def test_a_meeting_ends_where_the_alarm_sounds() -> None:
-    one = meeting(dist.HashStore(), 0, [0, 1])
+    one = member(dist.HashStore(), 0, [0, 1])
     threading.Timer(0.1, lambda: one.alarm.stop("ranks differ")).start()
     with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
         one.call("making it")
@@ -90,7 +96,7 @@ def grow(state: SimpleNamespace, store: dist.Store) -> Callable[[int], bool]:
     def run(rank: int) -> bool:
         state.rank.number = rank
         peers = PeerGroup(np.array([2, 7]), rank, "two ranks", store)
-        area = LandingArea("out 0", peers, CPU, meeting(store, rank, [2, 7]))
+        area = LandingArea("out 0", peers, CPU, member(store, rank, [2, 7]))
         return area.ensure(np.array([100, 200])) and area.capacity == landing.GRAIN
 
     return run
@@ -131,13 +137,13 @@ def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace) ->
 
     def run(rank: int) -> Any:
         gpus.rank.number = rank
-        peers, meet = PeerGroup(np.array([2, 7]), rank, "two ranks", store), meeting(store, rank, [2, 7])
-        areas = [LandingArea(f"lane {lane}", peers, CPU, meet) for lane in range(3)]
+        peers, calls = PeerGroup(np.array([2, 7]), rank, "two ranks", store), member(store, rank, [2, 7])
+        areas = [LandingArea(f"lane {lane}", peers, CPU, calls) for lane in range(3)]
         with pytest.raises(NoRoomError) as error:
             grow_together([(area, np.array([100, 200])) for area in areas])
         assert not gpus.met and all(area.capacity == 0 and area.generation == 0 for area in areas)
         gpus.has[rank] = 0
-        meet.call("all have looked")
+        calls.call("all have looked")
         assert grow_together([(area, np.array([100, 200])) for area in areas[:2]])
         assert [area.capacity for area in areas] == [landing.GRAIN] * 2 + [0]
         assert not grow_together([(area, np.array([landing.GRAIN, 1])) for area in areas[:2]]), "they hold that"
@@ -150,17 +156,10 @@ def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace) ->
 
 
 class Nccl:
-    """In place of NCCL: joins at once, or when it is let."""
-
-    may_join = threading.Event()
+    """In place of NCCL."""
 
     def __init__(self, library: object, unique_id: bytes, ranks: int, rank: int) -> None:
-        self.given, self.left = (unique_id, ranks, rank), False
-        if library == "stuck":
-            self.may_join.wait()
-
-    def leave(self, abort: bool) -> None:
-        self.left = True
+        self.given = (unique_id, ranks, rank)
 
 
 @pytest.fixture()
@@ -196,20 +195,59 @@ def test_a_rank_without_nccl_is_named_by_all(nccl: pytest.MonkeyPatch) -> None:
         assert isinstance(error, CADError) and "opening NCCL failed on 1 of 2 ranks" in str(error), error
 
 
-def test_joining_ends_in_time_and_what_comes_too_late_is_left(nccl: pytest.MonkeyPatch) -> None:
-    made: list[Nccl] = []
-
-    class Slow(Nccl):
-        def __init__(self, *given: Any) -> None:
-            made.append(self)
-            super().__init__(*given)
-
-    nccl.setattr(messages, "NcclCalls", Slow)
-    nccl.setattr(messages, "open_nccl", lambda: ("stuck", 0))
-    nccl.setattr(Nccl, "may_join", threading.Event())
-    for error in on_ranks(lambda rank: join(rank, 2.0), 2):
-        assert isinstance(error, NativeCallError) and "NCCL_SOCKET_IFNAME" in str(error)
-    assert len(made) == 2 and not any(one.left for one in made)
-    Nccl.may_join.set()
-    while not all(one.left for one in made):
+def test_joining_ends_in_time_and_what_comes_too_late_is_left() -> None:
+    may_join, left = threading.Event(), []
+    late = SimpleNamespace(leave=lambda abort: left.append(abort))
+    joined = run_aside("late", lambda: may_join.wait() and late)
+    with pytest.raises(NativeCallError, match="within 0.1 s, though all of them were there.*NCCL_SOCKET_IFNAME"):
+        messages._in_time(joined, Alarm(0, None, 0.1))  # type: ignore[arg-type]
+    assert not left
+    may_join.set()
+    while not left:
         time.sleep(0.01)
+
+
+@pytest.fixture()
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """The store of a job of four ranks, of which this is rank 0."""
+    store = dist.HashStore()
+    monkeypatch.setattr(roll_call, "_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    return store
+
+
+def arrive(store: dist.Store, *ranks: int) -> None:
+    for rank in ranks:
+        turn = store.add(f"sessions/{rank}", 1)
+        store.add(f"arrived/0-4/{turn}", 1)
+
+
+def test_those_who_never_came_are_named(store: dist.Store) -> None:
+    arrive(store, 2)
+    with pytest.raises(CADPeerError, match="rank 0 waited 0 s for ranks 1, 3 to turn CAD on"):
+        roll_call.call_roll(None, 0.01)
+
+
+def test_a_second_session_waits_for_second_sessions(store: dist.Store) -> None:
+    arrive(store, 0, 1, 2, 3, 1, 2)
+    with pytest.raises(CADPeerError, match="for rank 3 to turn CAD on"):
+        roll_call.call_roll(None, 0.01)
+
+
+def test_the_awaited_are_named_in_a_warning_first(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patience, "LATE_S", 0.01)
+    arrive(store, 1, 2)
+    with pytest.raises(CADPeerError):
+        roll_call.call_roll(None, 0.02)
+    assert "rank 0 has waited 0 s for rank 3 to turn CAD on" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("count", "named"),
+    [(1, "rank 0"), (2, "ranks 0, 1"), (17, "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 1 more")],
+)
+def test_names_of_ranks(count: int, named: str) -> None:
+    assert roll_call._name(range(count)) == named

@@ -1,0 +1,198 @@
+"""The watchdog, one look at a time: waits of streams and of the host, over a real board and a clock that is played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange.failure import board, watchdog
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import Comparison, Identity
+from deepspeed_cad.exchange.failure.watchdog import AGAIN, AGAIN_S, LAST_S, VAIN_S, Alarm, Watchdog
+from deepspeed_cad.threads import start_daemon
+
+
+class FakeEvent:
+    """An event that happens when told."""
+
+    def __init__(self, done: bool) -> None:
+        self.done = done
+
+    def query(self) -> bool:
+        return self.done
+
+
+REACHED = FakeEvent(True)
+
+
+class Watched:
+    """The watchdog of one rank: nothing looks but `at`, and what is to let the GPU go on runs at once."""
+
+    def __init__(self, timeout_s: float, store: dist.Store | None = None, rank: int = 0, ranks: int = 2,
+                 comparison: Comparison | None = None) -> None:  # fmt: skip
+        self.store = store or dist.HashStore()
+        self.alarm = Alarm(rank, Liveness(self.store, rank, ranks), timeout_s)
+        self.gave_up: list[float] = []
+        self.ended: list[str] = []
+        self.now = 0.0
+        self.dog = Watchdog(self.alarm, lambda: self.gave_up.append(self.now), comparison=comparison)
+        self.dog.end_process = self.ended.append
+
+    def at(self, *seconds: float) -> int:
+        """Look at these times; how often it gave up so far."""
+        for self.now in seconds:
+            self.dog._pop()
+            self.dog._look(self.now)
+        return len(self.gave_up)
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """`stuck`: a thread does not come back."""
+    state = SimpleNamespace(stuck=False)
+
+    def start(name: str, run: Callable[[], None], device: object) -> Any:
+        if name != "watchdog" and not state.stuck:
+            run()
+        return SimpleNamespace(is_alive=lambda: state.stuck, join=lambda timeout: None)
+
+    monkeypatch.setattr(watchdog, "start_daemon", start)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(board, "WORDS_S", 0.0)
+    return state
+
+
+def test_the_watchdogs_thread_has_ended_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be about to ask events of a device that is closed next."""
+    monkeypatch.setattr(watchdog, "start_daemon", start_daemon)
+    dog = Watched(300.0).dog
+    dog.track(FakeEvent(False), FakeEvent(False), "exchange 1")
+    thread = dog._thread
+    assert thread is not None and thread.is_alive()
+    dog.close()
+    assert not thread.is_alive()
+
+
+def test_a_wait_that_does_not_end_is_reported() -> None:
+    watched, slow = Watched(10.0), FakeEvent(False)
+    watched.dog.track(REACHED, REACHED, "exchange 1")
+    watched.dog.track(FakeEvent(False), slow, "exchange 2")
+    watched.dog.track(REACHED, FakeEvent(False), "exchange 3")
+    assert not watched.at(0, 50), "a wait that its stream has not reached is not stuck"
+    slow.done = True
+    assert not watched.at(51, 60) and watched.at(61.5) == 1
+    with pytest.raises(CADPeerError, match="rank 0 waited for exchange 3: rank 1 died.* no sign of it within 10 s"):
+        watched.alarm.check()
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_a_process_whose_gpu_cannot_be_freed_ends(frees: bool) -> None:
+    """A peer that is alive may stop a stream again, so it is let go again before that."""
+    watched, wait = Watched(10.0), FakeEvent(False)
+    watched.dog.track(REACHED, wait, "exchange 1")
+    assert watched.at(0, 11, 11 + AGAIN_S / 2) == 1
+    wait.done = frees
+    again = [11.5 + one * 1.1 * AGAIN_S for one in range(1, AGAIN + 2)]
+    assert watched.at(*again) == (1 if frees else AGAIN) and not watched.ended
+    watched.at(watched.gave_up[-1] + LAST_S + 0.1)
+    assert bool(watched.ended) != frees
+    if not frees:
+        assert watched.ended[0].startswith("rank 0 waited for exchange 1: rank 1 died or hangs")
+        assert "The GPU could not be freed" in watched.ended[0]
+
+
+def test_a_process_that_stays_inside_nccl_ends() -> None:
+    """The first message between two hosts connects them, and not every NCCL lets go of that when it is aborted."""
+    watched = Watched(10.0)
+    with watched.dog.inside("exchange 1"):
+        assert not watched.at(9) and watched.at(11, 13, 15, 17, 19) == AGAIN
+        watched.at(19 + LAST_S + 0.1)
+    assert "rank 1 died or hangs" in watched.ended[0]
+    assert "The training thread could not be freed" in watched.ended[0]
+
+
+def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(threads: SimpleNamespace) -> None:
+    """What is to free the GPU waits for it too, and has not come back even where the stream stands no more."""
+    watched, wait = Watched(10.0), FakeEvent(False)
+    watched.dog.track(REACHED, wait, "exchange 1")
+    threads.stuck = True
+    watched.at(0, 11)
+    wait.done = True
+    watched.at(13, 11 + LAST_S + 0.1)
+    assert "could not be freed" in watched.ended[0] and watched.dog._given_up == 1
+
+
+def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died() -> None:
+    """Rank 0 of three waits for rank 2, and its training thread is stuck with the GPU: the watchdog tells rank 1."""
+    first = Watched(10.0, ranks=3)
+    second = Watched(60.0, first.store, 1, 3)
+    for watched in (first, second):
+        watched.dog.track(REACHED, FakeEvent(False), "exchange 1")
+        assert not watched.at(0, 9)
+    assert first.at(11) == second.at(11) == 1
+    with pytest.raises(CADPeerError, match=r"rank 1 waited for exchange 1: rank 2 died or hangs.*rank 0 stopped"):
+        second.alarm.check()
+    assert second.alarm.why().startswith("rank 1 waited for exchange 1: rank 2 died or hangs")
+
+
+def test_a_wait_is_in_vain_where_a_rank_has_stopped() -> None:
+    watched = Watched(60.0)
+    watched.dog.track(REACHED, FakeEvent(False), "exchange 1")
+    assert not watched.at(0, 5)
+    Liveness(watched.store, 1, 2).report("planted")
+    assert watched.at(6) == 1
+    with pytest.raises(CADPeerError, match="waited for exchange 1: rank 1 stopped: planted"):
+        watched.alarm.check()
+
+
+def test_what_was_sent_before_a_rank_stopped_may_still_come() -> None:
+    watched = Watched(60.0)
+    Liveness(watched.store, 1, 2).report("planted")
+    watched.dog.track(REACHED, FakeEvent(False), "exchange 1")
+    assert not watched.at(1, 1 + 0.9 * VAIN_S) and watched.at(2 + VAIN_S) == 1
+
+
+@pytest.mark.parametrize(("at_host", "exchange", "ends"), [(True, 5, True), (False, 5, True), (False, 4, False)])
+def test_a_wait_is_in_vain_where_a_rank_waits_elsewhere(at_host: bool, exchange: int, ends: bool) -> None:
+    watched, identity = Watched(60.0), Identity(exchange, 0)
+    other = Liveness(watched.store, 1, 2)
+    watched.alarm.liveness.idle_after, other.started = lambda: 8, lambda: 4
+    other.block(9, "document lengths")
+    if not at_host:
+        watched.dog.track(REACHED, FakeEvent(False), identity)
+    with watched.dog.inside(identity) if at_host else nullcontext():
+        assert watched.at(1, 3) == ends
+    if ends:
+        with pytest.raises(CADPeerError, match=f"waited for core-attention exchange {exchange}: .* rank 1 waits for"):
+            watched.alarm.check()
+
+
+def test_calls_of_the_host_that_end_are_no_wait_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(60.0)
+    for begin in (0.0, 50.0, 100.0):
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda begin=begin: begin))
+        with watched.dog.inside("connecting"):
+            assert not watched.at(begin + 49)
+    assert not watched.at(500)
+
+
+def test_what_differs_stops_a_rank_and_tells_the_others() -> None:
+    arrived: list[str] = []
+    looks = SimpleNamespace(look=lambda: "ranks differ" if arrived else "", finish=lambda: "")
+    watched = Watched(30.0, comparison=looks)  # type: ignore[arg-type]
+    assert not watched.at(0)
+    watched.dog.track(REACHED, REACHED, "exchange 1", lambda: arrived.append("a number"))
+    assert watched.at(1) == 1
+    other = Watched(30.0, watched.store, 1)
+    assert not other.at(0), "it waits for nobody"
+    other.dog.track(REACHED, FakeEvent(False), "exchange 1")
+    assert other.at(1) == 1
+    for rank, one in enumerate((watched, other)):
+        with pytest.raises(CADPeerError, match=f"rank {rank} stopped: ranks differ"):
+            one.alarm.check()
