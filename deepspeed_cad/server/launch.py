@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
@@ -39,7 +39,7 @@ def take_role(request: Request) -> tuple[Request, int | None]:
     if role.is_server:
         return request, start_server(role, request.config, os.environ)
     os.environ.update(changed)
-    return replace(request, split={**role.to_dict(), PROCESS: os.getpid()}), None
+    return replace(request, split={**asdict(role), PROCESS: os.getpid()}), None
 
 
 def start_server(role: Split, config: CADConfig, environment: Mapping[str, str], device: str = "") -> int:
