@@ -57,7 +57,7 @@ class Groups:
 def open_groups(
     config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, rank: int, ranks: int
 ) -> Groups:
-    """Connect this rank to all others. Collective over trainers, and over reserved servers where there are any.
+    """Connect this rank to all others. Collective over trainers, and over servers where there are any.
 
     Args:
         config: the session's.
@@ -66,7 +66,7 @@ def open_groups(
         rank: of this process among them.
         ranks: how many they are.
 
-    Raises CADConfigError for a group beside reserved servers, and CADPeerError where ranks do not reach each other.
+    Raises CADConfigError for a group beside servers, and CADPeerError where ranks do not reach each other.
     """
     role = find_role(config, ranks, rank)
     if role is not None:

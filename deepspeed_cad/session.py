@@ -218,7 +218,7 @@ class Session:
 
     @property
     def group_ranks(self) -> int:
-        """Ranks that run attention: trainers and reserved servers."""
+        """Ranks that run attention: trainers and servers."""
         return self.servers.members.ranks
 
     # Models and their loaders
@@ -335,7 +335,7 @@ class Session:
             notice(session_lines.last_line(self.facts(), reason or self.ended or self.plans.abandoned))
 
     def _look_for_idle(self) -> None:
-        """Say once where reserved servers or trainers were idle since this was called last."""
+        """Say once where servers or trainers were idle since this was called last."""
         warm, since = self.statistics.micro_batches > EVERY, self.take_statistics("idle")
         if not warm or not since.servers_s:
             return

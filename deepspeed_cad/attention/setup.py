@@ -51,7 +51,7 @@ class Modes:
 
 
 CallOrders = Callable[[bool, bool, int], None]
-"""Tells reserved servers of one call, ahead of each of its exchanges: whether it is a return, whether it is of a
+"""Tells servers of one call, ahead of each of its exchanges: whether it is a return, whether it is of a
 backward, and its wave."""
 
 
@@ -107,7 +107,7 @@ class CallSetup:
     layer: int = 0
     """Which micro-batch and which of its layers: equal on all ranks, see exchange.failure.identity.Moment."""
     orders: CallOrders | None = None
-    """On the rank that leads reserved servers."""
+    """On the rank that leads servers."""
     stretches: Stretches | None = None
     """Where what lies between attentions of this nano-batch is timed."""
 

@@ -31,9 +31,8 @@ def take_role(request: Request) -> tuple[Request, int | None]:
 
     Raises CADConfigError where the reservation does not fit the launch, or the script's world is already made.
     """
-    if request.config.servers == "all" or not request.config.enabled:
+    if isinstance(request.config.servers, str) or not request.config.enabled:
         return request, None
-    assert isinstance(request.config.servers, dict)
     _refuse_world()
     role, changed = split(request.config.servers, os.environ)
     if role.is_server:
@@ -64,11 +63,9 @@ def find_role(config: CADConfig, world: int, rank: int) -> Split | None:
 
     Raises CADConfigError where no launcher of ours reserved them, or the script made its world by other numbers.
     """
-    if config.servers == "all":
+    if isinstance(config.servers, str):
         return None
-    assert isinstance(config.servers, dict)
-    told = _published()
-    if told is not None:
+    if (told := _published()) is not None:
         role = told
     elif "joined" in config.servers:
         # All ranks of this launch train: nothing had to be done before the script.

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from deepspeed_cad.ahead.crew import Crew, Servers
-from deepspeed_cad.attention.call import Calls
-from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.opening import Opened
@@ -76,10 +74,6 @@ class ReservedServers(NoServers):
         self.members = Members(0, role.trainers, tuple(range(role.trainers, role.ranks)))
         self.at_start = role.servers
 
-    def calls(self, plan_again: Callable[[MicroBatch], None]) -> Calls:
-        """See Crew: of a micro-batch that is gathered now."""
-        return Calls()
-
     def crew(self, opened: Opened | None, speeds: Floats | None) -> Crew:
         """See NoServers; on the leader the crew also tells the servers."""
         trainers, count, generation = self.role.trainers, len(self.members.servers), self.members.generation
@@ -90,7 +84,7 @@ class ReservedServers(NoServers):
             speeds = serves if speeds is None else serves * speeds
         leads = Leader(self.link.tell, generation).open if self.role.rank == 0 and count else None
         servers = Servers(count, self.at_start, trainers if self.config.trainers_serve else 0, leads)
-        return replace(super().crew(opened, speeds), servers=servers, generation=generation, calls=self.calls)
+        return replace(super().crew(opened, speeds), servers=servers, generation=generation)
 
     def busy(self) -> tuple[float, float]:
         """See NoServers."""

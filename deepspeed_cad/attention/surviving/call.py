@@ -1,4 +1,4 @@
-"""A core-attention call that goes on where reserved servers change: each of its passes can run again with others.
+"""A core-attention call that goes on where servers change: each of its passes can run again with others.
 
 The home still has what a pass reads: Q, K, V of a forward, and dO of a backward. What a lost server held of a forward
 is gone, and the tasks of those that are left are others in the new plan. So a backward whose forward ran with other

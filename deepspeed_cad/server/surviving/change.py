@@ -35,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from deepspeed_cad.ahead.crew import Crew
 from deepspeed_cad.attention.call import Calls
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.attention.surviving.call import SurvivingCall
@@ -49,6 +50,7 @@ from deepspeed_cad.exchange.opening import Opened
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice
+from deepspeed_cad.planner.plan import Floats
 from deepspeed_cad.server.handshake import CONNECT_S, connect_to
 from deepspeed_cad.server.orders import REGROUP
 from deepspeed_cad.server.rendezvous import Rendezvous
@@ -117,8 +119,11 @@ class SurvivingServers(ReservedServers):
         self.link.heard = self._wake.set
         start_daemon("changes servers", lambda: self._run(install), self.device)
 
-    def calls(self, plan_again: Callable[[MicroBatch], None]) -> Calls:
-        """See ReservedServers."""
+    def crew(self, opened: Opened | None, speeds: Floats | None) -> Crew:
+        """See NoServers."""
+        return replace(super().crew(opened, speeds), calls=self._calls)
+
+    def _calls(self, plan_again: Callable[[MicroBatch], None]) -> Calls:
         # Trainers plan again at different moments.
         make, admit = partial(SurvivingCall, passes=self.passes), partial(self.admit, self.came)
         return Calls(make, admit, plan_again, compares_plans=False)
