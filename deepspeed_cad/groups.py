@@ -17,23 +17,24 @@ from deepspeed_cad.errors import CADConfigError, CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness, open_board
 from deepspeed_cad.exchange.failure.roll_call import call_roll
 from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options
-from deepspeed_cad.server.join import Reserved, join_servers
+from deepspeed_cad.server.join import join_servers
 from deepspeed_cad.server.launch import find_role
+from deepspeed_cad.server.servers import NoServers
 from deepspeed_cad.server.split import Split
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """What one process is a member of; all None where it trains alone."""
+    """What one process is a member of; groups are None where it trains alone."""
 
+    servers: NoServers
+    """What there is of them."""
     cpu: dist.ProcessGroup | None = None
     """The trainers, over gloo; the look-ahead gathers here. None where there is one trainer."""
     exchange: Group | None = None
     """All ranks that run attention; transports exchange here."""
     liveness: Liveness | None = None
     """The board on which ranks say that they end."""
-    reserved: Reserved | None = None
-    """Servers that hold no model, where there are any."""
 
     def close(self) -> None:
         """Release the groups; the servers must have been left."""
@@ -56,7 +57,7 @@ class Groups:
 def open_groups(
     config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, rank: int, ranks: int
 ) -> Groups:
-    """Connect this rank to all others. Collective over trainers, and over reserved servers where there are any.
+    """Connect this rank to all others. Collective over trainers, and over servers where there are any.
 
     Args:
         config: the session's.
@@ -65,12 +66,12 @@ def open_groups(
         rank: of this process among them.
         ranks: how many they are.
 
-    Raises CADConfigError for a group beside reserved servers, and CADPeerError where ranks do not reach each other.
+    Raises CADConfigError for a group beside servers, and CADPeerError where ranks do not reach each other.
     """
     role = find_role(config, ranks, rank)
     if role is not None:
         return _open_with_servers(role, config, device, group, ranks)
-    return Groups() if ranks == 1 else _open_in_place(config, device, group, rank, ranks)
+    return Groups(NoServers(1)) if ranks == 1 else _open_in_place(config, device, group, rank, ranks)
 
 
 def _open_in_place(
@@ -89,7 +90,7 @@ def _open_in_place(
             "store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network that "
             "connects them, and look at routes and firewalls"
         ) from error
-    return Groups(cpu, exchange, open_board(cpu, rank, ranks, config.timeout_s))
+    return Groups(NoServers(ranks), cpu, exchange, open_board(cpu, rank, ranks, config.timeout_s))
 
 
 def open_exchange(members: list[int] | None, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
@@ -108,5 +109,5 @@ def _open_with_servers(
     if ranks > 1:
         call_roll(None, config.timeout_s)
         cpu = dist.new_group(timeout=timedelta(seconds=config.timeout_s), backend="gloo")
-    reserved = join_servers(role, config, device)
-    return Groups(cpu, reserved.group, reserved.liveness, reserved)
+    servers, exchange = join_servers(role, config, device)
+    return Groups(servers, cpu, exchange, servers.liveness)

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,7 +33,7 @@ from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import NOT_GLOBAL, CADConfig
 from deepspeed_cad.errors import CADConfigError, why_ended
-from deepspeed_cad.exchange.group import Group
+from deepspeed_cad.exchange.group import Group, OwnGroup
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.opening import DETERMINISTIC, Opened, open_transport
 from deepspeed_cad.exchange.transfers import Transfers
@@ -84,9 +83,9 @@ class Session:
         """What integrations attached to which model."""
         self.feeds: list[Feed] = []
         self.groups = open_groups(config, device, group, self.rank, self.ranks)
-        self.liveness, self.reserved = self.groups.liveness, self.groups.reserved
+        self.liveness, self.servers = self.groups.liveness, self.groups.servers
         self.worker = Worker(device, config.timeout_s)
-        exchanges = self.reserved is not None or self.ranks > 1
+        exchanges = self.group_ranks > 1
         self.cost = share_cost(config, device, self.groups.cpu, exchanges)
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         settings = f"{config.fingerprint()} {self.cost.figures}"
@@ -100,13 +99,12 @@ class Session:
         )  # fmt: skip
         self.speeds = speeds
         """[ranks of the CAD group] in attention, beside what the costs say; None: all are equal."""
-        crew = self._crew(opened)
+        crew = self.servers.crew(opened, speeds)
         self.learned = self._learned(crew)
         reporters = [self.learned.links, self.learned.memory, self.learned.non_attention]
-        changes = None if self.reserved is None else self.reserved.changes
         self.gatherer = Gatherer(
             self.groups.cpu, self.rank, self.ranks, self.liveness, settings,
-            [reporter for reporter in (*reporters, changes) if reporter is not None], opening.begun,
+            [reporter for reporter in (*reporters, *self.servers.reporters) if reporter is not None], opening.begun,
         )  # fmt: skip
         self.tracer = self.counts.tracer = open_tracer(config.trace, device, self.rank, self.group_ranks)
         aside = None
@@ -126,8 +124,7 @@ class Session:
                 lambda: 0 if self.transport is None else self.transport.exchanges,
                 lambda: self._statistics.micro_batches, config.timeout_s,
             )  # fmt: skip
-        if changes is not None:
-            changes.begin(crew.transport, self._change_servers)
+        self.servers.begin(crew.transport, self._change_servers)
         self.warn(unused_keys(config))
 
     # Opening and closing
@@ -143,24 +140,17 @@ class Session:
 
     def _numbers(self, gatherer: Gatherer) -> Callable[[int], list[int]]:
         """Gives one number of every rank of the CAD group. Collective."""
-        if self.reserved is not None:
-            reserved = self.reserved
-            return lambda value: reserved.group.numbers(value, self.liveness)
+        group = self.groups.exchange
+        if isinstance(group, OwnGroup):
+            return lambda value: group.numbers(value, self.liveness)
         if self.ranks == 1:
             return lambda value: [value]
         return lambda value: self.worker.run(lambda: gatherer.numbers(value, Subject(What.CHOICE)))
 
-    def _crew(self, opened: Opened | None) -> Crew:
-        transport = None if opened is None else opened.transport
-        hosts = None if opened is None else np.array(opened.hosts, np.int64)
-        if self.reserved is None:
-            return Crew(self.ranks, transport, hosts, self.speeds)
-        return self.reserved.crew(transport, hosts, self.speeds)
-
     def _change_servers(self, opened: Opened | None) -> None:
         """Other servers than before: micro-batches are planned for these. Runs while the training thread is halted."""
         self.groups = replace(self.groups, exchange=None if opened is None else opened.group)
-        crew = self._crew(opened)
+        crew = self.servers.crew(opened, self.speeds)
         if self.learned.links is not None and self.links.source == "measured" and crew.transport is not None:
             self.learned.links.watch(self._note_transfers(crew))
         self.plans.crew = crew
@@ -177,7 +167,7 @@ class Session:
             return Learned()
         given = None if isinstance(self.config.memory, str) else self.config.memory
         memory = MemoryLimit(
-            given, self.device, lambda: self.counts.backwards > 0, pauses, SHARE if self.reserved is None else ALL
+            given, self.device, lambda: self.counts.backwards > 0, pauses, ALL if self.servers.at_start else SHARE
         )  # fmt: skip
         non_attention = NonAttention(self.ranks, self._take_stretches, pauses)
         return Learned(self._learn_links(crew, pauses), memory, non_attention)
@@ -203,8 +193,7 @@ class Session:
     def close(self) -> None:
         """Release communicators and buffers; the models go back to local attention."""
         self.say_last(why_ended(sys.exc_info()[1]))
-        if self.reserved is not None and self.reserved.changes is not None:
-            self.reserved.changes.close()
+        self.servers.close()
         if self.whereabouts is not None:
             self.whereabouts.close()
         if self.liveness is not None:
@@ -225,15 +214,12 @@ class Session:
             self.ended = reason
             if self.whereabouts is not None:
                 self.whereabouts.leave(reason)
-            if self.reserved is not None:
-                self.reserved.link.leave(reason)
+            self.servers.leave(reason)
 
     @property
     def group_ranks(self) -> int:
-        """Ranks that run attention: trainers and reserved servers."""
-        if self.reserved is None:
-            return self.ranks
-        return self.reserved.role.ranks if self.reserved.changes is None else self.reserved.changes.crew.ranks
+        """Ranks that run attention: trainers and servers."""
+        return self.servers.members.ranks
 
     # Models and their loaders
 
@@ -277,12 +263,11 @@ class Session:
 
     def count(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch that is about to be trained."""
-        if self.reserved is not None and self.rank == 0 and self._statistics.micro_batches % EVERY == 0:
+        if self.servers.at_start and self.rank == 0 and self._statistics.micro_batches % EVERY == 0:
             self._look_for_idle()
         self._statistics.add(micro_batch)
         if self.tracer is not None:
-            if self.reserved is not None:
-                self.reserved.trace_next(self.tracer)
+            self.servers.trace_next(self.tracer)
             self.tracer.next_micro_batch()
 
     @property
@@ -290,14 +275,11 @@ class Session:
         """Sums since the session opened, on this rank."""
         now = self._statistics.copy()
         now.waited_s = self.counts.waits.seconds()
-        if self.reserved is not None:
-            now.served_s, now.servers_s = self.reserved.link.busy()
+        now.served_s, now.servers_s = self.servers.busy()
         transport = self.transport
         if self.learned.memory is not None and transport is not None:
             now.landing_bytes = transport.landing_bytes or int(self.learned.memory.most_needed)
-        now.bytes_sent = 0 if transport is None else transport.bytes_sent
-        if self.reserved is not None and self.reserved.changes is not None:
-            now.bytes_sent += self.reserved.changes.bytes_sent
+        now.bytes_sent = self.servers.bytes_sent + (0 if transport is None else transport.bytes_sent)
         return now
 
     def take_statistics(self, reader: str) -> Statistics:
@@ -311,12 +293,12 @@ class Session:
 
     def facts(self) -> SessionFacts:
         """The session as it is now."""
-        transport, learned, role = self.transport, self.learned, None if self.reserved is None else self.reserved.role
+        transport, learned = self.transport, self.learned
         return SessionFacts(
             rank=self.rank,
             trainers=self.ranks,
             servers=self.group_ranks - self.ranks,
-            servers_at_start=0 if role is None else role.servers,
+            servers_at_start=self.servers.at_start,
             trainers_serve=self.config.trainers_serve,
             transport="" if transport is None else transport.name,
             overlap=self.config.overlap_used,
@@ -353,13 +335,12 @@ class Session:
             notice(session_lines.last_line(self.facts(), reason or self.ended or self.plans.abandoned))
 
     def _look_for_idle(self) -> None:
-        """Say once where reserved servers or trainers were idle since this was called last."""
+        """Say once where servers or trainers were idle since this was called last."""
         warm, since = self.statistics.micro_batches > EVERY, self.take_statistics("idle")
-        if not warm or not since.servers_s or self.reserved is None:
+        if not warm or not since.servers_s:
             return
-        role = self.reserved.role
-        trainers_idle = since.waited_s * role.servers / since.servers_s
-        text = advise(since.servers_idle, trainers_idle, role.servers, role.trainers)
+        trainers_idle = since.waited_s * self.servers.at_start / since.servers_s
+        text = advise(since.servers_idle, trainers_idle, self.servers.at_start, self.ranks)
         if text and self._first_time("idle"):
             notice(text)
 
@@ -389,7 +370,7 @@ class Session:
         backward = torch.is_grad_enabled()
         modes = Modes(
             self.config.overlap != "none", self.config.recompute_attention or not backward,
-            sinks_travel=self.reserved is not None, returns=backward, parking=self.parking,
+            sinks_travel=self.servers.at_start > 0, returns=backward, parking=self.parking,
         )  # fmt: skip
         return MaskDescriptor(micro_batch, window, self.kernel, modes)
 

@@ -45,7 +45,7 @@ class Crew:
     speeds: Floats | None = None
     """[ranks] in attention, beside what costs say; 0 where a rank runs none. None: all are equal."""
     servers: Servers | None = None
-    """Where ranks are reserved."""
+    """Where there are any."""
     generation: int = 0
     """How often servers changed."""
     calls: Callable[[Callable[[MicroBatch], None]], Calls] = lambda plan_again: Calls()

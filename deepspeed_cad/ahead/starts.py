@@ -68,7 +68,7 @@ def _keys_there(before: Floats, tick: Tick) -> Floats:
 
 
 class Beside(NamedTuple):
-    """What trainers compute while reserved servers attend."""
+    """What trainers compute while servers attend."""
 
     each: Floats
     """[trainers] seconds per token of one layer outside attention."""

@@ -14,6 +14,7 @@ key rows at home; other shapes as in serve.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -186,21 +187,22 @@ class AttentionCall:
         self.state, self.first_keys, self.parked = Released(), None, None
 
 
+def _nothing(*given: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
 class Calls:
-    """How a micro-batch makes its calls: these run once, with the ranks that there are at the start of the job."""
+    """How a micro-batch makes its attention calls. By default they run once, on ranks that stay until the job ends."""
 
-    compares_plans = True
+    make: Callable[[Callable[[], CallSetup]], AttentionCall] = lambda make_setup: AttentionCall(make_setup())
+    """The call of one layer and nano-batch."""
+    prepare: Callable[[], None] = _nothing
+    """Before the forward of the micro-batch: waits until the ranks are there that take part in it."""
+    renew: Callable[[Any], None] = _nothing
+    """Before each call: plans the micro-batch again, if the ranks have changed."""
+    compares_plans: bool = True
     """Whether trainers compare plans when they make them; else only the identity of each exchange does."""
-
-    def prepare(self) -> None:
-        """Before the forward of the micro-batch: wait until the ranks are there that take part in it."""
-
-    def renew(self, micro_batch: Any) -> None:
-        """Before each call: plan the micro-batch again, if the ranks have changed."""
-
-    def make(self, make_setup: Callable[[], CallSetup]) -> AttentionCall:
-        """The call of one layer and nano-batch."""
-        return AttentionCall(make_setup())
 
 
 class _Dispatch(torch.autograd.Function):

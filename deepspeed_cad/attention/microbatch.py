@@ -56,9 +56,9 @@ class MicroBatch:
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None
-    """Where this rank leads reserved servers."""
+    """Where this rank tells servers what comes."""
     generation: int = 0
-    """How often reserved servers had changed when it was planned."""
+    """How often servers had changed when it was planned."""
     calls: Calls = Calls()
     """How its attention calls are made."""
     memory: ExchangeMemory | None = None

@@ -98,7 +98,7 @@ def run_tasks(
 def _run_own(
     setup: CallSetup, out: WavesOut, run: Run, serve: Serve[Made], backward: bool
 ) -> tuple[tuple[Made, ...], Return]:
-    """Nothing is served here, as on most trainers beside reserved servers: results may come home from the beginning."""
+    """Nothing is served here, as on most trainers beside servers: results may come home from the beginning."""
     served = [serve(wave, out.nothing()) for wave in range(out.count)]
     with setup.span("local", backward):
         run(setup.schedule.all_local)

@@ -1,4 +1,4 @@
-"""What is planned of a micro-batch: for which kinds of layers, for this rank, and how reserved servers are told."""
+"""What is planned of a micro-batch: for which kinds of layers, for this rank, and how servers are told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed_cad.schedule.waves import WHOLE, Cut
 
 
 class MicroBatchOrders(Protocol):
-    """Tells reserved servers of one micro-batch, on the rank that leads them."""
+    """Tells servers of one micro-batch, on the rank that leads them."""
 
     def plan(self, key: PlanKey, nano_batch: int, plan: Plan, cut: Cut) -> None:
         """What was planned for a kind of layer, and into which waves it is cut; of several the last one counts."""

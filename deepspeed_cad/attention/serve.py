@@ -1,6 +1,6 @@
 """Serving: run the batches of a schedule on buffers, forward and backward. Pure functions of tensors and schedule.
 
-No autograd, no communication, no model: the autograd functions (call.py) and the loop of a reserved server are
+No autograd, no communication, no model: the autograd functions (call.py) and the loop of a server are
 thin callers. `T` tokens at home, `R` served query rows, `S` served key rows, `H` query heads, `K` head groups, `G`
 query heads per group, `D` and `V` sizes of a query/key and a value head. Home tensors are [T, K·G, D]; served ones are
 group-major: [R, G, D], [S, 1, D].

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -51,14 +50,9 @@ class Modes:
     """Where what is kept waits for backward; None: on the device."""
 
 
-class CallOrders(Protocol):
-    """Tells reserved servers of one call, ahead of each of its exchanges."""
-
-    def dispatch(self, backward: bool, wave: int) -> None:
-        """Q, K, V or dO of a wave go out next."""
-
-    def give_back(self, backward: bool, wave: int) -> None:
-        """O, or dQ, dK, dV of a wave come back next."""
+CallOrders = Callable[[bool, bool, int], None]
+"""Tells servers of one call, ahead of each of its exchanges: whether it is a return, whether it is of a
+backward, and its wave."""
 
 
 @dataclass(eq=False)
@@ -113,7 +107,7 @@ class CallSetup:
     layer: int = 0
     """Which micro-batch and which of its layers: equal on all ranks, see exchange.failure.identity.Moment."""
     orders: CallOrders | None = None
-    """On the rank that leads reserved servers."""
+    """On the rank that leads servers."""
     stretches: Stretches | None = None
     """Where what lies between attentions of this nano-batch is timed."""
 
@@ -140,7 +134,7 @@ class CallSetup:
         transport, tracer = self.transport, self.counts.tracer
         assert transport is not None
         if self.orders is not None:
-            self.orders.dispatch(backward, wave)
+            self.orders(False, backward, wave)
         moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
 
         def start() -> Dispatched:
@@ -153,7 +147,7 @@ class CallSetup:
         transport, tracer = self.transport, self.counts.tracer
         assert transport is not None  # nothing was served without one
         if self.orders is not None:
-            self.orders.give_back(backward, wave)
+            self.orders(True, backward, wave)
         moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
 
         def start() -> Returned:

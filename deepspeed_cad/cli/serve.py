@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
         raise CADConfigError(f"--rendezvous is {args.rendezvous!r}; expected HOST:PORT, such as 10.0.0.1:29500")
     given = args.cad is not None or args.cad_config is not None
     config = read_request(args.cad, args.cad_config).config if given else None
-    from deepspeed_cad.server.meeting import take_place  # brings torch
+    from deepspeed_cad.server.rendezvous import take_place  # brings torch
 
     place = args.rendezvous
     notice(f"waits at most {args.timeout:g} s for a training at {place} that has reserved servers")

@@ -5,7 +5,7 @@ least. What ranks see travels with the lengths of a micro-batch, so all of them 
 
 "auto" is a share of the GPU's memory from the start, because waves cost little where they are long: then longer
 documents need hardly more. A tick that does not fit into that share, however it is cut, gets the least that there is a
-cut for. After the first backward all that is no more than what training leaves free. Beside reserved servers only that
+cut for. After the first backward all that is no more than what training leaves free. Beside servers only that
 counts: waves after the first two would hold up the linear layers that hide what servers do.
 """
 

@@ -27,7 +27,7 @@ class Statistics:
     waited_s: float = 0.0
     """Seconds in which this rank's training thread, or its GPU, did nothing but wait for an exchange."""
     served_s: float = 0.0
-    """Seconds in which reserved servers attended, summed over them, as they told trainer 0; 0 on other ranks."""
+    """Seconds in which servers attended, summed over them, as they told trainer 0; 0 on other ranks."""
     servers_s: float = 0.0
     """Seconds for which they are up, summed likewise."""
     landing_bytes: int = 0
@@ -97,7 +97,7 @@ class Statistics:
 
     @property
     def servers_idle(self) -> float:
-        """Share of their time in which reserved servers did not attend; 0 where nothing is known of any."""
+        """Share of their time in which servers did not attend; 0 where nothing is known of any."""
         return max(0.0, 1.0 - self.served_s / self.servers_s) if self.servers_s > 0 else 0.0
 
     def as_events(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
@@ -31,15 +31,14 @@ def take_role(request: Request) -> tuple[Request, int | None]:
 
     Raises CADConfigError where the reservation does not fit the launch, or the script's world is already made.
     """
-    if request.config.servers == "all" or not request.config.enabled:
+    if isinstance(request.config.servers, str) or not request.config.enabled:
         return request, None
-    assert isinstance(request.config.servers, dict)
     _refuse_world()
     role, changed = split(request.config.servers, os.environ)
     if role.is_server:
         return request, start_server(role, request.config, os.environ)
     os.environ.update(changed)
-    return replace(request, split={**role.to_dict(), PROCESS: os.getpid()}), None
+    return replace(request, split={**asdict(role), PROCESS: os.getpid()}), None
 
 
 def start_server(role: Split, config: CADConfig, environment: Mapping[str, str], device: str = "") -> int:
@@ -64,11 +63,9 @@ def find_role(config: CADConfig, world: int, rank: int) -> Split | None:
 
     Raises CADConfigError where no launcher of ours reserved them, or the script made its world by other numbers.
     """
-    if config.servers == "all":
+    if isinstance(config.servers, str):
         return None
-    assert isinstance(config.servers, dict)
-    told = _published()
-    if told is not None:
+    if (told := _published()) is not None:
         role = told
     elif "joined" in config.servers:
         # All ranks of this launch train: nothing had to be done before the script.

@@ -1,34 +1,30 @@
 """A trainer's side: a socket to each reserved server, for the leader's orders and as a sign of life both ways.
 
 A socket closes with its process, however that ends, so nothing has to be sent to be known alive. In: orders. Out:
-frames; and, from a thread that listens, word of every server that failed or died: on the error board where that ends
-the training, else to whoever asks.
+frames; and, from a thread that listens, word of every server that failed, died or hangs. Here that ends the training:
+it goes to the error board. surviving/link.py has it otherwise.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
-import selectors
 import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.server.meeting import GIVEN_UP, LEFT
-from deepspeed_cad.server.orders import FAILED, LEAVE, TO_TRAINERS
-from deepspeed_cad.server.wire import MOST_REASON, Inbox, encode
+from deepspeed_cad.server.orders import BUSY, LEAVE, TO_TRAINERS
+from deepspeed_cad.server.surviving.board import write_board
+from deepspeed_cad.server.wire import MOST_REASON, Frame, Inboxes, encode
 from deepspeed_cad.threads import start_daemon
-
-logger = logging.getLogger("deepspeed_cad")
 
 LOOK_S = 0.2
 """Between two looks for servers that have come, or are silent."""
@@ -37,35 +33,20 @@ LOOK_S = 0.2
 class ServerLink:
     """The servers of one trainer."""
 
-    def __init__(
-        self,
-        rank: int,
-        connections: dict[int, socket.socket],
-        liveness: Liveness,
-        silent_s: float,
-        goes_on: bool = False,
-    ) -> None:
-        """The servers that the job began with.
-
-        `silent_s`: a server that says nothing for so long hangs, and is lost. `goes_on`: the training goes on without
-        a server that is lost.
-        """
+    def __init__(self, rank: int, connections: dict[int, socket.socket], liveness: Liveness, silent_s: float) -> None:
+        """The servers that the job began with; one that says nothing for `silent_s` hangs, and is lost."""
         self.rank, self.liveness, self.silent_s = rank, liveness, silent_s
         self.gone: dict[int, str] = {}
-        """Where it does: servers that are lost, and why."""
-        self.heard: Callable[[], None] = lambda: None
-        """Called when one is."""
-        self._goes_on, self._generation = goes_on, 0
-        self.lost = ""
-        """Why the servers cannot be counted on any more."""
+        """Servers that are lost, and why."""
+        self._generation = 0
         self._busy: dict[int, tuple[float, float]] = {}
         self._connections: dict[int, socket.socket] = {}
         self._crew = tuple(connections)
         """Who is told orders: not who has just come."""
-        self._new: queue.SimpleQueue[tuple[int, Inbox]] = queue.SimpleQueue()
+        self._new: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         for server, connection in connections.items():
-            self.add(server, connection)
+            self._add(server, connection)
         self._closing = False
         me = weakref.ref(self)
         # A forked data loader would hold the sockets open behind a trainer that died.
@@ -79,44 +60,28 @@ class ServerLink:
         """
         frame = encode(head, arrays)
         with self._lock:
-            if self.lost:
-                raise CADPeerError(f"rank {self.rank}: {self.lost}")
-            if generation != self._generation:
-                return
-            self._send(self._crew, frame)
-            if self.lost:
-                raise CADPeerError(f"rank {self.rank}: {self.lost}")
+            self._check()
+            if generation == self._generation:
+                self._send(self._crew, frame)
+                self._check()
+
+    def _check(self) -> None:
+        for server, reason in self.gone.items():
+            raise CADPeerError(f"rank {self.rank}: server {server} ended: {reason}")
 
     def _send(self, servers: Iterable[int], frame: bytes) -> None:
         for server in servers:
             connection = self._connections.get(server)
-            # To one that is lost a part of a frame may have gone out.
-            if connection is not None and server not in self.gone:
+            if connection is not None:
                 try:
                     connection.sendall(frame)
                 except OSError as error:
                     self.lose(server, _in_words(error))
 
-    def add(self, server: int, connection: socket.socket) -> None:
-        """A server is there. It is told nothing before it belongs to the crew."""
+    def _add(self, server: int, connection: socket.socket) -> None:
         connection.settimeout(self.silent_s)
-        with self._lock:
-            self._connections[server] = connection
-        self._new.put((server, Inbox(connection, f"server {server}", TO_TRAINERS)))
-
-    def change(self, servers: tuple[int, ...], generation: int, head: dict[str, Any] | None) -> None:
-        """From now on these are the servers, the crew. They are told `head`; connections to others end."""
-        with self._lock:
-            self._generation, self._crew = generation, servers
-            if head is not None:
-                self._send(servers, encode(head))
-            for server in [server for server in self._connections if server not in servers]:
-                self._close(server)
-
-    def _close(self, server: int) -> None:
-        with suppress(OSError):  # it has gone already
-            # The thread that listens is to see its end, so that it forgets it.
-            self._connections.pop(server).shutdown(socket.SHUT_RDWR)
+        self._connections[server] = connection
+        self._new.put((server, connection))
 
     def busy(self) -> tuple[float, float]:
         """Seconds that servers attended and that they are up, summed over servers, as they last told the leader."""
@@ -129,24 +94,10 @@ class ServerLink:
             if self._closing:
                 return
             self._closing = True
-            if self._goes_on:
-                self._tell_the_board(reason)
             self._send(self._connections, encode({"do": LEAVE, "reason": reason[:MOST_REASON]}))
             for connection in self._connections.values():
                 with suppress(OSError):  # of a server that ended before this trainer
                     connection.shutdown(socket.SHUT_WR)
-
-    def _tell_the_board(self, reason: str) -> None:
-        """Trainers that lose their servers because of this one ask there who is left; and servers that came later and
-        wait to be asked in have no socket to this trainer yet."""
-        if reason:
-            self.liveness.report(reason)
-        else:
-            self.liveness.close()
-        try:
-            self.liveness.store.set(LEFT, reason)
-        except (RuntimeError, OSError) as error:
-            logger.debug("the board is gone: %s", error)
 
     def drop(self) -> None:
         """Close the sockets of this process."""
@@ -155,58 +106,46 @@ class ServerLink:
             connection.close()
 
     def _listen(self) -> None:
-        heard: dict[int, float] = {}
-        with selectors.DefaultSelector() as waiting:
-            while not self._closing:
-                # Before the look: where this process stood still, what came meanwhile is read first.
-                now = time.monotonic()
-                while not self._new.empty():
-                    server, inbox = self._new.get()
-                    waiting.register(inbox.connection, selectors.EVENT_READ, (server, inbox))
-                    heard[server] = now
-                if not heard and not self._goes_on:
-                    return
-                for key, _ in waiting.select(LOOK_S):
-                    server, inbox = key.data
-                    heard[server] = now
-                    if not self._hear(server, inbox):
-                        waiting.unregister(inbox.connection)
-                        del heard[server]
-                for server in [server for server, last in heard.items() if now - last > self.silent_s]:
+        inboxes, heard = Inboxes("server", TO_TRAINERS), dict[int, float]()
+        while not self._closing:
+            # Before the look: where this process stood still, what came meanwhile is read first.
+            now = time.monotonic()
+            while not self._new.empty():
+                server, connection = self._new.get()
+                inboxes.add(server, connection)
+                heard[server] = now
+            for server, item in inboxes.read(LOOK_S):
+                if server in heard and (reason := self._why_lost(server, item)):
                     del heard[server]
-                    hangs = "it hangs, or nothing reaches its host"
-                    self.lose(server, f"it has said nothing for {self.silent_s:g} s: {hangs}")
+                    self.lose(server, reason)
+                elif server in heard:
+                    heard[server] = now
+            for server in [server for server, last in heard.items() if now - last > self.silent_s]:
+                del heard[server]
+                hangs = "it hangs, or nothing reaches its host"
+                self.lose(server, f"it has said nothing for {self.silent_s:g} s: {hangs}")
 
-    def _hear(self, server: int, inbox: Inbox) -> bool:
-        """Whether more may come."""
-        try:
-            for frame in inbox.read():
-                if frame.head["do"] == FAILED:
-                    self.lose(server, frame.head["reason"])
-                    return False
-                if self.rank == 0:
-                    self._busy[server] = frame.head["busy"], frame.head["total"]
-            return True
-        except OSError as error:
-            self.lose(server, _in_words(error))
-            return False
+    def _why_lost(self, server: int, item: Frame | OSError) -> str:
+        """By what it says, or that it says nothing more; "" where it serves."""
+        if isinstance(item, OSError):
+            return _in_words(item)
+        if item.head["do"] == BUSY and self.rank == 0:
+            self._busy[server] = item.head["busy"], item.head["total"]
+        return str(item.head.get("reason", ""))
 
     def lose(self, server: int, reason: str) -> None:
         """A server is lost; only the first reason counts."""
-        if self._closing or server in self.gone or (self.lost and not self._goes_on):
-            return
-        if self._goes_on:
+        if not self._closing and server not in self.gone:
+            self._note(server, reason)
+
+    def _note(self, server: int, reason: str) -> None:
+        """The first one that is lost ends all; others may be lost with it."""
+        if not self.gone:
             self.gone[server] = reason
-        else:
-            self.lost = f"server {server} ended: {reason}"
             # Said at once: a launcher may end this process before it meets the error itself.
-            sys.stderr.write(f"deepspeed_cad: rank {self.rank}: {self.lost}\n")
+            sys.stderr.write(f"deepspeed_cad: rank {self.rank}: server {server} ended: {reason}\n")
             sys.stderr.flush()
-        try:
-            self.liveness.store.set(f"{GIVEN_UP if self._goes_on else 'error'}/{server}", reason[:MOST_REASON])
-        except (RuntimeError, OSError) as error:
-            logger.debug("the board is gone: %s", error)
-        self.heard()
+            write_board(self.liveness, f"error/{server}", reason)
 
 
 def _in_words(error: OSError) -> str:

@@ -57,7 +57,7 @@ from deepspeed_cad.trace.record import Tracer
 
 logger = logging.getLogger("deepspeed_cad")
 
-Place = tuple[int, int]
+CallPlace = tuple[int, int]
 """Layer and nano-batch."""
 
 
@@ -77,52 +77,48 @@ class Call:
 
 
 @dataclass(eq=False)
-class Opened:
+class ServedMicroBatch:
     """One micro-batch."""
 
     ticks: tuple[Tick, ...]
     schedules: dict[tuple[PlanKey, int], Future[tuple[Schedule, ...]]] = field(default_factory=dict)
     """By waves."""
     uploaded: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
-    calls: dict[Place, Call] = field(default_factory=dict)
+    calls: dict[CallPlace, Call] = field(default_factory=dict)
 
 
 class Loop:
     """Serves one job."""
 
     def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        transport: Transport | None,
-        choose: Callable[[KernelNeed], Kernel],
-        worker: Worker,
-        budget: int | None,
+        self, device: torch.device, choose: Callable[[KernelNeed], Kernel], worker: Worker, budget: int | None
     ) -> None:
-        """A server that has nothing to do yet.
+        """A server that has no group yet.
 
         Args:
-            rank: CAD rank.
             device: where it computes.
-            transport: over trainers and servers; None: it is not there yet.
             choose: gives the kernel for a need.
             worker: makes schedules ahead.
             budget: most bytes to hold for backward; None: no limit.
         """
-        self.rank, self.device, self.transport, self.worker, self.budget = rank, device, transport, worker, budget
+        self.device, self.worker, self.budget = device, worker, budget
+        self.rank = -1
+        """In the present group."""
+        self.transport: Transport | None = None
+        """Over trainers and servers; None before the first group."""
         self.micro_batches = 0
         self.busy, self.held, self.most_held = Busy(), 0, 0
         self.counts = CallCounts()
         self._choose, self._kernels = choose, dict[KernelNeed, Kernel]()
-        self._opened: dict[int, Opened] = {}
+        self._opened: dict[int, ServedMicroBatch] = {}
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
         self._act: dict[str, Callable[[dict[str, Any], list[Ints]], None]] = {
             OPEN: self._open, PLAN: self._plan, ROOM: self._make_room, DISPATCH: self._dispatch,
             RETURN: self._give_back, RELEASE: self._release, TRACE: self._trace,
         }  # fmt: skip
 
-    def begin_again(self, rank: int, transport: Transport) -> None:
-        """Servers have changed: whatever is held or was told is of no use any more."""
+    def begin_with(self, rank: int, transport: Transport) -> None:
+        """Serve in a group, the first one or another: whatever is held or was told in the one before is of no use."""
         self.rank, self.transport = rank, transport
         self._opened.clear()
         self.held = 0
@@ -136,7 +132,7 @@ class Loop:
     def _open(self, head: dict[str, Any], arrays: list[Ints]) -> None:
         columns, tokens, cut = arrays
         layout = Layout(len(tokens), Segments(*columns.T), tokens)
-        self._opened[head["turn"]] = Opened(layout.cut(cut) if len(cut) else (layout.tick(),))
+        self._opened[head["turn"]] = ServedMicroBatch(layout.cut(cut) if len(cut) else (layout.tick(),))
 
     def _plan(self, head: dict[str, Any], arrays: list[Ints]) -> None:
         opened, key, nano_batch = self._opened[head["turn"]], _key(head["key"]), head["nano_batch"]
@@ -157,10 +153,10 @@ class Loop:
             # All ranks have it. Trainers cut into smaller waves and say so, or they end, and this server with them.
             logger.info("server %d: %s", self.rank, error)
 
-    def _schedules(self, opened: Opened, key: PlanKey, nano_batch: int) -> tuple[Schedule, ...]:
+    def _schedules(self, opened: ServedMicroBatch, key: PlanKey, nano_batch: int) -> tuple[Schedule, ...]:
         return self.worker.wait(opened.schedules[key, nano_batch], "a schedule")
 
-    def _uploaded(self, opened: Opened, key: PlanKey, nano_batch: int) -> DeviceSchedule:
+    def _uploaded(self, opened: ServedMicroBatch, key: PlanKey, nano_batch: int) -> DeviceSchedule:
         found = opened.uploaded.get((key, nano_batch))
         if found is None:
             found = upload_schedule(self._schedules(opened, key, nano_batch), self.device)
@@ -207,7 +203,7 @@ class Loop:
                 if running.backward:
                     self._free(call)
 
-    def _begin_pass(self, opened: Opened, place: Place, head: dict[str, Any]) -> None:
+    def _begin_pass(self, opened: ServedMicroBatch, place: CallPlace, head: dict[str, Any]) -> None:
         if head["backward"]:
             call = opened.calls[place]
             call.running = self._backward(call)
@@ -228,7 +224,7 @@ class Loop:
             )
         return call.running
 
-    def _new_call(self, opened: Opened, head: dict[str, Any]) -> Call:
+    def _new_call(self, opened: ServedMicroBatch, head: dict[str, Any]) -> Call:
         key = _key(head["key"])
         shape, dtype = key.shape, getattr(torch, head["dtype"])
         rule = MaskRule(head["scale"], key.window, head["softcap"])

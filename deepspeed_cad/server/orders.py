@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from deepspeed_cad.attention.microbatch import PlanKey
-from deepspeed_cad.attention.setup import Modes
+from deepspeed_cad.attention.setup import CallOrders, Modes
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.plan import Plan
@@ -50,19 +51,17 @@ TO_SERVERS = {
 TO_TRAINERS = {BUSY: Form({"busy": (int, float), "total": (int, float)}), FAILED: Form({"reason": str})}
 
 
-class Tells(Protocol):
-    """What carries orders."""
-
-    def tell(self, head: dict[str, Any], arrays: tuple[Ints, ...] = (), generation: int = 0) -> None:
-        """To every server of a generation, in this order; raises CADPeerError where one has died, if that ends all."""
+Tell = Callable[[dict[str, Any], tuple[Ints, ...], int], None]
+"""Carries a frame to every server of a generation, in this order; raises CADPeerError where one has died, if that ends
+all."""
 
 
 class Leader:
     """Trainer 0 as servers see it."""
 
-    def __init__(self, link: Tells, generation: int = 0) -> None:
+    def __init__(self, tell: Tell, generation: int = 0) -> None:
         """`generation`: how often servers had changed; it leads until they do again."""
-        self._link, self._generation = link, generation
+        self._tell, self._generation = tell, generation
         # Filled where garbage is collected, which may be inside of any call: nothing is sent from there.
         self._over: deque[int] = deque()
 
@@ -79,8 +78,8 @@ class Leader:
         """One frame, behind what is over by now."""
         over = [self._over.popleft() for _ in range(len(self._over))]
         if over:
-            self._link.tell({"do": RELEASE, "turns": over}, generation=self._generation)
-        self._link.tell(head, arrays, self._generation)
+            self._tell({"do": RELEASE, "turns": over}, (), self._generation)
+        self._tell(head, arrays, self._generation)
 
 
 class MicroBatchTold:
@@ -101,9 +100,10 @@ class MicroBatchTold:
 
     def call(
         self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
-    ) -> CallTold:
+    ) -> CallOrders:
         """Orders of one call."""
-        words = {
+        layer, nano_batch = place
+        kind = {
             "key": key_to_list(key),
             "dtype": str(need.dtype).removeprefix("torch."),
             "scale": rule.scale,
@@ -112,28 +112,17 @@ class MicroBatchTold:
             "returns": modes.returns,
             "sinks": has_sinks,
         }
-        return CallTold(self, place, words)
+
+        def tell(is_return: bool, backward: bool, wave: int) -> None:
+            head = {"do": RETURN if is_return else DISPATCH, "layer": layer, "nano_batch": nano_batch}
+            first = not (is_return or backward or wave)
+            self.tell({**head, "backward": backward, "wave": wave, **(kind if first else {})})
+
+        return tell
 
     def tell(self, head: dict[str, Any]) -> None:
         """An order of this micro-batch."""
         self._leader.tell({**head, "turn": self.turn})
-
-
-class CallTold:
-    """See attention.setup.CallOrders."""
-
-    def __init__(self, micro_batch: MicroBatchTold, place: tuple[int, int], words: dict[str, Any]) -> None:
-        self._micro_batch, self._words = micro_batch, words
-        self._place = {"layer": place[0], "nano_batch": place[1]}
-
-    def dispatch(self, backward: bool, wave: int) -> None:
-        """Q, K, V or dO of a wave go out next."""
-        words = {} if backward or wave else self._words
-        self._micro_batch.tell({"do": DISPATCH, **self._place, "backward": backward, "wave": wave, **words})
-
-    def give_back(self, backward: bool, wave: int) -> None:
-        """O, or dQ, dK, dV of a wave come back next."""
-        self._micro_batch.tell({"do": RETURN, **self._place, "backward": backward, "wave": wave})
 
 
 def key_to_list(key: PlanKey) -> list[int | None]:

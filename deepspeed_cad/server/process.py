@@ -25,19 +25,20 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.group import OwnGroup
-from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.kernels.interface import Kernel, KernelNeed
+from deepspeed_cad.exchange.opening import Opened, open_transport
+from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.profiles.speed import find_speeds
 from deepspeed_cad.server.handshake import Listener
+from deepspeed_cad.server.join import open_board, open_group
 from deepspeed_cad.server.loop import Loop
-from deepspeed_cad.server.meeting import look_for_end, open_board, open_group, wait_to_be_asked_in
 from deepspeed_cad.server.orders import REGROUP
 from deepspeed_cad.server.rendezvous import Abandoned, Rendezvous, hello
 from deepspeed_cad.server.split import Split
-from deepspeed_cad.server.surviving.members import Members, transports_of, why_not_change
+from deepspeed_cad.server.surviving.board import look_for_end, wait_to_be_asked_in
+from deepspeed_cad.server.surviving.members import Members, may_change, transports_of, why_not_change
 from deepspeed_cad.server.surviving.regroup import regroup
-from deepspeed_cad.server.trainers import End, TrainerLinks
+from deepspeed_cad.server.trainers import TrainerLinks
 from deepspeed_cad.version import __version__
 
 logger = logging.getLogger("deepspeed_cad")
@@ -74,13 +75,13 @@ class _Server:
     def __init__(self, split: Split, config: CADConfig, device: torch.device) -> None:
         self.split, self.config, self.device = split, config, device
         self.trainers: TrainerLinks | None = None
-        self.transport: Transport | None = None
+        self.opened: Opened | None = None
         """None until its group is there."""
 
     def open(self) -> None:
         """Meet the trainers; raises a CADError, the same on all ranks where they do not belong together."""
         split, config, device = self.split, self.config, self.device
-        meeting = Rendezvous(split, config.timeout_s)
+        meeting = self.meeting = Rendezvous(split, config.timeout_s)
         meeting.claim()
         mine = hello(split, config, __version__)
         if reason := native.why_missing() or why_not_change(config, device):
@@ -105,32 +106,43 @@ class _Server:
         self._closed = threading.Event()
         threading.Thread(target=self._end_with_trainers, daemon=True).start()
         self.worker = Worker(device, config.timeout_s)
-        if not split.came_later:
-            self.group = open_group(split, self.liveness, device, config.timeout_s)
-            self.transport = self._open_transport()
-            # Trainers plan with what all ranks say of their speed; a server that comes later is taken for a mean one.
-            find_speeds(config.speeds, device, config.kernel, self._numbers, False)
-        self.loop = Loop(split.rank, device, self.transport, self._kernel, self.worker, self._budget())
-        if config.on_server_failure == "continue":
+        opened = None if split.came_later else self._open_group()
+        self.loop = Loop(device, partial(choose, config.kernel, rank=split.rank), self.worker, self._budget())
+        if opened is not None:
+            self._begin_with(opened, split.rank, split.servers - 1)
+        if may_change(config):
             self.liveness.watched, self.liveness.losses = range(split.trainers), self._links
+
+    def _open_group(self) -> Opened:
+        config, device, liveness = self.config, self.device, self.liveness
+        group = open_group(self.split, liveness, device, config.timeout_s)
+
+        def agree(value: int) -> list[int]:
+            return group.numbers(value, liveness)
+
+        given = config.links if isinstance(config.links, Mapping) else None
+        opened = open_transport(
+            config.transport, group, device, agree, liveness, config.timeout_s, given, transports_of(config, device)
+        )  # fmt: skip
+        # Trainers plan with what all ranks say of their speed; a server that comes later is taken for a mean one.
+        find_speeds(config.speeds, device, config.kernel, agree, False)
+        return opened
 
     def run(self) -> int:
         split, loop = self.split, self.loop
-        if not split.came_later:
-            self._say_up(split.servers - 1)
         began, reason = 0.0, ""
         try:
-            while not isinstance(item := self._links.items.get(), End):
+            while (order := self._links.orders.get()) is not None:
                 # Until the first micro-batch comes, trainers load models and data.
                 began = began or time.perf_counter()
                 # An exchange that was lost with another server ends here, and what was told before servers changed.
                 with suppress(ServerLostError):
-                    if item.head["do"] == REGROUP:
-                        self._regroup(item.head)
+                    if order.head["do"] == REGROUP:
+                        self._regroup(order.head)
                     elif self._links.called <= self._links.generation:
-                        loop.follow(item)
+                        loop.follow(order)
                 self._links.busy = loop.busy.seconds(), time.perf_counter() - began
-            reason = item.reason
+            reason = self._links.reason
             if not reason:
                 loop.end_trace()
         except Exception as error:
@@ -143,30 +155,28 @@ class _Server:
         self._close()
         return _say(split, reason) if reason else 0
 
-    def _say_up(self, others: int) -> None:
-        split, loop = self.split, self.loop
-        budget = "" if loop.budget is None else f", {loop.budget / 2**30:.1f} GiB to hold for backwards"
-        assert self.transport is not None
-        beside = f" beside {counted(others, 'other server')}" if others > 0 else ""
-        notice(
-            f"server {split.rank} is up: it serves {counted(split.trainers, 'trainer')}{beside}, on {self.device}, "
-            f"transport {self.transport.name}{budget}"
-        )
+    def _begin_with(self, opened: Opened, rank: int, others: int) -> None:
+        """Serve in a group, beside so many other servers."""
+        split, loop, self.opened = self.split, self.loop, opened
+        if loop.transport is None:
+            budget = "" if loop.budget is None else f", {loop.budget / 2**30:.1f} GiB to hold for backwards"
+            beside = f" beside {counted(others, 'other server')}" if others > 0 else ""
+            notice(
+                f"server {split.rank} is up: it serves {counted(split.trainers, 'trainer')}{beside}, on {self.device}, "
+                f"transport {opened.transport.name}{budget}"
+            )
+        loop.begin_with(rank, opened.transport)
 
     def _regroup(self, head: dict[str, Any]) -> None:
         """Servers have changed: begin again in a group with those that are there now."""
-        crew = Members.from_head(self.split.trainers, head)
-        first = self.transport is None
-        if self.transport is not None:
-            release = self.transport.abandon()
-            self.transport = None
+        members = Members(head["generation"], self.split.trainers, tuple(head["servers"]), head["exchanges"])
+        if self.opened is not None:
+            release = self.opened.transport.abandon()
+            self.opened = None
             release()
-        self._links.generation = crew.generation
-        opened = regroup(self.split, crew, self.config, self.device, self.liveness)
-        self.group, self.transport = cast(OwnGroup, opened.group), opened.transport
-        self.loop.begin_again(crew.place(self.split.rank), self.transport)
-        if first and self.split.came_later:
-            self._say_up(len(crew.servers) - 1)
+        self._links.generation = members.generation
+        opened = regroup(self.meeting, members, self.config, self.device, self.liveness)
+        self._begin_with(opened, members.numbers.index(self.split.rank), len(members.servers) - 1)
 
     def _explain(self, error: Exception) -> str:
         """Why this server ends: what ended the trainers, if they did; else its own failure, which they are told."""
@@ -187,24 +197,6 @@ class _Server:
         self._links.wait_for_reason(FAREWELL_S)
         return reason
 
-    def _open_transport(self) -> Transport:
-        from deepspeed_cad.exchange.opening import open_transport
-
-        given = self.config.links if isinstance(self.config.links, Mapping) else None
-        return open_transport(
-            self.config.transport, self.group, self.device, self._numbers, self.liveness, self.config.timeout_s, given,
-            transports_of(self.config, self.device),
-        ).transport  # fmt: skip
-
-    def _numbers(self, value: int) -> list[int]:
-        """One number of every rank. Collective."""
-        return self.group.numbers(value, self.liveness)
-
-    def _kernel(self, need: KernelNeed) -> Kernel:
-        from deepspeed_cad.kernels.registry import choose
-
-        return choose(self.config.kernel, need, self.split.rank)
-
     def _budget(self) -> int | None:
         if self.device.type != "cuda":
             return None
@@ -221,10 +213,10 @@ class _Server:
 
     def _close(self) -> None:
         self.worker.close()
-        if self.transport is not None:
+        if self.opened is not None:
             with suppress(CADError):  # of the exchange that failed: it is said already
-                self.transport.close()
-            self.group.close()
+                self.opened.transport.close()
+            cast(OwnGroup, self.opened.group).close()
         self._closed.set()
 
 

@@ -3,6 +3,8 @@
 Under torchrun that is the agent's store; with other launchers it is trainer 0's own and appears when the script calls
 init_process_group, so a server tries until then. In: what this rank says of itself. Out: what all ranks said; or the
 same CADError on every rank, where they do not belong together.
+
+Servers of another launch find their places by word of the job that trainer 0 leaves under a fixed key of the store.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import json
 import logging
 import math
 import socket
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,11 +25,13 @@ from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.exchange.failure.roll_call import missing
 from deepspeed_cad.server.handshake import Door
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.surviving.members import may_change
 
 logger = logging.getLogger("deepspeed_cad")
 
 PREFIX = "deepspeed_cad/servers"
 REFUSED = "refused"
+JOB = "job"
 CAME = "came"
 """Numbers of servers that came when the job ran, in one value: each adds its own by one call, or has not come."""
 
@@ -84,7 +87,6 @@ class Rendezvous:
         """What every rank says. A trainer waits `timeout_s` for servers; a server as long as trainers may come."""
         self.root.set(f"hello/{mine.rank}", json.dumps(asdict(mine)))
         keys = {rank: f"hello/{rank}" for rank in range(self.split.ranks)}
-
         limit = math.inf if self.split.is_server else self.timeout_s
 
         def warn(waited_s: float) -> None:
@@ -148,7 +150,12 @@ class Rendezvous:
 
     def has(self, keys: list[str]) -> bool:
         """Whether keys are there."""
-        return _ask(lambda: self.root.check(keys))
+        try:
+            return self.root.check(keys)
+        except (RuntimeError, OSError) as error:
+            raise CADPeerError(
+                "the job's store is gone: the process that holds it (trainer 0, or the launcher) ended"
+            ) from error
 
     def _look_for_refusal(self) -> None:
         if self.has([REFUSED]):
@@ -162,14 +169,7 @@ class Rendezvous:
                 raise CADPeerError(f"{words}: {reason}") if reason else Abandoned(words)
 
     def _name(self, ranks: list[int]) -> str:
-        return "; ".join(
-            f"{word} {', '.join(map(str, some))}"
-            for word, some in (
-                ("trainer", [rank for rank in ranks if rank < self.split.trainers]),
-                ("server", [rank for rank in ranks if rank >= self.split.trainers]),
-            )
-            if some
-        )
+        return ", ".join(f"{'trainer' if rank < self.split.trainers else 'server'} {rank}" for rank in ranks)
 
 
 class Abandoned(CADError):
@@ -206,10 +206,52 @@ def hello(split: Split, config: CADConfig, version: str) -> Hello:
     return Hello(split.rank, split.trainers, split.servers, version, settings, socket.gethostname())
 
 
-def _ask(question: Callable[[], bool]) -> bool:
-    try:
-        return question()
-    except (RuntimeError, OSError) as error:
+def offer_places(meeting: Rendezvous, mine: Hello) -> None:
+    """Let servers of another launch find this job."""
+    job = {"attempt": meeting.split.attempt, **asdict(mine)}
+    dist.PrefixStore(PREFIX, open_store(meeting.split.rendezvous, meeting.timeout_s)).set(JOB, json.dumps(job))
+
+
+def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None, version: str) -> tuple[Split, CADConfig]:
+    """The next free place of a server in a job, and the job's configuration.
+
+    Raises CADPeerError where there is no job in time, CADConfigError where it has another version, wants no server from
+    another launch, has all of them, or is configured otherwise than `config`.
+    """
+    store = dist.PrefixStore(PREFIX, open_store(rendezvous, timeout_s))
+    if not wait_until(lambda: store.check([JOB]), timeout_s):
         raise CADPeerError(
-            "the job's store is gone: the process that holds it (trainer 0, or the launcher) ended"
-        ) from error
+            f"the store at {rendezvous} is there, but no training with reserved servers came to it within "
+            f'{timeout_s:g} s. Its "cad" block must say {{"servers": {{"joined": n}}}}'
+        )
+    job = json.loads(store.get(JOB))
+    # First of all: the configuration of another version may have keys that are unknown here.
+    if job["version"] != version:
+        raise CADConfigError(
+            f"the job at {rendezvous} has deepspeed_cad {job['version']} and this server has {version}: install the "
+            "same version everywhere"
+        )
+    theirs = CADConfig.from_dict(job["config"])
+    joins = isinstance(theirs.servers, dict) and "joined" in theirs.servers
+    changes = may_change(theirs)
+    if not joins and not changes:
+        raise CADConfigError(
+            f'the job at {rendezvous} has "servers": {json.dumps(theirs.servers)}: it launches its servers itself. For '
+            'servers of another launch it must say {"joined": n}, or "on_server_failure": "continue"'
+        )
+    if config is not None and config != theirs:
+        ours, other = config.to_dict(), theirs.to_dict()
+        keys = ", ".join(key for key in ours if ours[key] != other[key])
+        raise CADConfigError(
+            f'the job at {rendezvous} has another "cad" block than this server ({keys}): leave out --cad and '
+            "--cad_config to take the job's"
+        )
+    number = dist.PrefixStore(str(job["attempt"]), store).add("joined", 1) + (0 if joins else job["servers"])
+    if number > job["servers"] and not changes:
+        raise CADConfigError(
+            f"the job at {rendezvous} has its {job['servers']} servers already, and this one would be number {number}: "
+            "two launches use the same rendezvous, or too many servers were started. Servers may come while a job "
+            'runs where it says "on_server_failure": "continue"'
+        )
+    rank = job["trainers"] + number - 1
+    return Split(job["trainers"], job["servers"], rank, rendezvous, job["attempt"]), theirs

@@ -8,7 +8,7 @@ given instead. Pure, and imports no torch: it runs before the training script do
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
@@ -47,13 +47,9 @@ class Split:
         """Whether it is a server that came when the job ran."""
         return self.rank >= self.ranks
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; `Split(**fields)` is the inverse."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedProcess:
     """Where a launcher put a process."""
 
     rank: int
@@ -113,7 +109,7 @@ def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, 
     return Split(trainers, total, rank, rendezvous, attempt), {name: str(number) for name, number in changed.items()}
 
 
-def read_place(environment: Mapping[str, str]) -> Place:
+def read_place(environment: Mapping[str, str]) -> LaunchedProcess:
     """Where the launcher put this process. Raises CADConfigError where none says."""
     missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]
     if missing:
@@ -130,7 +126,7 @@ def read_place(environment: Mapping[str, str]) -> Place:
     local_world = read("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world)
     host = read("GROUP_RANK", "CROSS_RANK", default=(rank - local) // max(local_world, 1))
     hosts = read("GROUP_WORLD_SIZE", "CROSS_SIZE", default=-(-world // max(local_world, 1)))
-    return Place(rank, world, local, local_world, host, hosts)
+    return LaunchedProcess(rank, world, local, local_world, host, hosts)
 
 
 def _check_host(servers: Reservation, chosen: list[int], first: int, size: int) -> None:

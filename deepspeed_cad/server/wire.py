@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import selectors
 import socket
 import struct
 from collections.abc import Iterator, Mapping
@@ -82,6 +83,30 @@ class Inbox:
                 logger.warning("dropped a frame of %d bytes from %s: %s", len(body), self.sender, error)
             else:
                 yield frame
+
+
+class Inboxes:
+    """What arrives on several connections, each known by the number of who is at its other end."""
+
+    def __init__(self, who: str, forms: Mapping[str, Form]) -> None:
+        """`who`: "trainer" or "server", for messages. `forms`: as of an Inbox."""
+        self._who, self._forms, self._waiting = who, forms, selectors.DefaultSelector()
+
+    def add(self, number: int, connection: socket.socket) -> None:
+        """Listen to one more."""
+        inbox = Inbox(connection, f"{self._who} {number}", self._forms)
+        self._waiting.register(connection, selectors.EVENT_READ, (number, inbox))
+
+    def read(self, seconds: float) -> Iterator[tuple[int, Frame | OSError]]:
+        """What comes within so many seconds; an OSError where a connection ends, which is listened to no more."""
+        for key, _ in self._waiting.select(seconds):
+            number, inbox = key.data
+            try:
+                for frame in inbox.read():
+                    yield number, frame
+            except OSError as error:
+                self._waiting.unregister(key.fileobj)
+                yield number, error
 
 
 def _decode(body: bytes, text_size: int, forms: Mapping[str, Form]) -> Frame:

@@ -15,7 +15,7 @@ from typing import Any
 COMPUTE, ASIDE, STEP = "training stream", "serving stream", "micro-batch"
 NANO_BATCHES = "AB"
 SERVING = tuple(f"serving {name}" for name in NANO_BATCHES)
-"""Of a reserved server: each nano-batch has a stream of its own there, and both may run at a time."""
+"""Of a rank that only serves: each nano-batch has a stream of its own there, and both may run at a time."""
 NAMELESS = 50e-6
 """Seconds: what lies between two spans and has no name is left out where it is shorter."""
 
@@ -36,7 +36,7 @@ class Span:
 def to_events(rank: int, spans: list[Span], serves: bool = False) -> list[dict[str, Any]]:
     """Trace events of one rank: its spans, and names for what the training stream did between them.
 
-    `serves`: the rank is a reserved server.
+    `serves`: the rank only serves.
     """
     aside = [ASIDE] if any(span.lane == ASIDE for span in spans) else []
     own = SERVING if serves else (COMPUTE, *aside)

@@ -3,8 +3,8 @@
 In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: a part file
 per rank and, once all parts are there, one file (file.py) with a process row per rank: a lane for what the training
 stream does (the model before and after attention, local and served attention, waits), one for the stream beside it
-where served attention has its own, and one per nano-batch for exchanges. A reserved server has one per nano-batch for
-what it serves. Times are CUDA events on a GPU, wall time on a CPU. Without a tracer nothing here runs.
+where served attention has its own, and one per nano-batch for exchanges. A rank that only serves has one per nano-batch
+for that. Times are CUDA events on a GPU, wall time on a CPU. Without a tracer nothing here runs.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Tracer:
             steps: micro-batches to record.
             device: where this rank computes.
             rank: this one, of those that run attention.
-            ranks: how many there are, reserved servers among them.
-            serves: this one is a reserved server.
+            ranks: how many there are, servers among them.
+            serves: this one only serves.
         """
         self.path, self.steps, self.device, self.rank, self.ranks = Path(path), steps, device, rank, ranks
         self.serves = serves

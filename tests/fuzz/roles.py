@@ -22,7 +22,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.request import VARIABLE, Request
 from deepspeed_cad.server import loop, process
 from deepspeed_cad.server.launch import farewell, start_server, take_role
-from deepspeed_cad.server.meeting import take_place
+from deepspeed_cad.server.rendezvous import take_place
 from deepspeed_cad.version import __version__
 from fuzz.case import Case, Fate
 from fuzz.play import TIMEOUT_S, Played, play, quiet, whole_block

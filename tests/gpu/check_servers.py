@@ -30,6 +30,7 @@ import deepspeed_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.request import VARIABLE, Request
 from deepspeed_cad.server.launch import take_role
+from deepspeed_cad.server.surviving.change import SurvivingServers
 from deepspeed_cad.session import close_session
 
 OWN_WORLD = True
@@ -108,9 +109,8 @@ def _train_on(place: Place, transport: str, dies_in: str) -> Found:
     block = {"servers": {"joined": 1}, "on_server_failure": "continue", "timeout_s": 100.0}
     deepspeed_cad.apply(ours, {**make_block(place, transport), **block})
     session = deepspeed_cad.current_session()
-    assert session is not None and session.reserved is not None
-    changes = session.reserved.changes
-    assert changes is not None
+    assert session is not None and isinstance(session.servers, SurvivingServers)
+    servers = session.servers
     begin = place.rank * sizes.tokens
     here = [column[begin : begin + sizes.tokens] for column in stream(lengths, place.device)]
     used, seconds, moved, said = [], [], [], ""
@@ -118,7 +118,7 @@ def _train_on(place: Place, transport: str, dies_in: str) -> Found:
         if step == 2 * DIES_AT + 1:
             dist.barrier()
             _store().set("come", "1")
-            _await(lambda: bool(changes.newcomers) or place.rank > 0, "the second server")
+            _await(lambda: bool(servers.newcomers) or place.rank > 0, "the second server")
             dist.barrier()
         before, begun = session.statistics, time.perf_counter()
         found = train(ours, *here)
@@ -128,15 +128,18 @@ def _train_on(place: Place, transport: str, dies_in: str) -> Found:
         used.append("none" if session.transport is None else session.transport.name)
         right, said = judge(trainers, found, *known)
         if not right:
-            return False, f"step {step}, servers {changes.crew.servers}, {changes.crew.generation} changes: {said}"
+            return (
+                False,
+                f"step {step}, {servers.members}: {said}",
+            )
     close_session()
     alone = slice(DIES_AT + 1, 2 * DIES_AT + 1)
-    right = changes.crew.generation == 2 and changes.crew.servers == (ranks + 1,) and changes.repeated > 0
+    right = servers.members.generation == 2 and servers.members.servers == (ranks + 1,) and servers.repeated > 0
     right = right and used[0] == used[-1] == transport and all(moved[:DIES_AT]) and all(moved[alone.stop :])
     right = right and (ranks > 1 or not any(moved[alone])) and seconds[DIES_AT] < CHANGE_S
     return right, (
         f"the step in which it died took {seconds[DIES_AT]:.2f} s, others with it {min(seconds[:DIES_AT]):.2f}, alone "
-        f"{min(seconds[alone]):.2f} s; {changes.repeated} passes ran again; bytes {moved} by {used}; last step: {said}"
+        f"{min(seconds[alone]):.2f} s; {servers.repeated} passes ran again; bytes {moved} by {used}; last step: {said}"
     )
 
 

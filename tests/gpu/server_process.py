@@ -20,7 +20,7 @@ from group import leave_with_parent  # noqa: E402
 
 from deepspeed_cad.server import loop, process  # noqa: E402
 from deepspeed_cad.server.launch import start_server  # noqa: E402
-from deepspeed_cad.server.meeting import take_place  # noqa: E402
+from deepspeed_cad.server.rendezvous import take_place  # noqa: E402
 from deepspeed_cad.version import __version__  # noqa: E402
 
 

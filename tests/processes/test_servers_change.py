@@ -23,7 +23,7 @@ from deepspeed_cad.errors import ServerLostError
 from deepspeed_cad.exchange.carriers import ComparedFirst
 from deepspeed_cad.server import loop, process
 from deepspeed_cad.server.launch import start_server
-from deepspeed_cad.server.meeting import take_place
+from deepspeed_cad.server.rendezvous import take_place
 from deepspeed_cad.version import __version__
 
 LENGTHS = {1: [[260, 3, 40]], 2: [[260], [40, 30, 9, 1, 50]]}
@@ -37,10 +37,10 @@ BLOCK = {
 STEPS = 4
 
 
-def _changes() -> Any:
+def _servers() -> Any:
     session = deepspeed_cad.current_session()
-    assert session is not None and session.reserved is not None
-    return session.reserved.changes
+    assert session is not None
+    return session.servers
 
 
 def _nothing(rank: int, step: int, folder: str) -> None:
@@ -53,7 +53,7 @@ def _kill(rank: int, step: int, folder: str) -> None:
         dist.barrier()
         if rank == 0:
             os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
-        _await(lambda: _changes().crew.generation)
+        _await(lambda: _servers().members.generation)
         dist.barrier()
 
 
@@ -67,14 +67,14 @@ def _ask_in(rank: int, step: int, folder: str) -> None:
     if step == 2:
         Path(folder, "come").touch()
         if rank == 0:
-            _await(lambda: _changes().newcomers)
+            _await(lambda: _servers().newcomers)
         dist.barrier()
 
 
 def _wake(rank: int, step: int, folder: str) -> None:
     """Before the last step the server goes on that was stopped, and that trainers have given up."""
     if step == STEPS - 1 and rank == 0:
-        assert _changes().crew.generation == 1
+        assert _servers().members.generation == 1
         os.kill(int(Path(folder, "pid").read_text()), signal.SIGCONT)
 
 
@@ -115,11 +115,11 @@ def _train(
 
 
 def _found() -> dict[str, Any]:
-    changes, session = _changes(), deepspeed_cad.current_session()
+    servers, session = _servers(), deepspeed_cad.current_session()
     assert session is not None
     return {
-        "servers": changes.crew.servers, "repeated": changes.repeated, "load": session.statistics.load.tolist(),
-        "changes": changes.crew.generation,
+        "servers": servers.members.servers, "repeated": servers.repeated, "load": session.statistics.load.tolist(),
+        "changes": servers.members.generation,
     }  # fmt: skip
 
 
@@ -390,7 +390,7 @@ def _apart(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict
             _lose_last(Path(folder))
         loss.backward()
         if step == 1 and rank == 0:
-            assert _changes().crew.generation == 0
+            assert _servers().members.generation == 0
             Path(folder, "through").touch()
         expected, gradients = training.alone(reference, own)
         for name, parameter in model.named_parameters():
@@ -413,8 +413,8 @@ def _lose_last(folder: Path) -> None:
         ComparedFirst.finish = finish  # type: ignore[method-assign]
         _await((folder / "through").exists)
         os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
-        _await(_changes().why)
-        raise ServerLostError(_changes().why())
+        _await(_servers().why)
+        raise ServerLostError(_servers().why())
 
     ComparedFirst.finish = lose  # type: ignore[method-assign]
 

@@ -260,7 +260,7 @@ def test_the_doctor_on_this_machine() -> None:
 
 def test_serve_says_what_it_waits_for(monkeypatch, capsys) -> None:
     from deepspeed_cad.cli import serve
-    from deepspeed_cad.server import meeting
+    from deepspeed_cad.server import rendezvous as room
     from deepspeed_cad.server.split import Split
 
     said = []
@@ -269,7 +269,7 @@ def test_serve_says_what_it_waits_for(monkeypatch, capsys) -> None:
         said.append(capsys.readouterr().err)
         return Split(2, 1, 2, rendezvous), config
 
-    monkeypatch.setattr(meeting, "take_place", take_place)
+    monkeypatch.setattr(room, "take_place", take_place)
     monkeypatch.setattr(serve, "start_server", lambda *args: said.append(capsys.readouterr().err) or 0)
     assert cli.main(["serve", "--rendezvous", "10.0.0.1:29500", "--timeout", "40"]) == 0
     assert "waits at most 40 s for a training at 10.0.0.1:29500" in said[0]

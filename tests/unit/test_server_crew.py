@@ -14,8 +14,7 @@ from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.server.join import speeds_of
-from deepspeed_cad.server.surviving.change import Word
+from deepspeed_cad.server.servers import speeds_of
 from deepspeed_cad.server.surviving.members import Members, why_not_change
 
 
@@ -117,19 +116,6 @@ def test_a_change_that_failed_ends_the_training_thread() -> None:
         pass
     with pytest.raises(CADPeerError, match="trainer 1 died"):
         passes.wait_for_change(0)
-
-
-@pytest.mark.parametrize("servers", [(), (5,), (2, 7)])
-def test_crews_travel(servers: tuple[int, ...]) -> None:
-    crew = Members(4, 2, servers, 17)
-    assert Members.from_head(2, crew.to_head()) == crew
-    assert crew.ranks == 2 + len(servers) and [crew.place(one) for one in crew.numbers] == list(range(crew.ranks))
-    assert ("alone" in crew.in_words()) == (not servers)
-
-
-def test_words_travel() -> None:
-    word = Word({3: "its process died"}, 1, 12, (11, 12), 40)
-    assert Word.from_text(word.to_text()) == word
 
 
 @pytest.mark.parametrize(

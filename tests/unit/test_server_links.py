@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
 import time
@@ -17,7 +18,8 @@ from deepspeed_cad.server import link as link_room
 from deepspeed_cad.server import trainers as trainers_room
 from deepspeed_cad.server.link import ServerLink
 from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, REGROUP, RELEASE
-from deepspeed_cad.server.trainers import End, TrainerLinks
+from deepspeed_cad.server.surviving.link import SurvivingLink
+from deepspeed_cad.server.trainers import TrainerLinks
 from deepspeed_cad.server.wire import Frame, encode
 
 SILENT_S = 0.4
@@ -31,7 +33,8 @@ class Ends:
         self.trainer, self.server = socket.socketpair()
 
     def link(self, goes_on: bool = True, silent_s: float = 30.0, server: int = 1) -> ServerLink:
-        return ServerLink(0, {server: self.trainer}, Liveness(self.store, 0, 2), silent_s, goes_on)
+        kind = SurvivingLink if goes_on else ServerLink
+        return kind(0, {server: self.trainer}, Liveness(self.store, 0, 2), silent_s)
 
     def links(self, rank: int = 1) -> TrainerLinks:
         return TrainerLinks(rank, {0: self.server}, Liveness(self.store, rank, 2))
@@ -56,12 +59,12 @@ def wait_for(what: Callable[[], object]) -> None:
 
 def test_who_has_just_come_is_told_nothing_before_the_change(ends: Ends) -> None:
     """The look-ahead thread plans for the present servers while another thread lets one in."""
-    link = ServerLink(0, {}, Liveness(ends.store, 0, 1), 30.0, goes_on=True)
+    link = SurvivingLink(0, {}, Liveness(ends.store, 0, 1), 30.0)
     link.add(3, ends.trainer)
     link.tell({"do": OPEN, "turn": 7}, (np.zeros((0, 5), int), np.zeros(1, int), np.zeros(0, int)), generation=0)
     link.change((3,), 1, {"do": REGROUP, "generation": 1, "servers": [3], "exchanges": 0})
     links = ends.links(3)
-    first = links.items.get(timeout=10)
+    first = links.orders.get(timeout=10)
     assert isinstance(first, Frame) and first.head["do"] == REGROUP and links.called == 1
     link.leave("")
 
@@ -72,18 +75,15 @@ def test_orders_arrive_and_the_end_behind_them(ends: Ends) -> None:
     link.tell({"do": RELEASE, "turns": [3]})
     wait_for(lambda: link.busy() == (1.5, 2.0))
     link.leave("")
-    items = [links.items.get(timeout=10) for _ in range(2)]
-    assert items[0] == Frame({"do": RELEASE, "turns": [3]}, []) and items[1] == End()
+    items = [links.orders.get(timeout=10) for _ in range(2)]
+    assert items[0] == Frame({"do": RELEASE, "turns": [3]}, []) and items[1] is None and not links.reason
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_server_that_says_nothing_is_lost_by_name(ends: Ends, goes_on: bool) -> None:
-    heard = threading.Event()
     link = ends.link(goes_on, SILENT_S)
-    link.heard = heard.set
-    assert heard.wait(10)
-    why = link.gone[1] if goes_on else link.lost
-    assert why.endswith("it has said nothing for 0.4 s: it hangs, or nothing reaches its host")
+    wait_for(lambda: link.gone)
+    assert link.gone[1].endswith("it has said nothing for 0.4 s: it hangs, or nothing reaches its host")
     if not goes_on:
         assert "rank 1 stopped: it has said nothing" in Liveness(ends.store, 0, 2).why_hopeless()
         with pytest.raises(CADPeerError, match="rank 0: server 1 ended: it has said nothing"):
@@ -94,7 +94,7 @@ def test_a_trainer_that_stood_still_does_not_blame_its_servers(ends: Ends, monke
     """It was stopped in its look for what has come: that is read before anybody is called silent."""
     stands = threading.Event()
 
-    class Selector(link_room.selectors.DefaultSelector):
+    class Selector(selectors.DefaultSelector):
         def select(self, timeout: float | None = None) -> list:
             if stands.is_set():
                 stands.clear()
@@ -102,7 +102,7 @@ def test_a_trainer_that_stood_still_does_not_blame_its_servers(ends: Ends, monke
                 ends.server.sendall(encode({"do": BUSY, "busy": 0, "total": 0}))
             return super().select(timeout)
 
-    monkeypatch.setattr(link_room.selectors, "DefaultSelector", Selector)
+    monkeypatch.setattr(selectors, "DefaultSelector", Selector)
     link = ends.link(silent_s=SILENT_S)
     stands.set()
     wait_for(lambda: link._busy)
@@ -133,7 +133,7 @@ def test_orders_to_a_server_that_does_not_read_hold_nobody_up(ends: Ends) -> Non
         link.tell({"do": PLAN, "turn": 0, "key": [], "nano_batch": 0, "cut": []}, (large,), generation=1)
         link.tell({"do": RELEASE, "turns": [1]}, generation=1)
         assert time.monotonic() - began < 10 * SILENT_S and list(link.gone) == [1]
-        told = [there_inbox.items.get(timeout=10) for _ in range(2)]
+        told = [there_inbox.orders.get(timeout=10) for _ in range(2)]
         assert [isinstance(one, Frame) and one.head["do"] for one in told] == [PLAN, RELEASE]
         link.leave("")
 
@@ -151,7 +151,7 @@ def test_a_frame_without_an_end_ends_its_connection_by_name(ends: Ends, sizes: t
     links = ends.links()
     ends.trainer.sendall(encode({"do": RELEASE, "turns": [1]}) + b"".join(size.to_bytes(4, "big") for size in sizes))
     assert "trainer 0 is not reached any more (a frame of" in links.wait_for_reason(10)
-    assert links.items.get() == Frame({"do": RELEASE, "turns": [1]}, []), "what came before it counts"
+    assert links.orders.get() == Frame({"do": RELEASE, "turns": [1]}, []), "what came before it counts"
 
 
 def test_both_ends_go_on_after_frames_that_are_none(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,7 +162,7 @@ def test_both_ends_go_on_after_frames_that_are_none(ends: Ends, caplog: pytest.L
         ends.server.sendall(frame)
     links.busy = (1.0, 2.0)
     link.tell({"do": RELEASE, "turns": [5]})
-    assert links.items.get(timeout=10) == Frame({"do": RELEASE, "turns": [5]}, [])
+    assert links.orders.get(timeout=10) == Frame({"do": RELEASE, "turns": [5]}, [])
     wait_for(lambda: link.busy() == (1.0, 2.0))
     assert not link.gone and not links.ended.is_set()
     dropped = [record.message for record in caplog.records if "dropped a frame" in record.message]

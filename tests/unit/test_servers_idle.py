@@ -41,8 +41,9 @@ def test_which_way_to_change(
 @pytest.fixture
 def session() -> Iterator[Session]:
     opened = Session(CADConfig(), torch.device("cpu"))
+    servers = opened.servers
     yield opened
-    opened.reserved = None
+    opened.servers = servers
     opened.close()
 
 
@@ -50,11 +51,7 @@ def test_it_is_said_once_and_not_of_the_first_micro_batches(session: Session, mo
     said: list[str] = []
     monkeypatch.setattr(sessions, "notice", said.append)
     times = [0.0, 0.0]
-    session.reserved = SimpleNamespace(  # type: ignore[assignment]
-        link=SimpleNamespace(busy=lambda: tuple(times), leave=lambda reason: None),
-        role=SimpleNamespace(servers=2, trainers=2, ranks=4),
-        changes=None,
-    )
+    session.servers = SimpleNamespace(at_start=2, busy=lambda: tuple(times), bytes_sent=0)  # type: ignore[assignment]
     micro_batch = SimpleNamespace(planned={})
 
     def train(busy: float, total: float) -> None:

@@ -17,8 +17,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
 from deepspeed_cad.request import VARIABLE, Request
 from deepspeed_cad.server.launch import PROCESS, find_role, take_role
-from deepspeed_cad.server.meeting import offer_places, take_place
-from deepspeed_cad.server.rendezvous import Abandoned, Hello, Rendezvous, hello
+from deepspeed_cad.server.rendezvous import Abandoned, Hello, Rendezvous, hello, offer_places, take_place
 from deepspeed_cad.server.split import Split
 
 CONFIG = CADConfig(servers={"reserved": 1})

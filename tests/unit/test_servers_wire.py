@@ -147,19 +147,9 @@ def test_what_is_none_is_dropped_with_the_reason(
     assert line.startswith(f"dropped a frame of {len(text) + raw} bytes from trainer 0: ") and words in line
 
 
-class Link:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.heads: list[dict[str, Any]] = []
-
-    def tell(self, head: dict[str, Any], arrays: tuple[Any, ...] = (), generation: int = 0) -> None:
-        self.heads.append(head)
-
-
 def test_a_micro_batch_is_over_when_no_call_of_it_is_left() -> None:
-    link = Link()
-    leader = Leader(link)
+    heads: list[dict[str, Any]] = []
+    leader = Leader(lambda head, arrays, generation: heads.append(head))
     layout = Layout.from_rank_lengths([[3], []])
     first = leader.open(0, layout, None)
     held = [first]
@@ -167,9 +157,9 @@ def test_a_micro_batch_is_over_when_no_call_of_it_is_left() -> None:
     leader.open(1, layout, None)
     gc.collect()
     leader.open(2, layout, None)
-    assert [head["do"] for head in link.heads] == [OPEN, OPEN, RELEASE, OPEN]
-    assert link.heads[2] == {"do": RELEASE, "turns": [1]}
+    assert [head["do"] for head in heads] == [OPEN, OPEN, RELEASE, OPEN]
+    assert heads[2] == {"do": RELEASE, "turns": [1]}
     held.clear()
     gc.collect()
     leader.tell({"do": OPEN})
-    assert sorted(link.heads[-2]["turns"]) == [0, 2]
+    assert sorted(heads[-2]["turns"]) == [0, 2]

@@ -1,1 +1,1 @@
-"""Attention calls that go on where reserved servers change: each of their passes can run again with other servers."""
+"""Attention calls that go on where servers change: each of their passes can run again with other servers."""

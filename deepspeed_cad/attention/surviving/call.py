@@ -1,4 +1,4 @@
-"""A core-attention call that goes on where reserved servers change: each of its passes can run again with others.
+"""A core-attention call that goes on where servers change: each of its passes can run again with others.
 
 The home still has what a pass reads: Q, K, V of a forward, and dO of a backward. What a lost server held of a forward
 is gone, and the tasks of those that are left are others in the new plan. So a backward whose forward ran with other
@@ -12,13 +12,13 @@ In: the setup of the call, made again after each change. Out: what AttentionCall
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from deepspeed_cad.attention.backward import Gradients
-from deepspeed_cad.attention.call import AttentionCall, Calls, Pass
+from deepspeed_cad.attention.call import AttentionCall, Pass
 from deepspeed_cad.attention.forward import Kept
 from deepspeed_cad.attention.setup import CallCounts, CallSetup
 from deepspeed_cad.attention.surviving.origin import Origin
@@ -27,30 +27,6 @@ from deepspeed_cad.errors import CADError, ServerLostError
 
 Result = TypeVar("Result", Kept, Gradients)
 MakeSetup = Callable[[], CallSetup]
-
-
-@dataclass(frozen=True, eq=False)
-class SurvivingCalls(Calls):
-    """See Calls."""
-
-    passes: Passes
-    admit: Callable[[], None]
-    """Lets the servers take part that had come when the micro-batch was gathered."""
-    plan_again: Callable[[Any], None]
-    """Plans the micro-batch for the servers that there are now, where it was planned for others."""
-    compares_plans = False
-
-    def prepare(self) -> None:
-        """See Calls."""
-        self.admit()
-
-    def renew(self, micro_batch: Any) -> None:
-        """See Calls."""
-        self.plan_again(micro_batch)
-
-    def make(self, make_setup: MakeSetup) -> AttentionCall:
-        """See Calls."""
-        return SurvivingCall(make_setup, self.passes)
 
 
 class SurvivingCall(AttentionCall):
@@ -100,9 +76,9 @@ class SurvivingCall(AttentionCall):
             attempt.serve_backward()
             return attempt.collect_backward()
 
-        again = Repeat(self, self.make_setup, Origin(q_THD.device), repeat, iter)
+        again = self._repeat(q_THD.device, repeat, iter)
         self.state = SurvivingPass(
-            again, start, AttentionCall.serve_backward, AttentionCall.collect_backward,
+            self, start, AttentionCall.serve_backward, AttentionCall.collect_backward, again,
             forward=(lambda: self._forward(*qkv, sinks),),
         )  # fmt: skip
         self.state.begin()
@@ -149,9 +125,28 @@ class SurvivingCall(AttentionCall):
         def start(attempt: AttentionCall) -> None:
             attempt.start_forward(*read)
 
-        origin = Origin(q_THD.device)
-        again = Repeat(self, self.make_setup, origin, repeat, lambda kept: [*kept.tensors(), kept.sinks_H])
-        return SurvivingPass(again, start, AttentionCall.serve_forward, collect)
+        again = self._repeat(q_THD.device, repeat, lambda kept: [*kept.tensors(), kept.sinks_H])
+        return SurvivingPass(self, start, AttentionCall.serve_forward, collect, again)
+
+    def _repeat(
+        self,
+        device: torch.device,
+        run: Callable[[AttentionCall], Result],
+        tensors: Callable[[Result], Iterable[torch.Tensor | None]],
+    ) -> Callable[[], Result]:
+        """All of a pass once more, with the present servers, beside the training thread: nothing of it is counted or
+        traced. Made where the pass is about to begin, and held as long as some rank may need it."""
+        make_setup, origin = self.make_setup, Origin(device)
+
+        def repeat() -> Result:
+            setup = self.update(self.passes.generation, make_setup)
+            origin.await_inputs()
+            with torch.no_grad():
+                result = run(AttentionCall(replace(setup, counts=CallCounts())))
+            origin.hand_over(tensors(result))
+            return result
+
+        return repeat
 
 
 def _attend(attempt: AttentionCall, *read: Any) -> Kept:
@@ -164,43 +159,23 @@ def _never() -> CallSetup:
     raise CADError("a pass of a call whose backward is over would have to begin")
 
 
-@dataclass(frozen=True, eq=False)
-class Repeat(Generic[Result]):
-    """All of a pass once more, beside the training thread; held as long as some rank may need it."""
-
-    call: SurvivingCall
-    make_setup: MakeSetup
-    origin: Origin
-    run: Callable[[AttentionCall], Result]
-    tensors: Callable[[Result], Iterable[torch.Tensor | None]]
-    """Of the result."""
-
-    def __call__(self) -> Result:
-        """With the present servers; nothing of it is counted or traced."""
-        setup = self.call.update(self.call.passes.generation, self.make_setup)
-        self.origin.await_inputs()
-        with torch.no_grad():
-            result = self.run(AttentionCall(replace(setup, counts=CallCounts())))
-        self.origin.hand_over(self.tensors(result))
-        return result
-
-
 class SurvivingPass(Pass, Generic[Result]):
     """One direction of one call, on the training thread, until its result is collected."""
 
     def __init__(
         self,
-        repeat: Repeat[Result],
+        call: SurvivingCall,
         start: Callable[[AttentionCall], None],
         serve: Callable[[AttentionCall], None],
         collect: Callable[[AttentionCall], Result],
+        repeat: Callable[[], Result],
         forward: tuple[Callable[[], SurvivingPass[Kept]], ...] = (),
     ) -> None:
         """What has not begun; `start`, `serve` and `collect` are its steps. `forward`: of a backward, makes the pass
         that has to run first where servers have changed since the last one."""
         self.index = 0
         self.repeat: Callable[[], Result] = repeat
-        self._call, self._passes, self._make_setup = repeat.call, repeat.call.passes, repeat.make_setup
+        self._call, self._passes, self._make_setup = call, call.passes, call.make_setup
         self._start, self._serve, self._forward = start, serve, forward
         self._collect: Callable[[AttentionCall], Result] = collect
         self._attempt = AttentionCall(self._call.setup)

@@ -214,7 +214,7 @@ class Liveness:
         """Wait on the host for other ranks; raises CADPeerError as soon as it is certain that they will not come.
 
         Gives whether `is_over` said so, which never waits; False after `timeout_s`. `exchange`, `collective`: the
-        number of that which it belongs to; 0: to none. `with_servers`: reserved servers take part; where they may be
+        number of that which it belongs to; 0: to none. `with_servers`: servers take part; where they may be
         lost, ServerLostError says that one is. `longest_pause_s`: between two looks.
         """
         before = ""

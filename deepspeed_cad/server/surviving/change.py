@@ -28,15 +28,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from deepspeed_cad.ahead.crew import Crew
+from deepspeed_cad.attention.call import Calls
 from deepspeed_cad.attention.microbatch import MicroBatch
-from deepspeed_cad.attention.surviving.call import SurvivingCalls
+from deepspeed_cad.attention.surviving.call import SurvivingCall
 from deepspeed_cad.attention.surviving.origin import stream_beside
 from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.config import CADConfig
@@ -48,12 +50,14 @@ from deepspeed_cad.exchange.opening import Opened
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice
+from deepspeed_cad.planner.plan import Floats
 from deepspeed_cad.server.handshake import CONNECT_S, connect_to
-from deepspeed_cad.server.link import ServerLink
-from deepspeed_cad.server.meeting import ASKED
 from deepspeed_cad.server.orders import REGROUP
 from deepspeed_cad.server.rendezvous import Rendezvous
+from deepspeed_cad.server.servers import ReservedServers
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.surviving.board import ASKED
+from deepspeed_cad.server.surviving.link import SurvivingLink
 from deepspeed_cad.server.surviving.members import Members
 from deepspeed_cad.server.surviving.regroup import regroup
 from deepspeed_cad.threads import start_daemon
@@ -64,56 +68,44 @@ BLAME_S = 12.0
 """For the socket of a server to close after an exchange failed: a host that vanished is noticed within about 10 s."""
 
 
-@dataclass(frozen=True)
-class Word:
-    """What a trainer says in a change."""
+class Word(NamedTuple):
+    """What a trainer says in a change: JSON in the store."""
 
-    gone: dict[int, str]
-    """Servers that it lost, and why."""
+    gone: list[int]
+    """Servers that it lost."""
     came: int
     """Servers that came later and should take part."""
     entered: int
     """Passes of attention that it entered."""
-    without_result: tuple[int, ...]
+    without_result: list[int]
     """Those of them that did not run to their end."""
     exchanges: int
     """That it started."""
 
-    def to_text(self) -> str:
-        """For the store."""
-        return json.dumps(self.__dict__)
 
-    @staticmethod
-    def from_text(text: str) -> Word:
-        """The inverse of `to_text`."""
-        said: dict[str, Any] = json.loads(text)
-        gone = {int(server): reason for server, reason in said.pop("gone").items()}
-        return Word(gone, without_result=tuple(said.pop("without_result")), **said)
+class SurvivingServers(ReservedServers):
+    """See NoServers; to this trainer's exchanges, what says that a server is lost (Losses)."""
 
-
-class Changes:
-    """Of one trainer; to its exchanges, what says that a server is lost (Losses)."""
+    link: SurvivingLink
+    columns = 1
+    """Of a Reporter, which it is."""
 
     def __init__(
-        self, role: Split, config: CADConfig, device: torch.device, link: ServerLink, liveness: Liveness
+        self, role: Split, config: CADConfig, liveness: Liveness, link: SurvivingLink, device: torch.device
     ) -> None:
-        """Beside the servers that the job began with."""
-        self.role, self.config, self.device, self.link, self.liveness = role, config, device, link, liveness
-        self.crew = Members(0, role.trainers, tuple(range(role.trainers, role.ranks)))
-        self.passes = Passes()
+        """Those that the job began with."""
+        super().__init__(role, config, liveness, link)
+        self.device, self.passes, self.reporters = device, Passes(), (self,)
         self.newcomers = 0
         """Servers that came later, as far as trainer 0 knows."""
         self.came = 0
         """The same, as all trainers have heard."""
         self.repeated = 0
         """Passes that ran again."""
-        self.bytes_sent = 0
-        """Through groups that were given up."""
         self._meeting = Rendezvous(role, config.timeout_s)
         self._transport: Transport | None = None
         self._given_up: list[Callable[[], None]] = []
         """Release the memory of transports that were given up."""
-        self._install: Callable[[Opened | None], None] = lambda opened: None
         self._wanted = self._admitted = 0
         self._called = -1
         self._looked = 0.0
@@ -121,15 +113,26 @@ class Changes:
         self._closed = False
 
     def begin(self, transport: Transport | None, install: Callable[[Opened | None], None]) -> None:
-        """From now on servers may change. `install` takes what exchanges go through; None: nothing, one is left."""
-        self._transport, self._install = transport, install
+        """See NoServers."""
+        self._transport = transport
         self.liveness.watched, self.liveness.losses = range(self.role.trainers), self
         self.link.heard = self._wake.set
-        start_daemon("changes servers", self._run, self.device)
+        start_daemon("changes servers", lambda: self._run(install), self.device)
 
-    # What trainers tell each other with document lengths: a Reporter
+    def crew(self, opened: Opened | None, speeds: Floats | None) -> Crew:
+        """See NoServers."""
+        return replace(super().crew(opened, speeds), calls=self._calls)
 
-    columns = 1
+    def _calls(self, plan_again: Callable[[MicroBatch], None]) -> Calls:
+        # Trainers plan again at different moments.
+        make, admit = partial(SurvivingCall, passes=self.passes), partial(self.admit, self.came)
+        return Calls(make, admit, plan_again, compares_plans=False)
+
+    def close(self) -> None:
+        """See NoServers."""
+        self._closed = True
+        self._wake.set()
+        self.passes.close()
 
     def report(self, model: int) -> Ints:
         """Servers that came later."""
@@ -139,48 +142,39 @@ class Changes:
         """From the micro-batch on with which all trainers hear of them, they take part."""
         self.came = max(self.came, int(reports.max()))
 
-    def calls(self, plan_again: Callable[[MicroBatch], None]) -> SurvivingCalls:
-        """See ahead.crew.Crew: of a micro-batch that is gathered now."""
-        return SurvivingCalls(self.passes, partial(self.admit, self.came), plan_again)
-
-    def close(self) -> None:
-        """Nothing changes any more."""
-        self._closed = True
-        self._wake.set()
-        self.passes.close()
-
     # What exchanges ask
 
     def why(self) -> str:
         """See exchange.failure.board.Losses."""
-        crew, gone = self.crew, self.link.gone
-        if lost := [number for number in crew.servers if number in gone]:
+        members, gone = self.members, self.link.gone
+        if lost := [number for number in members.servers if number in gone]:
             return "; ".join(f"server {number} ended: {gone[number]}" for number in lost)
         now = time.monotonic()
         if now - self._looked > LOOK_S:
             self._looked = now
-            if self._has(f"called/{crew.generation}"):
-                self._called = crew.generation
-                self._wake.set()
-        return "another trainer has lost a server" if self._called == crew.generation else ""
+            with suppress(CADPeerError):  # whoever waits for anything finds that the store is gone
+                if self._meeting.has([f"called/{members.generation}"]):
+                    self._called = members.generation
+                    self._wake.set()
+        return "another trainer has lost a server" if self._called == members.generation else ""
 
     def wait(self) -> str:
         """See exchange.failure.board.Losses."""
         with suppress(CADPeerError):
-            return wait_until(self.why, BLAME_S * bool(self.crew.servers), self._look_for_trainers)
+            return wait_until(self.why, BLAME_S * bool(self.members.servers), self._look_for_trainers)
         return ""
 
     def admit(self, came: int) -> None:
         """The training thread comes to a micro-batch in which so many servers take part that came later."""
         while came > self._admitted:
-            generation = self.crew.generation
+            generation = self.members.generation
             self._wanted = came
             self._wake.set()
             self.passes.wait_for_change(generation)
 
     # The thread that changes servers
 
-    def _run(self) -> None:
+    def _run(self, install: Callable[[Opened | None], None]) -> None:
         while not self._closed:
             self._wake.wait(LOOK_S)
             self._wake.clear()
@@ -190,16 +184,21 @@ class Changes:
                 with suppress(CADPeerError):  # whoever waits for anything finds that the store is gone
                     self.newcomers = len(self._meeting.who_came())
             if self.why() or self._wanted > self._admitted:
-                self._change()
+                self._change(install)
 
-    def _change(self) -> None:
+    def _change(self, install: Callable[[Opened | None], None]) -> None:
         self.passes.halt()
         idle_after, self.liveness.idle_after = self.liveness.idle_after, lambda: None
-        before = self.crew
+        before, again = self.members, list[int]()
         try:
-            again = self._agree()
-            while not self._go_on_with(again):
+            changed = False
+            while not changed:
                 again = self._agree()
+                try:
+                    self._go_on_with(again, install)
+                    changed = True
+                except ServerLostError as lost:
+                    logger.info("one more: %s", lost)
         except BaseException as error:
             failure = error if isinstance(error, CADError) else CADPeerError(f"{type(error).__name__}: {error}")
             logger.debug("where it happened", exc_info=True)
@@ -211,7 +210,8 @@ class Changes:
             self.liveness.idle_after = idle_after
         self.repeated += len(again)
         self.passes.go_on()
-        self._say(before, len(again))
+        if self.role.rank == 0:
+            notice(self._describe(before, len(again)))
         while self._given_up:
             self._given_up.pop()()
 
@@ -219,32 +219,30 @@ class Changes:
         """Who is there from now on; gives the passes that have to run again."""
         words = self._tell_and_hear()
         gone = {number for word in words for number in word.gone}
-        servers = [number for number in self.crew.servers if number not in gone]
-        came = max(word.came for word in words)
-        while self._admitted < came:
-            servers.append(self._let_in(self._admitted + 1))
+        servers = [number for number in self.members.servers if number not in gone]
+        while self._admitted < max(word.came for word in words):
+            servers.append(self._let_in(self._admitted))
             self._admitted += 1
-        entered = min(word.entered for word in words)
+        entered, exchanges = min(word.entered for word in words), max(word.exchanges for word in words)
         self.passes.undo(entered)
-        crew = Members(
-            self.crew.generation + 1, self.crew.trainers, tuple(servers), max(word.exchanges for word in words)
-        )  # fmt: skip
-        self.link.change(
-            crew.servers, crew.generation, {"do": REGROUP, **crew.to_head()} if self.role.rank == 0 else None
-        )  # fmt: skip
-        self.crew = crew
+        members = replace(
+            self.members, generation=self.members.generation + 1, servers=tuple(servers), exchanges=exchanges
+        )
+        told = {"do": REGROUP, **asdict(members)} if self.role.rank == 0 else None
+        self.link.change(members.servers, members.generation, told)
+        self.members = members
         return sorted({index for word in words for index in word.without_result if index <= entered})
 
     def _tell_and_hear(self) -> list[Word]:
-        generation = self.crew.generation
-        gone = {number: reason for number, reason in self.link.gone.items() if number in self.crew.servers}
+        generation, store = self.members.generation, self._meeting.root
+        gone = [number for number in self.members.servers if number in self.link.gone]
         mine = Word(
-            gone, max(self._wanted, self._admitted), self.passes.entered, tuple(self.passes.without_result),
+            gone, max(self._wanted, self._admitted), self.passes.entered, self.passes.without_result,
             0 if self._transport is None else self._transport.exchanges,
         )  # fmt: skip
-        self._meeting.root.set(f"word/{generation}/{self.role.rank}", mine.to_text())
+        store.set(f"word/{generation}/{self.role.rank}", json.dumps(mine))
         if gone:
-            self._meeting.root.set(f"called/{generation}", "1")
+            store.set(f"called/{generation}", "1")
         keys, limit = {rank: f"word/{generation}/{rank}" for rank in range(self.role.trainers)}, self.config.timeout_s
         if not self.liveness.patiently(
             lambda: self._meeting.has([*keys.values()]), "what the other trainers say of servers",
@@ -255,15 +253,15 @@ class Changes:
                 f"rank {self.role.rank} waited {limit:g} s for trainers {absent} to say which "
                 "servers they have: they hang, or their hosts are lost"
             )
-        return [Word.from_text(self._meeting.root.get(key).decode()) for key in keys.values()]
+        return [Word(*json.loads(store.get(key))) for key in keys.values()]
 
     def _look_for_trainers(self) -> None:
-        if found := self.liveness.why_hopeless():
-            raise CADPeerError(f"rank {self.role.rank}: servers are lost, and so are trainers: {found}")
+        if hopeless := self.liveness.why_hopeless():
+            raise CADPeerError(f"rank {self.role.rank}: servers are lost, and so are trainers: {hopeless}")
 
-    def _let_in(self, nth: int) -> int:
+    def _let_in(self, index: int) -> int:
         """Connect to a server that came later; gives its number. One that is not there any more is lost at once."""
-        number = self._meeting.who_came()[nth - 1]
+        number = self._meeting.who_came()[index]
         self.liveness.store.set(f"{ASKED}/{number}", "now")
         try:
             door = self._meeting.find_door(number, CONNECT_S)
@@ -272,37 +270,28 @@ class Changes:
             self.link.lose(number, str(error))
         return number
 
-    def _go_on_with(self, again: list[int]) -> bool:
-        """Open the group of the new crew and run passes again; whether that went well."""
+    def _go_on_with(self, again: list[int], install: Callable[[Opened | None], None]) -> None:
+        """Open the group of the present members and run passes again; raises ServerLostError where one is lost."""
         if self._transport is not None:
             self.bytes_sent += self._transport.bytes_sent
             self._given_up.append(self._transport.abandon())
             self._transport = None
-        try:
-            with stream_beside(self.device):
-                opened = None
-                if self.crew.ranks > 1:
-                    opened = regroup(self.role, self.crew, self.config, self.device, self.liveness)
-                    self._transport = opened.transport
-                self._install(opened)
-                self.passes.change(self.crew.generation)
-                self.passes.run_again(again)
-        except ServerLostError as lost:
-            logger.info("one more: %s", lost)
-            return False
-        return True
+        with stream_beside(self.device):
+            opened = None
+            if self.members.ranks > 1:
+                opened = regroup(self._meeting, self.members, self.config, self.device, self.liveness)
+                self._transport = opened.transport
+            install(opened)
+            self.passes.change(self.members.generation)
+            self.passes.run_again(again)
 
-    def _say(self, before: Members, repeated: int) -> None:
-        if self.role.rank:
-            return
-        lost = [f"server {one} ended: {self.link.gone.get(one, 'a trainer lost it')}" for one in before.servers
-                if one not in self.crew.servers]  # fmt: skip
-        came = [f"server {one} came" for one in self.crew.servers if one not in before.servers]
+    def _describe(self, before: Members, repeated: int) -> str:
+        """What has changed, in words."""
+        now, gone = self.members.servers, self.link.gone
+        changes = [
+            f"server {number} ended: {gone.get(number, 'a trainer lost it')}"
+            for number in before.servers if number not in now
+        ] + [f"server {number} came" for number in now if number not in before.servers]  # fmt: skip
+        rest = f"server{'s' * (len(now) > 1)} {', '.join(map(str, now))}" if now else "the trainers alone"
         again = f"; {repeated} passes of attention ran again" if repeated else ""
-        notice(f"{'; '.join([*lost, *came])}. Training goes on with {self.crew.in_words()}{again}")
-
-    def _has(self, key: str) -> bool:
-        try:
-            return self._meeting.has([key])
-        except CADPeerError:
-            return False  # whoever waits for anything finds that the store is gone
+        return f"{'; '.join(changes)}. Training goes on with {rest}{again}"

@@ -7,15 +7,11 @@ called in messages, and a place among the ranks of the present group: trainers f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.probe import NAMES
-
-CHANGING = ("nvlink", "nccl")
-"""Transports that let go of a server that is lost while GPUs use them."""
 
 
 @dataclass(frozen=True)
@@ -40,37 +36,20 @@ class Members:
         """Of all ranks, by their places."""
         return (*range(self.trainers), *self.servers)
 
-    def place(self, number: int) -> int:
-        """Rank in the group."""
-        return self.numbers.index(number)
 
-    def to_head(self) -> dict[str, Any]:
-        """For a frame."""
-        return {"generation": self.generation, "servers": self.servers, "exchanges": self.exchanges}
-
-    @staticmethod
-    def from_head(trainers: int, head: dict[str, Any]) -> Members:
-        """The inverse of `to_head`."""
-        return Members(head["generation"], trainers, tuple(head["servers"]), head["exchanges"])
-
-    def in_words(self) -> str:
-        """With whom training goes on."""
-        if not self.servers:
-            return "the trainers alone"
-        return f"server{'s' * (len(self.servers) > 1)} {', '.join(map(str, self.servers))}"
+def may_change(config: CADConfig) -> bool:
+    """Whether training goes on where a server is lost, and others may come."""
+    return config.on_server_failure == "continue"
 
 
 def transports_of(config: CADConfig, device: torch.device) -> tuple[str, ...]:
-    """The transports that "auto" may take. Where servers may change on GPUs: those that can be given up."""
-    changes = config.on_server_failure == "continue" and device.type == "cuda"
-    return CHANGING if changes else NAMES
+    """The transports that may be used: where servers may change, those that let go of one that is lost."""
+    return ("nvlink", "nccl") if may_change(config) and device.type == "cuda" else NAMES
 
 
 def why_not_change(config: CADConfig, device: torch.device) -> str:
     """Why servers cannot change while a job runs on this device, if it asks for that; else ""."""
-    if config.on_server_failure != "continue" or device.type != "cuda":
-        return ""
-    if config.transport in ("auto", *CHANGING):
+    if config.transport in ("auto", *transports_of(config, device)):
         return ""
     return (
         f'"cad": key "on_server_failure" is "continue", attention runs on {device}, and key "transport" is '

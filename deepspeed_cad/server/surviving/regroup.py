@@ -16,38 +16,43 @@ from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import PAUSE_S
 from deepspeed_cad.exchange.failure.roll_call import missing
-from deepspeed_cad.exchange.group import make_group
+from deepspeed_cad.exchange.group import OwnGroup, make_group
 from deepspeed_cad.exchange.opening import Opened, open_again
 from deepspeed_cad.server.rendezvous import Rendezvous
-from deepspeed_cad.server.split import Split
 from deepspeed_cad.server.surviving.members import Members, transports_of
 from deepspeed_cad.threads import run_aside
 
 
-def regroup(split: Split, crew: Members, config: CADConfig, device: torch.device, liveness: Liveness) -> Opened:
-    """Open the group of a crew. Collective over its ranks; `split.rank` is the number of this one."""
-    meeting = Rendezvous(split, config.timeout_s)
-    here = {number: f"here/{crew.generation}/{number}" for number in crew.numbers}
+def regroup(
+    meeting: Rendezvous, members: Members, config: CADConfig, device: torch.device, liveness: Liveness
+) -> Opened:
+    """Open the group of the present members. Collective over them; `meeting` tells the number of this one."""
+    split, generation = meeting.split, members.generation
+    here = {number: f"here/{generation}/{number}" for number in members.numbers}
     meeting.root.set(here[split.rank], "1")
+
     limit, opening = config.timeout_s, "ranks to open another group"
     if not liveness.patiently(
         lambda: meeting.has([*here.values()]), opening, with_servers=True, longest_pause_s=PAUSE_S, timeout_s=limit
     ):
         absent = missing(here, meeting.has)
         raise CADPeerError(f"rank {liveness.rank} waited {limit:g} s for ranks {absent} to open another group")
-    store = dist.PrefixStore(f"group/{crew.generation}", Rendezvous(split, config.timeout_s).root)
-    name, opening = f"deepspeed_cad servers {split.attempt}.{crew.generation}", "the group of trainers and servers"
-    place = crew.place(split.rank)
-    made = run_aside("opens a group", lambda: make_group(store, place, crew.ranks, device, name, limit), device)
+    name, opening = f"deepspeed_cad servers {split.attempt}.{generation}", "the group of trainers and servers"
+    place = members.numbers.index(split.rank)
+
+    def make() -> OwnGroup:
+        # A connection of its own, because gloo waits inside the store.
+        store = dist.PrefixStore(f"group/{generation}", Rendezvous(split, limit).root)
+        return make_group(store, place, members.ranks, device, name, limit)
+
+    made = run_aside("opens a group", make, device)
     if not liveness.patiently(made.done, opening, with_servers=True, timeout_s=limit):
         raise CADPeerError(f"rank {liveness.rank} waited {limit:g} s for {opening}")
     with Liveness.watch(liveness, opening, with_servers=True):
         group = made.result()
-
-    def agree(value: int) -> list[int]:
-        return group.numbers(value, liveness)
-
-    auto = transports_of(config, device)
-    opened = open_again(config.transport, group, device, agree, liveness, limit, auto)
-    opened.transport.exchanges = crew.exchanges
+    opened = open_again(
+        config.transport, group, device, lambda value: group.numbers(value, liveness), liveness, limit,
+        transports_of(config, device),
+    )  # fmt: skip
+    opened.transport.exchanges = members.exchanges
     return opened
