@@ -89,17 +89,12 @@ class MemoryStore(dist.Store):
         self.wait([key])
         return self._store.get(self._rename(key))
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Several."""
-        return [self.get(key) for key in keys]
-
     def check(self, keys: list[str]) -> bool:
         """Whether values are there."""
         return self._store.check([self._rename(key) for key in keys])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Until values are there; raises as `get`."""
-
         alarm = self._alarm
         # Asked again and again, so that it ends where a server is lost.
         if not alarm.liveness.patiently(
