@@ -53,7 +53,10 @@ class PatientStore:
     def _ask(self, question: Callable[[], Answer]) -> Answer:
         if self._overdue is not None and not self._overdue.done():
             raise SilentStoreError(f"the job's store has not answered for more than {self._limit_s:g} s")
-        answer = run_aside("asks the store", question)
+        try:
+            answer = run_aside("asks the store", question)
+        except RuntimeError:  # Python 3.12.1 starts no thread at the end of a process, where a rank says so
+            return question()
         try:
             return answer.result(self._limit_s)
         except FutureTimeout as error:
