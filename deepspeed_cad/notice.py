@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -25,6 +26,12 @@ def notice(text: str) -> None:
 def counted(number: int, what: str) -> str:
     """A number of things in words: 1 server, 2 servers, 3 micro-batches."""
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 1": 16 by number."""
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _is_shown() -> bool:

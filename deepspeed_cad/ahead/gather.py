@@ -21,6 +21,7 @@ from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.feedback.reporter import Reporter
 from deepspeed_cad.layout import Ints
+from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.version import __version__
 
 
@@ -282,4 +283,4 @@ def _where(at: Sequence[Subject]) -> str:
     groups: dict[Subject, list[int]] = {}
     for rank, subject in enumerate(at):
         groups.setdefault(subject, []).append(rank)
-    return "; ".join(f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))} at the {one}" for one, of in groups.items())
+    return "; ".join(f"{name_ranks(of)} at the {one}" for one, of in groups.items())

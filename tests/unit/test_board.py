@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from deepspeed_cad import threads
 from deepspeed_cad.ahead import worker as worker_room
 from deepspeed_cad.ahead.gather import Gatherer, Said, Subject, What
 from deepspeed_cad.ahead.worker import Worker
@@ -231,6 +232,17 @@ def test_whoever_asks_goes_on_in_time_and_again_when_it_is_back() -> None:
             break
         except SilentStoreError:
             time.sleep(0.01)
+
+
+def test_a_process_that_ends_asks_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    shared = dist.HashStore()
+    with monkeypatch.context() as ending:
+        ending.setattr(threads, "start_daemon", refuse)
+        Liveness(shared, 1, 2).leave("its process ended", failed=False)
+    assert Liveness(shared, 0, 2).why_hopeless() == "rank 1 stopped: its process ended"
 
 
 def test_a_board_that_does_not_answer_ends_waits() -> None:

@@ -196,3 +196,14 @@ def test_what_differs_stops_a_rank_and_tells_the_others() -> None:
     for rank, one in enumerate((watched, other)):
         with pytest.raises(CADPeerError, match=f"rank {rank} stopped: ranks differ"):
             one.alarm.check()
+
+
+def test_a_server_that_is_lost_is_no_error() -> None:
+    """The wait of a stream lasts until the transport is given up, however long trainers take to agree."""
+    watched = Watched(10.0)
+    watched.alarm.liveness.losses = SimpleNamespace(why=lambda: "server 1 ended", wait=lambda: "server 1 ended")
+    watched.dog.track(REACHED, FakeEvent(False), "exchange 7")
+    assert not watched.at(0, 11, 100) and not watched.dog.freed
+    with watched.dog.inside("a call of NCCL"):
+        assert watched.at(100.5, 101) == 1 and watched.dog.freed, "a call of the host does not come back by itself"
+    assert not watched.alarm.sounded and not watched.ended

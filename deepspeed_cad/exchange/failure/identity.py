@@ -1,16 +1,14 @@
-"""What an exchange is: a number that ranks send along with it, so that none is taken for another.
+"""What an exchange is: a number that ranks send along with it and compare, so that none is taken for another.
 
 Exchanges are paired by order: the n-th of one rank with the n-th of every other. Where a rank leaves a part out, say
 because its script caught an exception and went on, the order is the same and the meaning is not. So each exchange has
-a number that says where in training it lies; both ends have computed it from what they know, and they compare. In:
-`Moment`, nano-batch, direction and schedule of every exchange. Out: one `Identity` each, and words for what differs.
+a number that says where in training it lies; both ends have computed it from what they know. In: `Moment`, nano-batch,
+direction and schedule of every exchange. Out: one `Identity` each, and words for what differs.
 
-Compares the numbers of exchanges that came from other ranks with this rank's own, on the host and behind the GPU.
-
-Numbers arrive in a ring in device memory, [RING, ranks], row n % RING for exchange n: peers write them just before
-their flag, or they are received ahead of messages. Once the stream has passed that point, the watchdog's thread copies
-the ring to the host on a stream of its own and compares. So no stream and no kernel ever waits for a comparison, and
-one costs no more than a few KB copied a few times per second.
+Ranks compare on the host, behind the GPU. Numbers arrive in a ring in device memory, [RING, ranks], row n % RING for
+exchange n: peers write them just before their flag, or they are received ahead of messages. Once the stream has passed
+that point, the watchdog's thread copies the ring to the host on a stream of its own. So no stream and no kernel ever
+waits for a comparison, and one costs no more than a few KB copied a few times per second.
 
 Why not let the stream wait until the numbers are equal. It could (two waits per peer), and nothing wrong would then be
 computed at all; but a wait that can never end is the one thing from which a GPU must be rescued, and a rank that is
@@ -28,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, wait_until
+from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.schedule import Schedule
 
 # From the top: the last 14 bits of the micro-batch's turn, 5 of the wave, 10 of the layer, nano-batch, backward,
@@ -100,13 +99,9 @@ def compare(numbers: dict[int, int]) -> str:
     said: dict[str, list[int]] = {}
     for rank, number in sorted(numbers.items()):
         said.setdefault(describe(number), []).append(rank)
+    what = "; ".join(f"{name_ranks(of)} {'are' if len(of) > 1 else 'is'} in {text}" for text, of in said.items())
     if len(said) == 1:
         what = f"all are in {next(iter(said))}, but with different schedules, or after different exchanges"
-    else:
-        what = "; ".join(
-            f"rank {ranks[0]} is in {text}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are in {text}"
-            for text, ranks in said.items()
-        )
     return (
         f"ranks meet in different exchanges of core attention: {what}. Every rank must run the same forwards and "
         "backwards: a script that catches an exception on one rank and goes on must do so on all, or stop"

@@ -46,11 +46,11 @@ def wait_until(
     began = looked = time.monotonic()
     while not (answer := ask()):
         waited_s = (now := time.monotonic()) - began
-        if waited_s > timeout_s:
-            break
         if waited_s > LATE_S:
             when_late(waited_s)
             when_late = _nothing
+        if waited_s > timeout_s:
+            break
         if now - looked > LOOK_S:
             looked = now
             look_around()

@@ -11,7 +11,7 @@ In: a store. Out: what the others said; or a warning, and one CADPeerError, that
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from deepspeed_cad.exchange.failure.patience import LATE_S, wait_until
 from deepspeed_cad.exchange.failure.store import PatientStore
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.native_calls import Table
+from deepspeed_cad.notice import name_ranks
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -52,7 +53,7 @@ def together() -> Iterator[None]:
         torch.cuda.synchronize()
     store, keys = _store(), {rank: f"has/{rank}" for rank in range(dist.get_world_size())}
     if not wait_until(lambda: store.check([*keys.values()]), LATE_S) and (absent := missing(keys, store.check)):
-        raise CADPeerError(f"CAD is on on rank {dist.get_rank()} and not on {_name(absent)}: {_REASONS}")
+        raise CADPeerError(f"CAD is on on rank {dist.get_rank()} and not on {name_ranks(absent)}: {_REASONS}")
 
 
 def call_roll(group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -70,7 +71,7 @@ def call_roll(group: dist.ProcessGroup | None, timeout_s: float) -> None:
     store.add(arrived, 1)
 
     def absent() -> str:
-        return _name([one for one in ranks if store.add(f"sessions/{one}", 0) < turn])
+        return name_ranks([one for one in ranks if store.add(f"sessions/{one}", 0) < turn])
 
     def warn(waited_s: float) -> None:
         logger.warning(
@@ -85,11 +86,6 @@ def call_roll(group: dist.ProcessGroup | None, timeout_s: float) -> None:
 def _store() -> dist.Store:
     # Nothing may set a time-out on it: that reaches the store below, which is the whole job's.
     return dist.PrefixStore("deepspeed_cad/roll_call", dist.distributed_c10d._get_default_store())
-
-
-def _name(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def missing(keys: Mapping[Name, str], are_there: Callable[[list[str]], bool]) -> list[Name]:
