@@ -131,13 +131,13 @@ def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
             for found, link, waves in ((ended, links, plan.waves), (instant, 0.0 * links, 1))
         )
     ran = exposed = 0.0
-    for own, begin, end, best in (
-        (work.forward, start.forward, ended.forward, instant.forward),
-        (work.backward, start.backward, ended.backward, instant.backward),
+    for begin, end, best in (
+        (start.forward, ended.forward, instant.forward),
+        (start.backward, ended.backward, instant.backward),
     ):
         if setting.overlap == "pingpong":
             # One part moves while the other runs what is not attention.
-            end = begin + own + np.maximum(end - own - 2.0 * begin, 0.0)
+            end = np.maximum(best, end - begin.max())
         took = float(end.max()) + _latency(setting) / 2
         ran += took
         exposed += max(0.0, took - float(best.max()))
