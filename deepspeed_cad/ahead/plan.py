@@ -18,7 +18,7 @@ import torch
 from deepspeed_cad.ahead.crew import Crew, widen
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
-from deepspeed_cad.ahead.starts import Beside, starts_in_place
+from deepspeed_cad.ahead.starts import Beside
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.memory import ExchangeMemory, RowBytes, rows_of_layers
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
@@ -34,6 +34,7 @@ from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.begin import begin_in_place
 from deepspeed_cad.planner.constants import WAVES, WAVES_IN_TURN
 from deepspeed_cad.planner.cut import PlanLayers, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Floats, HeadShape, Plan, PlanInput
@@ -301,8 +302,10 @@ class Plans:
         cost, groups = self.cost.cost_for(key.shape), key.shape.groups
         if crew.servers is None:
             # Nano-batches hide from each other when they begin.
-            alone = gathered.cut is None
-            return starts_in_place(gathered.seconds, tick, cost, groups, key.window, crew.speeds) if alone else None
+            if gathered.cut is not None:
+                return None
+            begin = begin_in_place(gathered.seconds, tick, cost, groups, key.window, crew.speeds)
+            return None if begin is None else Starts(begin)
         if gathered.cut is None or self.config.overlap_used != "interleave":
             return None
         return Beside(gathered.seconds, layout, crew.speeds).starts(tick, cost, groups, key.window)

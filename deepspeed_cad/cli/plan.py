@@ -184,6 +184,7 @@ def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.forecast import modes_cad
     from deepspeed_cad.forecast.compare import THREADS, compare
     from deepspeed_cad.forecast.data.checkpoint import read_model_shape
+    from deepspeed_cad.forecast.data.lengths import read_lengths
     from deepspeed_cad.forecast.steps import deal, make_steps, without_cad
 
     for name in ("ranks", "context", "limit", "steps", "micro_batches"):
@@ -200,7 +201,8 @@ def _plan_data(args: argparse.Namespace) -> int:
     setting = read_setting(args, model)
     modes, servers = wanted_modes(args)
     progress = Progress(_say)
-    lengths = _lengths(args, setting.seats)
+    needed = int(1.3 * setting.seats * args.context * args.micro_batches * (args.steps + 1))
+    lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit)
     rows = (args.context, args.packing, args.micro_batches)
     steps = make_steps(lengths, setting, *rows, args.steps)
     if not steps:
@@ -247,16 +249,6 @@ def _plan_data(args: argparse.Namespace) -> int:
         for name in draw(comparison, setting, lengths, args, modes, progress):
             _say(f"drew {name}")
     return 0
-
-
-def _lengths(args: argparse.Namespace, seats: int) -> list[int]:
-    """Documents of a named distribution, of a file of numbers, or of a data set."""
-    from deepspeed_cad.forecast.data.lengths import read_lengths
-    from deepspeed_cad.forecast.data.numbers import draw_named, read_numbers
-
-    needed = int(1.3 * seats * args.context * args.micro_batches * (args.steps + 1))
-    found = draw_named(args.input, needed) or read_numbers(args.input, args.limit)
-    return found or read_lengths(args.input, args.tokenizer, args.field, args.limit)
 
 
 def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace, other: str, hosts: bool) -> str:

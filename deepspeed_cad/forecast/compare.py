@@ -6,11 +6,10 @@ out, and one sentence. Where a mode has a degree (ranks that share a row, server
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
@@ -18,7 +17,6 @@ from deepspeed_cad.forecast import modes, modes_cad
 from deepspeed_cad.forecast.attention_seconds import document_lengths, of_documents
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.step import Foreseen, mean
-from deepspeed_cad.layout import Layout
 
 MODES = {
     "plain": "plain",
@@ -122,29 +120,18 @@ def compare(
         raise CADConfigError("there is no step to foresee")
     found: list[Foreseen] = []
     left_out: dict[str, str] = {}
-    tell = progress or _silent
     for mode in wanted:
         if mode == "cad reserved":
-            counts = _server_counts(setting, steps[0], servers)
-            if isinstance(counts, str):
-                left_out[mode] = counts
-            else:
-                found.append(_reserved(setting, counts, deal or (lambda count: steps), tell))
-            continue
-        choices = _choices(setting, steps[0], mode)
+            choices = _with_servers(setting, steps, servers, deal)
+        else:
+            runs = _runs(setting, steps[0], mode)
+            choices = runs if isinstance(runs, str) else [(run, steps) for run in runs]
         if isinstance(choices, str):
             left_out[mode] = choices
-            continue
-        # CAD's variants are faster in no step and are there for what fits: one step tells.
-        tried = _tried(setting, steps) if len(choices) > 1 and mode != "cad" else steps[:1]
-        run, done = _choose(choices, tried)
-        for number in range(len(done)):
-            tell(mode, number + 1, len(steps))
-        with ThreadPoolExecutor(THREADS) as threads:
-            for one in threads.map(run, steps[len(done) :]):
-                done.append(one)
-                tell(mode, len(done), len(steps))
-        found.append(mean(done))
+        else:
+            # CAD's variants are faster in no step and are there for what fits: one step tells.
+            tried = 1 if mode == "cad" else max(1, min(TRIED_STEPS, ENOUGH_ROWS // setting.seats))
+            found.append(_best(choices, tried, partial(progress, mode) if progress else _silent))
     if not found:
         reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())
         raise CADConfigError(f"no mode that is asked for can run on {setting.cluster.ranks} GPUs: {reasons}")
@@ -237,9 +224,10 @@ def _reason(comparison: Comparison, best: Foreseen) -> str:
 
 
 Run = Callable[[modes.Step], Foreseen]
+Choice = tuple[Run, Sequence[modes.Step]]
 
 
-def _choices(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
+def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     """Ways to run a mode, or why it cannot run."""
     kind, kept = mode.removesuffix(" kept"), mode.endswith(" kept")
     if kept and not setting.checkpointing:
@@ -274,64 +262,48 @@ def _choices(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     raise CADConfigError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
 
 
-def _server_counts(setting: Setting, step: modes.Step, servers: int | None) -> list[int] | str:
-    """How many seats may be reserved, or why none."""
+def _with_servers(
+    setting: Setting, steps: Sequence[modes.Step], servers: int | None, deal: Deal | None
+) -> list[Choice] | str:
+    """Numbers of seats that may be reserved, each with its steps; or why none."""
+    seats, layout = setting.seats, steps[0][0]
     if setting.pipeline > 1:
         return "reserved servers together with pipeline stages are not foreseen"
-    if setting.seats < 2:
+    if seats < 2:
         return "one seat cannot be split into trainers and servers"
-    if servers is None:
-        even = _even(setting, step[0])
+    if servers is not None and not 0 < servers < seats:
+        return f"{servers} servers of {seats} seats leave no server or no trainer"
+    if servers is not None:
+        counts = [servers]
+    else:
+        attention = float(of_documents(layout, setting.cost).total.mean()) * setting.shape.groups * setting.layers
+        attention *= setting.machine.in_training
+        even = modes_cad.even_servers(setting, float(layout.tokens.mean()), attention)
         # Where rows are not equally full the fullest trainer sets the pace, and fewer servers are enough.
-        return sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
-    if not 0 < servers < setting.seats:
-        return f"{servers} servers of {setting.seats} seats leave no server or no trainer"
-    return [servers]
-
-
-def _reserved(setting: Setting, counts: list[int], deal: Deal, tell: Progress) -> Foreseen:
-    """The best of some numbers of servers."""
-
-    def run(count: int, steps: Sequence[modes.Step]) -> Iterator[Foreseen]:
-        with ThreadPoolExecutor(THREADS) as threads:
-            yield from threads.map(partial(modes_cad.reserved, setting, servers=count), steps)
-
-    steps = {count: deal(count) for count in counts}
-    first = {count: list(run(count, _tried(setting, steps[count]))) for count in counts}
-    tried = [mean(first[count]) for count in counts]
-    # The fastest that fits, else the one that needs least memory.
-    best = _fastest([one for one in tried if one.fits]) or min(tried, key=lambda one: one.peak)
-    found: list[Foreseen] = []
-    for one in chain(first[best.degree], run(best.degree, steps[best.degree][len(first[best.degree]) :])):
-        found.append(one)
-        tell("cad reserved", len(found), len(steps[best.degree]))
-    return mean(found)
+        counts = sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
+    return [(partial(modes_cad.reserved, setting, servers=one), deal(one) if deal else steps) for one in counts]
 
 
 def _variant(setting: Setting, name: str, step: modes.Step) -> Foreseen:
     return replace(modes_cad.in_place(setting, step), variant=name)
 
 
-def _even(setting: Setting, layout: Layout) -> int:
-    each = float(of_documents(layout, setting.cost).total.mean())
-    attention = each * setting.shape.groups * setting.layers * setting.machine.in_training
-    return modes_cad.even_servers(setting, float(layout.tokens.mean()), attention)
+def _best(choices: list[Choice], tried: int, tell: Callable[[int, int], None]) -> Foreseen:
+    """The fastest that fits, else the one that needs least memory; the first steps, so many, choose it."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        first = [list(threads.map(run, steps[: tried if len(choices) > 1 else 1])) for run, steps in choices]
+        means = list(map(mean, first))
+        best = means.index(_fastest([one for one in means if one.fits]) or min(means, key=lambda one: one.peak))
+        (run, steps), done = choices[best], first[best]
+        for number in range(len(done)):
+            tell(number + 1, len(steps))
+        for one in threads.map(run, steps[len(done) :]):
+            done.append(one)
+            tell(len(done), len(steps))
+    return mean(done)
 
 
-def _choose(choices: list[Run], steps: Sequence[modes.Step]) -> tuple[Run, list[Foreseen]]:
-    """The fastest that fits, else the one that needs least memory, with what was found of these steps."""
-    tried = [(run, [run(step) for step in steps]) for run in choices]
-    means = [mean(found) for _, found in tried]
-    best = _fastest([one for one in means if one.fits]) or min(means, key=lambda one: one.peak)
-    return tried[means.index(best)]
-
-
-def _tried(setting: Setting, steps: Sequence[modes.Step]) -> Sequence[modes.Step]:
-    """The steps by which a degree is chosen."""
-    return steps[: max(1, min(TRIED_STEPS, ENOUGH_ROWS // setting.seats))]
-
-
-def _silent(mode: str, done: int, steps: int) -> None:
+def _silent(done: int, steps: int) -> None:
     """No progress."""
 
 

@@ -38,6 +38,7 @@ from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.alternation import alternate
+from deepspeed_cad.planner.begin import begin_in_place
 from deepspeed_cad.planner.constants import WAVES_IN_TURN
 from deepspeed_cad.planner.core import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
@@ -63,7 +64,7 @@ def in_place(setting: Setting, step: Sequence[Layout]) -> Foreseen:
         held = landing_bytes(setting, flows, with_outputs=stages > 1) + (served_bytes(setting, flows) * (stages == 1))
         tokens = most if stages > 1 else float(layout.tokens.max())
         peak = max(peak, held + activation_bytes(setting, tokens, in_flight, kept=True))
-    ran, *parts = np.sum(met, 0)
+    ran, *parts = map(float, np.sum(met, 0))
     again = RECOMPUTED if setting.checkpointing and setting.recompute_attention else 1.0
     return compose(
         setting,
@@ -130,13 +131,13 @@ def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
             for found, link, waves in ((ended, links, plan.waves), (instant, 0.0 * links, 1))
         )
     ran = exposed = 0.0
-    for own, begin, end, best in (
-        (work.forward, start.forward, ended.forward, instant.forward),
-        (work.backward, start.backward, ended.backward, instant.backward),
+    for begin, end, best in (
+        (start.forward, ended.forward, instant.forward),
+        (start.backward, ended.backward, instant.backward),
     ):
         if setting.overlap == "pingpong":
             # One part moves while the other runs what is not attention.
-            end = begin + own + np.maximum(end - own - 2.0 * begin, 0.0)
+            end = np.maximum(best, end - begin.max())
         took = float(end.max()) + _latency(setting) / 2
         ran += took
         exposed += max(0.0, took - float(best.max()))
@@ -146,9 +147,23 @@ def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
 
 
 def plan_in_place(setting: Setting, layout: Layout) -> Plan:
-    """The plan of a micro-batch as training makes it, with waves as transports take them: between hosts."""
-    hosts = setting.all_hosts
-    return make_plan(question(setting, layout.tick(), waves=(1,) if hosts is None else setting.waves))
+    """The plan of a micro-batch as training makes it, with waves as transports take them: between hosts.
+
+    Training measures what is not attention, but in pipelines and where attention runs again.
+    """
+    tick, begin = layout.tick(), None
+    if setting.pipeline == 1 and not setting.recompute_attention and setting.believed is None:
+        seconds = np.full(layout.ranks, float(_one_layer(setting).total[0]))
+        begin = begin_in_place(seconds, tick, setting.cost, setting.shape.groups, None)
+    return make_plan(question(setting, tick, begin, waves=(1,) if setting.all_hosts is None else setting.waves))
+
+
+def _one_layer(setting: Setting) -> Both:
+    """[1] seconds per token of what is not attention in one layer, without head and loss."""
+    other = non_attention(setting, np.ones(1))
+    each = other.layers + other.tensor
+    loss = 0.0 if setting.pipeline > 1 else setting.work.loss
+    return Both(each.forward / setting.layers, (each.backward - loss) / setting.layers)
 
 
 def question(setting: Setting, tick: Tick, base_load: Floats | None = None, waves: tuple[int, ...] = (1,)) -> PlanInput:
@@ -198,7 +213,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         at_servers = replace(setting, keep="device")
         held = sum(landing_bytes(setting, one) + served_bytes(at_servers, one) for one in found.flows)
         peak = max(peak, held + activation_bytes(setting, float(tokens.max()), kept=True, waiting=found.waiting))
-    ran, *parts = np.sum(met, 0)
+    ran, *parts = map(float, np.sum(met, 0))
     return compose(
         setting,
         "cad reserved",
@@ -249,11 +264,8 @@ def _in_turn(setting: Setting, rows: Layout) -> _Met:
 
 def _alternate(setting: Setting, rows: Layout, trainers: int) -> _Met:
     """Two parts, cut and planned as training does it, or one where documents span trainers."""
-    other, loss = non_attention(setting, np.ones(1)), setting.work.loss
-    each = other.layers + other.tensor
-    # Head and loss are no part of the layers between which servers attend.
-    each = Both(each.forward / setting.layers, (each.backward - loss) / setting.layers)
-    per_token, seats = float(each.total[0]), setting.seats
+    each, loss, seats = _one_layer(setting), setting.work.loss, setting.seats
+    per_token = float(each.total[0])
     kinds = [PlanLayers(setting.cost, None, setting.shape.groups)]
     cut = choose_interleaved_cut(rows, np.ones(seats, np.int64), kinds, seats - trainers, per_token, trainers)
     ticks = (rows.tick(),) if cut is None else rows.cut(cut)

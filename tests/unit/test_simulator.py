@@ -302,6 +302,17 @@ def test_slow_links_are_seen_by_the_plan_and_by_the_seconds() -> None:
     assert hidden.between == pytest.approx(shown.between) and hidden.seconds.exchange < shown.seconds.exchange
 
 
+def test_rows_that_are_not_equally_full_get_whole_layers_made_even() -> None:
+    """The rank with fewer tokens begins its long document while the other one is outside attention."""
+    layout = Layout.from_rank_lengths([[4096] * 16, [39322]])
+    own = setting(2, tolerance=0.01, optimizer=False)
+    found, attention_alone = (modes_cad.in_place(one, [layout]) for one in (own, replace(own, believed=COST)))
+    even = found.seconds.total - found.seconds.waiting
+    # Head and loss are no part of a layer.
+    loss = own.work.loss * (65536 - 39322) / 2
+    assert found.seconds.total - loss < 1.04 * even < attention_alone.seconds.total / 1.1
+
+
 @pytest.mark.parametrize("documents", [[16384], [2048] * 8], ids=["long", "short"])
 def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]) -> None:
     layout = Layout.from_rank_lengths([documents] * 4)

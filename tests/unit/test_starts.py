@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cad.ahead.starts import starts_in_place
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.planner.begin import begin_in_place
 from deepspeed_cad.planner.plan import Plan
 
 SHAPE = HeadShape(8, 2, 64, 64, 2)
@@ -21,8 +21,7 @@ COST = CostModel("a nanosecond per pair", "seconds", pair=1e-9)
 
 def planned(layout: Layout, seconds: np.ndarray, knows: bool = True) -> Plan:
     tick = layout.tick()
-    starts = starts_in_place(seconds, tick, COST, SHAPE.groups, None) if knows else None
-    base = None if starts is None else starts.begin
+    base = begin_in_place(seconds, tick, COST, SHAPE.groups, None) if knows else None
     return make_plan(PlanInput(tick, SHAPE, COST, tolerance=0.01, granularity=16, base_load=base))
 
 
@@ -67,7 +66,7 @@ def test_a_rank_with_nothing_of_its_own_is_not_counted_on_before_others_arrive()
     """Rank 1 is idle until rank 0 comes: from there on both attend, and neither is late."""
     layout = Layout.from_rank_lengths([[8192], []])
     seconds = np.full(2, 1e-4)
-    starts = starts_in_place(seconds, layout.tick(), COST, SHAPE.groups, None)
+    starts = begin_in_place(seconds, layout.tick(), COST, SHAPE.groups, None)
     assert starts is None, "both begin when rank 0 does"
     end = ends(layout, planned(layout, seconds), seconds)
     assert end[0] == pytest.approx(end[1], rel=0.02)
@@ -75,9 +74,9 @@ def test_a_rank_with_nothing_of_its_own_is_not_counted_on_before_others_arrive()
 
 def test_rows_that_read_keys_of_a_late_rank_fill_no_time() -> None:
     tick = Layout.from_stream([16384], 2, 8192).tick()
-    assert starts_in_place(np.array([2e-6, 1e-6]), tick, COST, SHAPE.groups, None) is None
-    starts = starts_in_place(np.array([1e-6, 2e-6]), tick, COST, SHAPE.groups, None)
-    assert starts is not None and starts.begin == pytest.approx([0.0, 8192e-6]), "earlier rows read no later ones"
+    assert begin_in_place(np.array([2e-6, 1e-6]), tick, COST, SHAPE.groups, None) is None
+    starts = begin_in_place(np.array([1e-6, 2e-6]), tick, COST, SHAPE.groups, None)
+    assert starts is not None and starts == pytest.approx([0.0, 8192e-6]), "earlier rows read no later ones"
 
 
 @settings(max_examples=80, deadline=None)

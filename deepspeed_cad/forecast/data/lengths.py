@@ -1,71 +1,120 @@
-"""Document lengths in tokens, from a data set.
+"""Document lengths in tokens: a named distribution, a file of numbers, or a data set.
 
-In: files and folders as `data.py` reads them; a tokenizer where the data is text. Out: a list of lengths in the order
-of the data.
+In: what was given as input; a tokenizer where the data is text. Out: a list of lengths in the order of the data.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.forecast.data.documents import documents
+from deepspeed_cad.forecast.distributions import NAMED
 
 BATCH = 256
+"""Texts that are tokenized at a time."""
+NUMBERS = re.compile(r"[\s\[\],\d.eE+-]*\d[\s\[\],\d.eE+-]*")
+"""What a file of lengths consists of."""
+LIST = re.compile(r"\s*\[\s*[\d.+-]")
+"""How a JSON list of lengths begins."""
+MOST_DRAWN = 20_000_000
+"""Documents of a named distribution: about a gigabyte of numbers."""
+MEAN_OF = 100_000_000
+"""Tokens by which the mean length of a distribution is found."""
+BEGIN = 4096
+"""Bytes that are looked at to tell a file of lengths from text."""
 
 
-def read_lengths(places: Sequence[str], tokenizer: str | None, field: str | None, limit: int) -> list[int]:
-    """Lengths of the first `limit` documents that are not empty.
+def read_lengths(places: Sequence[str], needed: int, tokenizer: str | None, field: str | None, limit: int) -> list[int]:
+    """Lengths of the first `limit` documents that are not empty; of a named distribution at least `needed` tokens.
 
-    Raises CADDataError naming what is missing or unreadable.
+    Raises CADDataError naming what is missing or unreadable, or line by line what is no length.
     """
+    if len(places) == 1 and places[0] in NAMED and not Path(places[0]).exists():
+        return _draw(places[0], needed)
+    paths = [Path(place) for place in places]
+    if paths and all(path.is_file() and _is_numbers(path) for path in paths):
+        return [length for path in paths for length in _parse(path)][:limit]
+    return _of_documents(places, tokenizer, field, limit)
+
+
+def _draw(name: str, tokens: int) -> list[int]:
+    some = NAMED[name].draw(MEAN_OF)
+    count = tokens * len(some) / sum(some)
+    if count > MOST_DRAWN:
+        raise CADDataError(
+            f"{name}: {count:.1e} documents would be drawn, more than {MOST_DRAWN:.0e}: ask for fewer --ranks, "
+            "--steps or --micro-batches, or a smaller --context"
+        )
+    return NAMED[name].draw(tokens)
+
+
+def _is_numbers(path: Path) -> bool:
+    """Whether a file holds lengths. Raises CADDataError where it holds nothing."""
+    with path.open("rb") as file:
+        begin = file.read(BEGIN)
+    if begin.strip() in (b"", b"[]"):
+        raise CADDataError(f"{path} is empty: it holds neither documents nor lengths")
+    if not begin.isascii():
+        return bool(LIST.match(begin.decode("ascii", errors="replace")))
+    if LIST.match(begin.decode()) or NUMBERS.fullmatch(begin.decode()):
+        return True
+    # Where every second line is a length the others are mistakes, which are to be named.
+    lines = [line.strip() for line in begin.splitlines() if line.strip()]
+    return 2 * sum(line.isdigit() for line in lines) >= len(lines)
+
+
+def _parse(path: Path) -> list[int]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    values: list[tuple[str, Any]]
+    if text.lstrip().startswith("["):
+        try:
+            values = [(f"entry {number}", value) for number, value in enumerate(json.loads(text))]
+        except ValueError as error:
+            raise CADDataError(f"{path} is not a JSON list of lengths: {error}") from error
+    else:
+        lines = [(f"line {number}", line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        values = [(place, int(line) if line.isdigit() else line) for place, line in lines]
+    for place, value in values:
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise CADDataError(f"{path}, {place}: {value!r}; expected the tokens of a document, a whole number above 0")
+    return [value for _, value in values]
+
+
+def _of_documents(places: Sequence[str], tokenizer: str | None, field: str | None, limit: int) -> list[int]:
     lengths: list[int] = []
     texts: list[str] = []
-    tools = _Texts(tokenizer)
+    tokenize: Callable[..., Any] | None = None  # loaded when the first text is met
     for document in documents(places, field):
         if len(lengths) + len(texts) >= limit:
             break
         if isinstance(document, list) and document and isinstance(document[0], int):
             lengths.append(len(document))
-            continue
-        if document:
-            texts.append(document if isinstance(document, str) else tools.joined(document))
+        elif document:
+            tokenize = tokenize or _load_tokenizer(tokenizer)
+            texts.append(document if isinstance(document, str) else _joined(tokenize, document))
         if len(texts) == BATCH:
-            lengths += tools.lengths(texts)
+            lengths += _count(tokenize, texts)
             texts = []
-    lengths += tools.lengths(texts)
-    lengths = [length for length in lengths if length]
+    lengths = [length for length in lengths + _count(tokenize, texts) if length]
     if not lengths:
         raise CADDataError(f"{' '.join(places)} holds no documents")
     return lengths
 
 
-class _Texts:
-    """A tokenizer that is loaded when the first text is met."""
+def _count(tokenize: Callable[..., Any] | None, texts: list[str]) -> list[int]:
+    return [len(ids) for ids in tokenize(texts, verbose=False)["input_ids"]] if tokenize and texts else []
 
-    def __init__(self, name: str | None) -> None:
-        self._name = name
-        self._loaded: Callable[..., Any] | None = None
 
-    def lengths(self, texts: list[str]) -> list[int]:
-        """Tokens of each text."""
-        if not texts:
-            return []
-        found = self._tokenizer()(texts, verbose=False)["input_ids"]
-        return [len(ids) for ids in found]
-
-    def joined(self, messages: list[dict[str, Any]]) -> str:
-        """A chat as the tokenizer's template writes it; without a template, its contents one after the other."""
-        tokenizer: Any = self._tokenizer()
-        if getattr(tokenizer, "chat_template", None):
-            return str(tokenizer.apply_chat_template(messages, tokenize=False))
-        return "\n".join(str(message.get("content", "")) for message in messages)
-
-    def _tokenizer(self) -> Callable[..., Any]:
-        if self._loaded is None:
-            self._loaded = _load_tokenizer(self._name)
-        return self._loaded
+def _joined(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """A chat as the tokenizer's template writes it; without a template, its contents one after the other."""
+    if getattr(tokenizer, "chat_template", None):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    return "\n".join(str(message.get("content", "")) for message in messages)
 
 
 def _load_tokenizer(name: str | None) -> Callable[..., Any]:
