@@ -74,6 +74,7 @@ def _serve(rank: int, pipe: Connection) -> None:
                     world_size=world,
                     timeout=timedelta(seconds=timeout),
                 )
+                dist.barrier()  # one that is done at once would leave while others still connect to it
             answer = (True, function(rank, world, *args))
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
@@ -84,6 +85,8 @@ def _serve(rank: int, pipe: Connection) -> None:
             close_session()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # Groups have numbers: where one could not be made, the next one would have another here than elsewhere.
+            dist.distributed_c10d._world.group_count = 0
         # Process groups that an error's traceback held would be freed at any later time, and wait for each other.
         gc.collect()
         pipe.send(answer)

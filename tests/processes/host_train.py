@@ -125,8 +125,13 @@ def main() -> None:
         rank, asked
     )
     print(json.dumps(found), flush=True)
-    # Other ranks may still read the store.
-    time.sleep(asked.get("linger_s", 0.5))
+    # Other ranks may still read the store, which is rank 0's.
+    if "error" in found:
+        time.sleep(asked["linger_s"])
+    else:
+        store.add("done", 1)
+        while rank == 0 and store.add("done", 0) < ranks:
+            time.sleep(0.05)
     os._exit(0)
 
 
