@@ -33,7 +33,7 @@ ALLOWED = [
     ("memory", 0.25),
     ("documents", "keep"),
     ("look_ahead", 0),
-    ("timeout_s", 5),
+    ("timeout_s", 0.5),
     ("check", "off"),
     ("verify", 3),
 ]
