@@ -17,7 +17,8 @@ from deepspeed_cad.layout import Layout, Segments
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
 from deepspeed_cad.planner.alternation import alternate
 from deepspeed_cad.planner.checks import check_coverage, check_cuts
-from deepspeed_cad.planner.core import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, Solution
+from deepspeed_cad.planner.core import Solution
+from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 
 SECONDS = CostModel("h", "seconds", pair=1e-9, row=2e-9, key=2.5e-7, task=1e-6)
 

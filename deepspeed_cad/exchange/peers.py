@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from deepspeed_cad.exchange.failure.store import MemoryStore
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import (
     Group,
@@ -24,6 +23,7 @@ from deepspeed_cad.exchange.group import (
     size_of,
     store_of,
 )
+from deepspeed_cad.exchange.memory_store import MemoryStore
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 
 

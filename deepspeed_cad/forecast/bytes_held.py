@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_cad.forecast.setting import Setting
-from deepspeed_cad.planner.core import O_RECEIVED, QKV_SENT, Flows
+from deepspeed_cad.planner.plan import O_RECEIVED, QKV_SENT, Flows
 
 MLP_TENSORS = 7.0
 HIDDEN_TENSORS = 9.4

@@ -14,9 +14,8 @@ from deepspeed_cad.forecast.attention_seconds import Both, Floats
 from deepspeed_cad.forecast.machine import Machine
 from deepspeed_cad.layout import Ints, Segments
 from deepspeed_cad.planner.constants import IN_PLACE, WAVE_SECONDS
-from deepspeed_cad.planner.core import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 from deepspeed_cad.planner.finish import Routes, Trip, end_of_pass
-from deepspeed_cad.planner.plan import Bools, Plan
+from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Bools, Flows, Plan
 
 
 def moved_bytes(flows: Flows) -> Floats:

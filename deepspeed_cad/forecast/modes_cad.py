@@ -40,9 +40,8 @@ from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.alternation import alternate
 from deepspeed_cad.planner.begin import begin_in_place
 from deepspeed_cad.planner.constants import WAVES_IN_TURN
-from deepspeed_cad.planner.core import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
-from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, Plan, PlanInput
 
 EXCHANGES = 2
 """Of a layer's forward or backward: there and back."""

@@ -45,7 +45,7 @@ csrc/planner_constants.h; each number stands with where it comes from.
 The core works on `Columns` (planner.h, planner_columns.cpp): for each (document, head group) a list of cells, rows
 [begin, end) with who runs them and where their tokens are. `Columns::move` is the only step that changes them, beside
 `place`, which deals out in 7; both keep each rank's load and the bytes that reach it. In the end equal neighbours
-become tasks, and planner_flows.cpp counts what they move (`Flows` in core.py).
+become tasks, and planner_flows.cpp counts what they move (`Flows` in plan.py).
 
 To change it: change the C++, run `make native`, then tests/unit/test_planner*.py and `python benchmarks/planner.py`.
 The tests know nothing of how a plan is found: they check that it is one (tests/plan_checks.py: each row of each head

@@ -8,18 +8,13 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 
 import numpy as np
 
 from deepspeed_cad.layout import Ints, Segments
 from deepspeed_cad.native import call
 from deepspeed_cad.planner.constants import BAND, HOST_BORDER, IN_PLACE, READ_FROM
-from deepspeed_cad.planner.plan import Floats, PlanInput
-
-QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED = range(4)
-"""Rows of `Flows.bytes`: dispatched by a home, received by a server; returned by a server, received by a home."""
-INSIDE, BETWEEN = range(2)
+from deepspeed_cad.planner.plan import Floats, Flows, PlanInput
 
 
 class Units(IntEnum):
@@ -47,44 +42,6 @@ class Aim:
     kept: int = -1
     """Segments, the first of every document on many ranks, that begin at home while all its other rows begin dealt out
     by head groups; -1: all rows begin at home."""
-
-
-@dataclass(frozen=True, eq=False)
-class Flows:
-    """What a plan moves between ranks in one layer's forward, as the model of transfers needs it (finish.py).
-
-    Per head group: Q of every row that is not at home on its server goes from the home to the server, and O of the same
-    rows goes back. Of K and V a server receives each row that it reads of a (document, head group) and does not hold
-    itself, once, from the row's home.
-    """
-
-    bytes: Ints
-    """[4, 2, ranks]: of what (see above), inside a host or between hosts, for each rank."""
-    waiting: Floats
-    """[ranks]: work of tasks that read anything from another rank, in the unit of the cost model times speed."""
-    pairs: Ints
-    """[n, 3]: home, server, and whether Q and O travel beside K and V; ordered."""
-    parts: Floats
-    """[ranks]: head groups of documents with such work, which waves do not cut."""
-    served: Ints
-    """[2, ranks]: query and KV rows times head groups that lie side by side at each server to be run, its own among
-    them; what finds all that it reads at home in one piece runs there and is not among them. Nor are query rows of a
-    server's own that only read keys of others, where they are a large share of its rows (IN_PLACE)."""
-
-    @cached_property
-    def sent(self) -> Ints:
-        """[ranks]: bytes that leave each rank."""
-        return self.bytes[[QKV_SENT, O_SENT]].sum((0, 1))
-
-    @cached_property
-    def received(self) -> Ints:
-        """[ranks]: bytes that reach each rank."""
-        return self.bytes[[QKV_RECEIVED, O_RECEIVED]].sum((0, 1))
-
-    @cached_property
-    def between(self) -> int:
-        """Bytes between hosts, of all ranks."""
-        return int(self.bytes[[QKV_SENT, O_SENT], BETWEEN].sum())
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,8 +29,19 @@ import numpy as np
 
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.constants import BISECTIONS, FORWARD_SHARE, TRAVELS, WAVE_SECONDS
-from deepspeed_cad.planner.core import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
-from deepspeed_cad.planner.plan import Alternation, Bools, Floats, PlanInput
+from deepspeed_cad.planner.plan import (
+    BETWEEN,
+    INSIDE,
+    O_RECEIVED,
+    O_SENT,
+    QKV_RECEIVED,
+    QKV_SENT,
+    Alternation,
+    Bools,
+    Floats,
+    Flows,
+    PlanInput,
+)
 
 
 class Routes(NamedTuple):

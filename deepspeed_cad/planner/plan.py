@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,12 @@ import numpy.typing as npt
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Ints, Tick
 
-if TYPE_CHECKING:
-    from deepspeed_cad.planner.core import Flows
-
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+
+QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED = range(4)
+"""Rows of `Flows.bytes`: dispatched by a home, received by a server; returned by a server, received by a home."""
+INSIDE, BETWEEN = range(2)
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,44 @@ class PlanInput:
 
     def _per_rank(self, values: Floats | None, default: float) -> Floats:
         return np.full(self.tick.ranks, default) if values is None else np.ascontiguousarray(values, np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Flows:
+    """What a plan moves between ranks in one layer's forward, as the model of transfers needs it (finish.py).
+
+    Per head group: Q of every row that is not at home on its server goes from the home to the server, and O of the same
+    rows goes back. Of K and V a server receives each row that it reads of a (document, head group) and does not hold
+    itself, once, from the row's home.
+    """
+
+    bytes: Ints
+    """[4, 2, ranks]: of what (see above), inside a host or between hosts, for each rank."""
+    waiting: Floats
+    """[ranks]: work of tasks that read anything from another rank, in the unit of the cost model times speed."""
+    pairs: Ints
+    """[n, 3]: home, server, and whether Q and O travel beside K and V; ordered."""
+    parts: Floats
+    """[ranks]: head groups of documents with such work, which waves do not cut."""
+    served: Ints
+    """[2, ranks]: query and KV rows times head groups that lie side by side at each server to be run, its own among
+    them; what finds all that it reads at home in one piece runs there and is not among them. Nor are query rows of a
+    server's own that only read keys of others, where they are a large share of its rows (IN_PLACE)."""
+
+    @cached_property
+    def sent(self) -> Ints:
+        """[ranks]: bytes that leave each rank."""
+        return self.bytes[[QKV_SENT, O_SENT]].sum((0, 1))
+
+    @cached_property
+    def received(self) -> Ints:
+        """[ranks]: bytes that reach each rank."""
+        return self.bytes[[QKV_RECEIVED, O_RECEIVED]].sum((0, 1))
+
+    @cached_property
+    def between(self) -> int:
+        """Bytes between hosts, of all ranks."""
+        return int(self.bytes[[QKV_SENT, O_SENT], BETWEEN].sum())
 
 
 @dataclass(frozen=True, eq=False)

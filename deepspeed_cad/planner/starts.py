@@ -14,19 +14,9 @@ import numpy as np
 
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.constants import BAND, FINER, KEPT, LIGHTER, READ_FROM, WORTH
-from deepspeed_cad.planner.core import (
-    O_RECEIVED,
-    O_SENT,
-    QKV_RECEIVED,
-    QKV_SENT,
-    Aim,
-    Flows,
-    Solution,
-    link_weights,
-    solve,
-)
+from deepspeed_cad.planner.core import Aim, Solution, link_weights, solve
 from deepspeed_cad.planner.finish import common_finish, finish_best
-from deepspeed_cad.planner.plan import PlanInput
+from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, PlanInput
 
 
 def best_start(problem: PlanInput, at_home: Solution) -> Solution:

@@ -23,9 +23,9 @@ from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Comparison
 from deepspeed_cad.exchange.failure.roll_call import RollCall
-from deepspeed_cad.exchange.failure.store import MemoryStore
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import OwnGroup
+from deepspeed_cad.exchange.memory_store import MemoryStore
 from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.nvlink import NvlinkTransport

@@ -15,8 +15,8 @@ import pytest
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, answer, make_plan
-from deepspeed_cad.planner.core import Aim, Flows, Solution
-from deepspeed_cad.planner.plan import Plan
+from deepspeed_cad.planner.core import Aim, Solution
+from deepspeed_cad.planner.plan import Flows, Plan
 
 SHAPE = HeadShape(8, 4, 16, 16, 2)
 TICK = Layout.from_rank_lengths([[10], [10]]).tick()

@@ -13,8 +13,9 @@ from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import PlanInput, finish
 from deepspeed_cad.planner.constants import UNBOUNDED
-from deepspeed_cad.planner.core import Aim, Flows, solve
+from deepspeed_cad.planner.core import Aim, solve
 from deepspeed_cad.planner.finish import common_finish, finish_times
+from deepspeed_cad.planner.plan import Flows
 
 LINKS = CostModel(byte_inside=2.0, byte_between=20.0)
 """A byte takes one second inside a host and ten between hosts."""

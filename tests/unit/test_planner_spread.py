@@ -17,8 +17,9 @@ from deepspeed_cad.layout import Layout, Segments, Tick
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan, starts
 from deepspeed_cad.planner.checks import check_coverage, check_cuts
 from deepspeed_cad.planner.constants import FINER
-from deepspeed_cad.planner.core import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Aim, Solution, solve
+from deepspeed_cad.planner.core import Aim, Solution, solve
 from deepspeed_cad.planner.own_rows import split_own_rows
+from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
 from deepspeed_cad.planner.question import with_links
 from deepspeed_cad.planner.starts import burden, landing
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, build_slices

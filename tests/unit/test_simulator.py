@@ -29,8 +29,7 @@ from deepspeed_cad.forecast.schedule import non_attention, weight_seconds
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
-from deepspeed_cad.planner.core import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
-from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, Plan, PlanInput
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 MODEL = ModelShape(layers=4, hidden=4096, intermediate=14336, vocabulary=32000)
