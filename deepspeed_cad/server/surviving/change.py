@@ -289,7 +289,7 @@ class SurvivingServers(ReservedServers):
         """What has changed, in words."""
         now, gone = self.members.servers, self.link.gone
         changes = [
-            f"server {number} ended: {gone.get(number, 'a trainer lost it')}"
+            f"server {number} ended: {gone[number]}"
             for number in before.servers if number not in now
         ] + [f"server {number} came" for number in now if number not in before.servers]  # fmt: skip
         rest = f"server{'s' * (len(now) > 1)} {', '.join(map(str, now))}" if now else "the trainers alone"

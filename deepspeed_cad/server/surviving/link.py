@@ -30,6 +30,8 @@ class SurvivingLink(ServerLink):
             if head is not None:
                 self._send(servers, encode(head))
             for server in [server for server in self._connections if server not in servers]:
+                # That its socket ends here says nothing of it.
+                self.gone.setdefault(server, "a trainer lost it")
                 with suppress(OSError):  # it has gone already
                     # The thread that listens is to see its end, so that it forgets it.
                     self._connections.pop(server).shutdown(socket.SHUT_RDWR)
