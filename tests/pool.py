@@ -54,6 +54,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     # What was imported before the fork stays: collections after each case need not look at it.
     gc.freeze()
+    pipe.send(None)
     while True:
         try:
             task = pipe.recv()
@@ -137,11 +138,14 @@ class WorkerPool:
         `mortal`: ranks that may die or be stopped, which is no reason to hurry the others. Those that are stopped are
         killed when the others have answered.
         """
-        while len(self._workers) < world:
-            self._workers.append(self._start(len(self._workers)))
+        started = list(range(len(self._workers), world))
+        self._workers += [self._start(rank) for rank in started]
         for rank, (process, _) in enumerate(self._workers):
             if not process.is_alive():
                 self._workers[rank] = self._start(rank)
+                started.append(rank)
+        for rank in set(started):
+            self._workers[rank][1].recv()  # what it imports is no part of the case's time
         with tempfile.TemporaryDirectory() as folder:
             for _, pipe in self._workers[:world]:
                 pipe.send((function, world, os.path.join(folder, "store"), timeout, once, joined, args))
