@@ -101,19 +101,20 @@ class Progress:
 
 def table(comparison: Comparison) -> list[str]:
     """Lines: what every mode would do, why modes are left out, what does not fit."""
-    plain, other = comparison.of("plain"), comparison.best_other
+    others = comparison.of("plain"), comparison.of("plain kept"), comparison.best_other
     width = max([len(label(one)) for one in comparison.found] + [20]) + 2
     lines = [
-        f"{'':{width}}{'tokens/s':>9}{'':>9}{'÷ best':>8}{'idle':>7}{'GB moved, a GPU':>18}{'peak':>8}{'exposed':>9}",
-        f"{'':{width}}{'/GPU':>9}{'÷ plain':>9}{'other':>8}{'%':>7}{'inside':>9}{'between':>9}{'GiB':>8}{'exch. %':>9}",
+        f"{'':{width}}{'tokens/s':>9}{'':>9}{'÷ plain,':>9}{'÷ best':>8}{'idle':>7}{'GB moved, a GPU':>18}{'peak':>8}"
+        f"{'exposed':>9}",
+        f"{'':{width}}{'/GPU':>9}{'÷ plain':>9}{'kept':>9}{'other':>8}{'%':>7}{'inside':>9}{'between':>9}{'GiB':>8}"
+        f"{'exch. %':>9}",
     ]
     for one in comparison.found:
         speed = one.tokens_per_second
-        by_plain = f"{speed / plain.tokens_per_second:.2f}" if plain else ""
-        by_other = f"{speed / other.tokens_per_second:.2f}" if other else ""
+        ratios = [f"{speed / other.tokens_per_second:.2f}" if other else "" for other in others]
         exposed = one.seconds.exchange / one.seconds.total
         lines.append(
-            f"{label(one):{width}}{speed:>9,.0f}{by_plain:>9}{by_other:>8}{100 * one.idle:>7.1f}"
+            f"{label(one):{width}}{speed:>9,.0f}{ratios[0]:>9}{ratios[1]:>9}{ratios[2]:>8}{100 * one.idle:>7.1f}"
             f"{one.inside / 1e9:>9.2f}{one.between / 1e9:>9.2f}{one.peak / 2**30:>8.1f}{100 * exposed:>9.2f}"
         )
     if not all(one.measured for one in comparison.found):
