@@ -101,19 +101,20 @@ class Progress:
 
 def table(comparison: Comparison) -> list[str]:
     """Lines: what every mode would do, why modes are left out, what does not fit."""
-    plain, other = comparison.of("plain"), comparison.best_other
+    others = comparison.of("plain"), comparison.of("plain kept"), comparison.best_other
     width = max([len(label(one)) for one in comparison.found] + [20]) + 2
     lines = [
-        f"{'':{width}}{'tokens/s':>9}{'':>9}{'÷ best':>8}{'idle':>7}{'GB moved, a GPU':>18}{'peak':>8}{'exposed':>9}",
-        f"{'':{width}}{'/GPU':>9}{'÷ plain':>9}{'other':>8}{'%':>7}{'inside':>9}{'between':>9}{'GiB':>8}{'exch. %':>9}",
+        f"{'':{width}}{'tokens/s':>9}{'':>9}{'÷ plain,':>9}{'÷ best':>8}{'idle':>7}{'GB moved, a GPU':>18}{'peak':>8}"
+        f"{'exposed':>9}",
+        f"{'':{width}}{'/GPU':>9}{'÷ plain':>9}{'kept':>9}{'other':>8}{'%':>7}{'inside':>9}{'between':>9}{'GiB':>8}"
+        f"{'exch. %':>9}",
     ]
     for one in comparison.found:
         speed = one.tokens_per_second
-        by_plain = f"{speed / plain.tokens_per_second:.2f}" if plain else ""
-        by_other = f"{speed / other.tokens_per_second:.2f}" if other else ""
+        ratios = [f"{speed / other.tokens_per_second:.2f}" if other else "" for other in others]
         exposed = one.seconds.exchange / one.seconds.total
         lines.append(
-            f"{label(one):{width}}{speed:>9,.0f}{by_plain:>9}{by_other:>8}{100 * one.idle:>7.1f}"
+            f"{label(one):{width}}{speed:>9,.0f}{ratios[0]:>9}{ratios[1]:>9}{ratios[2]:>8}{100 * one.idle:>7.1f}"
             f"{one.inside / 1e9:>9.2f}{one.between / 1e9:>9.2f}{one.peak / 2**30:>8.1f}{100 * exposed:>9.2f}"
         )
     if not all(one.measured for one in comparison.found):
@@ -148,8 +149,7 @@ def draw(
     progress: Progress,
 ) -> list[str]:
     """Write four pictures into the folder --pictures; returns their names."""
-    from deepspeed_cad.forecast.picture import draw_curve, draw_step
-    from deepspeed_cad.forecast.sweep import around, sweep
+    from deepspeed_cad.forecast.picture import around, draw_curve, draw_step, sweep
 
     folder = make_folder(args.pictures)
 
@@ -167,26 +167,20 @@ def draw(
             raise CADDataError(f"no step of {ranks} ranks with {context} tokens")
         return compare(other, steps, modes, servers, deal=deal(data, other, *rows, len(steps)))
 
-    unit = setting.tensor * setting.pipeline
-    ranks = around(args.ranks, 2 * unit, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))
+    ranks = around(args.ranks, 2 * setting.tensor * setting.pipeline, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))
     contexts = around(args.context, 1024, (1 / 4, 1 / 2, 1, 2, 4))
-    draw_step(comparison, str(folder / "step.png"))
-    over_ranks = sweep("GPUs", ranks, lambda one: at(one, args.context, None, names), names, progress.tell)
-    draw_curve(over_ranks, str(folder / "ranks.png"))
-    over_context = sweep(
-        "tokens a GPU packs", contexts, lambda one: at(args.ranks, one, None, names), names, progress.tell
-    )
-    draw_curve(over_context, str(folder / "context.png"))
-    written = ["step.png", "ranks.png", "context.png"]
+    curves: dict[str, tuple[str, list[int], Sequence[str], Callable[[int], Comparison]]] = {
+        "ranks": ("GPUs", ranks, names, lambda one: at(one, args.context, None, names)),
+        "context": ("tokens a GPU packs", contexts, names, lambda one: at(args.ranks, one, None, names)),
+    }
     if setting.pipeline == 1 and setting.seats > 1:
         counts = sorted({max(1, setting.seats * share // 16) for share in (1, 2, 3, 4, 6, 8)} - {setting.seats})
         both = ["cad reserved", "cad"]
-        reserved = sweep(
-            "reserved servers", counts, lambda one: at(args.ranks, args.context, one, both), both, progress.tell
-        )
-        draw_curve(reserved, str(folder / "reserved.png"))
-        written.append("reserved.png")
-    return [str(folder / name) for name in written]
+        curves["reserved"] = "reserved servers", counts, both, lambda one: at(args.ranks, args.context, one, both)
+    draw_step(comparison, str(folder / "step.png"))
+    for name, (over, values, modes, compared) in curves.items():
+        draw_curve(sweep(over, values, compared, modes, progress.tell), str(folder / f"{name}.png"))
+    return [str(folder / f"{name}.png") for name in ("step", *curves)]
 
 
 def _speed(given: float | None, where: str) -> float | None:

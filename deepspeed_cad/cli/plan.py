@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_cad.errors import CADConfigError, CADDataError
-from deepspeed_cad.forecast import Foreseen
+from deepspeed_cad.forecast import Foreseen, Setting
 from deepspeed_cad.forecast.compare import MODES
 from deepspeed_cad.forecast.data.documents import FIELDS
 from deepspeed_cad.forecast.distributions import NAMED
@@ -228,7 +228,8 @@ def _plan_data(args: argparse.Namespace) -> int:
             replace(outlook, gain=before / after)
             for outlook, before, after in zip(outlooks, other.steps, cad.steps, strict=True)
         ]
-    _say(_table(lengths, outlooks, args, _named(other) if cad else "without it", setting.hosts is not None))
+    full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
+    _say(_table(lengths, outlooks, args, _named(other) if cad else "without it", setting, full))
     _say("\n".join(table(comparison)))
     summary = {
         "documents": len(lengths),
@@ -251,9 +252,14 @@ def _plan_data(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace, other: str, hosts: bool) -> str:
-    """Lines on documents and balance; `hosts`: whether there are several."""
+def _table(
+    lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace, other: str, setting: Setting, full: float
+) -> str:
+    """Lines on what is assumed, documents and balance; `full`: of a row the share that has tokens."""
+    machine = setting.machine
     lines = [
+        f"assumed: {args.model or 'llama-8b'}, {setting.sharding}, {machine.name}, hosts of {setting.cluster.per_host}"
+        f", {machine.copies / 1e9:.0f} GB/s inside and {machine.between / 1e9:.3g} between; rows {full:.1%} full",
         f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}",
         f"{len(outlooks)} steps of {args.ranks} ranks x {args.context} tokens, packed {args.packing}: "
         + say_cut(lengths, args.context, args.packing),
@@ -268,7 +274,7 @@ def _table(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Names
         ("attention, share of the work %", "attention_share", 0.01, ".1f"),
         ("planning ms", "planning_ms", 1.0, ".2f"),
     ]
-    if hosts:
+    if setting.hosts is not None:
         rows.insert(3, ("MiB moved between hosts", "between_bytes", 2.0**20, ".0f"))
     for label, field, unit, style in rows:
         values = [getattr(outlook, field) / unit for outlook in outlooks]

@@ -14,8 +14,8 @@ they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch
     schedule, one_forward_one_backward  who waits for whom
     modes, modes_cad                    what each mode does with a step
     interleaved                         two parts that alternate beside reserved servers
-    outlook, compare, sweep             one step's plan; all modes beside each other; one figure over another
-    picture                             charts
+    outlook, compare                    one step's plan; all modes beside each other, and which one to take
+    picture                             one figure over another; charts
 """
 
 from deepspeed_cad.forecast.cluster import Cluster

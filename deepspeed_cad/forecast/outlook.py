@@ -43,7 +43,7 @@ def foresee(
     hosts: Ints | None = None,
     plan: Plan | None = None,
 ) -> StepOutlook:
-    """Say what CAD gains on one step by its plan, which is made where it is not given."""
+    """Say what CAD gains on one step by its plan, which is made, of attention alone, where it is not given."""
     shape = HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2)
     if plan is None:
         plan = make_plan(PlanInput(layout.tick(), shape, cost, tolerance=tolerance, hosts=hosts))
@@ -51,9 +51,11 @@ def foresee(
     pairs = float(count_pairs(segments.begin, segments.end).sum()) / layout.ranks
     rows = np.bincount(segments.rank, segments.end - segments.begin, minlength=layout.ranks) * model.row_flops
     attention = pairs * model.pair_flops
-    scale = attention / plan.load.mean() if plan.load.mean() > 0 else 0.0
-    before = float((rows + plan.load_before * scale).max())
-    after = float((rows + plan.finish * scale).max())
+    own = np.bincount(segments.rank, cost.of(segments.begin, segments.end), layout.ranks) * shape.groups
+    begin = plan.load_before - own  # where rows are not equally full
+    scale = attention / own.mean() if own.mean() > 0 else 0.0
+    before = float((rows + own * scale).max())
+    after = float((rows + (plan.finish - begin) * scale).max())
     return StepOutlook(
         imbalance_before=plan.imbalance_before,
         imbalance=plan.imbalance,

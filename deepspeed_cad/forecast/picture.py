@@ -1,15 +1,17 @@
-"""Pictures of what is foreseen, drawn with matplotlib: curves of throughput, and one step of all modes as a timeline.
+"""Pictures of what is foreseen, drawn with matplotlib: curves of throughput over ranks, context or reserved servers;
+one step of all modes as a timeline.
 
-In: a `Curve` or a `Comparison`, and where to write. Out: a PNG, SVG or PDF file, by its ending.
+In: values and how to compare all modes at each, or a `Comparison`; where to write. Out: PNG, SVG or PDF files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.forecast.compare import MODES, Comparison, label
-from deepspeed_cad.forecast.sweep import Curve
 
 COLOURS = {
     "plain": "#6b7482",
@@ -30,6 +32,42 @@ PARTS = {
     "collectives": "#9b5bd6",
     "waiting": "#f3d6d6",
 }
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Tokens per second and GPU of all modes over one quantity; None where a mode cannot run or does not fit."""
+
+    over: str
+    values: tuple[int, ...]
+    by_mode: dict[str, tuple[float | None, ...]]
+
+
+def sweep(
+    over: str,
+    values: Sequence[int],
+    at: Callable[[int], Comparison],
+    wanted: Sequence[str],
+    tell: Callable[[str], None],
+) -> Curve:
+    """Compare the modes at each value; `tell` hears which one is next."""
+    by_mode: dict[str, list[float | None]] = {mode: [] for mode in wanted}
+    for value in values:
+        tell(f"{over}: {value}")
+        try:
+            comparison = at(value)
+        except CADError:
+            # Such as 12 ranks in groups of 8: a gap in the curve says it.
+            comparison = Comparison((), {})
+        for mode in wanted:
+            found = comparison.of(mode)
+            by_mode[mode].append(found.tokens_per_second if found is not None and found.fits else None)
+    return Curve(over, tuple(values), {mode: tuple(row) for mode, row in by_mode.items()})
+
+
+def around(value: int, least: int, times: Sequence[float]) -> list[int]:
+    """Whole multiples and parts of a value, at least `least`, ascending."""
+    return sorted({int(value * one) for one in times if value * one >= least and value * one == int(value * one)})
 
 
 def draw_curve(curve: Curve, path: str) -> None:

@@ -12,8 +12,7 @@ from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Seconds, Setting
 from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, reserve, what_would_fit
 from deepspeed_cad.forecast.model_shape import ModelShape
-from deepspeed_cad.forecast.picture import draw_curve, draw_step
-from deepspeed_cad.forecast.sweep import around, sweep
+from deepspeed_cad.forecast.picture import around, draw_curve, draw_step, sweep
 from deepspeed_cad.layout import Layout
 
 MODEL = ModelShape(layers=4, vocabulary=32000)
