@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspeed_cad.errors import CADError
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """Raised whenever an exported C function changes; must equal what `cad_abi_version()` in csrc/ returns."""
 
 LIBRARY = Path(__file__).with_name("_native.so")
