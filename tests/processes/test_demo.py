@@ -17,10 +17,12 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import demo  # noqa: E402
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def _run(*command: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
