@@ -318,6 +318,10 @@ class Session:
         """How the session is set up, as one line for the log."""
         return session_lines.describe(self.facts())
 
+    def report(self) -> str:
+        """What CAD did since the session opened, on this rank, as one line."""
+        return session_lines.summary(self.facts())
+
     def warn(self, lines: Iterable[str]) -> None:
         """Warn of what a user set in vain: each line once, and on rank 0 only."""
         for text in lines:

@@ -221,7 +221,6 @@ REPLAYS = {name for name in WAYS if "checkpoint" in name}
 def _compare(rank: int, world: int, name: str, keep: str) -> tuple[float, float, tuple[int, ...], int]:
     """Largest differences of losses and weights; forwards, backwards and replays of attention; bytes parked."""
     import deepspeed_cad
-    from deepspeed_cad.report import session_lines
     from deepspeed_cad.session import close_session
 
     losses, weights = _alone(rank)
@@ -232,7 +231,7 @@ def _compare(rank: int, world: int, name: str, keep: str) -> tuple[float, float,
     statistics = session.statistics
     assert statistics.imbalance_before > 1.2 and statistics.imbalance < 1.05
     said = f"{parking.host_bytes >> 20} MiB of host memory" if parking is not None else "host memory"
-    assert (said in session_lines.summary(session.facts())) == (parking is not None)
+    assert (said in session.report()) == (parking is not None)
     close_session()
     assert trained.keys() == weights.keys()
     return (
