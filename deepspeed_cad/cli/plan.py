@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_cad.cli.data.documents import FIELDS
 from deepspeed_cad.errors import CADConfigError, CADDataError
 from deepspeed_cad.forecast import Foreseen, Setting
 from deepspeed_cad.forecast.compare import MODES
-from deepspeed_cad.forecast.data.documents import FIELDS
 from deepspeed_cad.forecast.distributions import NAMED
 from deepspeed_cad.forecast.outlook import StepOutlook, foresee
 from deepspeed_cad.forecast.packing import PACKINGS, say_cut
@@ -173,6 +173,8 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
 
 
 def _plan_data(args: argparse.Namespace) -> int:
+    from deepspeed_cad.cli.data.checkpoint import read_model_shape
+    from deepspeed_cad.cli.data.lengths import read_lengths
     from deepspeed_cad.cli.foresee import (
         Progress,
         draw,
@@ -183,8 +185,6 @@ def _plan_data(args: argparse.Namespace) -> int:
     )
     from deepspeed_cad.forecast import modes_cad
     from deepspeed_cad.forecast.compare import THREADS, compare
-    from deepspeed_cad.forecast.data.checkpoint import read_model_shape
-    from deepspeed_cad.forecast.data.lengths import read_lengths
     from deepspeed_cad.forecast.steps import deal, make_steps, without_cad
 
     for name in ("ranks", "context", "limit", "steps", "micro_batches"):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from deepspeed_cad.cli import main
-from deepspeed_cad.forecast.data.checkpoint import read_model_shape
-from deepspeed_cad.forecast.data.lengths import BATCH
+from deepspeed_cad.cli.data.checkpoint import read_model_shape
+from deepspeed_cad.cli.data.lengths import BATCH
 from deepspeed_cad.forecast.packing import TRL_BATCH, layouts, trl_rows
 
 datasets = pytest.importorskip("datasets")

@@ -26,7 +26,6 @@ NEVER: dict[str, tuple[str, ...]] = {
     "planner": ("torch.distributed", *HOSTS, *RUNNING),
     "schedule": ("torch", *HOSTS, *RUNNING),
     "forecast": ("torch", "profiles", "schedule", "cli", *HOSTS, *RUNNING),
-    "forecast.data": ("schedule", "cli", "torch.distributed", "deepspeed", *RUNNING[:-1]),
     "profiles": ("torch.distributed", *HOSTS, *RUNNING),
     "exchange": (*HOSTS, "attention", "ahead", "server", "session", "planner", "kernels", "engine", "integrations"),
     "kernels": ("torch.distributed", *HOSTS),
@@ -41,7 +40,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "report": (*HOSTS, "torch", *RUNNING),
     "launch": ("torch",),
 }
-"""By room: rooms and other packages that none of its modules imports; `forecast` without `forecast.data`."""
+"""By room: rooms and other packages that none of its modules imports."""
 THROUGH = {
     "api", "config", "errors", "version", "notice", "request", "launch.deepspeed_hook", "layout", "session",
     "kernels.interface", "exchange.failure.roll_call",
@@ -49,7 +48,7 @@ THROUGH = {
     "attention.thread_state", "attention.layer", "pipeline.engine",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
-STARTS = {"engine", "pipeline", "cli", "forecast.data", "api", "run", "launch"}
+STARTS = {"engine", "pipeline", "cli", "api", "run", "launch"}
 """Who may import `integrations`, beside itself."""
 
 
@@ -117,7 +116,7 @@ def of(*rooms: str) -> list[str]:
     """The modules of rooms."""
     found = [name for name in modules() if any(is_in(name, room) for room in rooms)]
     assert found, f"no modules in {rooms}"
-    return [name for name in found if "forecast" not in rooms or not is_in(name, "forecast.data")]
+    return found
 
 
 def test_every_kind_of_import_is_seen() -> None:
@@ -162,7 +161,7 @@ def test_what_a_pure_room_imports_does_not_know_it_either(room: str) -> None:
 
 
 def test_only_the_command_line_imports_the_forecast() -> None:
-    inside = set(of("forecast", "cli")) | set(of("forecast.data"))
+    inside = set(of("forecast", "cli"))
     assert not [
         module for module in set(modules()) - inside if any(is_in(name, "forecast") for name in imports(module))
     ]

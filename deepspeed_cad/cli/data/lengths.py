@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_cad.cli.data.documents import documents
 from deepspeed_cad.errors import CADDataError
-from deepspeed_cad.forecast.data.documents import documents
 from deepspeed_cad.forecast.distributions import NAMED
 
 BATCH = 256
