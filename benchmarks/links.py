@@ -74,7 +74,6 @@ def main() -> None:
         help="the rest of a step, for each layer: by default 64K tokens of 8B size with full checkpointing on an H200, "
         "8 layers with embedding and loss at 35.7K tokens/s without attention",
     )  # fmt: skip
-    parser.add_argument("--keep", action="store_true", help="servers keep Q, K and V for the backward")
     parser.add_argument("--waves", type=int, nargs="+", default=WAVES, help="numbers to choose from (default: all)")
     parser.add_argument("--profile", type=Path, default=SHIPPED / "h200_flash_attn_4.json")
     parser.add_argument("--tolerance", type=float, default=0.02)
@@ -99,7 +98,6 @@ def main() -> None:
             )
             problem = PlanInput(
                 layout.tick(), shape, cost, tolerance=options.tolerance, hosts=hosts, waves=tuple(options.waves),
-                keep=options.keep,
             )  # fmt: skip
             steps.append(time_step(problem))
         plain, mean, even, planned, best, *_ = np.array(steps).sum(0) + len(steps) * options.linear_ms / 1e3
