@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,9 @@ def run(place: Place, lines: Lines, case: str) -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if place.on_gpu:
+        # DeepSpeed takes the GPU of that number, and ranks may share one.
+        os.environ["LOCAL_RANK"] = str(place.device.index)
     deepspeed.init_distributed("nccl" if place.on_gpu else "gloo")
     deepspeed_cad.install()
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -68,7 +68,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
         "exchanges": partial(check_transport, place=place),
         "links": partial(check_links, place=place, agree=agree),
     }
-    if place.on_gpu:
+    if place.own_gpu:
         checks["passes attention"] = partial(check_passes, place=place)
 
     def choice() -> Found:

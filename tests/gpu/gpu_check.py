@@ -1,12 +1,13 @@
 """Everything that a release must pass on GPUs: `python tests/gpu/gpu_check.py` (or `make test-gpu`).
 
-Runs on all GPUs of this machine, 4 at most. Groups of checks run one after the other, each in processes of its own with
-a time limit of its own, so that a hang is one failed line and not the end. Ends with one table and one line as pytest
-has it; the exit code is 0 where nothing failed. "Refused" is what a kernel says that it cannot do, and counts as
-skipped.
+Runs on all GPUs of this machine, 4 at most. Where it has one, two ranks share it: peer copies then go between two
+processes on one GPU, and NCCL takes them for two hosts. That checks what is computed and who waits for whom; it says
+nothing about speed. Groups of checks run one after the other, each in processes of its own with a time limit of its
+own, so that a hang is one failed line and not the end. Ends with one table and one line as pytest has it; the exit code
+is 0 where nothing failed. "Refused" is what a kernel says that it cannot do, and counts as skipped.
 
     --only kernels,models     some groups           --kernel flash_attn_2    another attention kernel
-    --gpus 2                  fewer GPUs            --output FILE            all lines of all ranks as JSON
+    --ranks 2                 how many processes    --output FILE            all lines of all ranks as JSON
     --hosts 0,0,0,1           for `mixed`           --device cpu             a rehearsal on 2 CPU processes
 """
 
@@ -44,6 +45,8 @@ GRACE_S = 60.0
 
 PRETENDED = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 """Between pretended hosts NCCL talks over sockets of this machine; NCCL_HOSTID says which host a process is on."""
+SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+"""Where ranks share a GPU, torch's symmetric memory may lie on one device; NCCL refuses two ranks of a host on it."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,15 @@ class Ended:
     """From its start to its end, processes included."""
 
 
-def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]]) -> list[Launch] | str:
+def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]], shared: bool) -> list[Launch] | str:
     """What a group starts; those of one group run at the same time if they are cases that end in an error. Or why it
     cannot run here."""
     if group == "kernels" and cuda:
         return [Launch(group, f"part {part} of 2", limit_s=270) for part in (1, 2)]
     if group in ("kernels", "models"):
         return [Launch(group, limit_s=270)]
-    if ranks < 2:
-        return "needs two GPUs"
+    if group == "growth" and shared:
+        return "needs a GPU for every rank: it fills their memory"
     if group in ("transports", "exactness", "pipelines"):
         return [Launch(group, limit_s=150)]
     if group == "identity":
@@ -161,19 +164,21 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     stem = folder / "".join(c if c.isalnum() else "_" for c in f"{launch.label} {launch.hosts or ''}")
     processes: list[subprocess.Popen[bytes]] = []
-    for rank in range(options.gpus):
+    for rank in range(options.ranks):
         environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.gpus), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(options.gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.ranks),
+            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(options.ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
             # The store lives here, as with torchrun, so that it outlives a rank that dies.
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
             # FlashAttention-4 compiles its kernels in each process, for longer than most checks take.
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"),
             "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            "OMP_NUM_THREADS": str(threads(options.gpus) if options.device == "cuda" else 1),
+            "OMP_NUM_THREADS": str(threads(options.ranks) if options.device == "cuda" else 1),
             **({} if options.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
             **({"PYTORCH_CUDA_ALLOC_CONF": launch.allocator} if launch.allocator else {}),
             **({**PRETENDED, "NCCL_HOSTID": f"pretended-{launch.hosts[rank]}"} if launch.hosts else {}),
+            **({**PRETENDED, **SHARED, "NCCL_HOSTID": f"shared-{rank}"} if options.shared else {}),
         }  # fmt: skip
         command = [sys.executable, str(HERE / "group.py"), launch.group, launch.case]
         command += ["--lines", f"{stem}.{rank}.jsonl", "--device", options.device, "--kernel", options.kernel]
@@ -188,11 +193,11 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
         open_cases = [line for line in written if line["state"] == BEGUN]
         done = [line for line in written if line["state"] != BEGUN]
         ended.lines += done
-        expected = {0} if launch.dies is None or rank < options.gpus - 1 else {0, launch.dies}
+        expected = {0} if launch.dies is None or rank < options.ranks - 1 else {0, launch.dies}
         if rank not in killed and process.returncode in expected and (done or process.returncode):
             continue
         said = _last_words(Path(f"{stem}.{rank}.log")) if process.returncode == EXIT_CODE else ""
-        if explained(launch, said, options.gpus):
+        if explained(launch, said, options.ranks):
             # Its GPU could not be freed from a wait: then the watchdog says why and ends the process.
             ended.lines.append(
                 {"what": launch.group, "case": launch.case, "state": PASSED, "rank": rank, "seconds": 0.0,
@@ -206,7 +211,7 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
              "detail": f"the process of rank {rank} {how}"}
         )  # fmt: skip
     if any(line["state"] == FAILED for line in ended.lines):
-        tails = [(rank, Path(f"{stem}.{rank}.log").read_text(errors="replace")) for rank in range(options.gpus)]
+        tails = [(rank, Path(f"{stem}.{rank}.log").read_text(errors="replace")) for rank in range(options.ranks)]
         ended.log = "\n".join(f"--- {launch.label}, rank {rank}\n{text[-3000:]}" for rank, text in tails)
     del store
     return ended
@@ -244,7 +249,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[int]
 def run_group(group: str, options: argparse.Namespace, folder: Path, until: float) -> list[Ended]:
     """All launches of a group."""
     cuda = options.device == "cuda"
-    wanted = launches(group, options.gpus, cuda, options.hosts)
+    wanted = launches(group, options.ranks, cuda, options.hosts, options.shared)
     if isinstance(wanted, str):
         line = {"what": group, "case": "", "state": SKIPPED, "detail": wanted, "seconds": 0.0, "rank": 0}
         return [Ended(Launch(group), [line])]
@@ -312,7 +317,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", help=f"groups, comma-separated; there are {', '.join(GROUPS)}")
     add("--kernel", default=os.environ.get("KERNEL") or "auto", help="attention kernel (default: $KERNEL, else auto)")
-    add("--gpus", type=int, help="ranks (default: all GPUs, 4 at most; 2 on a CPU)")
+    add("--ranks", type=int, help="processes (default: one on each GPU, 4 at most; 2 on one GPU, or on a CPU)")
     add("--hosts", help='for the group mixed: the host of every rank, "0,0,0,1" (default: all that matter)')
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal of these scripts")
     add("--budget", type=float, default=BUDGET_S, help="seconds for everything (default: %(default).0f)")
@@ -323,11 +328,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     options.only = options.only.split(",") if options.only else list(GROUPS)
     if unknown := [group for group in options.only if group not in GROUPS]:
         parser.error(f"there is no group {', '.join(unknown)}; there are {', '.join(GROUPS)}")
-    if options.gpus is None:
-        options.gpus = min(torch.cuda.device_count(), 4) if options.device == "cuda" else 2
-    options.hosts = [tuple(map(int, options.hosts.split(",")))] if options.hosts else pretended(options.gpus)
-    if any(len(one) != options.gpus for one in options.hosts):
-        parser.error(f"--hosts has {len(options.hosts[0])} numbers for {options.gpus} ranks")
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    options.ranks = options.ranks or max(2, min(gpus, 4))
+    options.shared = 0 < gpus < options.ranks
+    if options.shared and gpus > 1:
+        parser.error(f"--ranks {options.ranks}: this machine has {gpus} GPUs; ranks share a GPU only where it is alone")
+    options.hosts = [tuple(map(int, options.hosts.split(",")))] if options.hosts else pretended(options.ranks)
+    if any(len(one) != options.ranks for one in options.hosts):
+        parser.error(f"--hosts has {len(options.hosts[0])} numbers for {options.ranks} ranks")
     return options
 
 
@@ -342,7 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run what the command line says."""
     options = parse(argv)
     begun = time.monotonic()
-    if options.device == "cuda" and options.gpus == 0:
+    if options.device == "cuda" and not torch.cuda.is_available():
         _say(f"gpu_check: torch {torch.__version__} sees no GPU on this machine, so nothing was checked")
         _say(f"0 passed, 0 failed, {len(options.only)} skipped")
         return 0
@@ -375,7 +383,8 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], ended: list[E
     )
     machine = {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {platform.machine()}",
-        "gpus": options.gpus,
+        "gpus": torch.cuda.device_count(),
+        "ranks": options.ranks,
         "kernel": options.kernel,
         "torch": torch.__version__,
         "commit": options.commit or commit.stdout.strip() or "unknown",

@@ -58,7 +58,7 @@ def main() -> None:
     device = torch.device("cpu")
     backend, more = "gloo", {}
     if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         backend, more = "cpu:gloo,cuda:nccl", {"device_id": device}
     else:

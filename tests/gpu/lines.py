@@ -49,6 +49,11 @@ class Place:
         return self.device.type == "cuda"
 
     @property
+    def own_gpu(self) -> bool:
+        """False where ranks share the only GPU of the machine."""
+        return self.on_gpu and torch.cuda.device_count() >= self.ranks
+
+    @property
     def dtype(self) -> torch.dtype:
         """What models compute in: bf16, or fp32 on a CPU, whose only kernel is exact."""
         return torch.bfloat16 if self.on_gpu else torch.float32
