@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed_cad.exchange import c10d
-from deepspeed_cad.exchange.c10d import C10dTransport
+from deepspeed_cad.exchange import packed
 from deepspeed_cad.exchange.landing import NoRoomError
+from deepspeed_cad.exchange.packed import PackedTransport
 from deepspeed_cad.exchange.transport import UNNAMED
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room, room_needed
@@ -53,7 +53,7 @@ def counted(has: float = float("inf")) -> Iterator[Landing]:
     """Count in this process. `has`: bytes for which its transports find memory when ranks make room; they all have as
     much, so all fail alike."""
     found, landed = Landing(), dict[tuple[int, int], int]()
-    before = C10dTransport.dispatch, C10dTransport.give_back, C10dTransport.make_room, c10d._Returned.wait
+    before = PackedTransport.dispatch, PackedTransport.give_back, PackedTransport.make_room, packed.Returned.wait
 
     def dispatch(self: Any, schedule: Schedule, fields: list, nano_batch: int, moment: Any = UNNAMED) -> Any:
         size = _size(schedule, fields, [f.home for f in fields], schedule.served_rows)
@@ -81,11 +81,11 @@ def counted(has: float = float("inf")) -> Iterator[Landing]:
             raise NoRoomError("rank 2: 7 MiB were wanted, 3 are free.")
         before[2](self, schedules, room, nano_batch)
 
-    names = (C10dTransport, "dispatch"), (C10dTransport, "give_back"), (C10dTransport, "make_room")
-    for (where, name), new in zip((*names, (c10d._Returned, "wait")), (dispatch, give_back, make_room, wait)):
+    names = (PackedTransport, "dispatch"), (PackedTransport, "give_back"), (PackedTransport, "make_room")
+    for (where, name), new in zip((*names, (packed.Returned, "wait")), (dispatch, give_back, make_room, wait)):
         setattr(where, name, new)
     try:
         yield found
     finally:
-        for (where, name), old in zip((*names, (c10d._Returned, "wait")), before):
+        for (where, name), old in zip((*names, (packed.Returned, "wait")), before):
             setattr(where, name, old)

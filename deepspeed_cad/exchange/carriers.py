@@ -1,14 +1,20 @@
-"""What carries the bytes of the portable transport: collectives of torch.distributed, on the CPU or on a GPU.
+"""Carriers: what moves packed rows between all ranks of a group (packed.py). Here those of torch.distributed; nccl.py
+has the one with a communicator of its own.
 
-In: one flat buffer, ordered by peer, and the bytes to and from each. Out: a buffer that fills. With it travel the
-numbers of the exchanges (failure/identity.py).
+In: of each field its rows, packed by peer, and how many go to each peer and come from it. Out: the rows that arrive,
+in the order of the schedule's tables. With them travel the numbers of the exchanges (failure/identity.py).
+
+Collectives move one buffer of bytes, ordered by peer and then by field.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +23,9 @@ import torch.distributed as dist
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, compare
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
-from deepspeed_cad.exchange.group import Group, abort, processes_of, rank_of, size_of
+from deepspeed_cad.exchange.group import Group, OwnGroup, abort, processes_of, rank_of, size_of
+from deepspeed_cad.exchange.native_calls import Table
+from deepspeed_cad.exchange.transfers import Transfers
 
 
 @dataclass(eq=False)
@@ -34,19 +42,126 @@ class UnderWay:
 
 
 class Carrier(Protocol):
-    """Carries the bytes of exchanges."""
+    """Moves packed rows."""
 
-    def start(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
-        """Begin a transfer: uint8 [sum of `to_peers`] from here, so many bytes to each peer, and as many from each."""
+    name: str
+    """Of the transport."""
+    alarm: Alarm
+    most_waves: int
+    two_ways: bool
+    """These two as a Transport has them."""
+    stream: torch.cuda.Stream | None
+    """Where the newest transfer ends, if that is one stream: for timelines."""
 
-    def finish(self, under_way: UnderWay) -> torch.Tensor:
-        """What arrived, complete for work queued after this call."""
+    def start(
+        self,
+        identity: Identity,
+        packed: list[torch.Tensor],
+        counts: list[tuple[Table, Table]],
+        is_return: bool,
+        transfers: Transfers | None,
+    ) -> Any:
+        """Begin to move an exchange: each of `packed` is [rows, width], `counts` its rows to each peer and from it.
+
+        Gives what the others take. `transfers` notes how long it took, where the carrier can tell.
+        """
+
+    def finish(self, parcel: Any) -> list[torch.Tensor]:
+        """What arrived, [rows, width] of every field, complete for work queued after this call.
+
+        A dead peer is a CADPeerError that names it.
+        """
+
+    def release(self, parcel: Any) -> None:
+        """What arrived has been read, by work queued before this call."""
 
     def close(self) -> None:
         """Nothing is under way any more."""
 
+    def abandon(self) -> Callable[[], None]:
+        """See Transport.abandon."""
 
-class ComparedFirst:
+
+@dataclass(eq=False)
+class Parcel:
+    """One exchange as bytes."""
+
+    under_way: UnderWay
+    rows: list[Table]
+    """Of each field, from every peer."""
+    widths: list[int]
+    dtypes: list[torch.dtype]
+
+    def split(self, incoming: torch.Tensor) -> list[torch.Tensor]:
+        """One [rows, width] tensor per field, rows in table order."""
+        peers = range(len(self.rows[0])) if self.rows else range(0)
+        sizes = [int(counts[p]) * width for p in peers for counts, width in zip(self.rows, self.widths, strict=True)]
+        parts = torch.split(incoming, sizes)
+        fields = len(self.rows)
+        return [
+            torch.cat(list(parts[i::fields])).view(dtype).reshape(int(counts.sum()), -1)
+            if counts.sum()
+            else incoming.new_empty(0, dtype=dtype).reshape(0, width // dtype.itemsize)
+            for i, (counts, width, dtype) in enumerate(zip(self.rows, self.widths, self.dtypes, strict=True))
+        ]
+
+
+class ByteCarrier(ABC):
+    """Packs all fields into one buffer of bytes."""
+
+    name = "c10d"
+    alarm: Alarm
+    stream: torch.cuda.Stream | None = None
+    two_ways = False
+    most_waves = 1
+    """Both ways share one queue of collectives, so nothing comes back before all is out; and where one starts on a CPU,
+    the host waits for the numbers of all ranks."""
+
+    def start(
+        self,
+        identity: Identity,
+        packed: list[torch.Tensor],
+        counts: list[tuple[Table, Table]],
+        is_return: bool,
+        transfers: Transfers | None,
+    ) -> Parcel:
+        """See Carrier. Transfers are noted on CPUs alone, where ranks have met when data starts to move."""
+        peers = range(len(counts[0][0]))
+        widths = [rows.shape[1] * rows.element_size() for rows in packed]
+        chunks = [torch.split(rows.contiguous().view(torch.uint8).reshape(-1), (sent * width).tolist())
+                  for rows, (sent, _), width in zip(packed, counts, widths, strict=True)]  # fmt: skip
+        outgoing = torch.cat([field[peer] for peer in peers for field in chunks])
+        to_peers, from_peers = (
+            [sum(int(each[way][p]) * width for each, width in zip(counts, widths, strict=True)) for p in peers]
+            for way in (0, 1)
+        )
+        begun = time.perf_counter()
+        under_way = self.begin(identity, outgoing, to_peers, from_peers)
+        if transfers is not None and outgoing.device.type == "cpu":
+            size = transfers.size(to_peers, from_peers)
+            if size is not None:
+                # Noted when the end comes, not when somebody waits for it.
+                ended = under_way.data.get_future()
+                ended.add_done_callback(lambda _: transfers.note(size, time.perf_counter() - begun))
+        return Parcel(under_way, [received for _, received in counts], widths, [rows.dtype for rows in packed])
+
+    def finish(self, parcel: Parcel) -> list[torch.Tensor]:
+        """See Carrier."""
+        return parcel.split(self.end(parcel.under_way))
+
+    def release(self, parcel: Parcel) -> None:  # noqa: B027
+        """See Carrier."""
+
+    @abstractmethod
+    def begin(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
+        """Begin a transfer: uint8 [sum of `to_peers`] from here, so many bytes to each peer, and as many from each."""
+
+    @abstractmethod
+    def end(self, under_way: UnderWay) -> torch.Tensor:
+        """What arrived, complete for work queued after this call."""
+
+
+class ComparedFirst(ByteCarrier):
     """Collectives of gloo: one gathers the numbers, and once they are compared another moves the data.
 
     Where exchanges differ, so may the sizes of what they move, and gloo ends a process whose buffer is too small; so no
@@ -55,9 +170,10 @@ class ComparedFirst:
 
     def __init__(self, group: Group, alarm: Alarm) -> None:
         self.group, self.alarm = processes_of(group), alarm
+        self._owner: Group = group
 
-    def start(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
-        """See Carrier."""
+    def begin(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
+        """See ByteCarrier."""
         self.alarm.check()
         numbers = torch.zeros(len(to_peers), dtype=torch.int64)
         mine, incoming = torch.tensor([identity.number]), torch.empty(sum(from_peers), dtype=torch.uint8)
@@ -72,22 +188,29 @@ class ComparedFirst:
             )  # fmt: skip
         return UnderWay(identity, outgoing, incoming, data)
 
-    def finish(self, under_way: UnderWay) -> torch.Tensor:
-        """See Carrier."""
+    def end(self, under_way: UnderWay) -> torch.Tensor:
+        """See ByteCarrier."""
         self.alarm.check()
         with Liveness.watch(self.alarm.liveness, str(under_way.identity), with_servers=True):
             self._wait(under_way.data, under_way.identity)
         return under_way.incoming
 
     def close(self) -> None:
+        """The process group belongs to the session."""
+
+    def abandon(self) -> Callable[[], None]:
         """See Carrier."""
+        assert isinstance(self._owner, OwnGroup)
+        self._owner.abandon()
+        del self.group, self._owner
+        return lambda: None
 
     def _wait(self, work: dist.Work, identity: Identity) -> None:
         self.alarm.liveness.patiently(work.is_completed, str(identity), identity.index, with_servers=True)
         work.wait()
 
 
-class Collectives:
+class Collectives(ByteCarrier):
     """Collectives of a backend for GPUs: one gathers the numbers, one moves the data.
 
     Where exchanges differ, so may the sizes of what they move, and the second may hang; the first is over by then, and
@@ -101,8 +224,8 @@ class Collectives:
         self._comparison = Comparison(ring, self.rank)
         self._watchdog = Watchdog(alarm, partial(abort, group, device), device, self._comparison)
 
-    def start(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
-        """See Carrier."""
+    def begin(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
+        """See ByteCarrier."""
         self.alarm.check()
         row = self._comparison.ring[identity.index % RING]
         self._comparison.newest = identity.index
@@ -115,8 +238,8 @@ class Collectives:
             )  # fmt: skip
         return UnderWay(identity, outgoing, incoming, data, numbers)
 
-    def finish(self, under_way: UnderWay) -> torch.Tensor:
-        """See Carrier."""
+    def end(self, under_way: UnderWay) -> torch.Tensor:
+        """See ByteCarrier."""
         self.alarm.check()
         label, current = under_way.identity, torch.cuda.current_stream(self.device)
         before, known, after = (torch.cuda.Event() for _ in range(3))
@@ -135,3 +258,7 @@ class Collectives:
     def close(self) -> None:
         """See Carrier."""
         self._watchdog.close()
+
+    def abandon(self) -> Callable[[], None]:
+        """Servers come and go on CPUs only, where this carries."""
+        raise NotImplementedError

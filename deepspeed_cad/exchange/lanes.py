@@ -1,4 +1,4 @@
-"""Lanes: the places that waves of a nano-batch take in turn, each with landing areas of its own (nvlink.py says when an
+"""Lanes: the places that waves of a nano-batch take in turn, each with landing areas of its own (landed.py says when an
 area is free).
 
 In: a group whose ranks map each other's memory. Out: lanes, and memory for all of a tick's at once.

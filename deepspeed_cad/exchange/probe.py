@@ -18,13 +18,11 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError, ServerLostError
-from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
-from deepspeed_cad.exchange.mixed import MixedTransport
+from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.native_calls import UnreachedError, cuda_calls, open_nccl, peer_reach, symmetric_memory
-from deepspeed_cad.exchange.nccl import NcclTransport
-from deepspeed_cad.exchange.nvlink import NvlinkTransport
+from deepspeed_cad.exchange.packed import c10d_transport, nccl_transport
 from deepspeed_cad.exchange.transport import Transport
 
 logger = logging.getLogger("deepspeed_cad")
@@ -131,13 +129,13 @@ def _make(
     reason = "another rank could not start it"
     try:
         if name == "nvlink":
-            made = NvlinkTransport(group, device, liveness, timeout_s)
+            made = LandingTransport(group, device, liveness, timeout_s)
         elif name == "mixed":
-            made = MixedTransport(group, device, near, liveness, timeout_s)
+            made = LandingTransport(group, device, liveness, timeout_s, near)
         elif name == "nccl":
-            made = NcclTransport(group, device, liveness, timeout_s, several_hosts)
+            made = nccl_transport(group, device, liveness, timeout_s, several_hosts)
         else:
-            made = C10dTransport(group, device, liveness, timeout_s)
+            made = c10d_transport(group, device, liveness, timeout_s)
     except ServerLostError:
         raise
     except UnreachedError as error:

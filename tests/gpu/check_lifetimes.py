@@ -23,7 +23,7 @@ from lines import Found, Lines, Place
 
 from deepspeed_cad.attention import overlap, parking
 from deepspeed_cad.attention.setup import WavesOut
-from deepspeed_cad.exchange import nccl, nvlink, probe
+from deepspeed_cad.exchange import landed, nccl, probe
 from deepspeed_cad.exchange.arrival import read_numbers
 from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.transport import Transport
@@ -166,16 +166,19 @@ def lose_exchange(place: Place, transport: Transport, plans: list[Schedule], cyc
 
 def streams_of(transport: Any) -> list[Any]:
     """On which a transport reads what goes out, and writes what arrives; none on a CPU."""
-    copies = [transport._out.stream] if isinstance(transport, nvlink.NvlinkTransport) else []
-    return copies + ([transport.messages.out.stream] if hasattr(transport, "messages") else [])
+    if isinstance(transport, landed.LandingTransport):
+        far = transport.strangers
+        return [transport._out.stream, *([far.messages.out.stream] if far else [])]
+    return [transport.carrier.messages.out.stream] if transport.name == "nccl" else []
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
     """What is read and written for a dispatch, landing areas aside."""
-    if hasattr(out, "arrival"):
-        return [out.arrival.under_way.outgoing, out.arrival.under_way.incoming]
-    fields = vars(out.under_way)
-    return [x for name in ("sources", "packed", "arrived") for x in fields.get(name, ())]
+    under_way = out.parcel if hasattr(out, "parcel") else out.under_way
+    fields = vars(getattr(under_way, "under_way", under_way))
+    return [x for name in ("sources", "packed", "arrived") for x in fields.get(name, ())] + [
+        fields[name] for name in ("outgoing", "incoming") if name in fields
+    ]
 
 
 # Numbers
@@ -184,9 +187,9 @@ def tensors_of(out: Any) -> list[torch.Tensor]:
 def check_flags(place: Place, group: Group) -> Found:
     """Exchanges are right and in order, for streams and for a host that looks at flags, wherever their numbers are."""
     transport = probe.choose_transport("nvlink", group, place.device, place.gather, timeout_s=20.0)
-    assert isinstance(transport, nvlink.NvlinkTransport)
+    assert isinstance(transport, landed.LandingTransport)
     plans = make_schedules(place.ranks, 1, 900)
-    flags = transport._flags.tensor[: nvlink.FLAG_BYTES * place.ranks].view(torch.int32)
+    flags = transport._flags.tensor[: landed.FLAG_BYTES * place.ranks].view(torch.int32)
     wrong, missed, early = 0, 0, 0
     for exchanges, pushed in COUNTS:
         place.synchronize()
@@ -268,7 +271,7 @@ def reserved(place: Place) -> int:
 @contextmanager
 def unguarded() -> Iterator[None]:
     """As if nobody minded how things end."""
-    rooms: list[Any] = [parking, nccl, nvlink]
+    rooms: list[Any] = [parking, nccl, landed]
     guards, end = [room.leave_to_streams for room in rooms], overlap.Return.__del__
     for room in rooms:
         room.leave_to_streams = lambda *_: None

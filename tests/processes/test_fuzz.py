@@ -35,11 +35,11 @@ SMALL = Case(5, batches=(2, 2), block={"granularity": 16, "tolerance": 0.02}, lo
 
 def _broken(rank: int, world: int, line: str, what: str) -> Played:
     """Play a case with rows that come back to the wrong places, forward or backward, or with an error of torch's."""
-    from deepspeed_cad.exchange.c10d import C10dTransport
+    from deepspeed_cad.exchange.packed import PackedTransport
 
-    before, calls = C10dTransport.give_back, iter(range(100))
+    before, calls = PackedTransport.give_back, iter(range(100))
 
-    def broken(self: C10dTransport, schedule: object, fields: list, *rest: object) -> object:
+    def broken(self: PackedTransport, schedule: object, fields: list, *rest: object) -> object:
         if what == "an error" and rank == 1:
             raise RuntimeError("raw")
         add = any(field.add for field in fields)
@@ -47,11 +47,11 @@ def _broken(rank: int, world: int, line: str, what: str) -> Played:
             fields = [replace(field, served=torch.roll(field.served, 1, 0)) for field in fields]
         return before(self, schedule, fields, *rest)
 
-    C10dTransport.give_back = broken
+    PackedTransport.give_back = broken
     try:
         return play(rank, world, line)
     finally:
-        C10dTransport.give_back = before
+        PackedTransport.give_back = before
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.failure.board import open_board
 from deepspeed_cad.exchange.failure.identity import Moment
+from deepspeed_cad.exchange.packed import PackedTransport, c10d_transport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, QUERY, Schedule, build_slices, schedule_rank
@@ -33,7 +33,7 @@ def _fields(schedule: Schedule) -> list[Outgoing]:
     return [Outgoing(QUERY, query), Outgoing(KEY, key)]
 
 
-def _run(transport: C10dTransport, schedule: Schedule, moment: Moment) -> None:
+def _run(transport: PackedTransport, schedule: Schedule, moment: Moment) -> None:
     arrived = transport.dispatch(schedule, _fields(schedule), 0, moment).wait()
     home = torch.zeros(schedule.query_tokens, GROUPS, 4)
     transport.give_back(schedule, [Returning(QUERY, arrived[0], home)], 0, moment).wait()
@@ -41,7 +41,7 @@ def _run(transport: C10dTransport, schedule: Schedule, moment: Moment) -> None:
 
 def _leaves_out(rank: int, world: int, lengths: list[list[int]], seed: int, what: str) -> None:
     board = open_board(dist.group.WORLD, rank, world)
-    transport = C10dTransport(dist.group.WORLD, CPU, board, timeout_s=30.0)
+    transport = c10d_transport(dist.group.WORLD, CPU, board, timeout_s=30.0)
     schedule, after = _schedule(rank, [[24, 8], [8, 24], [16]], 0), _schedule(rank, lengths, seed)
     forward = Moment(turn=17, layer=3)
     _run(transport, schedule, forward)
@@ -76,7 +76,7 @@ def test_what_nobody_waits_for_on_any_rank_harms_nothing(workers: WorkerPool) ->
 
 
 def _abandons_everywhere(rank: int, world: int) -> None:
-    transport = C10dTransport(dist.group.WORLD, CPU, None)
+    transport = c10d_transport(dist.group.WORLD, CPU, None)
     schedule = _schedule(rank, [[24, 8], [40]], 0)
     for turn in range(40):
         transport.dispatch(schedule, _fields(schedule), 0, Moment(turn))

@@ -38,7 +38,7 @@ def _start_at_once(
     return found
 
 
-_finish = ComparedFirst.finish
+_end = ComparedFirst.end
 
 
 def _finish_both(self: ComparedFirst, under_way: Any) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _finish_both(self: ComparedFirst, under_way: Any) -> torch.Tensor:
     if found := under_way.compared():
         self.alarm.stop(found)
         self.alarm.check()
-    return _finish(self, under_way)
+    return _end(self, under_way)
 
 
 _play, _die_at = change._play, change._die_at
@@ -58,7 +58,7 @@ def _play_ahead(
     *args: Any
 ) -> Any:  # fmt: skip
     """As a rank of test_servers_change.py; where a server dies, trainer 0 is ahead of trainer 1."""
-    kept = ComparedFirst.start, ComparedFirst.finish, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
+    kept = ComparedFirst.begin, ComparedFirst.end, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
     begin, start, undo = SurvivingPass.begin, SurvivingPass._begin, Passes.undo
     undone, begun, halted = [0], Path(folder, "begun"), [False]
     what, turn, layer = deaths[2][:3]
@@ -84,7 +84,7 @@ def _play_ahead(
         undo(self, entered)
         undone[0] += len(self._undone)
 
-    ComparedFirst.start, ComparedFirst.finish = _start_at_once, _finish_both  # type: ignore[method-assign]
+    ComparedFirst.begin, ComparedFirst.end = _start_at_once, _finish_both  # type: ignore[method-assign]
     if rank == 0:
         SurvivingPass._begin = start_first  # type: ignore[method-assign]
     if rank == 1:
@@ -97,7 +97,7 @@ def _play_ahead(
         return {**found, "undone": undone[0]} if isinstance(found, dict) else found
     finally:
         (
-            ComparedFirst.start, ComparedFirst.finish, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
+            ComparedFirst.begin, ComparedFirst.end, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
         ) = kept  # type: ignore[method-assign]  # fmt: skip
         change._die_at = _die_at
 

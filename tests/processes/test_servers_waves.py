@@ -136,13 +136,13 @@ def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> 
 
 
 NO_MEMORY = """
-from deepspeed_cad.exchange.c10d import C10dTransport
 from deepspeed_cad.exchange.landing import NoRoomError
+from deepspeed_cad.exchange.packed import PackedTransport
 
 def make_room(self, schedules, room, nano_batch):
     raise NoRoomError("rank 2: 7 MiB were wanted, 3 are free.")
 
-C10dTransport.make_room = make_room
+PackedTransport.make_room = make_room
 """
 """For every process: none finds memory, however small the waves."""
 

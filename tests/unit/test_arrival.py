@@ -25,10 +25,10 @@ from deepspeed_cad.exchange.failure.identity import Comparison
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import OwnGroup
+from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.memory_store import MemoryStore
 from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
-from deepspeed_cad.exchange.nccl import NcclTransport
-from deepspeed_cad.exchange.nvlink import NvlinkTransport
+from deepspeed_cad.exchange.nccl import NcclCarrier
 from deepspeed_cad.threads import run_aside
 
 
@@ -284,7 +284,7 @@ def test_who_may_lose_a_server_hears_of_all_ranks_in_every_exchange(
 def test_no_stream_waits_for_flags_where_a_server_may_be_lost(goes_on: bool) -> None:
     side, ring = Side(), Ring([7, 7])
     side.board.losses = side.losses if goes_on else None
-    nvlink, queued = object.__new__(NvlinkTransport), list[tuple[object, ...]]()
+    nvlink, queued = object.__new__(LandingTransport), list[tuple[object, ...]]()
     nvlink._alarm, nvlink._watchdog, nvlink._reader = side.alarm, side.dog, ring.reader
     nvlink.calls = SimpleNamespace(wait=lambda *given: queued.append(given))  # type: ignore[assignment]
     way: Any = SimpleNamespace(own_flags=np.arange(2))
@@ -303,7 +303,7 @@ class Given(OwnGroup):
 
 
 def test_memory_of_copies_is_released_when_trainers_go_on() -> None:
-    nvlink, side, said = object.__new__(NvlinkTransport), Side(), list[str]()
+    nvlink, side, said = object.__new__(LandingTransport), Side(), list[str]()
     nvlink.group, nvlink._watchdog, nvlink._tables = Given(said), side.dog, {}  # type: ignore[assignment]
     copied = SimpleNamespace(synchronize=lambda: said.append("copied"))
     way = SimpleNamespace(stream=SimpleNamespace(record_event=lambda: copied))
@@ -317,7 +317,7 @@ def test_memory_of_copies_is_released_when_trainers_go_on() -> None:
 
 
 def test_nccl_is_left_beside_and_its_buffers_stay_until_then() -> None:
-    nccl, side, said = object.__new__(NcclTransport), Side(), list[str]()
+    nccl, side, said = object.__new__(NcclCarrier), Side(), list[str]()
     nccl.group, nccl._watchdog, nccl.device = Given(said), side.dog, torch.device("cpu")
     stuck = threading.Event()
     way = SimpleNamespace(stream=SimpleNamespace(synchronize=lambda: said.append("drained")))

@@ -22,14 +22,13 @@ from check_transports import LANES, Round, make_schedules
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange import landing, messages, mixed, nvlink
+from deepspeed_cad.exchange import landed, landing, messages, strangers
 from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
 from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.landing import NoRoomError
-from deepspeed_cad.exchange.mixed import MixedTransport
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
-from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.peers import PeerGroup
 from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.exchange.split import far_part, list_messages, near_part
@@ -200,12 +199,12 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Iterator[Netwo
     monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
     # No thread: events here are over before messages are delivered. What is compared, is when a transport closes.
     monkeypatch.setattr(watchdog, "start_daemon", lambda *_: SimpleNamespace(join=lambda timeout: None))
-    for room in (landing, nvlink):
+    for room in (landing, landed):
         monkeypatch.setattr(room, "make_buffers", lambda sizes, peers, *_: [Shared(size, peers) for size in sizes])
-    monkeypatch.setattr(nvlink, "cuda_calls", lambda: calls)
-    monkeypatch.setattr(nvlink, "whole_group", lambda group: group_of(group, [0] * group.size))
-    monkeypatch.setattr(mixed, "host_group", group_of)
-    monkeypatch.setattr(mixed, "open_store", lambda group, what: None)
+    monkeypatch.setattr(landed, "cuda_calls", lambda: calls)
+    monkeypatch.setattr(landed, "whole_group", lambda group: group_of(group, [0] * group.size))
+    monkeypatch.setattr(landed, "host_group", group_of)
+    monkeypatch.setattr(strangers, "open_store", lambda group, what: None)
     monkeypatch.setattr(messages, "join_ranks", lambda group, device, alarm: Messages(network, group.rank))
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     yield network
@@ -239,7 +238,7 @@ def run_rounds(transports: list[Transport], network: Network, rounds: int) -> li
 @pytest.mark.parametrize("near", [HOSTS[0], HOSTS[1], HOSTS[3], HOSTS[6]], ids=str)
 def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None:
     ranks = len(near)
-    transports = [MixedTransport(group(rank, ranks), CPU, near) for rank in range(ranks)]
+    transports = [LandingTransport(group(rank, ranks), CPU, near=near) for rank in range(ranks)]
     for rank, transport in enumerate(transports):
         transport.transfers = Transfers(rank, near, 1e6, 1e-6)
     sent = run_rounds(transports, network, 3)
@@ -251,8 +250,8 @@ def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None
     assert bool(network.delivered) == (len(set(near)) > 1)
     for transport in transports:
         transport.close()
-        assert transport.messages.out.calls.left and transport.messages.back.calls.left
-    plain = [NvlinkTransport(group(rank, ranks), CPU) for rank in range(ranks)]
+        assert transport.strangers.messages.out.calls.left and transport.strangers.messages.back.calls.left
+    plain = [LandingTransport(group(rank, ranks), CPU) for rank in range(ranks)]
     assert run_rounds(plain, network, 3) == sent, "the same bytes, whatever carries them"
 
 
@@ -261,15 +260,15 @@ def test_what_is_read_stays_where_an_error_falls(
     network: Network, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """Peers get what was sent, though nobody here waits for it: the allocator is told of the streams that read it."""
-    transport = MixedTransport(group(1, 3), CPU, [0, 0, 2])
+    transport = LandingTransport(group(1, 3), CPU, near=[0, 0, 2])
     one = Round(make_schedules(3, 1, 300), 1, 0, 0, CPU)
-    homes, copies, messages = one.homes[1], transport._out.stream, transport.messages.out.stream
+    homes, copies, messages = one.homes[1], transport._out.stream, transport.strangers.messages.out.stream
     packed: list[torch.Tensor] = []
     gc.collect()  # what other tests left
     network.asked.clear()
-    monkeypatch.setattr(mixed, "take", lambda *given: packed.append(take(*given)) or packed[-1])
+    monkeypatch.setattr(strangers, "take", lambda *given: packed.append(take(*given)) or packed[-1])
     if fails:
-        monkeypatch.setattr(transport.messages.out, "_queue", lambda *_: 1 / 0)
+        monkeypatch.setattr(transport.strangers.messages.out, "_queue", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             one.start(transport)
     else:
@@ -286,7 +285,7 @@ def test_what_is_read_stays_where_an_error_falls(
 def test_all_hosts_hear_where_one_lacks_memory(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts meet only where some host grows, which every rank knows of all; who lacks memory is named on all."""
     near = [0, 0, 2, 2]
-    transports = [MixedTransport(group(rank, 4), CPU, near) for rank in range(4)]
+    transports = [LandingTransport(group(rank, 4), CPU, near=near) for rank in range(4)]
     met: list[tuple[int, str]] = []
     others = [""]
 
@@ -294,7 +293,7 @@ def test_all_hosts_hear_where_one_lacks_memory(network: Network, monkeypatch: py
         return SimpleNamespace(call=lambda what, word: met.append((rank, word)) or [word, *others])
 
     for rank, transport in enumerate(transports):
-        transport._hosts_roll_call = meet(rank)  # type: ignore[assignment]
+        transport.strangers._roll_call = meet(rank)  # type: ignore[assignment]
     plans = make_schedules(4, 5, 900)  # seed 5 serves all on rank 1
     room = Room(0, (512, 192), (516, 192))
     for schedule, transport in zip(plans, transports, strict=True):
@@ -319,10 +318,10 @@ def test_all_hosts_hear_where_one_lacks_memory(network: Network, monkeypatch: py
 
 def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
-    transports = [MixedTransport(group(rank, 2), CPU, [0, 1]) for rank in range(2)]
+    transports = [LandingTransport(group(rank, 2), CPU, near=[0, 1]) for rank in range(2)]
     for transport in transports:
         for way in ("out", "back"):
-            nccl = getattr(transport.messages, way).calls
+            nccl = getattr(transport.strangers.messages, way).calls
             exchange = nccl.exchange
             monkeypatch.setattr(
                 nccl, "exchange", lambda *given, way=way, exchange=exchange: ways.append(way) or exchange(*given)
@@ -340,13 +339,13 @@ def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeyp
 
 
 def test_giving_up_ends_copies_and_messages(network: Network) -> None:
-    transports = [MixedTransport(group(rank, 3), CPU, [0, 0, 2], timeout_s=0.1) for rank in range(3)]
+    transports = [LandingTransport(group(rank, 3), CPU, near=[0, 0, 2], timeout_s=0.1) for rank in range(3)]
     plans = make_schedules(3, 1, 300)
     for rank, transport in enumerate(transports):
         Round(plans, rank, 0, 0, CPU).start(transport)
     transports[1]._alarm.time_out("exchange 1")
     transports[1]._give_up()
-    assert transports[1].messages.out.calls.left and transports[1].messages.back.calls.left
+    assert transports[1].strangers.messages.out.calls.left and transports[1].strangers.messages.back.calls.left
     assert (transports[1]._lanes.out(0, 0).areas[0].tensor == 255).all()
     with pytest.raises(CADPeerError, match="rank 1 waited for exchange 1: no sign of it within 0.1 s"):
         Round(plans, 1, 0, 0, CPU).start(transports[1])
@@ -363,9 +362,9 @@ def test_what_cannot_start_leaves_the_communicator(network: Network, monkeypatch
         raise RuntimeError("no symmetric memory")
 
     monkeypatch.setattr(messages, "join_ranks", join)
-    monkeypatch.setattr(nvlink, "make_buffers", broken)
+    monkeypatch.setattr(landed, "make_buffers", broken)
     with pytest.raises(RuntimeError, match="no symmetric memory"):
-        MixedTransport(group(0, 2), CPU, [0, 0])
+        LandingTransport(group(0, 2), CPU, near=[0, 0])
     assert len(made) == 2 and all(one.left for one in made)
     with pytest.raises(CADError, match="3 numbers of neighbourhoods for a group of 2 ranks"):
-        MixedTransport(group(0, 2), CPU, [0, 0, 1])
+        LandingTransport(group(0, 2), CPU, near=[0, 0, 1])

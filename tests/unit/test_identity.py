@@ -23,9 +23,8 @@ from deepspeed_cad.exchange.failure.identity import (
     compare,
     describe,
 )
-from deepspeed_cad.exchange.mixed import MixedTransport
-from deepspeed_cad.exchange.nccl import NcclTransport
-from deepspeed_cad.exchange.nvlink import NvlinkTransport
+from deepspeed_cad.exchange.landed import LandingTransport
+from deepspeed_cad.exchange.packed import nccl_transport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.schedule import QUERY, Schedule
 
@@ -93,11 +92,11 @@ class Exchanges:
         ranks = range(len(near))
         self.network, self.plans = network, make_schedules(len(near), 1, 300)
         if kind == "nvlink":
-            self.transports = [NvlinkTransport(group(rank, len(near)), CPU) for rank in ranks]
+            self.transports = [LandingTransport(group(rank, len(near)), CPU) for rank in ranks]
         elif kind == "mixed":
-            self.transports = [MixedTransport(group(rank, len(near)), CPU, near) for rank in ranks]
+            self.transports = [LandingTransport(group(rank, len(near)), CPU, near=near) for rank in ranks]
         else:
-            self.transports = [NcclTransport(group(rank, len(near)), CPU) for rank in ranks]  # type: ignore[misc]
+            self.transports = [nccl_transport(group(rank, len(near)), CPU) for rank in ranks]  # type: ignore[misc]
 
     def run(self, moments: list[Moment]) -> None:
         """One exchange out and back, for each rank at its moment."""
@@ -151,8 +150,9 @@ def test_equal_moments_are_found_equal_however_many(
         exchanges.run([Moment(turn)] * 3)
         if turn % 50 == 0:
             for transport in exchanges.transports:
-                transport._watchdog._pop()
-                assert transport._comparison.finish() == ""
+                compares = getattr(transport, "carrier", transport)
+                compares._watchdog._pop()
+                assert compares._comparison.finish() == ""
     for transport in exchanges.transports:
         transport.close()
     assert len(compared) > 3 * RING and all(len(numbers) > 1 for numbers in compared)

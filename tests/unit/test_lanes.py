@@ -24,10 +24,10 @@ from test_exchange_tables import calls  # noqa: F401
 from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.setup import WavesOut
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange import nvlink
+from deepspeed_cad.exchange import landed
 from deepspeed_cad.exchange.failure.identity import Moment
+from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.lanes import OutLane
-from deepspeed_cad.exchange.nvlink import NvlinkTransport
 from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.layout import Layout, Tick
@@ -147,8 +147,8 @@ def gpus(network: Network, monkeypatch: pytest.MonkeyPatch) -> Gpus:  # noqa: F8
         ("stream", on),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(nvlink, "cuda_calls", lambda: Calls(found))
-    monkeypatch.setattr(nvlink, "place", placing)
+    monkeypatch.setattr(landed, "cuda_calls", lambda: Calls(found))
+    monkeypatch.setattr(landed, "place", placing)
     return found
 
 
@@ -180,7 +180,7 @@ def as_server(setup: Any, out: WavesOut, serve: Serve) -> Iterator[None]:
 
 
 def queue_tick(
-    gpus: Gpus, transport: NvlinkTransport, parts: tuple[Schedule, ...], aside: Stream | None, turn: int, seed: int,
+    gpus: Gpus, transport: LandingTransport, parts: tuple[Schedule, ...], aside: Stream | None, turn: int, seed: int,
     play: Callable[..., Iterator[None]], nano_batch: int = 0,
 ) -> tuple[Iterator[None], Callable[[], None]]:  # fmt: skip
     """A tick of one rank: servers send back twice what arrived. Gives the steps that queue it, and a check for the
@@ -248,12 +248,12 @@ def finish_first(gpus: Gpus, under_way: deque[tuple[Stream, Iterator[None]]]) ->
 
 def run_ticks(
     gpus: Gpus, waves: list[int], two_streams: bool, seed: int, servers: int = 0,
-    transports: list[NvlinkTransport] | None = None, nano_batches: int = 1,
+    transports: list[LandingTransport] | None = None, nano_batches: int = 1,
 ) -> None:  # fmt: skip
     """`servers`: of the three ranks, the last ones, which have a stream for each nano-batch. `transports`: those of
     earlier ticks. `nano_batches`: how many are under way at a time."""
     tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]][: 3 - servers] + [[]] * servers).tick()
-    transports = transports or [NvlinkTransport(group(rank, 3), CPU) for rank in range(3)]
+    transports = transports or [LandingTransport(group(rank, 3), CPU) for rank in range(3)]
     rng, checks = np.random.default_rng(seed), []
     tasks = [_tasks(tick, rng, servers, turn) for turn in range(len(waves))]
     for rank, transport in enumerate(transports):
@@ -293,7 +293,7 @@ def test_nothing_lands_on_what_is_still_read(gpus: Gpus, two_streams: bool, seed
 @pytest.fixture
 def ways_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a group over trainers and reserved servers."""
-    monkeypatch.setattr(nvlink, "has_ways_apart", lambda *_: True)
+    monkeypatch.setattr(landed, "has_ways_apart", lambda *_: True)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -303,11 +303,11 @@ def test_nor_beside_reserved_servers(gpus: Gpus, servers: int, seed: int) -> Non
     run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], False, seed, servers)
 
 
-def count_from(transports: list[NvlinkTransport], pushed: int, exchanges: int) -> None:
+def count_from(transports: list[LandingTransport], pushed: int, exchanges: int) -> None:
     """As after so many exchanges of these transports, and of all that there were; nothing is under way."""
     for transport in transports:
         transport._pushed, transport.exchanges = pushed, exchanges
-        flags = transport._flags.tensor[: nvlink.FLAG_BYTES * transport.ranks].view(torch.int32)
+        flags = transport._flags.tensor[: landed.FLAG_BYTES * transport.ranks].view(torch.int32)
         flags.fill_((pushed + (1 << 31)) % (1 << 32) - (1 << 31))
 
 
@@ -318,7 +318,7 @@ def count_from(transports: list[NvlinkTransport], pushed: int, exchanges: int) -
     ids=["half a round", "a round", "new flags where servers changed"],
 )
 def test_nor_when_flags_come_round(gpus: Gpus, two_streams: bool, pushed: int, exchanges: int) -> None:
-    transports = [NvlinkTransport(group(rank, 3), CPU) for rank in range(3)]
+    transports = [LandingTransport(group(rank, 3), CPU) for rank in range(3)]
     count_from(transports, pushed, exchanges)
     run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], two_streams, 1, transports=transports)
     assert transports[0].exchanges > exchanges + 40
@@ -326,7 +326,7 @@ def test_nor_when_flags_come_round(gpus: Gpus, two_streams: bool, pushed: int, e
 
 def test_nor_in_a_lane_that_rested_for_half_a_round(gpus: Gpus) -> None:
     """What landed there last lies so far behind that it would seem to be ahead."""
-    transports = [NvlinkTransport(group(rank, 3), CPU) for rank in range(3)]
+    transports = [LandingTransport(group(rank, 3), CPU) for rank in range(3)]
     run_ticks(gpus, [6, 1, 2], True, 1, transports=transports)
     rested = transports[0].exchanges + (1 << 31)
     count_from(transports, rested, rested)
@@ -339,14 +339,14 @@ def test_nor_in_a_lane_that_rested_for_half_a_round(gpus: Gpus) -> None:
 def test_nor_where_nano_batches_alternate(
     gpus: Gpus, servers: int, seed: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvlink, "has_ways_apart", lambda *_: apart)
+    monkeypatch.setattr(landed, "has_ways_apart", lambda *_: apart)
     run_ticks(gpus, [4, 1, 2, 7, 3, 3], False, seed, servers, nano_batches=2)
 
 
 @pytest.mark.usefixtures("ways_apart")
 def test_giving_up_ends_the_waits_of_both_ways(gpus: Gpus) -> None:
-    transport = NvlinkTransport(group(0, 2), CPU)
-    NvlinkTransport(group(1, 2), CPU)
+    transport = LandingTransport(group(0, 2), CPU)
+    LandingTransport(group(1, 2), CPU)
     for way in (transport._out, transport._back):
         transport._wait_for_flags(cast(Any, Stream(gpus)), way, 5, cast(Any, None))
     with pytest.raises(AssertionError, match="every stream waits"):
@@ -365,7 +365,7 @@ def test_without_its_guard_a_dispatch_would(gpus: Gpus, monkeypatch: pytest.Monk
 
 def test_a_return_that_nobody_waited_for_is_refused(gpus: Gpus) -> None:
     tick = Layout.from_rank_lengths([[8]]).tick()
-    transport = NvlinkTransport(group(0, 1), CPU)
+    transport = LandingTransport(group(0, 1), CPU)
     (plan,) = schedule_waves(tick, np.array([(0, 0, 8, 0, GROUPS, 0)]), 0, GROUPS, None, Cut())
     for wave in range(3):
         transport.dispatch(plan, [], 0, Moment(wave=wave))

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -28,9 +27,10 @@ from deepspeed_cad.attention.forward import ForwardServed
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.surviving.origin import stream_beside
 from deepspeed_cad.errors import CADError, ServerLostError
-from deepspeed_cad.exchange.failure.identity import Identity, Register
+from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.nccl import NcclTransport, _Dispatched, _UnderWay
+from deepspeed_cad.exchange.nccl import NcclCarrier, UnderWay
+from deepspeed_cad.exchange.packed import Dispatched, PackedTransport
 from deepspeed_cad.exchange.rows import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.exchange.waits import Waits
@@ -225,14 +225,14 @@ def test_nccl_frees_what_arrived_once_the_other_stream_has_read_it(main: Stream)
     tick = Layout.from_rank_lengths([[8], [8]]).tick()
     tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 1]])
     schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
-    transport = NcclTransport.__new__(NcclTransport)
-    transport.device, transport._alarm = CPU, Alarm(1, None, 1.0)
-    transport._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
+    carrier = NcclCarrier.__new__(NcclCarrier)
+    carrier.device, carrier.alarm = CPU, Alarm(1, None, 1.0)
+    carrier._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
     kinds = rows_of_kinds(schedule, CPU)
-    under_way = _UnderWay(
+    under_way = UnderWay(
         Identity(1, 0), Event(), [], [torch.ones(8, 3)], main, Stream()  # type: ignore[arg-type]
     )  # fmt: skip
-    out = _Dispatched(transport, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], kinds, under_way)
+    out = Dispatched(carrier, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], kinds, under_way)
     aside = Stream()
     with torch.cuda.stream(aside):  # type: ignore[arg-type]
         aside.work()
@@ -264,12 +264,12 @@ def test_nccl_keeps_what_it_reads_and_writes_where_an_error_falls(
         return Event()
 
     way = SimpleNamespace(stream=Stream(), exchange=exchange)
-    transport = NcclTransport.__new__(NcclTransport)
-    transport.device, transport._alarm, transport.ranks = CPU, Alarm(1, None, 1.0), 2
-    transport.exchanges, transport.bytes_sent, transport.transfers, transport.register = 0, 0, None, Register()
-    transport._comparison = SimpleNamespace(newest=0)  # type: ignore[assignment]
-    transport._watchdog = transport.stream = None  # type: ignore[assignment]
-    transport._kinds, transport.messages = WeakKeyDictionary(), SimpleNamespace(out=way, back=way)  # type: ignore[assignment]
+    carrier = NcclCarrier.__new__(NcclCarrier)
+    carrier.device, carrier.alarm, carrier.ranks = CPU, Alarm(1, None, 1.0), 2
+    carrier._comparison = SimpleNamespace(newest=0)  # type: ignore[assignment]
+    carrier._watchdog = carrier.stream = None  # type: ignore[assignment]
+    carrier.messages = SimpleNamespace(out=way, back=way)  # type: ignore[assignment]
+    transport = PackedTransport(carrier, CPU)
 
     def start() -> Any:
         if back:

@@ -54,8 +54,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(probing, "peer_reach", lambda device: [0, 1])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
-    for name in ("nvlink", "mixed", "nccl", "c10d"):
-        monkeypatch.setattr(probing, f"{name.capitalize()}Transport", lambda *given, n=name: Made(n, *given))
+    for name in ("nccl", "c10d"):
+        monkeypatch.setattr(probing, f"{name}_transport", lambda *given, n=name: Made(n, *given))
+    monkeypatch.setattr(probing, "LandingTransport", lambda *given: Made("mixed" if given[4:] else "nvlink", *given))
     return monkeypatch
 
 
@@ -108,10 +109,10 @@ def test_what_several_hosts_use(
     """Peer copies inside hosts where they work, and NCCL; asked for by name "mixed" does that with one rank each."""
     with caplog.at_level(logging.INFO):
         made = choose("auto", Job(hosts, **answers))
-    assert (made.name == "nccl") if near is None else ((made.name, made.given[2]) == ("mixed", near))
+    assert (made.name == "nccl") if near is None else ((made.name, made.given[4]) == ("mixed", near))
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == ([warning] if warning else [])
     assert Made.closed == (["mixed"] if "answer_5" in answers else [])
-    assert choose("mixed", Job([1, 2, 3])).given[2] == [0, 1, 2]
+    assert choose("mixed", Job([1, 2, 3])).given[4] == [0, 1, 2]
 
 
 def test_names_that_do_not_fit_the_hosts_are_refused(gpus: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_a_transport_that_fails_to_start_is_passed_over(gpus: pytest.MonkeyPatch
     def broken(*_: object) -> None:
         raise RuntimeError("no symmetric memory\nlong text")
 
-    gpus.setattr(probing, "NvlinkTransport", broken)
+    gpus.setattr(probing, "LandingTransport", broken)
     with pytest.raises(CADUnsupportedError, match="nvlink: RuntimeError: no symmetric memory. Leave"):
         choose_transport("nvlink", None, GPU, alone)  # type: ignore[arg-type]
 
@@ -148,7 +149,7 @@ def test_hosts_that_nccl_does_not_join_are_an_error_and_no_fallback(here: bool, 
         raise UnreachedError("cannot reach each other")
 
     if here:
-        gpus.setattr(probing, "NcclTransport", unreached)
+        gpus.setattr(probing, "nccl_transport", unreached)
     job = Job([7, 8, 9], answer_3=[-1 if here else 1, -1, 1])
     with pytest.raises(UnreachedError, match="cannot reach each other" if here else "did not join rank 1"):
         choose("auto", job)

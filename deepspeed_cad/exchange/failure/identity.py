@@ -111,7 +111,7 @@ def compare(numbers: dict[int, int]) -> str:
 RING = 256
 """Exchanges whose numbers are kept."""
 AHEAD = 128
-"""No rank can be that many exchanges ahead of another: each waits for the others' last dispatch (nvlink.py)."""
+"""No rank can be that many exchanges ahead of another: each waits for the others' last dispatch (landed.py)."""
 
 
 class Comparison:

@@ -1,4 +1,7 @@
-"""The `nvlink` transport: peer copies by copy engines into landing areas that all ranks of a node map.
+"""The transports `nvlink` and `mixed`: peer copies by copy engines into landing areas that all ranks of a host map.
+
+`nvlink` is for ranks of one host; `mixed` is the same inside each host, and messages between hosts bring what is
+missing into the same areas (strangers.py).
 
 One C++ call per exchange queues strided copies of every slice straight from the producer's tensors on one stream, and
 behind each peer's copies writes of the exchange's identity and of its number to that peer's flag. Consumers wait for
@@ -53,11 +56,13 @@ from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
 from deepspeed_cad.exchange.landing import LandingArea, make_buffers
 from deepspeed_cad.exchange.lanes import Lanes
+from deepspeed_cad.exchange.messages import Messenger
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
-from deepspeed_cad.exchange.peers import PeerGroup, changed_group, whole_group
+from deepspeed_cad.exchange.peers import changed_group, host_group, whole_group
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
 from deepspeed_cad.exchange.rows import check_home, check_served
 from deepspeed_cad.exchange.split import near_part
+from deepspeed_cad.exchange.strangers import Strangers
 from deepspeed_cad.exchange.streams import leave_to_streams
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
@@ -112,12 +117,8 @@ class _Tables:
     prepared: dict[tuple[str, tuple[_Shape, ...]], _Prepared]
 
 
-class NvlinkTransport:
-    """Exchange by peer copies; all ranks of the group on one node with access to each other's memory."""
-
-    name = "nvlink"
-    most_waves = 1
-    """Copies inside a host take less time than starting more of them."""
+class LandingTransport:
+    """See the top of this file, and Transport."""
 
     def __init__(
         self,
@@ -125,21 +126,36 @@ class NvlinkTransport:
         device: torch.device,
         liveness: Liveness | None = None,
         timeout_s: float = 300.0,
-        peers: PeerGroup | None = None,
-        alarm: Alarm | None = None,
+        near: list[int] | None = None,
     ) -> None:
         """Collective: every rank of the group makes one at the same time.
 
-        Slices of schedules move between `peers`, by default all ranks of the group; the rows that other ranks send
-        have their places in what lands, and somebody else brings them.
+        Args:
+            near: one number for every rank; ranks with the same number copy, all others get messages. None: all copy.
         """
+        alarm = Alarm(rank_of(group), liveness, timeout_s)
+        self.strangers: Strangers | None = None
+        if near is not None:
+            # First what all ranks take part in: making landing areas can fail on one host alone.
+            self.strangers = Strangers(group, device, near, alarm)
+        try:
+            self._open(group, device, alarm, near)
+        except BaseException:
+            if self.strangers is not None:
+                self.strangers.leave()
+            raise
+
+    def _open(self, group: Group, device: torch.device, alarm: Alarm, near: list[int] | None) -> None:
+        self.name = "nvlink" if near is None else "mixed"
+        # Copies inside a host take less time than starting more of them.
+        self.most_waves = 1 if near is None else 8
         self.group, self.device = group, device
-        alarm = alarm or Alarm(rank_of(group), liveness, timeout_s)
-        if peers is None:
-            if isinstance(group, OwnGroup) and alarm.goes_on:
-                peers = changed_group(group, alarm)
-            else:
-                peers = whole_group(group)
+        if near is not None:
+            peers = host_group(group, near)
+        elif isinstance(group, OwnGroup) and alarm.goes_on:
+            peers = changed_group(group, alarm)
+        else:
+            peers = whole_group(group)
         self.peers = peers
         self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
         self.exchanges = 0
@@ -157,7 +173,7 @@ class NvlinkTransport:
             self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
             # The kernel that spoils what landed is loaded now: a first launch may need the GPU to be idle.
             torch.empty(PAGE, dtype=torch.uint8, device=device).fill_(255)
-        self.stream: torch.cuda.Stream | None = streams[0]
+        self.stream: torch.cuda.Stream | None = streams[0] if near is None else None
         """Where the transfers of the newest exchange end, if that is one stream: for timelines."""
         whole = size_of(group)
         flags = FLAG_BYTES * self.ranks
@@ -200,6 +216,8 @@ class NvlinkTransport:
         under_way = self._start(self._out, identity, [f.home for f in fields])
         self._push(under_way, tables.dispatch, prepared, area, guard)
         lane.dispatch, lane.give_back = self.exchanges, 0
+        if self.strangers is not None:
+            self._join(under_way, *self.strangers.outgoing(schedule, fields, prepared.landed))
         return _Dispatched(self, under_way, prepared.landed)
 
     @property
@@ -225,10 +243,18 @@ class NvlinkTransport:
         self._push(under_way, tables.give_back, prepared, back.area, (self._out, lane.dispatch))
         lane.give_back = self.exchanges
         back.unfinished = found = _Returned(self, under_way, fields, prepared.landed, tables.placements)
+        if self.strangers is not None:
+            self._join(under_way, *self.strangers.returning(schedule, fields, prepared.landed))
         return found
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
         """See Transport.make_room."""
+        if self.strangers is None:
+            self._grow(schedules, room, nano_batch)
+        else:
+            self.strangers.make_room(partial(self._grow, schedules, room, nano_batch), schedules, room, nano_batch)
+
+    def _grow(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
         self._alarm.check()
         if self._lanes.make_room(schedules, room, nano_batch):
             self._forget_views()
@@ -247,6 +273,8 @@ class NvlinkTransport:
             self._lanes.release()
             self._tables.clear()
             self.peers.forget()
+            if self.strangers is not None:
+                self.strangers.leave()
 
     def abandon(self) -> Callable[[], None]:
         """See Transport.abandon. What other ranks still copy into memory of this one lies in their mappings too, and
@@ -367,8 +395,29 @@ class NvlinkTransport:
         self.bytes_sent += int((table.rows_sent[fields[:, 0]] * fields[:, 4]).sum())
         under_way.done.append(stream.record_event())
 
+    def _join(self, under_way: _UnderWay, way: Messenger, messages: Table, packed: list[torch.Tensor]) -> None:
+        """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both.
+
+        The watchdog looks after messages apart from the wait of whoever uses what arrives: growing a landing area waits
+        for the whole device before.
+        """
+        under_way.readers.append(way.stream)
+        under_way.sources.extend(packed)
+        done = way.exchange(under_way.identity, messages, self._comparison, self._watchdog, self.transfers)
+        if done is not None:
+            under_way.done.append(done)
+            self.bytes_sent += int(messages[messages[:, 0] == 1, 3].sum())
+
     def _give_up(self) -> None:
         """Called by the watchdog: end the waits of this rank; what landed becomes NaN, the next call raises."""
+        try:
+            self._end_waits()
+        finally:
+            if self.strangers is not None:
+                # After the waits for neighbours, so that messages behind them can be stopped.
+                self.strangers.leave()
+
+    def _end_waits(self) -> None:
         everyone, no_slices = np.arange(self.ranks, dtype=np.int64), np.zeros((0, 5), np.int64)
         nothing, no_fields = np.zeros(self.ranks + 1, np.int64), np.zeros((0, 5 + self.ranks), np.int64)
         # A stream that shares a hardware queue with the stuck one would wait behind it: one of several gets through.
@@ -402,7 +451,7 @@ class _UnderWay:
 
 @dataclass(eq=False)
 class _Dispatched:
-    transport: NvlinkTransport
+    transport: LandingTransport
     under_way: _UnderWay
     landed: list[torch.Tensor]
     waited: bool = False
@@ -417,7 +466,7 @@ class _Dispatched:
 
 @dataclass(eq=False)
 class _Returned:
-    transport: NvlinkTransport
+    transport: LandingTransport
     under_way: _UnderWay
     fields: list[Returning]
     landed: list[torch.Tensor]
