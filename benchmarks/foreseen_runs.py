@@ -40,12 +40,6 @@ KINDS = (
 """Names of files that are read; the last two are what `two_gpus servers` calls them."""
 MACHINES = {"NVIDIA H200": "h200"}
 """Machines of the simulator by the name that torch gives their GPU."""
-BEFORE_WAVES = {
-    "20d1bbb", "9e17d32", "aad1172", "bacb716", "0239cdb", "963163a", "5b34a40", "7d0fc83", "4ffabac", "720b9da"
-}  # fmt: skip
-"""Commits of runs from before exchanges went in waves: see Setting.copies_own_rows."""
-BEFORE_TURNS = {"4ffabac", "7850fb0", "81c8253"}
-"""Commits of runs beside reserved servers before plans knew of the other nano-batch: see Setting.waits_at_servers."""
 USUAL = {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}
 """Sizes that the benchmarks take where nothing is said; older files do not name all of them."""
 USUAL_KERNEL = "flash_attn_4"
@@ -83,6 +77,7 @@ class Run:
     """What ratios are to, where it is in another file; else the first of `modes`."""
     why_not: str = ""
     """Why nothing of it can be foreseen."""
+    commit: str = ""
 
 
 def stand_in(documents: int, pairs: float, tokens: int) -> list[int]:
@@ -198,15 +193,11 @@ def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[st
         sizes["hidden"] // sizes["heads"],
     )  # fmt: skip
     kernel = result.get("kernel", USUAL_KERNEL)
-    machine = result.get("machine")
-    commit = result.get("commit") or (machine.get("commit") if isinstance(machine, dict) else None)
     return Setting(
         model,
         Cluster(ranks, per_host, figures, collective_between=collective),
         Profile.load(SHIPPED / f"{MACHINES[device]}_{kernel}.json").cost_for(seat_shape(model, 1)),
         checkpointing=not sizes.get("no_checkpointing"),
-        copies_own_rows=commit in BEFORE_WAVES,
-        waits_at_servers=commit in BEFORE_TURNS,
         **more,
     )
 
@@ -215,12 +206,14 @@ def read_run(path: Path) -> Run:
     """A file of any kind."""
     result = json.loads(path.read_text())
     name = path.relative_to(path.parents[1]).as_posix()
+    machine = result.get("machine")
+    commit = result.get("commit") or (machine.get("commit") if isinstance(machine, dict) else "")
     try:
         if "stages" in result:
-            return Run(name, _read_pipeline(result))
+            return Run(name, _read_pipeline(result), commit=commit)
         if "trainers" in result:
-            return _read_servers(name, path, result)
-        return Run(name, _read_training(_as_training(result)))
+            return Run(name, [_one_of_servers(result)], _in_place(path, result), commit=commit)
+        return Run(name, _read_training(_as_training(result)), commit=commit)
     except (ValueError, KeyError) as error:
         said = f"the file lacks {error}" if isinstance(error, KeyError) else str(error)
         return Run(name, (), why_not=said)
@@ -341,9 +334,11 @@ def _sizes(result: dict[str, Any]) -> dict[str, Any]:
     return {**result.get("settings", {}), "layers": result["layers"], "hidden": result["hidden"]}
 
 
-def _read_servers(name: str, path: Path, result: dict[str, Any]) -> Run:
-    """servers_step.py, one mode a file; ratios are to CAD in place in a file beside it, of the same commit and sizes,
-    over the same link if there is one."""
+def _in_place(path: Path, result: dict[str, Any]) -> Mode | None:
+    """What a run with servers is compared with: CAD in place in a file beside it, of the same commit and sizes, over
+    the same link if there is one."""
+    if not result["servers"]:
+        return None
     link, same = path.stem.rpartition("_")[2], ("commit", "layers", "hidden", "tokens", "workload", "slowed")
     others = {other.stem: json.loads(other.read_text()) for other in sorted(path.parent.glob("*in-place_*.json"))}
     in_place = [
@@ -351,7 +346,7 @@ def _read_servers(name: str, path: Path, result: dict[str, Any]) -> Run:
         for stem, one in others.items()
         if one.get("servers") == 0 and all(one.get(key) == result.get(key) for key in same)
     ]
-    return Run(name, [_one_of_servers(result)], _one_of_servers(others[min(in_place)[1]]) if in_place else None)
+    return _one_of_servers(others[min(in_place)[1]]) if in_place else None
 
 
 def _one_of_servers(result: dict[str, Any]) -> Mode:

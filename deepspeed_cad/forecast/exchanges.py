@@ -40,13 +40,10 @@ def trip_seconds(machine: Machine, flows: Flows) -> tuple[tuple[float, float], t
     return (longest(there, left), longest(there + back, left + home)), (longest(back, home), longest(there, left))
 
 
-def flows_of(plan: Plan, rows: Segments, copied: bool = False) -> Flows:
-    """What a plan moves, and what lies side by side at servers as schedules put it there.
-
-    `copied`: see Setting.copies_own_rows.
-    """
+def flows_of(plan: Plan, rows: Segments) -> Flows:
+    """What a plan moves, and what lies side by side at servers as schedules put it there."""
     assert plan.flows is not None, "plans that the planner made have flows"
-    return replace(plan.flows, served=_served(plan.tasks[read_others(plan.tasks, rows)], rows, plan.load.size, copied))
+    return replace(plan.flows, served=_served(plan.tasks[read_others(plan.tasks, rows)], rows, plan.load.size))
 
 
 def read_others(tasks: Ints, rows: Segments) -> Bools:
@@ -60,7 +57,7 @@ def read_others(tasks: Ints, rows: Segments) -> Bools:
     return (tasks[:, 5] != own.rank[first]) | (tasks[:, 2] > held[tasks[:, 0]])
 
 
-def _served(tasks: Ints, rows: Segments, ranks: int, copied: bool) -> Ints:
+def _served(tasks: Ints, rows: Segments, ranks: int) -> Ints:
     """[2, ranks]: query and KV rows times head groups; see Flows.served."""
     document, begin, end, first_group, last_group, server = tasks.T
     own = rows.select(np.lexsort((rows.begin, rows.document)))
@@ -68,7 +65,7 @@ def _served(tasks: Ints, rows: Segments, ranks: int, copied: bool) -> Ints:
     home = np.searchsorted(own.document * span + own.begin, document * span + begin, "right") - 1
     held = np.bincount(rows.rank, rows.end - rows.begin, minlength=ranks)
     large = (end - begin) * IN_PLACE >= held[server]
-    stay = (own.rank[home] == server) & (end <= own.end[home]) & large & (not copied)
+    stay = (own.rank[home] == server) & (end <= own.end[home]) & large
     groups = last_group - first_group
     queries = np.bincount(server, (end - begin) * groups * ~stay, minlength=ranks)
     # Of tasks with the same document and head groups, the one that reads the most keys covers the others.

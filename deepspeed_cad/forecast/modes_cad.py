@@ -45,6 +45,9 @@ from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SEN
 
 EXCHANGES = 2
 """Of a layer's forward or backward: there and back."""
+UNEVEN = 0.013
+"""Of what is not attention: lost because GPUs of one kind do not run alike and meet in every layer, where plain training
+waits for the slowest once a step. Beside servers twice, for each of two parts. The mean over runs: docs/foreseen.md."""
 RECOMPUTED = 1.4
 """How often a layer's exchanges run where the recompute repeats them, beside forward and backward: two fifths more."""
 
@@ -107,7 +110,7 @@ def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
     hosts, ranks, layers = setting.all_hosts, layout.ranks, setting.layers
     plan = setting.made.get(id(layout)) or plan_in_place(setting, layout)
-    flows = flows_of(plan, layout.segments, setting.copies_own_rows)
+    flows = flows_of(plan, layout.segments)
     again = setting.checkpointing and setting.recompute_attention
     alone = _task_seconds(setting, plan.tasks, ranks)
     waiting = _task_seconds(setting, plan.tasks[read_others(plan.tasks, layout.segments)], ranks)
@@ -138,7 +141,7 @@ def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
             # One part moves while the other runs what is not attention.
             end = np.maximum(best, end - begin.max())
         took = float(end.max()) + _latency(setting) / 2
-        ran += took
+        ran += took + UNEVEN * float(begin.max())
         exposed += max(0.0, took - float(best.max()))
     layer_seconds = float((other.layers.total + loss).mean())
     mean = Seconds(layer_seconds, float(work.total.mean()), exposed, float(other.tensor.total.mean()))
@@ -199,7 +202,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         attention = float(found.attention.mean())
         met.append(
             (
-                found.ran + exchange,
+                found.ran + exchange + 2 * UNEVEN * float(other.each.total.max()),
                 float(other.layers.total.mean()),
                 attention,
                 exchange,
@@ -249,7 +252,7 @@ def alternates(setting: Setting) -> bool:
 def _in_turn(setting: Setting, rows: Layout) -> _Met:
     """Servers wait while trainers run what is not attention, and trainers while servers attend."""
     plan = make_plan(question(setting, rows.tick()))
-    flows = flows_of(plan, rows.segments, setting.copies_own_rows)
+    flows = flows_of(plan, rows.segments)
     work = _task_seconds(setting, plan.tasks, setting.seats).total
     sent, received, back, home = (flows.bytes[kind] for kind in (QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED))
     forward = np.maximum(received + home, sent + back)
@@ -274,12 +277,12 @@ def _alternate(setting: Setting, rows: Layout, trainers: int) -> _Met:
     per_row = np.float64(per_token / setting.machine.in_training)
     for tick in ticks:
         asked = question(setting, tick, (rows.tokens - tick.query_tokens) * per_row)
-        if cut is not None and not setting.waits_at_servers:
+        if cut is not None:
             left, servers_only = whole - _attention(setting, tick.query), np.arange(seats) >= trainers
             turns = alternate(left, tick.query_tokens * per_row, np.ones(seats), servers_only)
             asked = replace(asked, alternation=turns, waves=WAVES_IN_TURN)
         plan = make_plan(asked)
-        flows.append(flows_of(plan, rows.segments, setting.copies_own_rows))
+        flows.append(flows_of(plan, rows.segments))
         work = _task_seconds(setting, plan.tasks, seats)
         attention += work.total
         tokens = tick.query_tokens[:trainers]

@@ -57,13 +57,6 @@ class Setting:
     held: tuple[float, float] | None = None
     """Bytes of a weight with its gradient and optimizer state: on every rank, and shared by all. None: bf16 with AdamW
     in fp32, as `sharding` shares them."""
-    waits_at_servers: bool = False
-    """As in measured runs from before plans beside reserved servers knew that these are at the other nano-batch while
-    one travels: they took every transfer for time in which servers wait, and moved all in one wave."""
-
-    copies_own_rows: bool = False
-    """As in measured runs from before exchanges went in waves: what goes out lands in two areas in turn, and a server's
-    own rows are copied there too where their keys come from elsewhere, with an O of their own."""
 
     def __post_init__(self) -> None:
         """Raise CADConfigError for what cannot be; put the links' speeds into the cost, which plans heed."""

@@ -53,17 +53,32 @@ def test_the_page_shows_these_figures() -> None:
     expected = [row for file in FILES for row in rows(file)]
     assert len(lines) == len(expected)
     for row in expected:
-        shown = lines[row.file.removesuffix(".json"), row.mode]
+        said, *shown = lines[row.file.removesuffix(".json"), row.mode].split("|")
         if row.tokens is None:
-            assert row.note in shown
+            assert row.note in shown[0]
             continue
-        for text, value in zip(shown.split("|"), (row.tokens, row.ratio, row.memory), strict=True):
+        assert said.strip() == ("fitted" if row.fitted else "test")
+        for text, value in zip(shown, (row.tokens, row.ratio, row.memory), strict=True):
             # Planners may differ in the last digits.
             assert bool(text.strip()) == (value is not None)
             assert value is None or float(text) == pytest.approx(value, abs=5e-3)
+    assert foreseen().EXPLANATION in page and foreseen().INTRODUCTION in page
 
 
-# The published claim, recomputed: what the simulator must foresee at 512 GPUs, and the table that says so.
+def test_cad_is_promised_neither_too_much_nor_too_little() -> None:
+    """On average over the runs that nothing was fitted to, and over the others, without the first mode of each."""
+    module = foreseen()
+    found = [row for file in FILES for row in rows(file)]
+    for fitted, least in ((False, 12), (True, 12)):
+        values = module.ratios(found, fitted)
+        assert len(values) >= least and abs(module.bias(values)) <= module.BIAS
+    assert not any(row.ratio == 1 for row in found if row.mode in ("dp", "plain", "1f1b"))
+    assert sum(len(module.ratios(found, False, kind)) for kind in module.KINDS_OF_RUN) == len(
+        module.ratios(found, False)
+    )
+
+
+# Our model of the published set-up: what the simulator must foresee at 512 GPUs, and the table that says so.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,22 +90,25 @@ def published() -> ModuleType:
 
 @pytest.mark.parametrize(("documents", "longest"), [("web", 131072), ("web", 524288), ("long-mix", 262144)])
 def test_512_gpus_and_long_documents(longest: int, documents: str) -> None:
-    """What was published is reached by what is built: documents dealt out in zigzag, exchanges in waves."""
+    """Documents dealt out in zigzag, exchanges in waves."""
     module = published()
-    found = module.foresee(module.Case("llama-8b", documents, longest, 1), 1)
-    base = found["ideal"].tokens_per_second
-    assert found["ours"].tokens_per_second >= 1.35 * base
-    assert found["ours"].tokens_per_second > 1.15 * found["ideal, sharded"].tokens_per_second
-    assert found["ours"].tokens_per_second > found["ours, as come"].tokens_per_second > 1.05 * base
-    assert 1.0 < found["published"].tokens_per_second / base < 1.35
+    found = module.foresee(module.Case("llama-8b", documents, longest), 1)
+    speed = {mode: one.tokens_per_second for mode, one in found.items()}
+    assert speed["ours"] > speed["ours, as come"] > speed["ideal"]
+    assert speed["ours"] > max(speed[mode] for mode in module.RIVALS), "the ideal that keeps attention, too"
+    assert 1.0 < speed["set-up, modelled"] / speed["ideal"] < 1.35, "the paper has up to 1.35"
     assert all(one.fits for one in found.values())
     assert len({round(one.tokens) for one in found.values()}) == 1, "the same tokens in a step"
 
 
-def test_the_page_has_every_case() -> None:
+def test_the_page_of_the_published_set_up_has_every_case_and_its_range() -> None:
     """Run `python benchmarks/published.py` after a change of the simulator or the planner."""
     page = (ROOT / "benchmarks" / "results" / "published.md").read_text()
-    assert len(re.findall(r"^\| llama-(?:8b|34b) \| (?:web|long-mix) \| \d+K \| [14] \|", page, re.MULTILINE)) == 24
+    rows = re.findall(
+        r"^\| llama-(?:8b|34b) \| (?:web|long-mix) \| \d+K \|.*\| (\d\.\d\d) \| [^|]*\|$", page, re.MULTILINE
+    )
+    assert len(rows) == 12
+    assert f"{min(rows)} to {max(rows)} of it" in page
 
 
 # Arithmetic of a pipeline's step: where its answer is known, and the figures of the published run.

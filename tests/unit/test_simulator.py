@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,12 @@ UNEVEN = Layout.from_rank_lengths([[16384], [4096] * 4, [1024] * 16, [8192, 8192
 
 def machine(**changes: Any) -> Machine:
     return replace(Machine.load("h200"), in_training=1.0, **changes)
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that run alike."""
+    monkeypatch.setattr(modes_cad, "UNEVEN", 0.0)
 
 
 def setting(ranks: int = 4, per_host: int = 4, figures: Machine | None = None, **changes: Any) -> Setting:
@@ -136,9 +143,6 @@ def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
     assert served_bytes(setting(recompute_attention=True), found) == pytest.approx(wave.served_rows[:, 0].max() * row)
     assert served_bytes(setting(keep="host"), found) == 0
     assert served_bytes(setting(checkpointing=False), found) > 2 * served_bytes(own, found)
-    copied = flows_of(plan, layout.segments, copied=True)
-    assert (copied.served[0].sum() > found.served[0].sum()) == bool((layout.segments.begin > 0).any())
-    assert landing_bytes(replace(own, copies_own_rows=True), found) > landing_bytes(own, found)
     assert landing_bytes(own, found, with_outputs=True) > landing_bytes(own, found)
 
 
@@ -279,6 +283,7 @@ def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
 # CAD
 
 
+@pytest.mark.usefixtures("alike")
 def test_in_place_every_rank_has_the_mean_and_attention_is_not_repeated() -> None:
     own = setting(tolerance=0.01)
     found, plain = modes_cad.in_place(own, [UNEVEN]), modes.plain(own, [UNEVEN])
@@ -301,6 +306,18 @@ def test_slow_links_are_seen_by_the_plan_and_by_the_seconds() -> None:
     assert hidden.between == pytest.approx(shown.between) and hidden.seconds.exchange < shown.seconds.exchange
 
 
+def test_ranks_that_meet_in_every_layer_lose_a_share_of_what_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, outside = setting(), non_attention(setting(), np.array([16384.0])).layers.total[0]
+    for run, parts in ((partial(modes_cad.in_place, own), 1), (partial(modes_cad.reserved, own, servers=1), 2)):
+        waits = []
+        for share in (0.0, 0.5):
+            monkeypatch.setattr(modes_cad, "UNEVEN", share)
+            waits.append(run([UNEVEN]).seconds)
+        assert waits[1].waiting - waits[0].waiting == pytest.approx(0.5 * parts * outside)
+        assert waits[1].exchange == waits[0].exchange
+
+
+@pytest.mark.usefixtures("alike")
 def test_rows_that_are_not_equally_full_get_whole_layers_made_even() -> None:
     """The rank with fewer tokens begins its long document while the other one is outside attention."""
     layout = Layout.from_rank_lengths([[4096] * 16, [39322]])
