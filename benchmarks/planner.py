@@ -1,7 +1,8 @@
 """What plans reach and what planning costs.
 
-    python benchmarks/planner.py --reference FILE     # compare with the figures of another planner
-    python benchmarks/planner.py                      # only growth over ranks and documents
+    python benchmarks/planner.py                      # growth over ranks and documents
+    python benchmarks/planner.py --reference FILE     # and beside the figures of another planner, which do not ship
+    python benchmarks/planner.py --output FOLDER      # writes planner.json and planner.md there
 
 FILE holds `cases`: each with documents (lengths in stream order), tokens_per_rank, ranks, heads, kv_heads, head_dim,
 bytes_per_element and `published`, which maps a tolerance to total_bytes and hottest_receive_bytes.
@@ -180,7 +181,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.02)
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 512, 4096])
     parser.add_argument("--tokens", type=int, default=131072, help="tokens of each rank")
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results"), help="folder for JSON and Markdown")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for JSON and Markdown; printed only without it")
     args = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -205,10 +206,10 @@ def main() -> None:
     lines += [f"## Growth: {args.tokens} tokens per rank, 32 / 8 heads of 128", "", *growth_table(result["growth"])]
     text = "\n".join(lines) + "\n"
     print(text)
-    folder = Path(args.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "planner.md").write_text(text)
-    (folder / "planner.json").write_text(json.dumps(result, indent=1) + "\n")
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "planner.md").write_text(text)
+        (args.output / "planner.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def processor() -> str:

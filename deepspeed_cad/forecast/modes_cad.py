@@ -46,8 +46,9 @@ from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SEN
 EXCHANGES = 2
 """Of a layer's forward or backward: there and back."""
 UNEVEN = 0.013
-"""Of what is not attention: lost because GPUs of one kind do not run alike and meet in every layer, where plain training
-waits for the slowest once a step. Beside servers twice, for each of two parts. The mean over runs: docs/foreseen.md."""
+"""Of what is not attention: lost because GPUs of one kind do not run alike and meet in every layer, where plain
+training waits for the slowest once a step. Beside servers twice, for each of two parts. The mean over runs:
+docs/foreseen.md."""
 RECOMPUTED = 1.4
 """How often a layer's exchanges run where the recompute repeats them, beside forward and backward: two fifths more."""
 
