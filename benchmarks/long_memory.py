@@ -12,6 +12,7 @@ ZeRO-3 with the optimizer on the host. One unit is what the hidden states of thi
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,17 +140,34 @@ def totals(shape: ModelShape, setting: Setting) -> tuple[float, float]:
 # Held against measurements
 
 
+RESULTS = Path(__file__).parent / "results"
+
+
 class Measured(NamedTuple):
     """A training step of benchmarks/train_step.py: nothing tiled but the loss (4096 rows), the optimizer sharded."""
 
+    file: str
     tokens: int
+    """That ranks share at a time."""
     ranks: int
     layers: int
     peak_GiB: float
 
+    @staticmethod
+    def read(file: str, tokens: int) -> Measured:
+        """Ulysses of a file in results/."""
+        found = json.loads((RESULTS / file).read_text())
+        return Measured(
+            file, tokens, found["machine"]["ranks"], found["settings"]["layers"], found["modes"]["ulysses"]["peak_GiB"]
+        )
 
-MEASURED = (Measured(524288, 4, 2, 41.3), Measured(1048576, 4, 2, 77.8), Measured(524288, 2, 1, 75.7))
-"""Ulysses on H200s, one run each: layers of 8B size, vocabulary 32000, checkpoints on the device."""
+
+MEASURED = (
+    Measured.read("h200x2/train_million_256k_2r_fcc832a.json", 524288),
+    Measured.read("h200x4/train_span_64k_4r_2026-11-21.json", 262144),
+    Measured.read("h200x4/train_prolong_64k_4r_2026-11-21.json", 65536),
+)
+"""Ulysses on H200s: layers of 8B size, vocabulary 32000, checkpoints on the device."""
 
 
 def foreseen(run: Measured) -> float:
@@ -199,12 +217,12 @@ def steps_table(shape: ModelShape, ranks: int) -> str:
 
 def measured_table() -> str:
     """Measured peaks beside the arithmetic."""
-    lines = [["tokens", "GPUs", "layers", "measured GiB", "by these formulae", "÷"]]
+    lines = [["tokens", "GPUs", "layers", "measured GiB", "by these formulae", "÷", "file in benchmarks/results"]]
     for run in MEASURED:
         told = foreseen(run)
         lines.append(
             [f"{run.tokens:,}", str(run.ranks), str(run.layers), f"{run.peak_GiB:.1f}", f"{told:.1f}",
-             f"{told / run.peak_GiB:.2f}"]
+             f"{told / run.peak_GiB:.2f}", f"`{run.file}`"]
         )  # fmt: skip
     return _markdown(lines)
 
