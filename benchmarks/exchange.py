@@ -159,7 +159,7 @@ def machine(commit: str | None) -> dict[str, str]:
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit or asked.stdout.strip() or "unknown",
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+from exchange import machine  # noqa: E402
 from train_attention import local_attention, make_sequences, use_attention  # noqa: E402
 from train_kept import KeptOutputs  # noqa: E402
 from train_model import ChunkedLoss, add_sizes, make_model  # noqa: E402
@@ -111,7 +112,7 @@ def report(
         | {"steps": len(workload.steps)},
         "kernel": kernel,
         "machine": {
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            **machine(options.commit),
             "ranks": dist.get_world_size(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         },
@@ -132,6 +133,7 @@ def main() -> None:
     add("--repeats", type=int, default=1)
     add("--cad", type=json.loads, default={})
     add("--output", type=Path)
+    add("--commit", help="where this is not a git checkout: what results name as the commit")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+from exchange import machine  # noqa: E402
 from process_group import open_process_group  # noqa: E402
 from train_attention import local_attention, make_sequences  # noqa: E402
 from train_model import make_model  # noqa: E402
@@ -209,6 +210,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=8)
     add("--kv-heads", type=int, default=4)
     add("--output", type=Path, help="Markdown file")
+    add("--commit", help="where this is not a git checkout: what the file names as the commit")
     return parser.parse_args(argv)
 
 
@@ -248,7 +250,8 @@ def main() -> int:
     lines.append(f"\n{len(lines) - 2} cases, {failed} wrong.")
     write(rank, lines[-1:])
     if rank == 0 and options.output:
-        options.output.write_text("\n".join(lines) + "\n")
+        about = ", ".join(f"{key} {value}" for key, value in machine(options.commit).items())
+        options.output.write_text("\n".join([f"{ranks} ranks, {about}", "", *lines]) + "\n")
     dist.barrier()
     dist.destroy_process_group()
     return 1 if failed else 0

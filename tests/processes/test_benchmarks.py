@@ -272,10 +272,3 @@ def test_a_product_beside_a_rank_and_the_picture_of_a_timeline(tmp_path: Path) -
     assert {"A", "B", "waiting"} <= {bar.kind for bar in bars if bar.row == 0}
     picture = servers_picture.draw(rows, bars, length)
     assert picture.count("<rect") == 1 + 2 + len(bars) + len(servers_picture.COLOURS)
-
-
-def test_pieces_of_a_plan(tmp_path: Path) -> None:
-    (tmp_path / "tiny.json").write_text(json.dumps({"steps": [[[64, 64], [192]]]}))
-    command = [sys.executable, ROOT / "benchmarks/pieces.py", "--workload", tmp_path / "tiny.json", "--repeats", "1"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200, cwd=ROOT)
-    assert "step 0, rank 1, pieces" in run.stdout and "pieces over whole documents: forward" in run.stdout
