@@ -36,7 +36,8 @@ FITTED = {
 KNOWN: dict[tuple[str, str, str], str] = {
     ("h200x2/servers_fcc832a_reserved_host.json", "cad, 1 reserved", "ratio"): (
         "the server was idle for longer than planned and the trainer took longer; with 262,144 tokens over the same "
-        "kind of link both are as foreseen. Not looked into: no timeline was recorded"
+        "kind of link both are as foreseen. Cuts into waves are chosen otherwise since the commit after it. Not looked "
+        "into: no timeline was recorded"
     ),
     ("h200x4/train_span_64k_4r_2026-11-21.json", "cad", "memory"): (
         "at this commit a server copied its own rows beside those that arrive; it does not any more"
