@@ -140,6 +140,12 @@ FIGURES: list[tuple[str, str, str | tuple[str, ...], Callable[..., Any]]] = [
     ),
     (
         "README.md",
+        "(commit `404e59b`), that is {:.3f} of the step that keeps attention",
+        "h100x1/train_heavy_64k_1r_404e59b.json",
+        lambda r: (kept_seconds(r["modes"]["dp"]) / sum(r["modes"]["dp:kept"]["step_seconds"]),),
+    ),
+    (
+        "README.md",
         "recomputed like all else over plain | {:.3f}; {:.2f} % of a step; {:.2f} | `aad1172` |",
         HEADLINE[1],
         lambda r: (

@@ -48,7 +48,7 @@ def test_the_page_shows_these_figures() -> None:
     page = (ROOT / "docs" / "foreseen.md").read_text()
     lines = {
         (run, mode): figures
-        for run, mode, figures in re.findall(r"^\| (h200\S+) \| `(.+?)` \| (.*) \|$", page, re.MULTILINE)
+        for run, mode, figures in re.findall(r"^\| (h\d+x\S+) \| `(.+?)` \| (.*) \|$", page, re.MULTILINE)
     }
     expected = [row for file in FILES for row in rows(file)]
     assert len(lines) == len(expected)
