@@ -1,8 +1,8 @@
 """Hosts that are none: network namespaces of this machine, joined by a bridge, each behind a link of limited speed.
 
 In: how many, and their speed. Out: processes that run on them and see another host name, another network and nothing of
-the rest. All of it is gone when the context is left, whatever happens inside. Skips the test, with the reason, where
-that is not permitted.
+the rest, and find each other by name where they are given names. All of it is gone when the context is left, whatever
+happens inside. Skips the test, with the reason, where that is not permitted.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -31,8 +34,8 @@ def _run(*words: str) -> str:
 class Hosts:
     """Hosts with addresses; `open_hosts` makes and removes them."""
 
-    def __init__(self, count: int, rate: str) -> None:
-        self.count, self.rate = count, rate
+    def __init__(self, count: int, rate: str, names_file: Path | None) -> None:
+        self.count, self.rate, self._names_file = count, rate, names_file
         self._prefix = f"cad{os.getpid() % 100000}x{next(_count)}"
         self._started: list[subprocess.Popen[str]] = []
 
@@ -74,13 +77,22 @@ class Hosts:
         """A host has no route to another one."""
         _run("ip", "-n", self.space(host), "route", "add", "unreachable", self.address(other))
 
+    def on(self, host: int, name: str = "") -> list[str]:
+        """The words in front of a command that make it run on a host, which has a name."""
+        inside = 'hostname "$0" && exec "$@"'
+        if self._names_file is not None:  # seen there only: `ip netns exec` has mounts of its own
+            inside = f"mount --bind {shlex.quote(str(self._names_file))} /etc/hosts && {inside}"
+        words = ["ip", "netns", "exec", self.space(host), "unshare", "--uts", "sh", "-c", inside]
+        return [*words, name or self.name(host)]
+
     def start(self, host: int, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """A process on a host, which has the host's name too."""
-        name = f"{self._prefix}-host{host}"
-        inside = ["sh", "-c", 'hostname "$0" && exec "$@"', name, *command]
-        words = ["ip", "netns", "exec", self.space(host), "unshare", "--uts", *inside]
+        return self.launch([*self.on(host), *command], {"GLOO_SOCKET_IFNAME": "eth0", **environment})
+
+    def launch(self, words: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        """A process that ends at the latest with these hosts."""
         process = subprocess.Popen(
-            words, env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **environment}, text=True,
+            words, env={**os.environ, **environment}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self._started.append(process)
@@ -98,18 +110,24 @@ class Hosts:
             for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
-        for name in [*(self.space(host) for host in range(self.count)), f"{self._prefix}-net"]:
+        for space in map(self.space, range(self.count)):
+            # What a launcher started outlives it.
+            found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, timeout=20, check=False)
+            for pid in map(int, found.stdout.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for name in [*map(self.space, range(self.count)), f"{self._prefix}-net"]:
             # A veth goes with the namespace of either end.
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False)
 
 
 @contextlib.contextmanager
-def open_hosts(count: int, rate: str = "100mbit") -> Iterator[Hosts]:
-    """`count` hosts for the length of a test."""
+def open_hosts(count: int, rate: str = "100mbit", names: Path | None = None) -> Iterator[Hosts]:
+    """`count` hosts for the length of a test; `names`: what they see as /etc/hosts."""
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} is not installed (packages iproute2, util-linux)")
-    hosts = Hosts(count, rate)
+    hosts = Hosts(count, rate, names)
     try:
         try:
             hosts.make()
