@@ -112,7 +112,9 @@ class Hosts:
                     pipe.close()
         for space in map(self.space, range(self.count)):
             # What a launcher started outlives it.
-            found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, timeout=20, check=False)
+            found = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True, timeout=20, check=False
+            )
             for pid in map(int, found.stdout.split()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
