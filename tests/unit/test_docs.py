@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 from scripts import load_script
 
 import deepspeed_cad
-from deepspeed_cad.cli import SUBCOMMANDS
+from deepspeed_cad.cli import SUBCOMMANDS, main
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.report.statistics import Statistics
 
@@ -95,6 +98,21 @@ def test_commands_exist(page: Path) -> None:
         assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file(), module
 
 
+def test_command_lines_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of deepspeed-cad that have arguments, by its own parser; nothing runs."""
+    lines = {
+        line.partition("#")[0].strip()
+        for page in [*PAGES, ROOT / "examples" / "README.md"]
+        for line in re.findall(r"(?:^ *|`)deepspeed-cad (\w+ [^`\n…]+)(?:`|$)", page.read_text(), re.MULTILINE)
+    }
+    for name in SUBCOMMANDS:
+        monkeypatch.setattr(importlib.import_module(f"deepspeed_cad.cli.{name}"), "main", lambda args: 0)
+    complete = [line for line in sorted(lines) if not line.split()[-1].startswith("--")]
+    assert len(complete) > 10
+    for line in complete:
+        assert main(shlex.split(line)) == 0, line
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
@@ -130,3 +148,77 @@ def test_json_in_the_documentation_is_valid() -> None:
             CADConfig.from_dict(config.get("cad", {}))
     for path in (ROOT / "examples").glob("*.json"):
         CADConfig.from_dict(json.loads(path.read_text())["cad"])
+
+
+def test_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    """What stands between backquotes in a first column; … is for anything, and stands wherever a value is put in."""
+    value = "\0"
+    sources = [ROOT / "_deepspeed_cad_autoload.py"]
+    sources += [path for folder in ("deepspeed_cad", "integrations") for path in (ROOT / folder).rglob("*.py")]
+    said = "\n".join(
+        re.sub(r"%[-\d.]*[a-z]", value, node.value)
+        if isinstance(node, ast.Constant)
+        else "".join(str(part.value) if isinstance(part, ast.Constant) else value for part in node.values)
+        for source in sources
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    )
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = [message for cell in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for message in _quoted(cell)]
+    assert len(messages) > 80
+    for message in messages:
+        assert re.search(".*".join(map(re.escape, message.split("…"))), said), message
+
+
+def _quoted(cell: str) -> list[str]:
+    """Of a cell, the messages: what is quoted and has several words, but no commands and keys."""
+    return [text for text in re.findall(r"`([^`]+)`", cell) if " " in text and text not in COMMANDS]
+
+
+COMMANDS = ("deepspeed-cad doctor", '"verify": 2', '"enabled": false')
+
+
+@pytest.mark.parametrize(("page", "base"), [("compare.md", "ulysses"), ("is-it-for-me.md", "dp")])
+def test_measured_ratios_are_those_of_the_runs(page: str, base: str) -> None:
+    """CAD over a mode as measured, and over the same without what its slowest rank spent on repeating attention."""
+    text = (ROOT / "docs" / page).read_text()
+    rows = re.findall(r"^\| \[.*?\]\(\.\./(benchmarks/results/.*?\.json)\).*? \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) >= 4
+    for path, cells in rows:
+        modes = json.loads((ROOT / path).read_text())["modes"]
+        other, seconds = modes[base], modes["cad"]["seconds"]
+        repeated = other["attention_s_mean"] - other["attention_s_mean_without_recompute"]
+        kept = other["seconds"] - repeated * other["attention_max_over_mean"]
+        expected = [f"{other['seconds'] / seconds:.3f}", f"{kept / seconds:.3f}"]
+        if base == "ulysses":
+            expected.append(f"{other['peak_GiB']:.1f}, {modes['cad']['peak_GiB']:.1f}")
+        assert cells.split(" | ")[1:] == expected, path
+
+
+def test_memory_of_a_whole_model_is_what_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "memory.md").read_text()
+    (command,) = re.findall(r"^    deepspeed-cad (plan .*)$", page, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (plain|plain, attention kept|`.*?`) \| (.*?) ?\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE
+    )
+    assert len(rows) == 5
+    for name, option, memory, speed in rows:
+        words = [*command.split(), *option.strip("`").split(), "--modes", "plain,plain kept,cad", "--json"]
+        assert main(words) == 0
+        modes = {mode["mode"]: mode for mode in json.loads(capsys.readouterr().out)["modes"]}
+        found = modes[{"plain": "plain", "plain, attention kept": "plain kept"}.get(name, "cad")]
+        ratio = found["tokens_per_second_per_gpu"] / modes["plain"]["tokens_per_second_per_gpu"]
+        assert (memory, speed) == (f"{found['peak'] / 2**30:.1f}", f"{ratio:.2f}"), name
+
+
+def test_scripts_for_several_nodes_are_those_of_the_page() -> None:
+    """Each command names a script and variables that it reads. tests/processes/test_nodes.py runs them."""
+    page = (ROOT / "docs" / "nodes.md").read_text()
+    scripts = set(re.findall(r"examples/nodes/[\w.]+", page))
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples" / "nodes").iterdir()} == scripts
+    for variables, script in re.findall(r"`((?:[A-Z_]+=\S+ )+)sh (examples/nodes/\S+)", page):
+        text = (ROOT / script).read_text()
+        for name in re.findall(r"([A-Z_]+)=", variables):
+            assert f"${name}" in text or f"${{{name}" in text, f"{script}: {name}"
+        for line in re.findall(r"(?<=#     ).*?(?=sh examples)", text):
+            assert set(re.findall(r"([A-Z_]+)=", line)) <= set(re.findall(r"\$\{?([A-Z_]+)", text)), line
