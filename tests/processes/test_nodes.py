@@ -106,11 +106,14 @@ def test_deepspeed_without_ssh(nodes, hostfile: str, on_one_node: list[float]) -
 @pytest.mark.slow
 @pytest.mark.long
 def test_deepspeed_by_pdsh(nodes, hostfile: str, on_one_node: list[float], tmp_path: Path) -> None:
-    """Who logs in has nothing of the environment: what processes need is in DeepSpeed's file for it."""
+    """Who logs in has nothing of the environment: what processes need is in DeepSpeed's file for it. Here that is the
+    interface too, as a node's own name leads to loopback."""
     hosts, names, environment = nodes
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {' '.join(names)}\n")
     carried = tmp_path / "deepspeed_env"
-    carried.write_text("".join(f"{name}={value}\n" for name, value in ALL_PROCESSES.items()))
-    variables = {"HOSTFILE": hostfile, "MASTER_ADDR": names[0], "MASTER_PORT": str(free_port())}
+    needed = {**ALL_PROCESSES, "GLOO_SOCKET_IFNAME": "eth0"}
+    carried.write_text("".join(f"{name}={value}\n" for name, value in needed.items()))
+    variables = {"HOSTFILE": hostfile, "MASTER_ADDR": hosts.address(0), "MASTER_PORT": str(free_port())}
     words = [*hosts.on(0, names[0]), "sh", "examples/nodes/deepspeed.sh", *SCRIPT]
     finish([hosts.launch(words, {**environment, **variables, "DS_ENV_FILE": str(carried)})], on_one_node)
 
