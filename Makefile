@@ -2,7 +2,7 @@
 # make test          all tests but      make test-fast    those that start few processes
 #                    test-long, more sizes and modes
 # make check         lint, format, types
-# make test-gpu      everything on this machine's GPUs, in minutes; ONLY=, KERNEL=, OUTPUT= as gpu_check.py has them
+# make test-gpu      everything on this machine's GPUs, one is enough, in minutes; ONLY=, KERNEL=, OUTPUT= as gpu_check.py has them
 # make test-matrix   the fast tests with each supported transformers
 # make native        compile csrc/ into the checkout
 # make clean         remove what was built
