@@ -23,6 +23,7 @@ from deepspeed_cad.cli.probes import (
     try_packages,
     try_transports,
 )
+from deepspeed_cad.cli.progress import Progress
 from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.version import __version__
@@ -67,17 +68,21 @@ class Report:
 
 
 def examine() -> Report:
-    """Tries everything; takes some seconds, most of them for importing torch."""
+    """Tries everything; takes some seconds, most of them for importing torch. What it is at stands on stderr."""
     logging.getLogger("deepspeed_cad").setLevel(logging.ERROR)  # the report says what the warnings would say
-    packages = try_packages()
-    return Report(
-        packages=packages,
-        native=try_native(),
-        kernels=try_kernels(),
-        transports=try_transports(),
-        devices=try_devices(),
-        autoload=try_autoload(),
-    )
+    found: dict[str, Any] = {}
+    with Progress() as progress:
+        for name, probe in (
+            ("packages", try_packages),
+            ("native", try_native),
+            ("kernels", try_kernels),
+            ("transports", try_transports),
+            ("devices", try_devices),
+            ("autoload", try_autoload),
+        ):
+            progress.tell(f"trying {name}")
+            found[name] = probe()
+    return Report(**found)
 
 
 def summary_line() -> str:

@@ -6,17 +6,21 @@ In: the parsed arguments of `plan.py`. Out: settings and steps; lines of text; p
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
+from deepspeed_cad.cli.progress import Progress
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADDataError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
-from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, reserve, what_would_fit
+from deepspeed_cad.forecast.bytes_held import activation_bytes, loss_bytes, state_bytes
+from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, say_need
+from deepspeed_cad.forecast.compared import MEMORY, RUNS
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.setting import check_split
+from deepspeed_cad.forecast.step import OUTSIDE, needed_bytes
 from deepspeed_cad.forecast.steps import deal, make_steps
 from deepspeed_cad.planner.question import hosts_of_nodes
 
@@ -24,22 +28,54 @@ HOST = 8
 """GPUs of a host where nothing is said and there are more."""
 SWEEP_STEPS = 4
 """Steps at every point of a curve."""
-QUIET = 2.0
-"""Seconds between two lines about progress."""
+DEFAULT = "llama-8b"
+"""The model where none is named."""
 PAGE = "docs/is-it-for-me.md"
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise CADConfigError for what is wrong with an option alone, before anything is read or imported."""
+    for name in ("ranks", "context", "limit", "steps", "micro_batches", "tensor", "pipeline"):
+        if getattr(args, name) < 1:
+            raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
+    if not 0 < args.tolerance < 1:
+        raise CADConfigError(f"--tolerance is {args.tolerance}; expected more than 0 and less than 1")
+    if args.offload_optimizer and args.sharding == "fsdp":
+        raise CADConfigError("--offload-optimizer with fsdp, which offloads weights too, is not foreseen")
+    if args.recompute_attention and (args.keep == "host" or args.pipeline > 1):
+        other = "--keep host" if args.keep == "host" else "--pipeline"
+        raise CADConfigError(f"--recompute-attention together with {other}: CAD refuses that; leave one out")
+    if args.cost != "pairs" and not Path(args.cost).is_file():
+        raise CADConfigError(f"--cost: there is no file {args.cost}")
+    wanted_modes(args)
+    make_cluster(args.ranks_per_node, args.ranks, read_machine(args))
+    # What cannot be written is said before the work, not behind it.
+    if args.pictures:
+        make_folder(args.pictures)
+    for name in ("output", "plot"):
+        target = getattr(args, name)
+        if target and target != "-" and not Path(target).parent.is_dir():
+            raise CADConfigError(f"--{name}: {target} cannot be written: there is no folder {Path(target).parent}")
+    if (args.plot or args.pictures) and find_spec("matplotlib") is None:
+        raise CADConfigError("a picture needs matplotlib: pip install matplotlib")
+
+
+def read_machine(args: argparse.Namespace) -> Machine:
+    """The machine with the links and the memory that options give it."""
+    machine = Machine.load(args.machine)
+    machine = machine.with_links(_speed(args.link_inside, "inside"), _speed(args.link_between, "between"))
+    if args.memory is None:
+        return machine
+    if not 0 < args.memory < float("inf"):
+        raise CADConfigError(f"--memory is {args.memory}; expected GiB above 0")
+    return replace(machine, memory=args.memory * 2**30)
 
 
 def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
     """The setting that the options describe; raises CADConfigError that names the option."""
     check_split(model, args.ranks, args.tensor, args.pipeline)
-    machine = Machine.load(args.machine)
-    speeds = [_speed(args.link_inside, "inside"), _speed(args.link_between, "between")]
-    machine = machine.with_links(*speeds)
-    if args.memory is not None:
-        if not 0 < args.memory < float("inf"):
-            raise CADConfigError(f"--memory is {args.memory}; expected GiB above 0")
-        machine = replace(machine, memory=args.memory * 2**30)
-    return Setting(
+    machine = read_machine(args)
+    setting = Setting(
         model=model,
         cluster=make_cluster(args.ranks_per_node, args.ranks, machine),
         cost=_cost(args.cost, machine, model, args.tensor),
@@ -50,7 +86,40 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
         recompute_attention=args.recompute_attention,
         keep=args.keep,
         tolerance=args.tolerance,
+        offload_optimizer=args.offload_optimizer,
+        loss="chunked" if args.loss == "chunked" else "whole",
     )
+    if args.loss == "auto":
+        kept = state_bytes(setting, setting.seats) + activation_bytes(setting, args.context, kept=True)
+        if needed_bytes(kept) > machine.memory:
+            return replace(setting, loss="chunked")
+    return setting
+
+
+def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list[str]:
+    """Lines on what a prediction stands on; `full`: of a row the share that has tokens."""
+    machine, cluster = setting.machine, setting.cluster
+    logits = f"{loss_bytes(replace(setting, loss='whole')) * args.context / setting.tensor / 2**30:.0f} GiB for logits"
+    loss = f"transformers' own loss ({logits})"
+    if setting.pipeline > 1:
+        loss = f"all logits at once in the last stage ({logits})"
+    elif setting.loss == "chunked":
+        loss = f"loss in chunks, as of Liger (transformers' own takes {logits})"
+    split = f", tensor {setting.tensor}" * (setting.tensor > 1)
+    split += f", {setting.pipeline} stages" * (setting.pipeline > 1)
+    lines = [
+        f"assumed: {args.model or DEFAULT}, {setting.sharding}{split}, {'' if setting.checkpointing else 'no '}"
+        f"checkpointing, optimizer on the {'host' if setting.offload_optimizer else 'GPU'}, {loss}",
+        f"{cluster.ranks} {machine.name} of {machine.memory / 2**30:.0f} GiB, hosts of "
+        f"{', '.join(map(str, cluster.sizes)) or cluster.per_host}, {machine.copies / 1e9:.0f} GB/s inside and "
+        f"{machine.between / 1e9:.3g} between; tolerance {setting.tolerance:g}",
+        f"rows of {args.context} tokens packed {args.packing} are {full:.1%} full, {args.micro_batches} to a step",
+    ]
+    if machine.like:
+        lines.append(
+            f"{machine.name} was not measured: it is taken to reach as much of its published figures as {machine.like}"
+        )
+    return lines
 
 
 def make_cluster(given: str | None, ranks: int, machine: Machine) -> Cluster:
@@ -73,6 +142,9 @@ def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
     unknown = [name for name in names if name not in MODES]
     if unknown:
         raise CADConfigError(f"--modes: there is no mode {unknown[0]!r}; there are {', '.join(MODES)}")
+    if {"plain", "cad"} <= set(names) and "plain kept" not in names and not args.no_checkpointing:
+        # By it what balance gains is told from what is gained as attention is not repeated.
+        names.insert(names.index("plain") + 1, "plain kept")
     if args.reserve == "none":
         return [name for name in names if name != "cad reserved"], None
     if args.reserve == "auto":
@@ -82,52 +154,50 @@ def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
     return names, int(args.reserve)
 
 
-class Progress:
-    """A line on stderr now and then, for work that takes long."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._last = say, time.monotonic()
-
-    def __call__(self, mode: str, done: int, steps: int) -> None:
-        """A step of a mode is done."""
-        self.tell(f"{MODES.get(mode, mode)}: step {done} of {steps}")
-
-    def tell(self, text: str) -> None:
-        """Say it unless something was said a moment ago."""
-        if time.monotonic() - self._last > QUIET:
-            self._last = time.monotonic()
-            self._say(f"… {text}")
-
-
-def table(comparison: Comparison) -> list[str]:
-    """Lines: what every mode would do, why modes are left out, what does not fit."""
-    others = comparison.of("plain"), comparison.of("plain kept"), comparison.best_other
+def table(comparison: Comparison, setting: Setting) -> list[str]:
+    """Lines: what every mode would do, why modes are left out, what does not fit, what to take."""
+    plain, rival = comparison.of("plain"), comparison.best_rival
     width = max([len(label(one)) for one in comparison.found] + [20]) + 2
-    lines = [
-        f"{'':{width}}{'tokens/s':>9}{'':>9}{'÷ plain,':>9}{'÷ best':>8}{'idle':>7}{'GB moved, a GPU':>18}{'peak':>8}"
-        f"{'exposed':>9}",
-        f"{'':{width}}{'/GPU':>9}{'÷ plain':>9}{'kept':>9}{'other':>8}{'%':>7}{'inside':>9}{'between':>9}{'GiB':>8}"
-        f"{'exch. %':>9}",
-    ]
+    columns = [
+        ("tokens/s", "/GPU", 9), ("MFU", "%", 6), ("", "÷ plain", 9), ("= not", "repeated", 10), ("×", "balance", 9),
+        ("÷ best", "rival", 8), ("idle", "%", 6), ("GB sent a", "inside", 10), ("GPU and step", "between", 13),
+        ("GiB", "needed", 8), ("exposed", "exch. %", 9),
+    ]  # fmt: skip
+    lines = [" " * width + "".join(f"{column[row]:>{column[2]}}" for column in columns) for row in (0, 1)]
     for one in comparison.found:
-        speed = one.tokens_per_second
-        ratios = [f"{speed / other.tokens_per_second:.2f}" if other else "" for other in others]
-        exposed = one.seconds.exchange / one.seconds.total
-        lines.append(
-            f"{label(one):{width}}{speed:>9,.0f}{ratios[0]:>9}{ratios[1]:>9}{ratios[2]:>8}{100 * one.idle:>7.1f}"
-            f"{one.inside / 1e9:>9.2f}{one.between / 1e9:>9.2f}{one.peak / 2**30:>8.1f}{100 * exposed:>9.2f}"
-        )
+        speed, balance = one.tokens_per_second, comparison.balance(one)
+        ratio = plain and speed / plain.tokens_per_second
+        cells = [
+            f"{speed:,.0f}",
+            f"{100 * one.mfu:.1f}",
+            f"{ratio:.2f}" if ratio else "",
+            f"{ratio / balance:.2f}" if ratio and balance else "",
+            f"{balance:.2f}" if balance else "",
+            f"{speed / rival.tokens_per_second:.2f}" if rival else "",
+            f"{100 * one.idle:.1f}",
+            f"{one.inside / 1e9:.2f}",
+            f"{one.between / 1e9:.2f}",
+            f"{one.needed / 2**30:.1f}",
+            f"{100 * one.seconds.exchange / one.seconds.total:.2f}",
+        ]
+        texts = (f"{cell:>{column[2]}}" for cell, column in zip(cells, columns, strict=True))
+        lines.append(f"{label(one):{width}}{''.join(texts)}")
+    lines.append(
+        f"GiB: what torch holds, {MEMORY:.1%} as the farthest that a prediction was off, and {OUTSIDE / 2**30:.0f} for "
+        "CUDA and NCCL"
+    )
     if not all(one.measured for one in comparison.found):
-        lines.append("* described, not measured yet: its prediction was compared with no run")
+        sizes, machines, shardings = (
+            sorted({str(getattr(run, field)) for run in RUNS}) for field in ("ranks", "machine", "sharding")
+        )
+        lines.append(
+            f"* no run of this mode on {setting.cluster.ranks} {setting.machine.name} with {setting.sharding} was "
+            f"compared with its prediction; runs were {' and '.join(sizes)} {' or '.join(machines)} with "
+            + " or ".join(shardings)
+        )
     lines += [f"{MODES[mode]}: left out, {reason}" for mode, reason in comparison.left_out.items()]
-    lines += [
-        f"{label(one)} does not fit: {one.peak / 2**30:.0f} GiB of {one.capacity / 2**30:.0f}; it would fit "
-        f"with {what_would_fit(one)}"
-        for one in comparison.found
-        if not one.fits
-    ]
-    answers = [one for one in (recommend(comparison), reserve(comparison)[1]) if one]
-    return [*lines, "", *answers, f"Three questions and a chart for each: {PAGE}"]
+    lines += [f"{label(one)} does not fit: it needs {say_need(one)}" for one in comparison.found if not one.fits]
+    return [*lines, "", recommend(comparison), f"Three questions and a chart for each: {PAGE}"]
 
 
 def make_folder(given: str) -> Path:
@@ -201,4 +271,5 @@ def _cost(given: str, machine: Machine, model: ModelShape, tensor: int) -> CostM
     cost = read_cost(path, seat_shape(model, tensor))
     if cost.unit != "seconds":
         raise CADConfigError(f"--cost: {given} counts {cost.unit}; steps are foreseen from a profile in seconds")
-    return cost
+    times = machine.attention if given == "pairs" else 1.0
+    return replace(cost, **{name: times * getattr(cost, name) for name in ("pair", "row", "key", "task")})

@@ -20,13 +20,14 @@ import numpy as np
 
 from deepspeed_cad.cli.data.documents import FIELDS
 from deepspeed_cad.errors import CADConfigError, CADDataError
-from deepspeed_cad.forecast import Foreseen, Setting
-from deepspeed_cad.forecast.compare import MODES
 from deepspeed_cad.forecast.distributions import NAMED
 from deepspeed_cad.forecast.outlook import StepOutlook, foresee
 from deepspeed_cad.forecast.packing import PACKINGS, say_cut
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.question import KEYS, read_question
+
+SHOWN = 3
+"""Files that could not be read and are named."""
 
 _EPILOG = "\n".join(
     [
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--field", help=f"the column with text, chat messages or token ids (default: the first of {', '.join(FIELDS)})"
     )
     data.add_argument("--context", type=int, default=65536, help="tokens packed on each GPU (default: 65536)")
-    data.add_argument("--packing", default="in_order", choices=tuple(PACKINGS), help="see below")
+    data.add_argument("--packing", default="in_order", choices=tuple(PACKINGS), help="see below (default: in_order)")
     data.add_argument("--limit", type=int, default=100_000, help="most documents to read (default: 100000)")
     data.add_argument("--steps", type=int, default=20, help="most steps to foresee (default: 20)")
     data.add_argument(
@@ -76,12 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--ranks-per-node", metavar="N[,N...]", help="GPUs of every host, or of each, as in 8,8,4 (default: 8)"
     )
-    cluster.add_argument("--link-inside", type=float, metavar="GB/S", help="what a GPU receives from GPUs of its host")
     cluster.add_argument(
-        "--link-between", type=float, metavar="GB/S", help="what a GPU receives from other hosts (default: 50)"
+        "--link-inside", type=float, metavar="GB/S", help="what a GPU gets from GPUs of its host (default: machine's)"
     )
     cluster.add_argument(
-        "--machine", default="h200", help="a machine that ships, or a JSON file like it (default: h200)"
+        "--link-between", type=float, metavar="GB/S", help="what it gets from other hosts (default: machine's: 50)"
+    )
+    cluster.add_argument(
+        "--machine", default="h200", help="h200, h100, a100, b200, or a JSON file like theirs (default: h200, measured)"
     )
     cluster.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: the machine's)")
     cluster.add_argument(
@@ -92,13 +95,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         help="a checkpoint's name, folder or config.json, or a shape: llama-8b (default), llama-34b or -70b",
     )
-    train.add_argument("--sharding", default="zero3", choices=("zero1", "zero2", "zero3", "fsdp"), help="of weights")
-    train.add_argument("--tensor", type=int, default=1, help="tensor-parallel GPUs (default: 1)")
+    train.add_argument(
+        "--sharding", default="zero3", choices=("zero1", "zero2", "zero3", "fsdp"), help="of weights (default: zero3)"
+    )
+    train.add_argument(
+        "--tensor", type=int, default=1, help="tensor-parallel GPUs, which CAD refuses today (default: 1)"
+    )
     train.add_argument("--pipeline", type=int, default=1, help="pipeline stages; ZeRO-1 then (default: 1)")
     train.add_argument("--micro-batches", type=int, default=1, help="of a step: gradient accumulation (default: 1)")
-    train.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
-    train.add_argument("--recompute-attention", action="store_true", help="as in the cad block")
-    train.add_argument("--keep", choices=("device", "host"), default="device", help="as in the cad block")
+    train.add_argument("--no-checkpointing", action="store_true", help="keep all activations (default: checkpointing)")
+    train.add_argument(
+        "--offload-optimizer", action="store_true", help="the optimizer in the host's memory (default: on the GPU)"
+    )
+    train.add_argument(
+        "--loss",
+        default="auto",
+        choices=("auto", "whole", "chunked"),
+        help="whole: transformers' own, with all logits of a row in fp32; chunked: as Liger or TRL compute it; auto "
+        "(default): whole where plain training fits so",
+    )
+    train.add_argument("--recompute-attention", action="store_true", help="as in the cad block (default: no)")
+    train.add_argument(
+        "--keep",
+        choices=("device", "host"),
+        default="device",
+        help="as in the cad block (default: device, and host where CAD fits only so)",
+    )
     train.add_argument("--tolerance", type=float, default=0.05, help="as in the cad block (default: 0.05)")
     train.add_argument(
         "--reserve", default="auto", help='GPUs that only serve attention: a number, "auto" (default) or "none"'
@@ -174,137 +196,109 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
 
 def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.cli.data.checkpoint import read_model_shape
-    from deepspeed_cad.cli.data.lengths import read_lengths
-    from deepspeed_cad.cli.foresee import (
-        Progress,
-        draw,
-        make_folder,
-        read_setting,
-        table,
-        wanted_modes,
-    )
+    from deepspeed_cad.cli.data.lengths import check_places, read_lengths
+    from deepspeed_cad.cli.foresee import assumptions, check_options, draw, read_setting, table, wanted_modes
+    from deepspeed_cad.cli.progress import Progress
     from deepspeed_cad.forecast import modes_cad
-    from deepspeed_cad.forecast.compare import THREADS, compare
-    from deepspeed_cad.forecast.steps import deal, make_steps, without_cad
+    from deepspeed_cad.forecast.compare import MODES, THREADS, compare
+    from deepspeed_cad.forecast.steps import deal, make_steps
 
-    for name in ("ranks", "context", "limit", "steps", "micro_batches"):
-        if getattr(args, name) < 1:
-            raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
-    # What cannot be written is said before the work, not behind it.
-    if args.pictures:
-        make_folder(args.pictures)
-    for name in ("output", "plot"):
-        target = getattr(args, name)
-        if target and target != "-" and not Path(target).parent.is_dir():
-            raise CADConfigError(f"--{name}: {target} cannot be written: there is no folder {Path(target).parent}")
-    model = read_model_shape(args.model)
-    setting = read_setting(args, model)
+    check_options(args)
+    check_places(args.input)
     modes, servers = wanted_modes(args)
-    progress = Progress(_say)
-    needed = int(1.3 * setting.seats * args.context * args.micro_batches * (args.steps + 1))
-    lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit)
-    rows = (args.context, args.packing, args.micro_batches)
-    steps = make_steps(lengths, setting, *rows, args.steps)
-    if not steps:
-        raise CADDataError(
-            f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks with "
-            f"{args.context} tokens: give more data, fewer --ranks or a smaller --context"
-        )
-    firsts = [step[0] for step in steps]
-    with ThreadPoolExecutor(THREADS) as threads:
-        outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
-        if setting.seats == args.ranks:
-            # What every GPU holds is what plans are made for: they are needed again below.
-            plan = partial(modes_cad.plan_in_place, setting)
-            plans = list(threads.map(plan, firsts))
-            setting = replace(setting, made={id(layout): one for layout, one in zip(firsts, plans, strict=True)})
-            outlooks = [outlook(layout, plan=one) for layout, one in zip(firsts, plans, strict=True)]
-        else:
-            outlooks = list(threads.map(outlook, firsts))
-    comparison = compare(setting, steps, modes, servers, progress, deal(lengths, setting, *rows, len(steps)))
-    other, cad = without_cad(comparison), comparison.of("cad")
-    if other and cad:
-        outlooks = [
-            replace(outlook, gain=before / after)
-            for outlook, before, after in zip(outlooks, other.steps, cad.steps, strict=True)
+    with Progress("reading the model") as progress:
+        model = read_model_shape(args.model)
+        setting = read_setting(args, model)
+        progress.tell("reading the data")
+        needed = int(1.3 * setting.seats * args.context * args.micro_batches * (args.steps + 1))
+        skipped: list[str] = []
+        lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, progress.tell)
+        rows = (args.context, args.packing, args.micro_batches)
+        steps = make_steps(lengths, setting, *rows, args.steps)
+        if not steps:
+            raise CADDataError(
+                f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks "
+                f"with {args.context} tokens: give more data, fewer --ranks or a smaller --context"
+            )
+        progress.tell("planning")
+        firsts = [step[0] for step in steps]
+        with ThreadPoolExecutor(THREADS) as threads:
+            outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
+            if setting.seats == args.ranks:
+                # What every GPU holds is what plans are made for: they are needed again below.
+                plan = partial(modes_cad.plan_in_place, setting)
+                plans = list(threads.map(plan, firsts))
+                setting = replace(setting, made={id(layout): one for layout, one in zip(firsts, plans, strict=True)})
+                outlooks = [outlook(layout, plan=one) for layout, one in zip(firsts, plans, strict=True)]
+            else:
+                outlooks = list(threads.map(outlook, firsts))
+
+        def tell(mode: str, done: int, all_of_them: int) -> None:
+            progress.tell(f"{MODES[mode]}: step {done} of {all_of_them}")
+
+        comparison = compare(setting, steps, modes, servers, tell, deal(lengths, setting, *rows, len(steps)))
+        full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
+        rival, cad = comparison.best_rival, comparison.of("cad")
+        gains = [before / after for before, after in zip(rival.steps, cad.steps)] if rival and cad else []
+        lines = [
+            *assumptions(args, setting, full),
+            *_about_data(lengths, outlooks if cad else [], args),
+            *(f"skipped {one}" for one in _some(skipped)),
+            "",
+            *table(comparison, setting),
         ]
-    full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
-    _say(_table(lengths, outlooks, args, _named(other) if cad else "without it", setting, full))
-    _say("\n".join(table(comparison)))
-    summary = {
-        "documents": len(lengths),
-        "tokens": sum(lengths),
-        "longest": max(lengths),
-        "ranks": args.ranks,
-        "context": args.context,
-        "packing": args.packing,
-        "gain": _mean(outlooks, "gain"),
-        "steps": [asdict(outlook) for outlook in outlooks],
-        **comparison.to_json(),
-    }
-    if args.output or args.json:
-        _write(summary, args.output or "-")
-    if args.plot:
-        _draw_outlook(outlooks, args.plot)
-    if args.pictures:
-        for name in draw(comparison, setting, lengths, args, modes, progress):
-            _say(f"drew {name}")
+        _say("\n".join(lines))
+        summary = {
+            "documents": len(lengths),
+            "tokens": sum(lengths),
+            "longest": max(lengths),
+            "skipped": skipped,
+            "ranks": args.ranks,
+            "context": args.context,
+            "packing": args.packing,
+            "full": full,
+            "gain": float(np.mean(gains)) if gains else None,
+            "steps": [asdict(outlook) for outlook in outlooks],
+            **comparison.to_json(),
+        }
+        if args.output or args.json:
+            _write(summary, args.output or "-")
+        if args.plot:
+            _draw_outlook(outlooks, gains, args.plot)
+        if args.pictures:
+            for name in draw(comparison, setting, lengths, args, modes, progress):
+                _say(f"drew {name}")
     return 0
 
 
-def _table(
-    lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace, other: str, setting: Setting, full: float
-) -> str:
-    """Lines on what is assumed, documents and balance; `full`: of a row the share that has tokens."""
-    machine = setting.machine
+def _some(skipped: list[str]) -> list[str]:
+    """The first of what was left out, and how many more."""
+    return [*skipped[:SHOWN], f"{len(skipped) - SHOWN} more"] if len(skipped) > SHOWN else skipped
+
+
+def _about_data(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace) -> list[str]:
+    """Lines on documents, and on how even attention is where CAD is foreseen."""
     lines = [
-        f"assumed: {args.model or 'llama-8b'}, {setting.sharding}, {machine.name}, hosts of {setting.cluster.per_host}"
-        f", {machine.copies / 1e9:.0f} GB/s inside and {machine.between / 1e9:.3g} between; rows {full:.1%} full",
-        f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}",
-        f"{len(outlooks)} steps of {args.ranks} ranks x {args.context} tokens, packed {args.packing}: "
-        + say_cut(lengths, args.context, args.packing),
-        "",
-        f"{'':30}{'mean':>10}{'worst':>10}",
+        f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}: "
+        + say_cut(lengths, args.context, args.packing)
     ]
-    rows = [
-        ("attention max/mean without CAD", "imbalance_before", 1.0, ".3f"),
-        ("attention max/mean with CAD", "imbalance", 1.0, ".3f"),
-        ("MiB moved per layer forward", "moved_bytes", 2.0**20, ".0f"),
-        ("MiB at the hottest rank", "hottest_bytes", 2.0**20, ".0f"),
-        ("attention, share of the work %", "attention_share", 0.01, ".1f"),
-        ("planning ms", "planning_ms", 1.0, ".2f"),
-    ]
-    if setting.hosts is not None:
-        rows.insert(3, ("MiB moved between hosts", "between_bytes", 2.0**20, ".0f"))
-    for label, field, unit, style in rows:
-        values = [getattr(outlook, field) / unit for outlook in outlooks]
-        lines.append(f"{label:30}{np.mean(values):>10{style}}{max(values):>10{style}}")
-    gains = [outlook.gain for outlook in outlooks]
-    lines += [
-        "",
-        f"Steps are {np.mean(gains):.2f} times faster with CAD ({min(gains):.2f} to {max(gains):.2f}) than {other},",
-        "by the seconds that are foreseen for each step:",
-        "",
-    ]
-    return "\n".join(lines)
+    if outlooks:
+        before, after, took = (
+            [getattr(outlook, field) for outlook in outlooks]
+            for field in ("imbalance_before", "imbalance", "planning_ms")
+        )
+        lines.append(
+            f"{len(outlooks)} steps: attention max/mean {np.mean(before):.3f} without CAD, at worst {max(before):.3f}; "
+            f"with it {np.mean(after):.3f}, at worst {max(after):.3f}; planned in {np.mean(took):.0f} ms"
+        )
+    return lines
 
 
-def _named(other: Foreseen | None) -> str:
-    """What gains are counted from."""
-    if other is None:
-        return "without it"
-    return "in plain data parallelism" if other.mode == "plain" else f"by {MODES[other.mode]}"
-
-
-def _draw_outlook(outlooks: list[StepOutlook], path: str) -> None:
+def _draw_outlook(outlooks: list[StepOutlook], gains: list[float], path: str) -> None:
     from deepspeed_cad.planner.picture import draw_outlook
 
-    draw_outlook(
-        [outlook.imbalance_before for outlook in outlooks],
-        [outlook.imbalance for outlook in outlooks],
-        [outlook.gain for outlook in outlooks],
-        path,
-    )
+    before, after = [one.imbalance_before for one in outlooks], [one.imbalance for one in outlooks]
+    draw_outlook(before, after, gains or [one.gain for one in outlooks], path)
 
 
 def _write(answer: dict[str, Any], output: str | None) -> None:
@@ -318,10 +312,6 @@ def _write(answer: dict[str, Any], output: str | None) -> None:
         Path(output).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise CADConfigError(f"--output: {output} cannot be written: {error.strerror}") from error
-
-
-def _mean(outlooks: list[StepOutlook], field: str) -> float:
-    return float(np.mean([getattr(outlook, field) for outlook in outlooks]))
 
 
 def _least(load: np.ndarray) -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deepspeed_cad.cli.progress import Progress
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.version import __version__
 
@@ -50,30 +51,36 @@ def main(args: argparse.Namespace) -> int:
     """Measure, print and write. Raises CADError, and writes nothing, where the heads or the kernel are impossible here
     or the measured times do not fit together."""
     sizes = _checked(args)
-    import torch
-
-    from deepspeed_cad.planner.plan import HeadShape
+    with Progress("loading torch", loud=int(os.environ.get("RANK", 0)) == 0) as progress:
+        profile = _measure(args, sizes, progress)
+    if profile is None:
+        return 0
     from deepspeed_cad.profiles import Profile, user_path
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    shape = HeadShape(*sizes, bytes_per_element=2 if device.type == "cuda" else 4)
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        profile = _measure_kernel(args, shape, device)
-        _say("links are not measured by one process: torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile")
-    else:
-        measured = _measure_all(args, shape, device)
-        if measured is None:
-            return 0
-        profile = measured
     path = args.output or user_path()
     if path.is_file():
         profile = profile.with_entries_of(Profile.load(path))
     profile.save(path)
     _say(f"{path}: {len(profile.entries)} head shape{'s' * (len(profile.entries) > 1)} of {profile.name}")
     return 0
+
+
+def _measure(args: argparse.Namespace, sizes: tuple[int, int, int, int], progress: Progress) -> Profile | None:
+    """Attention, and under torchrun links; None on ranks that only helped."""
+    import torch
+
+    from deepspeed_cad.planner.plan import HeadShape
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    shape = HeadShape(*sizes, bytes_per_element=2 if device.type == "cuda" else 4)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return _measure_all(args, shape, device, progress)
+    profile = _measure_kernel(args, shape, device, progress)
+    _say("links are not measured by one process: torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile")
+    return profile
 
 
 def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
@@ -92,7 +99,7 @@ def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
     return args.heads, args.kv_heads, args.head_dim, value_dim
 
 
-def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.device) -> Profile:
+def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.device, progress: Progress) -> Profile:
     """Time attention on this process's device, and print the table. Raises CADError where the times do not fit."""
     import torch
 
@@ -108,7 +115,7 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
     machine = machine_name(device)
     _say(f"{machine}, {kernel.name}: {shape}")
     sizes = sizes_for(device, args.quick)
-    measured = measure_calls(kernel, device, shape, sizes)
+    measured = measure_calls(kernel, device, shape, sizes, progress.tell)
     for attempt in range(1, ATTEMPTS + 1):
         fit = fit_measured(measured)
         _say(_table(measured, fit))
@@ -121,7 +128,7 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
                 f"above {NOISY:.0%}. Nothing was written; measure again while nothing else runs on this machine"
             )
         _say(f"the mean error is {fitted.mean():.0%}, above {NOISY:.0%}: something disturbs; measuring once more")
-        measured = least(measured, measure_calls(kernel, device, shape, sizes))
+        measured = least(measured, measure_calls(kernel, device, shape, sizes, progress.tell))
     return Profile(
         machine=machine,
         kernel=kernel.name,
@@ -142,7 +149,9 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
     )
 
 
-def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.device) -> Profile | None:
+def _measure_all(
+    args: argparse.Namespace, shape: HeadShape, device: torch.device, progress: Progress
+) -> Profile | None:
     """Under torchrun: attention on rank 0 while the others wait, then links between all; None on the other ranks.
 
     Raises CADError on rank 0 where attention cannot be measured; the others then end without a word.
@@ -159,7 +168,7 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
         profile, failure = None, None
         if dist.get_rank() == 0:
             try:
-                profile = _measure_kernel(args, shape, device)
+                profile = _measure_kernel(args, shape, device, progress)
             except CADError as error:
                 failure = error
         # The others wait here for rank 0, and learn whether they are needed any more.
@@ -172,6 +181,7 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
         world = dist.group.WORLD
         if world is None:
             raise CADConfigError("torch.distributed made no process group")
+        progress.tell("measuring links")
         transport = choose_transport(args.transport, world, device)
 
         def gather(value: int) -> list[int]:

@@ -1,8 +1,9 @@
 """Memory of the fullest rank: weights and their state, activations, and what attention's exchanges hold.
 
-Counts are per token and rank in bf16. The working set of a layer that is being recomputed was found by measuring plain
-training (benchmarks/results: 277 KB a token at hidden 4096 and FFN 14336): the MLP's backward holds four tensors of its
-width and three gradients of them, and what is left is nine and a half of the hidden size, norms in fp32 among them.
+Counts are per token and rank in bf16; peaks are what torch allocates, as in measured runs. The working set of a layer
+that is being recomputed was found by measuring plain training (benchmarks/results: 277 KB a token at hidden 4096 and
+FFN 14336): the MLP's backward holds four tensors of its width and three gradients of them, and what is left is nine and
+a half of the hidden size, norms in fp32 among them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ SAVED_HIDDEN = 12.0
 LOGITS = 18.0
 """Bytes of a logit in the last stage of a pipeline, where all of a micro-batch are there at once: one in bf16, four in
 fp32 (the logits, log-softmax, its gradient, and that of all rows). As measured (benchmarks/results)."""
+WHOLE_LOGITS = 12.0
+"""The same with transformers' own loss: log-softmax, and in its backward two gradients, in fp32. Counted
+(tests/unit/test_simulator.py); 14 where a script holds the model's output, and so the logits, through the backward."""
+OFFLOADED = 12.0
+"""Bytes of a weight that an offloaded optimizer takes to the host: the weight and AdamW's two moments, in fp32."""
 HEADROOM = 1.25
 """Of a landing area over what it must hold: as in schedule/room.py, where no limit binds."""
 LSE = 4.0
@@ -31,13 +37,24 @@ def state_bytes(setting: Setting, shards: int) -> float:
     """Weights, gradients and the fp32 state of AdamW, sharded over so many ranks."""
     weights = setting.stage_parameters
     whole = {"zero1": 4.0, "zero2": 2.0, "zero3": 0.0, "fsdp": 0.0}[setting.sharding]
-    whole, sharded = (whole, 16.0 - whole) if setting.held is None else setting.held
+    whole, sharded = (whole, 16.0 - whole - optimizer_bytes(setting)) if setting.held is None else setting.held
     gathered = 0.0
     if setting.sharding in ("zero3", "fsdp"):
         # The layer at work and the one that is fetched, and the gradient of one.
         gathered = 3 * 2.0 * setting.model.layer_parameters / setting.tensor
         gathered += 2.0 * setting.model.hidden * setting.model.vocabulary / setting.tensor
     return weights * (whole + sharded / shards) + gathered
+
+
+def optimizer_bytes(setting: Setting) -> float:
+    """Bytes of a weight that an optimizer on the host takes from the GPUs; 0.0 where it stays there."""
+    return OFFLOADED if setting.offload_optimizer else 0.0
+
+
+def loss_bytes(setting: Setting) -> float:
+    """Of a token at most, while head and loss run: 0.0 where they do so in chunks."""
+    each = LOGITS if setting.pipeline > 1 else WHOLE_LOGITS if setting.loss == "whole" else 0.0
+    return each * setting.model.vocabulary
 
 
 def activation_bytes(
@@ -54,7 +71,7 @@ def activation_bytes(
         waiting: how many of the tokens are in a part that is being attended, and hold nothing of the MLP, while the
             other part runs its layers.
     """
-    model, staged = setting.model, setting.pipeline > 1
+    model = setting.model
     active = 1.0 - waiting / max(tokens, 1.0)
     work = 2.0 * (MLP_TENSORS * model.intermediate * active + HIDDEN_TENSORS * model.hidden)
     saved = 2.0 * model.hidden
@@ -66,7 +83,7 @@ def activation_bytes(
         return own + (kept_output_bytes(setting, tokens, count) if kept else 0.0)
 
     first = held(in_flight[0], work)
-    return max(first, held(in_flight[1], max(work, LOGITS * model.vocabulary))) if staged else first
+    return max(first, held(in_flight[1], max(work, loss_bytes(setting))))
 
 
 def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> float:

@@ -6,17 +6,22 @@ out, and one sentence. Where a mode has a degree (ranks that share a row, server
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from deepspeed_cad.cost import count_pairs
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import modes, modes_cad
 from deepspeed_cad.forecast.attention_seconds import document_lengths, of_documents
+from deepspeed_cad.forecast.compared import MEMORY, RATIO, SERVERS
+from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.setting import Setting
-from deepspeed_cad.forecast.step import Foreseen, mean
+from deepspeed_cad.forecast.step import OUTSIDE, Foreseen, mean
+from deepspeed_cad.layout import Layout
 
 MODES = {
     "plain": "plain",
@@ -33,6 +38,8 @@ MODES = {
 
 NEAR = 1.02
 """Times faster. A simpler mode that is as near to the fastest is recommended: predictions are off by as much."""
+
+REFUSED = "CAD refuses tensor parallelism today"
 
 THREADS = 2
 """Steps that are foreseen at a time: most of the work is the planner's, which runs beside other threads."""
@@ -64,35 +71,41 @@ class Comparison:
         return next((one for one in self.found if one.mode == mode), None)
 
     @property
-    def best_other(self) -> Foreseen | None:
-        """The fastest of the modes without CAD that fit; the ideal packing is among them."""
-        return _fastest([one for one in self.found if not one.mode.startswith("cad") and one.fits])
+    def best_rival(self) -> Foreseen | None:
+        """The fastest without CAD that fits. The ideal packing is none: nobody has it."""
+        return _fastest([one for one in self.found if not one.mode.startswith(("cad", "packed")) and one.fits])
+
+    def balance(self, found: Foreseen) -> float | None:
+        """Times faster than plain training whose recompute repeats attention where that of the mode does: what is
+        gained by balance. None where that was not foreseen."""
+        plain = self.of("plain")
+        like = plain if plain is None or plain.repeats == found.repeats else self.of("plain kept")
+        return found.tokens_per_second / like.tokens_per_second if like else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, with the recommendation."""
+        taken = choose(self)
         return {
-            "modes": [one.to_json() for one in self.found],
+            "modes": [one.to_json() | {"balance": self.balance(one)} for one in self.found],
             "left_out": self.left_out,
             "recommendation": recommend(self),
-            "reserve": reserve(self)[0],
+            "reserve": taken.degree if taken and taken.mode == "cad reserved" else 0,
         }
 
 
 def label(found: Foreseen) -> str:
-    """What tables call a mode with its degree; a star where no run was measured."""
-    return _name(found) + ("" if found.measured else " *")
+    """What tables call a mode with its degree; a star where no run of that mode and size was compared."""
+    return name_of(found) + ("" if found.measured else " *")
 
 
-def _name(found: Foreseen) -> str:
+def name_of(found: Foreseen) -> str:
     """A mode with its degree, for sentences."""
     name = MODES.get(found.mode, found.mode)
     if found.mode == "cad reserved":
         name = f"CAD, {found.degree} reserved"
     elif found.degree > 1:
         name += f" ×{found.degree}"
-    if found.variant:
-        name += f", {found.variant}"
-    return name
+    return f"{name}, {found.variant}" if found.variant else name
 
 
 def compare(
@@ -120,6 +133,7 @@ def compare(
         raise CADConfigError("there is no step to foresee")
     found: list[Foreseen] = []
     left_out: dict[str, str] = {}
+    per_token = _flops_per_token(setting.model, [layout for step in steps for layout in step])
     for mode in wanted:
         if mode == "cad reserved":
             choices = _with_servers(setting, steps, servers, deal)
@@ -131,96 +145,106 @@ def compare(
         else:
             # CAD's variants are faster in no step and are there for what fits: one step tells.
             tried = 1 if mode == "cad" else max(1, min(TRIED_STEPS, ENOUGH_ROWS // setting.seats))
-            found.append(_best(choices, tried, partial(progress, mode) if progress else _silent))
+            best = _best(choices, tried, partial(progress, mode) if progress else _silent)
+            found.append(replace(best, mfu=best.tokens_per_second * per_token / setting.machine.published["flops"]))
     if not found:
         reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())
         raise CADConfigError(f"no mode that is asked for can run on {setting.cluster.ranks} GPUs: {reasons}")
     return Comparison(tuple(found), left_out)
 
 
+def choose(comparison: Comparison) -> Foreseen | None:
+    """The mode to take: of those that exist and fit the simplest that is about as fast as the fastest; None where there
+    is none. Reserved servers only where CAD in place does not fit: in runs they were slower."""
+    fitting = [one for one in comparison.found if one.mode != "packed" and one.fits]
+    cad, best = comparison.of("cad"), None
+    for one in fitting:
+        if one.mode == "cad reserved" and cad is not None and cad.fits:
+            continue
+        # From the simplest to the least simple: whoever comes later must be clearly faster.
+        if best is None or one.tokens_per_second > best.tokens_per_second * NEAR:
+            best = one
+    return best
+
+
 def recommend(comparison: Comparison) -> str:
-    """One sentence: what to take and why."""
+    """What to take, why, and how sure that is."""
     real = [one for one in comparison.found if one.mode != "packed"]
-    fitting = [one for one in real if one.fits]
+    best = choose(comparison)
     if not real:
         return "Packing by length is a bound, and no way to reach it is known: ask for other modes beside it."
-    if not fitting:
-        least = min(real, key=lambda one: one.peak)
-        return (
-            f"Nothing fits: {label(least)} needs least, {least.peak / 2**30:.0f} GiB a GPU of "
-            f"{least.capacity / 2**30:.0f}; it would fit with {what_would_fit(least)}."
+    if best is None:
+        least = min(real, key=lambda one: one.needed)
+        return f"Nothing fits: {name_of(least)} needs least, {say_need(least)}."
+    others = [one for one in real if one.fits and one.mode != best.mode and not one.mode.startswith("cad")]
+    others.sort(key=lambda one: -one.tokens_per_second)
+    others = others[:1] + [one for one in others[1:] if one.mode == "plain"]
+    ratios = [(best.tokens_per_second / one.tokens_per_second, name_of(one)) for one in others]
+    told = " and ".join(f"{ratio:.2f} ± {ratio * RATIO:.2f} times {name}" for ratio, name in ratios)
+    lines = [f"Take {name_of(best)}{': ' * bool(told)}{told}; {_reason(comparison, best)}."]
+    if told:
+        sure = best.measured and all(one.measured for one in others)
+        lines.append(
+            f"±: how far ratios were off in the runs that were compared, {RATIO:.1%} at most"
+            + ("." if sure else "; none of these had this mode and size, where it may be more.")
         )
-    # Of reserved servers only one trainer and one server were measured: named beside what to take, and taken where
-    # nothing else is asked.
-    tried = [one for one in fitting if one.mode != "cad reserved"] or fitting
-    best = tried[0]
-    for one in tried[1:]:
-        # From the simplest to the least simple: whoever comes later must be clearly faster.
-        if one.tokens_per_second > best.tokens_per_second * NEAR:
-            best = one
-    # Of CAD beside another mode the reason speaks. Plain is what most have, the fastest what one would take instead.
-    others = [one for one in fitting if one.mode != best.mode and not one.mode.startswith("cad")]
-    others.sort(key=lambda one: (one.mode != "plain", -one.tokens_per_second))
-    ratios = " and ".join(
-        f"{best.tokens_per_second / one.tokens_per_second:.2f} times {_name(one)}" for one in others[:2]
-    )
-    sentence = f"Take {label(best)}{': ' + ratios if ratios else ''}; {_reason(comparison, best)}."
-    ahead = [one for one in fitting if one not in tried and one.tokens_per_second > best.tokens_per_second * NEAR]
-    for one in ahead:
-        sentence += f" {label(one)} would be {one.tokens_per_second / best.tokens_per_second:.2f} times as fast."
-    return sentence
+    return "\n".join([*lines, *_servers(comparison)])
 
 
-def reserve(comparison: Comparison) -> tuple[int, str]:
-    """How many servers to reserve, and one sentence; "" where that was not foreseen beside CAD in place."""
-    found, cad = comparison.of("cad reserved"), comparison.of("cad")
-    if found is None or cad is None:
-        return 0, ""
-    block = f'{found.degree}, "servers": {{"reserved": {found.degree}}}'
-    if not found.fits:
-        return 0, f"Reserve none: with {found.degree} it does not fit."
-    if not cad.fits:
-        return found.degree, f"Reserve {block}: in place it does not fit."
-    ratio = found.tokens_per_second / cad.tokens_per_second
-    if ratio <= NEAR:
-        return 0, f"Reserve none: with {found.degree} it is {ratio:.2f} times as fast as in place."
-    return found.degree, f"Reserve {block}: it is {ratio:.2f} times as fast as in place."
-
-
-def what_would_fit(found: Foreseen) -> str:
-    """Words for what would bring a mode into memory."""
-    room = found.capacity - found.state
-    if room <= 0:
-        return "more GPUs that share the weights, or more tensor parallelism"
-    share = room / (found.peak - found.state)
-    return f"rows of at most {share:.0%} of these tokens, or tensor parallelism"
+def say_need(found: Foreseen) -> str:
+    """Words for how much memory a mode needs, and what would bring it into what there is."""
+    state = found.state * (1.0 + MEMORY) + OUTSIDE
+    room, offload = found.capacity - state, found.offloadable * (1.0 + MEMORY)
+    options = ["--offload-optimizer"] if 0 < found.needed - found.capacity <= offload else []
+    if room > 0:
+        options.append(f"rows of at most {math.floor(100 * room / (found.needed - state))}% of these tokens")
+    words = " or ".join(options or ["more GPUs that share the weights"])
+    return f"{found.needed / 2**30:.1f} GiB a GPU of {found.capacity / 2**30:.1f}; it would fit with {words}"
 
 
 def _reason(comparison: Comparison, best: Foreseen) -> str:
     plain, cad = comparison.of("plain"), comparison.of("cad")
-    if best.mode.startswith("cad"):
-        if plain is None or not plain.fits:
-            return f"its GPUs idle {best.idle:.0%} of a step"
-        waits = plain.seconds.waiting / plain.seconds.total
-        if waits < 0.02:
-            return "documents are nearly even, and what is gained is that the recompute does not repeat attention"
+    if cad is None or best is cad:
+        idle = f"its GPUs idle {best.idle:.0%} of a step ({_where(best)})"
+        balance = comparison.balance(best)
+        if cad is None or plain is None or balance is None:
+            return idle
+        if balance < NEAR:
+            return f"not for balance, worth {balance:.2f}: attention that is not repeated fits so, and not without CAD"
         return (
-            f"in a plain step GPUs wait {waits:.0%} of the time for the one with most attention, here they idle "
-            f"{best.idle:.0%}, of which exchanges {best.seconds.exchange / best.seconds.total:.1%}"
+            f"balance is worth {balance:.2f} of that, as GPUs of a plain step wait "
+            f"{plain.seconds.waiting / plain.seconds.total:.0%} of it; {idle}"
         )
-    if cad is None:
-        return f"its GPUs idle {best.idle:.0%} of a step"
     if not cad.fits:
-        return (
-            f"CAD in place needs {cad.peak / 2**30:.0f} GiB a GPU of {cad.capacity / 2**30:.0f}: "
-            f"it would fit with {what_would_fit(cad)}"
-        )
-    exposed = cad.seconds.exchange / cad.seconds.total
-    if exposed > 0.1:
-        return f"CAD in place would spend {exposed:.0%} of a step on exchanges that nothing hides"
-    share = best.seconds.attention / best.seconds.total
+        return f"CAD in place needs {say_need(cad)}"
+    balance = comparison.balance(cad)
+    if balance is not None and balance < NEAR:
+        words = f"do not take CAD for balance, which is worth {balance:.2f} times plain"
+        if plain is not None and plain.repeats and not cad.repeats:
+            words += "; what else it gives, attention that is not repeated, selective checkpointing gives without it"
+        return words
     gain = cad.tokens_per_second / best.tokens_per_second
-    return f"CAD in place would be {gain:.2f} times as fast, as attention is {share:.0%} of the step"
+    return f"CAD in place would be {gain:.2f} times as fast, with GPUs idle {cad.idle:.0%} of a step ({_where(cad)})"
+
+
+def _where(found: Foreseen) -> str:
+    """Words for what its GPUs are idle in."""
+    parts = ("waiting", "exchange", "collectives")
+    return ", ".join(f"{part} {getattr(found.seconds, part) / found.seconds.total:.1%}" for part in parts)
+
+
+def _servers(comparison: Comparison) -> list[str]:
+    """Why reserved servers are not what to take where they are foreseen to be faster."""
+    found, cad = comparison.of("cad reserved"), comparison.of("cad")
+    if found is None or cad is None or not cad.fits or not found.fits:
+        return []
+    ratio, (least, most) = found.tokens_per_second / cad.tokens_per_second, SERVERS
+    if ratio <= NEAR:
+        return []
+    return [
+        f"Reserve no servers: {found.degree} are foreseen at {ratio:.2f} times the speed in place, and those that ran "
+        f"were at {least:.2f} to {most:.2f}."
+    ]
 
 
 Run = Callable[[modes.Step], Foreseen]
@@ -230,6 +254,8 @@ Choice = tuple[Run, Sequence[modes.Step]]
 def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     """Ways to run a mode, or why it cannot run."""
     kind, kept = mode.removesuffix(" kept"), mode.endswith(" kept")
+    if mode == "cad" and setting.tensor > 1:
+        return REFUSED
     if kept and not setting.checkpointing:
         return "without checkpointing no mode repeats attention"
     if kind == "plain":
@@ -267,6 +293,8 @@ def _with_servers(
 ) -> list[Choice] | str:
     """Numbers of seats that may be reserved, each with its steps; or why none."""
     seats, layout = setting.seats, steps[0][0]
+    if setting.tensor > 1:
+        return REFUSED
     if setting.pipeline > 1:
         return "reserved servers together with pipeline stages are not foreseen"
     if seats < 2:
@@ -301,6 +329,13 @@ def _best(choices: list[Choice], tried: int, tell: Callable[[int, int], None]) -
             done.append(one)
             tell(len(done), len(steps))
     return mean(done)
+
+
+def _flops_per_token(model: ModelShape, layouts: list[Layout]) -> float:
+    """Of the model's forward and backward, pairs above the diagonal left out."""
+    pairs = sum(float(count_pairs(one.segments.begin, one.segments.end).sum()) for one in layouts)
+    tokens = sum(float(one.tokens.sum()) for one in layouts)
+    return 3.0 * (model.row_flops + model.pair_flops * pairs / tokens)
 
 
 def _silent(done: int, steps: int) -> None:

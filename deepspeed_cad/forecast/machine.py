@@ -2,6 +2,12 @@
 
 In: a JSON file of machines/, by name, or one of your own. Out: `Machine`. Attention is not in it: that is a
 `CostModel`, made from a profile (`deepspeed-cad profile`).
+
+A file has all figures, or is `like` another and has published ones alone. Such a machine was not measured: it is taken
+to reach the same share of what is published as the other. Published are, for one GPU: dense bf16 operations a second,
+bandwidth and size of its memory, NVLink and network port in one direction, by NVIDIA's data sheets of A100 80GB SXM,
+H100 SXM, H200 SXM and DGX B200; attention by the papers of FlashAttention 2 (arXiv 2307.08691: A100, 230 TFLOP/s), 3
+(2407.08608: H100, 740) and 4 (B200, 1613).
 """
 
 from __future__ import annotations
@@ -12,10 +18,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
 
 SHIPPED = Path(__file__).parent / "machines"
+PUBLISHED = ("flops", "attention", "bandwidth", "memory", "nvlink", "port")
+"""Names of published figures; `flops` and `attention` are dense operations a second in bf16, the last two one way."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,39 @@ class Machine:
     """Bytes a second that a rank gets from other hosts."""
     latency: float
     """Seconds of an exchange of nothing."""
+    published: Mapping[str, float]
+    """What is published of one GPU: `PUBLISHED`, in operations and bytes a second, and bytes."""
     sources: Mapping[str, str]
     """By field: where it was measured, or that it is assumed."""
+    attention: float = 1.0
+    """Attention seconds over those of `profile`, which is of another machine where this one was not measured."""
+    like: str = ""
+    """The machine that this one, of which only published figures are known, is taken to be like."""
 
     @property
     def packing(self) -> float:
         """Seconds per byte that leaves a rank in an all-to-all, beside the transfer."""
         return max(0.0, 1.0 / self.all_to_all - 1.0 / self.collective)
+
+    def to_be_like(self, name: str, published: Mapping[str, float], sources: Mapping[str, str]) -> Machine:
+        """A machine of which only published figures are known."""
+        times = {key: published[key] / self.published[key] for key in PUBLISHED}
+        collective, packing = self.collective * times["nvlink"], self.packing / times["bandwidth"]
+        return dataclasses.replace(
+            self,
+            name=name,
+            matrix_flops=self.matrix_flops * times["flops"],
+            memory_rate=self.memory_rate * times["bandwidth"],
+            memory=self.memory * times["memory"],
+            copies=self.copies * times["nvlink"],
+            all_to_all=1.0 / (1.0 / collective + packing),
+            collective=collective,
+            between=self.between * times["port"],
+            published=published,
+            sources=sources,
+            attention=self.attention / times["attention"],
+            like=self.name,
+        )
 
     def with_links(self, inside: float | None, between: float | None) -> Machine:
         """The same GPUs on other links, bytes a second; None: as measured.
@@ -79,12 +114,20 @@ class Machine:
             raise CADConfigError(f"--machine: {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise CADConfigError(f"--machine: {path} is not JSON: {error}") from error
-        fields = {field.name for field in dataclasses.fields(Machine)}
-        if not isinstance(content, dict) or set(content) != fields:
-            found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-            raise CADConfigError(f"--machine: {path} holds {found}; expected the keys {', '.join(sorted(fields))}")
-        for key in sorted(fields - {"name", "profile", "sources"}):
-            value = content[key]
+        is_like = isinstance(content, dict) and "like" in content
+        fields = {field.name for field in dataclasses.fields(Machine)} - {"attention", "like"}
+        _check_keys(path, content, {"name", "like", "published", "sources"} if is_like else fields)
+        _check_keys(path, content["published"], set(PUBLISHED), "published: ")
+        words = {"name", "profile", "like", "published", "sources"}
+        for key, value in [*content["published"].items(), *((key, content[key]) for key in content.keys() - words)]:
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise CADConfigError(f"--machine: {path} has {key} {value!r}; expected a number above 0")
+        if is_like:
+            return Machine.load(content.pop("like")).to_be_like(**content)
         return Machine(**content)
+
+
+def _check_keys(path: Path, content: Any, expected: set[str], where: str = "") -> None:
+    if not isinstance(content, dict) or set(content) != expected:
+        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        raise CADConfigError(f"--machine: {path} holds {where}{found}; expected the keys {', '.join(sorted(expected))}")

@@ -39,7 +39,7 @@ Step = Sequence[Layout]
 def plain(setting: Setting, step: Step, kept: bool = False) -> Foreseen:
     """See the module. Documents that span ranks are cut at the border: then it is another computation."""
     tokens, attention = _rows(setting, step, 1, False, lambda layout: of_documents(layout, setting.cost, cut=True))
-    return _foresee(setting, "plain", tokens, attention, kept, measured=not kept)
+    return _foresee(setting, "plain", tokens, attention, kept)
 
 
 def without_attention(setting: Setting, step: Step) -> Foreseen:
@@ -57,7 +57,7 @@ def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kep
     size = tokens * heads * shape.head_dim * shape.bytes_per_element
     once = _each(size, lambda one: setting.cluster.all_to_all(one, degree, setting.tensor)) * setting.layers
     moved = _moved(setting, size, degree)
-    return _foresee(setting, "ulysses", tokens, attention, kept, degree, Both(once, once), moved, measured=not kept)
+    return _foresee(setting, "ulysses", tokens, attention, kept, degree, Both(once, once), moved)
 
 
 def ulysses_degrees(setting: Setting) -> list[int]:
@@ -80,7 +80,7 @@ def gathered(setting: Setting, step: Step, degree: int, joined: bool = True, kep
 
     tokens, attention = _rows(setting, step, degree, joined, attend)
     exchange, moved, held = _gather_keys(setting, tokens, degree)
-    return _foresee(setting, "gathered", tokens, attention, kept, degree, exchange, moved, held, measured=False)
+    return _foresee(setting, "gathered", tokens, attention, kept, degree, exchange, moved, held)
 
 
 def gathered_degrees(setting: Setting) -> list[int]:
@@ -102,7 +102,7 @@ def packed(setting: Setting, step: Step, degree: int, kept: bool = False) -> For
     tokens = np.full((count, 1), sum(float(layout.tokens.sum()) for layout in step) / (setting.seats * count))
     exchange, moved, held = _gather_keys(setting, tokens, degree)
     attention = Both(slow * forward, slow * (1.0 - forward))
-    found = _foresee(setting, "packed", tokens, attention, kept, degree, exchange, moved, held, measured=False)
+    found = _foresee(setting, "packed", tokens, attention, kept, degree, exchange, moved, held)
     # The mean rank has that share of the slowest one's attention; for the rest it waits.
     spare = found.seconds.attention * (1.0 - fair / worst)
     attended, waited = found.seconds.attention - spare, found.seconds.waiting + spare
@@ -124,7 +124,6 @@ def _foresee(
     exchange: Both | None = None,
     moved: Floats = np.zeros(2),  # noqa: B008
     held: float = 0.0,
-    measured: bool = True,
 ) -> Foreseen:
     """The step of these rows ([micro-batches, groups]).
 
@@ -138,7 +137,7 @@ def _foresee(
     peak = state_bytes(own, own.seats) + activation_bytes(own, float(tokens.max()), in_flight, kept) + held
     sent = (_nothing(tokens) if exchange is None else exchange).repeated(again)
     name = f"{mode} kept" if kept else mode
-    return finish(setting, name, tokens, attention, sent, moved, peak=peak, degree=degree, measured=measured)
+    return finish(setting, name, tokens, attention, sent, moved, peak=peak, degree=degree)
 
 
 def _rows(

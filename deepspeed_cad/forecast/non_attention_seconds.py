@@ -26,6 +26,12 @@ WHOLE_LOSS = 60
 log-softmax, its gradient, that of leaving out the last row, and back."""
 OPTIMIZER = 40
 """Per parameter of a shard: AdamW on fp32 state, the gradient to fp32, the weight back to bf16."""
+ON_HOST = 36
+"""Likewise of an optimizer on the host, in its memory: fp32 weight and moments read and written, the gradient written
+and read, the weight in bf16 written and read."""
+HOST_RATE = 4.0e10
+"""Bytes a second of a GPU's share of its host's memory: assumed, two sockets of 300 GB/s for eight GPUs, half of it
+reached."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ def before_attention(model: ModelShape) -> float:
     return model.hidden * model.head_dim * (model.heads + 2 * model.kv_heads) / model.layer_parameters
 
 
-def optimizer_seconds(machine: Machine, parameters: float, shards: int) -> float:
+def optimizer_seconds(machine: Machine, parameters: float, shards: int, on_host: bool = False) -> float:
     """Seconds of one optimizer step: its own shard, and setting all gradients of the rank to zero."""
-    return (OPTIMIZER * parameters / shards + 2.0 * parameters) / machine.memory_rate
+    own = ON_HOST / HOST_RATE if on_host else OPTIMIZER / machine.memory_rate
+    return own * parameters / shards + 2.0 * parameters / machine.memory_rate

@@ -6,12 +6,14 @@ up for each other; ZeRO-2, ZeRO-3 and FSDP meet in every micro-batch; pipeline s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from deepspeed_cad.forecast.attention_seconds import Both, Floats
 from deepspeed_cad.forecast.bytes_held import state_bytes
+from deepspeed_cad.forecast.compared import RUNS
 from deepspeed_cad.forecast.non_attention_seconds import optimizer_seconds
 from deepspeed_cad.forecast.one_forward_one_backward import one_forward_one_backward
 from deepspeed_cad.forecast.setting import Setting
@@ -84,7 +86,7 @@ def finish(
         attention: [micro-batches, groups] seconds at a seat of one stage, as often as layers run it.
         exchange: likewise, of exchanges that nothing hides.
         moved: [2] bytes that a rank sends inside its host and to others.
-        figures: peak, degree and measured, as in `Foreseen`.
+        figures: peak and degree, as in `Foreseen`.
     """
     other = non_attention(setting, tokens)
     each = other.each + attention + exchange
@@ -121,11 +123,24 @@ def compose(
     weights = weight_seconds(setting, passes, Both(work * 0.25, work * 0.75), holders)
     seconds = mean._replace(
         collectives=mean.collectives + weights,
-        optimizer=optimizer_seconds(setting.machine, setting.stage_parameters, holders) if setting.optimizer else 0.0,
+        optimizer=setting.optimizer
+        * optimizer_seconds(setting.machine, setting.stage_parameters, holders, setting.offload_optimizer),
         waiting=max(0.0, ran - mean.total),
     )
     inside, between = map(float, moved)
-    state, capacity = state_bytes(setting, holders), setting.machine.memory
+    state = state_bytes(setting, holders)
     return Foreseen(
-        mode, seconds, tokens, setting.cluster.ranks, inside, between, state=state, capacity=capacity, **figures
+        mode,
+        seconds,
+        tokens,
+        setting.cluster.ranks,
+        inside,
+        between,
+        state=state,
+        offloadable=state - state_bytes(replace(setting, offload_optimizer=setting.sharding != "fsdp"), holders),
+        capacity=setting.machine.memory,
+        measured=setting.kind_of_run(mode) in RUNS,
+        repeats=setting.checkpointing
+        and (setting.recompute_attention if mode.startswith("cad") else not mode.endswith(" kept")),
+        **figures,
     )

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.cluster import Cluster
+from deepspeed_cad.forecast.compared import Run
 from deepspeed_cad.forecast.machine import Machine
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.non_attention_seconds import Work, work_per_token
@@ -22,6 +23,7 @@ from deepspeed_cad.planner.constants import TRAVELS, WAVES
 from deepspeed_cad.planner.plan import HeadShape, Plan
 
 Sharding = Literal["zero1", "zero2", "zero3", "fsdp"]
+Loss = Literal["chunked", "whole"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Setting:
     tolerance: float = 0.05
     made: Mapping[int, Plan] = field(default_factory=dict, compare=False, repr=False)
     """Plans in place that were made already, by `id` of their layout, which lives as long."""
+    loss: Loss = "chunked"
+    """Whether the logits of a row are there at once, in fp32, as transformers' own loss has them. The last stage of a
+    pipeline always has them so."""
+    offload_optimizer: bool = False
+    """Whether the optimizer's state lies in the host's memory, which is taken for enough, and works there."""
     optimizer: bool = True
     """Whether a step ends with the optimizer."""
     held: tuple[float, float] | None = None
@@ -69,6 +76,8 @@ class Setting:
             )
         if self.keep == "host" and self.recompute_attention:
             raise CADConfigError('keep is "host" with recompute_attention, with which attention keeps nothing')
+        if self.offload_optimizer and self.sharding == "fsdp":
+            raise CADConfigError("FSDP offloads weights with the optimizer, which is not foreseen; expected ZeRO")
         if self.cost.unit != "seconds":
             raise CADConfigError(f"the cost {self.cost.name!r} is in {self.cost.unit}; expected a profile in seconds")
 
@@ -79,6 +88,10 @@ class Setting:
     def machine(self) -> Machine:
         """GPU and links."""
         return self.cluster.machine
+
+    def kind_of_run(self, mode: str) -> Run:
+        """What a run of a mode must have in common with this for its prediction to count as compared."""
+        return Run(self.machine.name, mode, self.cluster.ranks, self.sharding, self.pipeline)
 
     @property
     def seats(self) -> int:
@@ -98,7 +111,7 @@ class Setting:
     @property
     def work(self) -> Work:
         """Seconds per token outside attention."""
-        return work_per_token(self.model, self.machine, self.tensor, whole_loss=self.pipeline > 1)
+        return work_per_token(self.model, self.machine, self.tensor, self.pipeline > 1 or self.loss == "whole")
 
     @property
     def seats_per_host(self) -> int:

@@ -9,6 +9,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from deepspeed_cad.forecast.compared import MEMORY
+
+OUTSIDE = 3.0 * 2**30
+"""Bytes of a GPU that CUDA and NCCL take beside torch, assumed: a context of half a GiB, and communicators, of which
+users report 1.6 GB for the first and 0.5 to 0.7 GB for each further one (github.com/NVIDIA/nccl, issues 864, 964)."""
+
+
+def needed_bytes(peak: float) -> float:
+    """Of a GPU for a foreseen peak: with the largest error that was found, and what torch does not allocate."""
+    return peak * (1.0 + MEMORY) + OUTSIDE
+
 
 class Seconds(NamedTuple):
     """Where the seconds of a step go, on the mean rank."""
@@ -44,17 +55,23 @@ class Foreseen:
     between: float = 0.0
     """The same to other hosts."""
     peak: float = 0.0
-    """Bytes at the fullest rank."""
+    """Bytes that torch has allocated at the fullest rank."""
     state: float = 0.0
     """Of them, weights, gradients and optimizer: what does not depend on the tokens."""
+    offloadable: float = 0.0
+    """Of them, what an optimizer on the host takes away."""
     capacity: float = 0.0
     """Bytes that a rank has."""
     degree: int = 1
     """Ranks that share a row (Ulysses, context parallelism), or that are reserved (CAD)."""
     variant: str = ""
     """What is special about it, for tables."""
-    measured: bool = True
-    """Whether benchmarks/results has runs of this mode that predictions were compared with."""
+    measured: bool = False
+    """Whether a run of this mode and size was compared with its prediction."""
+    repeats: bool = True
+    """Whether the recompute of activation checkpointing repeats attention."""
+    mfu: float = 0.0
+    """Floating-point operations of the model, a recompute not counted, over what the GPUs' data sheet has."""
     steps: tuple[float, ...] = ()
     """Seconds of each step."""
 
@@ -70,9 +87,14 @@ class Foreseen:
         return 1.0 - busy / self.seconds.total
 
     @property
+    def needed(self) -> float:
+        """Bytes that the fullest rank must have."""
+        return needed_bytes(self.peak)
+
+    @property
     def fits(self) -> bool:
         """Whether the fullest rank has the memory."""
-        return self.peak <= self.capacity
+        return self.needed <= self.capacity
 
     def to_json(self) -> dict[str, Any]:
         """Everything, with what is derived."""
@@ -81,6 +103,7 @@ class Foreseen:
             "step_seconds": self.seconds.total,
             "tokens_per_second_per_gpu": self.tokens_per_second,
             "idle_share": self.idle,
+            "needed": self.needed,
             "fits": self.fits,
         }
 

@@ -12,10 +12,8 @@ from itertools import islice
 import numpy as np
 
 from deepspeed_cad.forecast.cluster import Cluster
-from deepspeed_cad.forecast.compare import Comparison
 from deepspeed_cad.forecast.packing import layouts
 from deepspeed_cad.forecast.setting import Setting
-from deepspeed_cad.forecast.step import Foreseen
 from deepspeed_cad.layout import Layout
 
 Lengths = list[int]
@@ -57,10 +55,3 @@ def deal(
 def _widen(layout: Layout, servers: int) -> Layout:
     """With seats behind the trainers that have no rows."""
     return Layout(layout.ranks + servers, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))
-
-
-def without_cad(comparison: Comparison) -> Foreseen | None:
-    """What gains are counted from: plain data parallelism, where it cuts no documents, or the best that exists."""
-    others = [one for name in ("ulysses", "gathered") if (one := comparison.of(name)) is not None]
-    best = max([one for one in others if one.fits] or others, key=lambda one: one.tokens_per_second, default=None)
-    return comparison.of("plain") or best

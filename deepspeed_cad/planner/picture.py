@@ -39,7 +39,7 @@ def draw_plan(problem: PlanInput, plan: Plan, path: str, numbers: list[int] | No
 
 
 def draw_outlook(before: list[float], after: list[float], gains: list[float], path: str) -> None:
-    """Write the imbalance of every step without and with CAD, and the gain that follows."""
+    """Write the imbalance of every step without and with CAD, and how much longer the best rival takes."""
     _, pyplot = _matplotlib()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
     steps = np.arange(len(before))
@@ -50,7 +50,7 @@ def draw_outlook(before: list[float], after: list[float], gains: list[float], pa
     left.legend(frameon=False)
     right.bar(steps, gains, color="#2a6fdb")
     right.axhline(1.0, color="black", linewidth=0.8)
-    right.set(title="Step time without CAD over with CAD", xlabel="step", ylabel="times")
+    right.set(title="Step time of the best rival over CAD", xlabel="step", ylabel="times")
     _save(figure, pyplot, path)
 
 

@@ -147,10 +147,18 @@ def most_keys(device: torch.device, shape: HeadShape) -> int:
     return max(1, int(free / 2) // ((shape.head_dim + shape.value_dim) * elements))
 
 
-def measure_calls(kernel: Kernel, device: torch.device, shape: HeadShape, sizes: Sizes) -> list[Measured]:
-    """Time every call."""
+def measure_calls(
+    kernel: Kernel, device: torch.device, shape: HeadShape, sizes: Sizes, tell: Callable[[str], None]
+) -> list[Measured]:
+    """Time every call; `tell` hears how many are done."""
     listed = list(calls(sizes, shape.groups, most_keys(device, shape)))
-    return least(*([time_call(kernel, device, shape, call, sizes) for call in listed] for _ in range(sizes.rounds)))
+    rounds: list[list[Measured]] = []
+    for number in range(sizes.rounds):
+        rounds.append([])
+        for call in listed:
+            tell(f"attention call {number * len(listed) + len(rounds[-1]) + 1} of {sizes.rounds * len(listed)}")
+            rounds[-1].append(time_call(kernel, device, shape, call, sizes))
+    return least(*rounds)
 
 
 def least(*rounds: list[Measured]) -> list[Measured]:

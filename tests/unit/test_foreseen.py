@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from functools import cache
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from scripts import load_script
+
+from deepspeed_cad.forecast.compared import PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -285,7 +285,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(measure, "sizes_for", lambda device, quick: replace(measure.CPU_QUICK, rounds=1))
 
-    def measure_calls(kernel: Any, device: Any, shape: HeadShape, sizes: measure.Sizes) -> list[measure.Measured]:
+    def measure_calls(
+        kernel: Any, device: Any, shape: HeadShape, sizes: measure.Sizes, tell: Any
+    ) -> list[measure.Measured]:
         factor = off.pop(0) if off else 1.0
         return [
             measure.Measured(call, 0.3 * seconds, 0.7 * seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +15,11 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
 from deepspeed_cad.forecast.attention_seconds import Both, of_documents, of_pieces, of_tasks, seconds
 from deepspeed_cad.forecast.bytes_held import (
+    WHOLE_LOGITS,
     activation_bytes,
     kept_output_bytes,
     landing_bytes,
+    loss_bytes,
     served_bytes,
     state_bytes,
 )
@@ -251,7 +254,7 @@ def test_kept_attention_is_not_repeated() -> None:
     shape, again = own.shape, setting(recompute_attention=True)
     for mode, more in ((modes.plain, {}), (modes.ulysses, {"degree": 4}), (modes.gathered, {"degree": 4})):
         repeated, kept = mode(own, [UNEVEN], **more), mode(own, [UNEVEN], kept=True, **more)
-        assert kept.mode == f"{repeated.mode} kept" and not kept.measured
+        assert kept.mode == f"{repeated.mode} kept" and repeated.repeats and not kept.repeats
         without = mode(replace(own, checkpointing=False), [UNEVEN], **more)
         # What runs once without checkpointing runs once; what the backward needs of Q, K and V still travels.
         assert kept.seconds.attention == pytest.approx(without.seconds.attention)
@@ -431,6 +434,60 @@ def test_state_is_sharded_as_the_stage_says() -> None:
         assert state_bytes(own, 4) == pytest.approx(weights * (whole + (16 - whole) / 4))
     assert state_bytes(setting(sharding="zero3"), 4) > weights * 4
     assert state_bytes(replace(setting(), held=(10.0, 8.0)), 4) == pytest.approx(weights * 12)
+    # On the host: the fp32 weight and two moments. What is left are weights and gradients in bf16.
+    assert state_bytes(setting(offload_optimizer=True), 4) == pytest.approx(weights * 4)
+    slow, fast = (modes.plain(setting(offload_optimizer=host), [UNEVEN]) for host in (True, False))
+    assert fast.offloadable == pytest.approx(weights * 12 / 4) and slow.offloadable == 0.0
+    assert fast.peak - slow.peak == pytest.approx(fast.offloadable)
+    assert slow.seconds.optimizer > 10 * fast.seconds.optimizer and slow.seconds[:4] == fast.seconds[:4]
+    with pytest.raises(CADConfigError, match="FSDP offloads weights"):
+        setting(sharding="fsdp", offload_optimizer=True)
+
+
+def test_logits_of_the_loss_of_transformers() -> None:
+    """Bytes of a logit at most, counted in a step of a Llama: what a forward and backward allocate and free."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_flatten
+
+    class Count(TorchDispatchMode):  # type: ignore[misc]
+        """The most bytes of tensors that lived at once."""
+
+        most = live = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = function(*args, **(kwargs or {}))
+            for tensor in tree_flatten(made)[0]:
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in seen:
+                    storage = tensor.untyped_storage()
+                    seen.add(storage._cdata)
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+            self.most = max(self.most, self.live)
+            return made
+
+        def free(self, key: int, size: int) -> None:
+            seen.discard(key)
+            self.live -= size
+
+    seen: set[int] = set()
+    peaks = []
+    for vocabulary in (4000, 8000):
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = transformers.LlamaConfig(vocab_size=vocabulary, **sizes)
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.arange(512).unsqueeze(0)
+        with Count() as count:
+            model(input_ids=ids, labels=ids).loss.backward()
+        peaks.append(count.most)
+    # The gradient of the head, 16 bytes a word, is in it too.
+    assert (peaks[1] - peaks[0]) / 4000 / 512 == pytest.approx(WHOLE_LOGITS, abs=0.1)
+    own = setting(loss="whole")
+    assert loss_bytes(own) == WHOLE_LOGITS * MODEL.vocabulary and loss_bytes(setting()) == 0.0
+    assert loss_bytes(setting(4, pipeline=2)) > loss_bytes(own)
+    large = replace(own, model=replace(MODEL, vocabulary=500_000))
+    saved = 2 * MODEL.hidden * MODEL.layers
+    assert activation_bytes(large, 1000) == pytest.approx(1000 * (saved + WHOLE_LOGITS * 500_000))
 
 
 def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> None:
@@ -501,7 +558,7 @@ def test_a_machine_that_is_none(tmp_path: Any, content: str | None, words: str) 
 
 
 def test_a_machine_by_name_and_with_a_rate_of_zero(tmp_path: Any) -> None:
-    with pytest.raises(CADConfigError, match="there is no machine 'b300'; there are h200"):
+    with pytest.raises(CADConfigError, match="there is no machine 'b300'; there are a100, b200, h100, h200"):
         Machine.load("b300")
     from deepspeed_cad.forecast.machine import SHIPPED
 
@@ -509,6 +566,27 @@ def test_a_machine_by_name_and_with_a_rate_of_zero(tmp_path: Any) -> None:
     path.write_text((SHIPPED / "h200.json").read_text().replace("6.36e14", "0"))
     with pytest.raises(CADConfigError, match="matrix_flops 0; expected a number above 0"):
         Machine.load(str(path))
+    path.write_text((SHIPPED / "a100.json").read_text().replace("3.12e14", "0"))
+    with pytest.raises(CADConfigError, match="has flops 0; expected a number above 0"):
+        Machine.load(str(path))
+    path.write_text((SHIPPED / "a100.json").read_text().replace('"port"', '"ports"'))
+    with pytest.raises(CADConfigError, match="holds published: flops, attention, bandwidth, memory, nvlink, ports; "):
+        Machine.load(str(path))
+
+
+@pytest.mark.parametrize("name", ["h100", "a100", "b200"])
+def test_machines_that_were_not_measured(name: str) -> None:
+    """They reach as much of what is published as the measured one."""
+    own, like = Machine.load(name), Machine.load("h200")
+    assert own.like == like.name != own.name and "data sheet" in own.sources["published"]
+    for reached, published in (
+        ("matrix_flops", "flops"), ("memory_rate", "bandwidth"), ("memory", "memory"), ("copies", "nvlink"),
+        ("collective", "nvlink"), ("between", "port"),
+    ):  # fmt: skip
+        shares = [getattr(one, reached) / one.published[published] for one in (own, like)]
+        assert shares[0] == pytest.approx(shares[1])
+    assert own.packing == pytest.approx(like.packing * like.memory_rate / own.memory_rate)
+    assert own.attention == pytest.approx(like.published["attention"] / own.published["attention"])
 
 
 @pytest.mark.parametrize("name", NAMED)

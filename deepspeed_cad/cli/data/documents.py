@@ -7,9 +7,10 @@ the column that they come from. Files are streamed: none is downloaded or conver
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ ONE_TEXT = ("text", {"sample_by": "document"})
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
-REMEDY = "pip install datasets"
+REMEDY = 'pip install "deepspeed_cad[plan]"'
+"""How to get what reads data sets and texts; lengths and named distributions need nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,38 @@ class Source:
     """One part of the input: files of one kind, or a folder."""
 
     where: str
-    data: Any
-    """What `datasets` made of it: rows, one after the other."""
+    data: Callable[[], Any]
+    """Gives what `datasets` makes of it: rows, one after the other."""
+    in_folder: bool = False
+    """Whether it is one of the files of a folder, which is left out where it cannot be read."""
 
 
-def documents(places: Sequence[str], field: str | None) -> Iterator[Any]:
+def documents(places: Sequence[str], field: str | None, skipped: list[str]) -> Iterator[Any]:
     """Each document as text, as the list of its tokens, or as a list of chat messages (dicts).
 
-    Raises CADDataError where a place does not exist, cannot be read, or has no column of that name.
+    A file of a folder that cannot be read is left out, from where it cannot, with a line in `skipped`. Raises
+    CADDataError where a place does not exist, cannot be read, or has no column of that name.
     """
     for source in _sources(places):
-        with _readable(source.where):
-            columns, rows = _columns(source.data)
-        name = _choose(field, columns, source.where)
-        with _readable(source.where):
-            for number, row in enumerate(rows):
-                yield _checked(row.get(name), name, f"{source.where}, row {number}")
+        try:
+            yield from _documents_of(source, field)
+        except _UnreadableError as error:
+            if not source.in_folder:
+                raise
+            skipped.append(str(error))
+
+
+def _documents_of(source: Source, field: str | None) -> Iterator[Any]:
+    with _readable(source.where):
+        columns, rows = _columns(source.data())
+    name = _choose(field, columns, source.where)
+    with _readable(source.where):
+        for number, row in enumerate(rows):
+            yield _checked(row.get(name), name, f"{source.where}, row {number}")
+
+
+class _UnreadableError(CADDataError):
+    """What a reader of `datasets` said."""
 
 
 def list_files(places: Iterable[str]) -> list[Path]:
@@ -95,16 +113,24 @@ def _sources(places: Sequence[str]) -> Iterator[Source]:
             yield from _open_files(datasets, list(places_alike))
 
 
-def _open_files(datasets: Any, files: Sequence[Path]) -> Iterator[Source]:
-    """One source for all files of a kind: such as the parts that a large data set is stored in."""
-    for kind in dict.fromkeys(str(builder_of(file)) for file in files):
-        alike = [str(file) for file in files if str(builder_of(file)) == kind]
+def _open_files(datasets: Any, files: Sequence[str | Path], in_folder: bool = False) -> Iterator[Source]:
+    """One source for all files of a kind: such as the parts that a large data set is stored in. Those of a folder one
+    by one, so that one may be left out."""
+    kinds: dict[str, list[str | Path]] = {}
+    for number, file in enumerate(files):
+        kinds.setdefault(str(number) if in_folder else str(builder_of(Path(file))), []).append(file)
+    for alike in kinds.values():
         builder, options = builder_of(Path(alike[0]))
-        where = alike[0] if len(alike) == 1 else f"{alike[0]} and {len(alike) - 1} more"
-        names = [glob.escape(file) for file in alike]  # datasets would take a name with brackets for a pattern
-        with _readable(where):
-            data = datasets.load_dataset(builder, data_files=names, split="train", streaming=True, **options)
-        yield Source(where, data)
+        where = str(alike[0]) if len(alike) == 1 else f"{alike[0]} and {len(alike) - 1} more"
+        names = [glob.escape(str(file)) for file in alike]  # datasets would take a name with brackets for a pattern
+        load = partial(datasets.load_dataset, builder, data_files=names, split="train", streaming=True, **options)
+        yield Source(where, load, in_folder)
+
+
+def _split(data: Any) -> tuple[str, Any]:
+    """What is trained on, and its name."""
+    name = "train" if "train" in data else next(iter(data))
+    return f" ({name})", data[name]
 
 
 def _open_folder(datasets: Any, path: Path) -> Iterator[Source]:
@@ -112,19 +138,17 @@ def _open_folder(datasets: Any, path: Path) -> Iterator[Source]:
     inside = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
     if not inside:
         raise CADDataError(f"{path} holds no files")
-    if all(builder_of(file)[0] == "text" for file in inside):
-        yield from _open_files(datasets, inside)
-        return
-    with _readable(str(path)):
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        with _readable(str(path)):
             data = datasets.load_from_disk(str(path))
-        else:
-            data = datasets.load_dataset(str(path), streaming=True)
-    if isinstance(data, dict):
-        split = "train" if "train" in data else next(iter(data))
-        yield Source(f"{path} ({split})", data[split])
-    else:
-        yield Source(str(path), data)
+        name, data = _split(data) if isinstance(data, dict) else ("", data)
+        yield Source(f"{path}{name}", lambda: data)
+        return
+    if not all(builder_of(file)[0] == "text" for file in inside):
+        with _readable(str(path)):
+            found = datasets.load_dataset_builder(str(path)).config.data_files
+        inside = _split(found)[1]
+    yield from _open_files(datasets, inside, in_folder=True)
 
 
 def _columns(data: Any) -> tuple[list[str], Iterable[dict[str, Any]]]:
@@ -177,9 +201,9 @@ def _readable(where: str) -> Iterator[None]:
     except CADDataError:
         raise
     except StopIteration:
-        raise CADDataError(f"{where} is empty") from None
+        raise _UnreadableError(f"{where} is empty") from None
     except Exception as error:  # pyarrow, pandas, fsspec and datasets each have their own
         text = (str(error).strip().splitlines() or ["no message"])[0]
-        raise CADDataError(f"{where} cannot be read: {type(error).__name__}: {text}") from error
+        raise _UnreadableError(f"{where} cannot be read: {type(error).__name__}: {text}") from error
     finally:
         datasets.logging.set_verbosity(level)

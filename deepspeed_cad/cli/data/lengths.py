@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_cad.cli.data.documents import documents
+from deepspeed_cad.cli.data.documents import REMEDY, documents, list_files
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.forecast.distributions import NAMED
 
@@ -29,17 +29,36 @@ BEGIN = 4096
 """Bytes that are looked at to tell a file of lengths from text."""
 
 
-def read_lengths(places: Sequence[str], needed: int, tokenizer: str | None, field: str | None, limit: int) -> list[int]:
+def check_places(places: Sequence[str]) -> None:
+    """Raise CADDataError where there is neither a file nor a distribution of a name."""
+    if len(places) > 1 or places[0] not in NAMED:
+        list_files(places)
+
+
+def read_lengths(
+    places: Sequence[str],
+    needed: int,
+    tokenizer: str | None,
+    field: str | None,
+    limit: int,
+    skipped: list[str],
+    tell: Callable[[str], None],
+) -> list[int]:
     """Lengths of the first `limit` documents that are not empty; of a named distribution at least `needed` tokens.
 
-    Raises CADDataError naming what is missing or unreadable, or line by line what is no length.
+    `skipped` gets a line for each file of a folder that cannot be read; `tell` hears how far it is. Raises CADDataError
+    naming what is missing or unreadable, or line by line what is no length.
     """
     if len(places) == 1 and places[0] in NAMED and not Path(places[0]).exists():
         return _draw(places[0], needed)
     paths = [Path(place) for place in places]
     if paths and all(path.is_file() and _is_numbers(path) for path in paths):
         return [length for path in paths for length in _parse(path)][:limit]
-    return _of_documents(places, tokenizer, field, limit)
+    lengths = _count_documents(documents(places, field, skipped), tokenizer, limit, tell)
+    if not lengths:
+        why = f"; {len(skipped)} files cannot be read, the first: {skipped[0]}" if skipped else ""
+        raise CADDataError(f"{' '.join(places)} holds no documents{why}")
+    return lengths
 
 
 def _draw(name: str, tokens: int) -> list[int]:
@@ -85,11 +104,11 @@ def _parse(path: Path) -> list[int]:
     return [value for _, value in values]
 
 
-def _of_documents(places: Sequence[str], tokenizer: str | None, field: str | None, limit: int) -> list[int]:
+def _count_documents(found: Iterable[Any], tokenizer: str | None, limit: int, tell: Callable[[str], None]) -> list[int]:
     lengths: list[int] = []
     texts: list[str] = []
     tokenize: Callable[..., Any] | None = None  # loaded when the first text is met
-    for document in documents(places, field):
+    for document in found:
         if len(lengths) + len(texts) >= limit:
             break
         if isinstance(document, list) and document and isinstance(document[0], int):
@@ -100,10 +119,8 @@ def _of_documents(places: Sequence[str], tokenizer: str | None, field: str | Non
         if len(texts) == BATCH:
             lengths += _count(tokenize, texts)
             texts = []
-    lengths = [length for length in lengths + _count(tokenize, texts) if length]
-    if not lengths:
-        raise CADDataError(f"{' '.join(places)} holds no documents")
-    return lengths
+            tell(f"{len(lengths)} documents read")
+    return [length for length in lengths + _count(tokenize, texts) if length]
 
 
 def _count(tokenize: Callable[..., Any] | None, texts: list[str]) -> list[int]:
@@ -123,7 +140,7 @@ def _load_tokenizer(name: str | None) -> Callable[..., Any]:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise CADDataError("reading text needs transformers: pip install transformers") from error
+        raise CADDataError(f"reading text needs transformers: {REMEDY}") from error
     try:
         tokenizer: Callable[..., Any] = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
