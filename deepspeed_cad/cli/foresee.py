@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from deepspeed_cad.cli.progress import Progress
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADDataError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
@@ -38,13 +39,11 @@ def check_options(args: argparse.Namespace) -> None:
     for name in ("ranks", "context", "limit", "steps", "micro_batches", "tensor", "pipeline"):
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
-    if not 0 < args.tolerance < 1:
-        raise CADConfigError(f"--tolerance is {args.tolerance}; expected more than 0 and less than 1")
+    CADConfig(tolerance=args.tolerance, keep=args.keep, recompute_attention=args.recompute_attention)
     if args.offload_optimizer and args.sharding == "fsdp":
         raise CADConfigError("--offload-optimizer with fsdp, which offloads weights too, is not foreseen")
-    if args.recompute_attention and (args.keep == "host" or args.pipeline > 1):
-        other = "--keep host" if args.keep == "host" else "--pipeline"
-        raise CADConfigError(f"--recompute-attention together with {other}: CAD refuses that; leave one out")
+    if args.recompute_attention and args.pipeline > 1:
+        raise CADConfigError("--recompute-attention with --pipeline: CAD refuses that; leave one out")
     if args.cost != "pairs" and not Path(args.cost).is_file():
         raise CADConfigError(f"--cost: there is no file {args.cost}")
     wanted_modes(args)
@@ -57,7 +56,7 @@ def check_options(args: argparse.Namespace) -> None:
         if target and target != "-" and not Path(target).parent.is_dir():
             raise CADConfigError(f"--{name}: {target} cannot be written: there is no folder {Path(target).parent}")
     if (args.plot or args.pictures) and find_spec("matplotlib") is None:
-        raise CADConfigError("a picture needs matplotlib: pip install matplotlib")
+        raise CADConfigError('a picture needs matplotlib: pip install "deepspeed_cad[plot]"')
 
 
 def read_machine(args: argparse.Namespace) -> Machine:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepspeed_cad.cli.progress import Progress
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.version import __version__
 
@@ -85,6 +86,7 @@ def _measure(args: argparse.Namespace, sizes: tuple[int, int, int, int], progres
 
 def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
     """Query heads, KV heads and sizes."""
+    CADConfig(kernel=args.kernel, transport=args.transport)
     value_dim = args.head_dim if args.value_dim is None else args.value_dim
     for name, value in (
         ("heads", args.heads),

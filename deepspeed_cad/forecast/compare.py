@@ -268,8 +268,9 @@ def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
             # No faster, and what is kept over the recompute may be what does not fit.
             if setting.keep == "device":
                 runs.append(partial(_variant, replace(setting, keep="host"), '"keep": "host"'))
-            again = replace(setting, keep="device", recompute_attention=True)
-            runs.append(partial(_variant, again, "recompute_attention"))
+            if setting.pipeline == 1:
+                again = replace(setting, keep="device", recompute_attention=True)
+                runs.append(partial(_variant, again, "recompute_attention"))
         return runs
     if kind == "ulysses":
         degrees = modes.ulysses_degrees(setting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from deepspeed_cad.cli import main, progress
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
+from deepspeed_cad.cli.data.documents import REMEDY
 from deepspeed_cad.cli.data.lengths import BATCH
 from deepspeed_cad.forecast.packing import TRL_BATCH, layouts, trl_rows
 
@@ -266,6 +268,12 @@ def test_a_missing_package_comes_with_its_remedy(
     without(package)
     code, _, said = plan(path)
     assert code == 2 and remedy in said and said.count("\n") == 1
+
+
+def test_the_remedy_is_an_extra_that_brings_it() -> None:
+    extras = (Path(__file__).parents[2] / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
+    assert re.fullmatch(r'pip install "deepspeed_cad\[plan\]"', REMEDY)
+    assert re.search(r'^plan = \["datasets>=[\d.]+", "transformers>=[\d.]+"\]$', extras, re.MULTILINE)
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])

@@ -322,7 +322,7 @@ def test_bad_values_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
     script += "sys.exit(code if not {'torch', 'transformers', 'datasets'} & set(sys.modules) else 9)"
     for words, said in (
         (["--steps", "0"], "--steps is 0"),
-        (["--tolerance", "2"], "--tolerance is 2.0; expected more than 0 and less than 1"),
+        (["--tolerance", "2"], 'key "tolerance" is 2.0; allowed: a number between 0 and 1'),
         (["--cost", "nosuch.json"], "--cost: there is no file nosuch.json"),
         (["--link-inside", "0"], "--link-inside is 0.0"),
         (["--ranks-per-node", "x"], "--ranks-per-node is 'x'"),
@@ -330,7 +330,8 @@ def test_bad_values_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
         (["--reserve", "x"], "--reserve is 'x'"),
         (["--machine", "x"], "there is no machine 'x'"),
         (["--sharding", "fsdp", "--offload-optimizer"], "--offload-optimizer with fsdp"),
-        (["--keep", "host", "--recompute-attention"], "--recompute-attention together with --keep host"),
+        (["--keep", "host", "--recompute-attention"], 'key "keep" is "host"; allowed: "device"'),
+        (["--pipeline", "2", "--recompute-attention"], "--recompute-attention with --pipeline"),
         (["--output", "nosuch/x.json"], "there is no folder nosuch"),
         ([], "nosuch.jsonl does not exist"),
     ):

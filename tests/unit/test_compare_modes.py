@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from scripts import load_script
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Seconds, Setting
 from deepspeed_cad.forecast.compare import MODES, Comparison, choose, compare, label, recommend, say_need
-from deepspeed_cad.forecast.compared import MEMORY, RATIO, RUNS, SERVERS
+from deepspeed_cad.forecast.compared import MEMORY, PATH, RATIO, RUNS, SERVERS
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.picture import around, draw_curve, draw_step, sweep
 from deepspeed_cad.forecast.step import OUTSIDE
@@ -207,6 +209,14 @@ def test_only_what_was_compared_has_no_star() -> None:
     assert names == {(run.ranks, run.mode) for run in RUNS if run.sharding == "zero1" and run.pipeline == 1}
     other = replace(setting(), cluster=Cluster(4, 4, Machine.load("h100")))
     assert not any(one.measured for one in compare(other, LONG).found)
+
+
+def test_what_plan_says_of_comparisons_is_what_was_compared() -> None:
+    """Run `python benchmarks/compared.py` after new measurements or changes of the simulator."""
+    written, found = json.loads(PATH.read_text()), load_script("benchmarks/compared.py").find()
+    assert written["runs"] == found["runs"] and written["servers"] == found["servers"]
+    for figure in ("ratio", "memory"):
+        assert written[figure] == pytest.approx(found[figure], abs=5e-3)
 
 
 def test_a_sweep_has_gaps_where_nothing_can_be_said() -> None:

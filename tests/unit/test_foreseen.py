@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from functools import cache
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 from scripts import load_script
-
-from deepspeed_cad.forecast.compared import PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 

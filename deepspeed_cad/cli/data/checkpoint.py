@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deepspeed_cad.cli.data.documents import REMEDY
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.model_shape import SHAPES, ModelShape
 
@@ -70,7 +71,7 @@ def _cached(name: str) -> Path:
         from transformers.utils import cached_file
     except ImportError as error:
         raise CADConfigError(
-            f"--model: {name} is no file, and without transformers no name is known; {remedy}"
+            f"--model: {name} is no file, and without transformers no name is known ({REMEDY}); {remedy}"
         ) from error
     try:
         with _quiet():
