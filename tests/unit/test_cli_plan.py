@@ -219,10 +219,13 @@ def test_rows_that_are_alike_need_no_cad(capsys: pytest.CaptureFixture[str]) -> 
     words = ["web", "--packing", "wrapped", "--ranks", "8", "--steps", "2", "--reserve", "none"]
     _, said = foresee_steps(capsys, *words)
     whole, not_repeated, balance = columns(said, "CAD in place *")[2:5]
-    assert float(whole) > 1.08 and whole == not_repeated and balance == "1.00"
-    assert columns(said, "plain, attention kept *")[2:5] == [whole, whole, "1.00"]
+    assert float(not_repeated) > 1.08 and abs(float(whole) - float(not_repeated) * float(balance)) < 0.02
+    assert 0.97 < float(balance) <= 1.0
+    assert columns(said, "plain, attention kept *")[2:5] == [not_repeated, not_repeated, "1.00"]
     assert "\nTake plain, attention kept: " in said
-    assert "do not take CAD for balance, which is worth 1.00 times plain; what else it gives, attention that" in said
+    assert (
+        f"do not take CAD for balance, which is worth {balance} times plain; what else it gives, attention that" in said
+    )
     # Without the mode that tells them apart being asked for.
     _, said = foresee_steps(capsys, *words, "--modes", "plain,cad")
     assert "\nTake plain, attention kept: " in said
