@@ -89,8 +89,9 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
         loss="chunked" if args.loss == "chunked" else "whole",
     )
     if args.loss == "auto":
-        kept = state_bytes(setting, setting.seats) + activation_bytes(setting, args.context, kept=True)
-        if needed_bytes(kept) > machine.memory:
+        kept = replace(setting, keep="device", recompute_attention=False)
+        peak = state_bytes(kept, kept.seats) + activation_bytes(kept, args.context, kept=True)
+        if needed_bytes(peak) > machine.memory:
             return replace(setting, loss="chunked")
     return setting
 

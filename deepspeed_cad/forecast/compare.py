@@ -183,7 +183,7 @@ def recommend(comparison: Comparison) -> str:
     told = " and ".join(f"{ratio:.2f} ± {ratio * RATIO:.2f} times {name}" for ratio, name in ratios)
     lines = [f"Take {name_of(best)}{': ' * bool(told)}{told}; {_reason(comparison, best)}."]
     if told:
-        sure = best.measured and all(one.measured for one in others)
+        sure = best.mode != "cad reserved" and best.measured and all(one.measured for one in others)
         lines.append(
             f"±: how far ratios were off in the runs that were compared, {RATIO:.1%} at most"
             + ("." if sure else "; none of these had this mode and size, where it may be more.")

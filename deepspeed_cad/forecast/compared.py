@@ -26,7 +26,7 @@ _FOUND = json.loads(PATH.read_text(encoding="utf-8"))
 RUNS = frozenset(Run(*run) for run in _FOUND["runs"])
 """Each once."""
 RATIO: float = _FOUND["ratio"]
-"""How far a foreseen ratio of two modes was from the measured one, at most."""
+"""How far a foreseen ratio of two modes in place was from the measured one, at most."""
 MEMORY: float = _FOUND["memory"]
 """The same of a GPU's peak memory."""
 SERVERS: tuple[float, float] = tuple(_FOUND["servers"])

@@ -307,8 +307,8 @@ def test_packing_decides_the_gain(tmp_path: Path, plan: Callable[..., Any]) -> N
         how: next(one["balance"] for one in answers[how][1]["modes"] if one["mode"] == "cad")
         for how in ("wrapped", "in_order", "bfd", "bfd_split")
     }
-    assert balances.pop("wrapped") == pytest.approx(1.0, abs=0.005)
-    assert all(balance > 1.01 for balance in balances.values()), balances
+    even = balances.pop("wrapped")
+    assert 0.97 < even <= 1.001 and all(balance > even + 0.01 for balance in balances.values()), balances
     with pytest.raises(SystemExit):
         plan(path, "--packing", "tight")
 

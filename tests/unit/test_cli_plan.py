@@ -241,6 +241,7 @@ def test_what_is_assumed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n8 NVIDIA H200 of 140 GiB, hosts of 8, 362 GB/s inside and 50 between; tolerance 0.05\n" in said
     full = re.search(r"rows of 65536 tokens packed in_order are ([\d.]+)% full, 1 to a step", said)
     assert full and 70 < float(full[1]) < 95
+    assert foresee_steps(capsys, *words, "--keep", "host")[1].splitlines()[0] == said.splitlines()[0]
     _, said = foresee_steps(capsys, *words, "--context", "8192", "--offload-optimizer", "--no-checkpointing")
     assert "no checkpointing, optimizer on the host, transformers' own loss (12 GiB for logits)" in said
     _, said = foresee_steps(capsys, *words, "--pipeline", "2", "--micro-batches", "4")
