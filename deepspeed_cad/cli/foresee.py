@@ -116,8 +116,10 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
         f"rows of {args.context} tokens packed {args.packing} are {full:.1%} full, {args.micro_batches} to a step",
     ]
     if machine.like:
+        measured = ", ".join(key for key in machine.sources if key != "published")
         lines.append(
-            f"{machine.name} was not measured: it is taken to reach as much of its published figures as {machine.like}"
+            f"{machine.name} was not measured{f' but for {measured}' if measured else ''}: "
+            f"it is taken to reach as much of its published figures as {machine.like}"
         )
     return lines
 

@@ -3,11 +3,11 @@
 In: a JSON file of machines/, by name, or one of your own. Out: `Machine`. Attention is not in it: that is a
 `CostModel`, made from a profile (`deepspeed-cad profile`).
 
-A file has all figures, or is `like` another and has published ones alone. Such a machine was not measured: it is taken
-to reach the same share of what is published as the other. Published are, for one GPU: dense bf16 operations a second,
-bandwidth and size of its memory, NVLink and network port in one direction, by NVIDIA's data sheets of A100 80GB SXM,
-H100 SXM, H200 SXM and DGX B200; attention by the papers of FlashAttention 2 (arXiv 2307.08691: A100, 230 TFLOP/s), 3
-(2407.08608: H100, 740) and 4 (B200, 1613).
+A file has all figures, or is `like` another and has published ones and what was measured. Where nothing was, a machine
+is taken to reach the same share of what is published as the other. Published are, for one GPU: dense bf16 operations a
+second, bandwidth and size of its memory, NVLink and network port in one direction, by NVIDIA's data sheets of A100 80GB
+SXM, H100 SXM, H200 SXM and DGX B200; attention by the papers of FlashAttention 2 (arXiv 2307.08691: A100, 230 TFLOP/s),
+3 (2407.08608: H100, 740) and 4 (B200, 1613).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Machine:
     attention: float = 1.0
     """Attention seconds over those of `profile`, which is of another machine where this one was not measured."""
     like: str = ""
-    """The machine that this one, of which only published figures are known, is taken to be like."""
+    """The machine that this one is taken to be like, where it was not measured: in all that `sources` does not name."""
 
     @property
     def packing(self) -> float:
@@ -116,18 +116,21 @@ class Machine:
             raise CADConfigError(f"--machine: {path} is not JSON: {error}") from error
         is_like = isinstance(content, dict) and "like" in content
         fields = {field.name for field in dataclasses.fields(Machine)} - {"attention", "like"}
-        _check_keys(path, content, {"name", "like", "published", "sources"} if is_like else fields)
-        _check_keys(path, content["published"], set(PUBLISHED), "published: ")
+        _check_keys(path, content, {"name", "like", "published", "sources"} if is_like else fields, fields | {"like"})
+        _check_keys(path, content["published"], set(PUBLISHED), set(PUBLISHED), "published: ")
         words = {"name", "profile", "like", "published", "sources"}
         for key, value in [*content["published"].items(), *((key, content[key]) for key in content.keys() - words)]:
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise CADConfigError(f"--machine: {path} has {key} {value!r}; expected a number above 0")
-        if is_like:
-            return Machine.load(content.pop("like")).to_be_like(**content)
-        return Machine(**content)
+        if not is_like:
+            return Machine(**content)
+        like = Machine.load(content.pop("like")).to_be_like(
+            *(content.pop(key) for key in ("name", "published", "sources"))
+        )
+        return dataclasses.replace(like, **content, attention=1.0 if "profile" in content else like.attention)
 
 
-def _check_keys(path: Path, content: Any, expected: set[str], where: str = "") -> None:
-    if not isinstance(content, dict) or set(content) != expected:
+def _check_keys(path: Path, content: Any, expected: set[str], allowed: set[str], where: str = "") -> None:
+    if not isinstance(content, dict) or not expected <= set(content) <= allowed:
         found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         raise CADConfigError(f"--machine: {path} holds {where}{found}; expected the keys {', '.join(sorted(expected))}")

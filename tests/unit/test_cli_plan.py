@@ -292,10 +292,13 @@ def test_machines_of_published_figures(capsys: pytest.CaptureFixture[str], name:
     words = ["long-mix", "--ranks", "4", "--steps", "1", "--context", "16384", "--modes", "plain,cad"]
     _, measured = foresee_steps(capsys, *words, "--sharding", "zero1")
     code, said = foresee_steps(capsys, *words, "--sharding", "zero1", "--machine", name)
-    assert code == 0 and f"NVIDIA {name.upper()} was not measured: it is taken to reach as much" in said
+    assert code == 0 and f"NVIDIA {name.upper()} was not measured" in said
+    assert ("but for profile, matrix_flops, in_training" in said) == (name == "h100") and " as NVIDIA H200\n" in said
     rate, mfu = (float(one.replace(",", "")) for one in columns(said, "plain *")[:2])
     other, other_mfu = (float(one.replace(",", "")) for one in columns(measured, "plain")[:2])
-    assert {"h100": 0.9 < rate / other < 1, "a100": 0.25 < rate / other < 0.4, "b200": 1.8 < rate / other < 2.6}[name]
+    assert {"h100": 0.9 < rate / other < 1.05, "a100": 0.25 < rate / other < 0.4, "b200": 1.8 < rate / other < 2.6}[
+        name
+    ]
     assert 10 < mfu < 65 and 10 < other_mfu < 65
 
 
