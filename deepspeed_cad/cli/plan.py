@@ -239,7 +239,9 @@ def _plan_data(args: argparse.Namespace) -> int:
         comparison = compare(setting, steps, modes, servers, tell, deal(lengths, setting, *rows, len(steps)))
         full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
         rival, cad = comparison.best_rival, comparison.of("cad")
-        gains = [before / after for before, after in zip(rival.steps, cad.steps)] if rival and cad else []
+        if rival and cad:
+            gains = [before / after for before, after in zip(rival.steps, cad.steps, strict=True)]
+            outlooks = [replace(outlook, gain=gain) for outlook, gain in zip(outlooks, gains, strict=True)]
         lines = [
             *assumptions(args, setting, full),
             *_about_data(lengths, outlooks if cad else [], args),
@@ -257,14 +259,14 @@ def _plan_data(args: argparse.Namespace) -> int:
             "context": args.context,
             "packing": args.packing,
             "full": full,
-            "gain": float(np.mean(gains)) if gains else None,
+            "gain": float(np.mean([outlook.gain for outlook in outlooks])) if rival and cad else None,
             "steps": [asdict(outlook) for outlook in outlooks],
             **comparison.to_json(),
         }
         if args.output or args.json:
             _write(summary, args.output or "-")
         if args.plot:
-            _draw_outlook(outlooks, gains, args.plot)
+            _draw_outlook(outlooks, args.plot)
         if args.pictures:
             for name in draw(comparison, setting, lengths, args, modes, progress):
                 _say(f"drew {name}")
@@ -294,11 +296,13 @@ def _about_data(lengths: list[int], outlooks: list[StepOutlook], args: argparse.
     return lines
 
 
-def _draw_outlook(outlooks: list[StepOutlook], gains: list[float], path: str) -> None:
+def _draw_outlook(outlooks: list[StepOutlook], path: str) -> None:
     from deepspeed_cad.planner.picture import draw_outlook
 
-    before, after = [one.imbalance_before for one in outlooks], [one.imbalance for one in outlooks]
-    draw_outlook(before, after, gains or [one.gain for one in outlooks], path)
+    before, after, gains = (
+        [getattr(one, field) for one in outlooks] for field in ("imbalance_before", "imbalance", "gain")
+    )
+    draw_outlook(before, after, gains, path)
 
 
 def _write(answer: dict[str, Any], output: str | None) -> None:

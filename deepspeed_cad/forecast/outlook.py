@@ -25,13 +25,11 @@ class StepOutlook:
     imbalance: float
     moved_bytes: int
     """One layer's forward, all ranks."""
-    hottest_bytes: int
     between_bytes: int
     """Of the moved bytes, those between hosts."""
-    attention_share: float
-    """Of the floating-point work of the mean rank."""
     gain: float
-    """Time of the slowest rank without CAD over that with it, what it waits for transfers included."""
+    """Time of the slowest rank in plain training over that with CAD, what it waits for transfers included; once all
+    modes are foreseen, seconds of the best rival over those of CAD."""
     planning_ms: float
 
 
@@ -60,9 +58,7 @@ def foresee(
         imbalance_before=plan.imbalance_before,
         imbalance=plan.imbalance,
         moved_bytes=int(plan.sent_bytes.sum()),
-        hottest_bytes=int(np.maximum(plan.sent_bytes, plan.received_bytes).max()),
         between_bytes=plan.between_bytes,
-        attention_share=attention / (attention + float(rows.mean())),
         gain=before / after,
         planning_ms=plan.planning_ms,
     )

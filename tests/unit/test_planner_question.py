@@ -190,12 +190,6 @@ def test_packing(lengths: list[int], spanning: bool, steps: list) -> None:
     assert found == steps
 
 
-def test_rows_of_documents_that_span_ranks_are_counted_once() -> None:
-    found = foresee(Layout.from_stream([4096, 4096], 4, 2048), MODEL, PAIRS, 0.1)
-    pairs = float(2 * count_pairs(0, 4096)) * MODEL.pair_flops
-    assert found.attention_share == pytest.approx(pairs / (pairs + 8192 * MODEL.row_flops))
-
-
 @pytest.mark.parametrize("hosts", [None, np.arange(2)])
 def test_the_outlook_is_the_plan_in_floating_point_work(hosts: np.ndarray | None) -> None:
     layout = Layout.from_rank_lengths([[4096], [64] * 10])
@@ -203,13 +197,9 @@ def test_the_outlook_is_the_plan_in_floating_point_work(hosts: np.ndarray | None
     plan = make_plan(PlanInput(layout.tick(), HeadShape(4, 2, 3, 3, 2), PAIRS, tolerance=0.1, hosts=hosts))
     assert (found.imbalance_before, found.imbalance) == (plan.imbalance_before, plan.imbalance)
     assert found.moved_bytes == plan.sent_bytes.sum() > 0
-    assert found.hottest_bytes == max(plan.sent_bytes.max(), plan.received_bytes.max())
     assert found.planning_ms > 0
     pairs = np.array([count_pairs(0, 4096), 10 * count_pairs(0, 64)])
     rows = np.array([4096, 640]) * MODEL.row_flops
-    assert found.attention_share == pytest.approx(
-        pairs.sum() * MODEL.pair_flops / (pairs.sum() * MODEL.pair_flops + rows.sum())
-    )
     # A step ends with its slowest rank: all of its rows, and its attention with or without CAD.
     after = plan.load / plan.load.sum() * pairs.sum()
     slowest = [(rows + own * MODEL.pair_flops).max() for own in (pairs, after)]
