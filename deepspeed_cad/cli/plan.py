@@ -26,9 +26,6 @@ from deepspeed_cad.forecast.packing import PACKINGS, say_cut
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.question import KEYS, read_question
 
-SHOWN = 3
-"""Files that could not be read and are named."""
-
 _EPILOG = "\n".join(
     [
         "Packing:",
@@ -245,7 +242,7 @@ def _plan_data(args: argparse.Namespace) -> int:
         lines = [
             *assumptions(args, setting, full),
             *_about_data(lengths, outlooks if cad else [], args),
-            *(f"skipped {one}" for one in _some(skipped)),
+            *([f"{len(skipped)} files skipped, the first: {skipped[0]}"] if skipped else []),
             "",
             *table(comparison, setting),
         ]
@@ -271,11 +268,6 @@ def _plan_data(args: argparse.Namespace) -> int:
             for name in draw(comparison, setting, lengths, args, modes, progress):
                 _say(f"drew {name}")
     return 0
-
-
-def _some(skipped: list[str]) -> list[str]:
-    """The first of what was left out, and how many more."""
-    return [*skipped[:SHOWN], f"{len(skipped) - SHOWN} more"] if len(skipped) > SHOWN else skipped
 
 
 def _about_data(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace) -> list[str]:
