@@ -190,12 +190,11 @@ def table(comparison: Comparison, setting: Setting) -> list[str]:
     )
     if not all(one.measured for one in comparison.found):
         sizes, machines, shardings = (
-            sorted({str(getattr(run, field)) for run in RUNS}) for field in ("ranks", "machine", "sharding")
+            ", ".join(sorted({str(getattr(run, field)) for run in RUNS})) for field in ("ranks", "machine", "sharding")
         )
         lines.append(
             f"* no run of this mode on {setting.cluster.ranks} {setting.machine.name} with {setting.sharding} was "
-            f"compared with its prediction; runs were {' and '.join(sizes)} {' or '.join(machines)} with "
-            + " or ".join(shardings)
+            f"compared with its prediction; runs had {sizes} GPUs ({machines}; {shardings})"
         )
     lines += [f"{MODES[mode]}: left out, {reason}" for mode, reason in comparison.left_out.items()]
     lines += [f"{label(one)} does not fit: it needs {say_need(one)}" for one in comparison.found if not one.fits]
