@@ -14,6 +14,7 @@ they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch
     schedule, one_forward_one_backward  who waits for whom
     modes, modes_cad                    what each mode does with a step
     interleaved                         two parts that alternate beside reserved servers
+    compared                            which predictions were compared with runs, and how far off they were
     outlook, compare                    one step's plan; all modes beside each other, and which one to take
     picture                             one figure over another; charts
 """
