@@ -48,7 +48,7 @@ def errors(rows: list[Row], figure: str) -> float:
     values = [
         abs(getattr(row, figure) - 1.0)
         for row in rows
-        if getattr(row, figure) and (row.file, row.mode, figure) not in KNOWN and not getattr(row, "fitted", False)
+        if getattr(row, figure) and (row.file, row.mode, figure) not in KNOWN and not row.fitted
     ]
     return round(max(values), 3)
 

@@ -38,7 +38,7 @@ KINDS = (
     "in-place_*.json",
 )
 """Names of files that are read; the last two are what `two_gpus servers` calls them."""
-MACHINES = {"NVIDIA H200": "h200"}
+MACHINES = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}
 """Machines of the simulator by the name that torch gives their GPU."""
 USUAL = {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}
 """Sizes that the benchmarks take where nothing is said; older files do not name all of them."""

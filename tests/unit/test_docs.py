@@ -18,6 +18,8 @@ from scripts import load_script
 import deepspeed_cad
 from deepspeed_cad.cli import SUBCOMMANDS, main
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.forecast.bytes_held import WHOLE_LOGITS
+from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.report.statistics import Statistics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +204,7 @@ def test_memory_of_a_whole_model_is_what_plan_says(capsys: pytest.CaptureFixture
         r"^\| (plain|plain, attention kept|`.*?`) \| (.*?) ?\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE
     )
     assert len(rows) == 5
+    needed = []
     for name, option, memory, speed in rows:
         words = [*command.split(), *option.strip("`").split(), "--modes", "plain,plain kept,cad", "--json"]
         assert main(words) == 0
@@ -209,6 +212,10 @@ def test_memory_of_a_whole_model_is_what_plan_says(capsys: pytest.CaptureFixture
         found = modes[{"plain": "plain", "plain, attention kept": "plain kept"}.get(name, "cad")]
         ratio = found["tokens_per_second_per_gpu"] / modes["plain"]["tokens_per_second_per_gpu"]
         assert (memory, speed) == (f"{found['peak'] / 2**30:.1f}", f"{ratio:.2f}"), name
+        needed.append(f"{found['needed'] / 2**30:.1f}")
+    assert f"{', '.join(needed[:-1])} and {needed[-1]} here" in " ".join(page.split())
+    whole = 65536 * ModelShape().vocabulary * WHOLE_LOGITS / 2**30
+    assert f"{WHOLE_LOGITS:.0f} bytes of each logit, {whole:.0f} GiB" in page
 
 
 def test_scripts_for_several_nodes_are_those_of_the_page() -> None:
