@@ -185,7 +185,7 @@ def recommend(comparison: Comparison) -> str:
     if told:
         sure = best.mode != "cad reserved" and best.measured and all(one.measured for one in others)
         lines.append(
-            f"±: how far ratios were off in the runs that were compared, {RATIO:.1%} at most"
+            f"±: how far ratios were off in runs in place that nothing was fitted to, {RATIO:.1%} at most"
             + ("." if sure else "; none of these had this mode and size, where it may be more.")
         )
     return "\n".join([*lines, *_servers(comparison)])

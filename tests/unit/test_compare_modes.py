@@ -168,7 +168,7 @@ def test_one_recommendation_and_servers_are_not_a_second() -> None:
 
 def test_how_sure_it_is() -> None:
     sure = Comparison((made("plain", 10.0), made("cad", 7.0)), {})
-    assert recommend(sure).endswith(f"compared, {RATIO:.1%} at most.") and label(sure.found[1]) == "CAD in place"
+    assert recommend(sure).endswith(f" fitted to, {RATIO:.1%} at most.") and label(sure.found[1]) == "CAD in place"
     unsure = Comparison((made("plain", 10.0), replace(made("cad", 7.0), measured=False)), {})
     assert recommend(unsure).endswith("none of these had this mode and size, where it may be more.")
     assert label(unsure.found[1]) == "CAD in place *"
