@@ -69,8 +69,10 @@ class Report:
 
 def examine() -> Report:
     """Tries everything; takes some seconds, most of them for importing torch. What it is at stands on stderr."""
-    logging.getLogger("deepspeed_cad").setLevel(logging.ERROR)  # the report says what the warnings would say
     found: dict[str, Any] = {}
+    logger = logging.getLogger("deepspeed_cad")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the report says what the warnings would say
     with Progress() as progress:
         for name, probe in (
             ("packages", try_packages),
@@ -82,6 +84,7 @@ def examine() -> Report:
         ):
             progress.tell(f"trying {name}")
             found[name] = probe()
+    logger.setLevel(level)
     return Report(**found)
 
 
