@@ -1,4 +1,4 @@
-"""The process groups of a session: over which its trainers gather, and over which all ranks of CAD exchange.
+"""The process groups of a session: over which its trainers gather, and over which ranks of a CAD group exchange.
 
 In: the configuration, and torch.distributed as the script set it up. Out: `Groups`. Opening is collective.
 """
@@ -6,14 +6,14 @@ In: the configuration, and torch.distributed as the script set it up. Out: `Grou
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADPeerError
+from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
 from deepspeed_cad.exchange.failure.board import Liveness, open_board
 from deepspeed_cad.exchange.failure.roll_call import call_roll
 from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options
@@ -21,6 +21,7 @@ from deepspeed_cad.server.join import join_servers
 from deepspeed_cad.server.launch import find_role
 from deepspeed_cad.server.servers import NoServers
 from deepspeed_cad.server.split import Split
+from deepspeed_cad.shares import Replica, Shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +33,11 @@ class Groups:
     cpu: dist.ProcessGroup | None = None
     """The trainers, over gloo; the look-ahead gathers here. None where there is one trainer."""
     exchange: Group | None = None
-    """All ranks that run attention; transports exchange here."""
+    """The ranks that run attention of one share of heads; transports exchange here. None where it is this one."""
     liveness: Liveness | None = None
     """The board on which ranks say that they end."""
+    shares: Shares = field(default_factory=lambda: Shares.none(0, 1))
+    """How trainers divide heads among them."""
 
     def close(self) -> None:
         """Release the groups; the servers must have been left."""
@@ -45,44 +48,48 @@ class Groups:
                 dist.destroy_process_group(group)
 
     def host_names(self) -> list[str]:
-        """The name of every trainer's host, for messages. Collective over trainers."""
+        """The name of every trainer's host in this CAD group, for messages. Collective over trainers."""
         if self.cpu is None:
             return [socket.gethostname()]
         names = [""] * dist.get_world_size(self.cpu)
         with Liveness.watch(self.liveness, "the other ranks' host names"):
             dist.all_gather_object(names, socket.gethostname(), group=self.cpu)
-        return names
+        return [names[rank] for rank in self.shares.members]
 
 
-def open_groups(
-    config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, rank: int, ranks: int
-) -> Groups:
+def open_groups(config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int) -> Groups:
     """Connect this rank to all others. Collective over trainers, and over servers where there are any.
 
     Args:
         config: the session's.
         device: where this rank computes.
-        group: the trainers; None: all of torch.distributed's world.
-        rank: of this process among them.
+        replica: the ranks that divide heads with this one; None: it has all of them.
+        rank: of this process among the trainers.
         ranks: how many they are.
 
-    Raises CADConfigError for a group beside servers, and CADPeerError where ranks do not reach each other.
+    Raises CADConfigError where ranks do not agree who divides heads with whom, CADUnsupportedError where they do so
+    beside servers, and CADPeerError where ranks do not reach each other.
     """
     role = find_role(config, ranks, rank)
     if role is not None:
-        return _open_with_servers(role, config, device, group, ranks)
-    return Groups(NoServers(1)) if ranks == 1 else _open_in_place(config, device, group, rank, ranks)
+        return _open_with_servers(role, config, device, replica, rank, ranks)
+    return Groups(NoServers(1)) if ranks == 1 else _open_in_place(config, device, replica, rank, ranks)
 
 
-def _open_in_place(
-    config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, rank: int, ranks: int
-) -> Groups:
-    call_roll(group, config.timeout_s)
-    members = dist.get_process_group_ranks(group) if group is not None else None
+def _open_in_place(config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int) -> Groups:
+    call_roll(config.timeout_s)
     timeout = timedelta(seconds=config.timeout_s)
+    exchange = None
     try:
-        cpu = dist.new_group(members, timeout=timeout, backend="gloo")
-        exchange = open_exchange(members, timeout, device)
+        cpu = dist.new_group(timeout=timeout, backend="gloo")
+        shares = _gather_shares(cpu, replica, rank, ranks)
+        trainers = len(shares.replicas)
+        # All ranks make the groups of all shares, in the same order.
+        for members in shares.groups if trainers > 1 else []:
+            group = open_exchange(members, timeout, device)
+            exchange = group if rank in members else exchange
+    except CADError:
+        raise
     except RuntimeError as error:
         raise CADPeerError(
             f"rank {rank} on {socket.gethostname()} cannot connect to all other ranks within "
@@ -90,24 +97,36 @@ def _open_in_place(
             "store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network that "
             "connects them, and look at routes and firewalls"
         ) from error
-    return Groups(NoServers(ranks), cpu, exchange, open_board(cpu, rank, ranks, config.timeout_s))
+    board = open_board(cpu, rank, ranks, config.timeout_s)
+    board.watched = shares.members
+    board.beside = [one for one in range(ranks) if one not in board.watched]
+    return Groups(NoServers(trainers), cpu, exchange, board, shares)
+
+
+def _gather_shares(cpu: dist.ProcessGroup, replica: Replica | None, rank: int, ranks: int) -> Shares:
+    said = [Replica((rank,))] * ranks
+    dist.all_gather_object(said, replica or said[rank], group=cpu)
+    return Shares.of(said, rank)
 
 
 def open_exchange(members: list[int] | None, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
-    """The group that transports exchange over where all ranks train; `members` None: all. Collective."""
+    """The group that transports exchange over where all ranks train; `members` None: all. Collective over the job."""
     if device.type != "cuda":
         return dist.new_group(members, timeout=timeout, backend="gloo")
     return dist.new_group(members, timeout=timeout, backend="nccl", pg_options=nccl_options(timeout))
 
 
 def _open_with_servers(
-    role: Split, config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, ranks: int
+    role: Split, config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int
 ) -> Groups:
-    if group is not None:
-        raise CADConfigError('"servers" reserves ranks beside all of torch.distributed\'s: pass no group')
+    if replica is not None and len(replica.ranks) > 1:
+        raise CADUnsupportedError(
+            f'"servers" reserves ranks, and {len(replica.ranks)} ranks divide the heads of a micro-batch among them '
+            "(tensor parallelism, Ulysses): servers know of no shares. Leave one of them out"
+        )
     cpu = None
     if ranks > 1:
-        call_roll(None, config.timeout_s)
+        call_roll(config.timeout_s)
         cpu = dist.new_group(timeout=timedelta(seconds=config.timeout_s), backend="gloo")
     servers, exchange = join_servers(role, config, device)
-    return Groups(servers, cpu, exchange, servers.liveness)
+    return Groups(servers, cpu, exchange, servers.liveness, Shares.none(rank, ranks))

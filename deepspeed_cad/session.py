@@ -53,6 +53,7 @@ from deepspeed_cad.report.unused_keys import unused_keys
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.server.surviving.members import transports_of
 from deepspeed_cad.shared_cost import share_cost
+from deepspeed_cad.shares import Replica, refuse_beside_shares
 from deepspeed_cad.trace.record import open_tracer
 
 logger = logging.getLogger("deepspeed_cad")
@@ -63,15 +64,16 @@ _sessions: list[Session] = []
 class Session:
     """CAD in this process: one per process, for any number of models.
 
-    `group`: ranks that exchange attention, default all of torch.distributed's world. Raises CADConfigError where the
+    `replica`: the ranks that divide heads with this one; None: it has all of them. Raises CADConfigError where the
     configuration asks for what this machine lacks, and CADError without the compiled library.
     """
 
-    def __init__(self, config: CADConfig, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, config: CADConfig, device: torch.device, replica: Replica | None = None) -> None:
         native.load()  # before this rank meets the others
         self.config, self.device = config, device
-        self.ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        """Of the job that train; those of the CAD group are `group_ranks`."""
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._statistics = Statistics()
         self._read: dict[str, Statistics] = {}
         self._said: set[str] = set()
@@ -82,14 +84,16 @@ class Session:
         self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         """What integrations attached to which model."""
         self.feeds: list[Feed] = []
-        self.groups = open_groups(config, device, group, self.rank, self.ranks)
-        self.liveness, self.servers = self.groups.liveness, self.groups.servers
+        self.groups = open_groups(config, device, replica, self.rank, self.ranks)
+        self.liveness, self.servers, self.shares = self.groups.liveness, self.groups.servers, self.groups.shares
+        if self.shares.count > 1:
+            refuse_beside_shares(config, self.shares.pieces)
         self.worker = Worker(device, config.timeout_s)
         exchanges = self.group_ranks > 1
         self.cost = share_cost(config, device, self.groups.cpu, exchanges)
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         settings = f"{config.fingerprint()} {self.cost.figures}"
-        opening = Gatherer(self.groups.cpu, self.rank, self.ranks, self.liveness, settings)
+        opening = Gatherer(self.groups.cpu, self.rank, self.ranks, self.liveness, settings, shares=self.shares)
         opened = self._open_transport(self.groups.exchange, opening)
         self.links = Links(None, None, "not used") if opened is None else opened.links
         """Speeds that this session began with."""
@@ -105,8 +109,11 @@ class Session:
         self.gatherer = Gatherer(
             self.groups.cpu, self.rank, self.ranks, self.liveness, settings,
             [reporter for reporter in (*reporters, *self.servers.reporters) if reporter is not None], opening.begun,
+            self.shares,
         )  # fmt: skip
-        self.tracer = self.counts.tracer = open_tracer(config.trace, device, self.rank, self.group_ranks)
+        self.tracer = self.counts.tracer = open_tracer(
+            config.trace, device, self.rank, self.ranks + len(self.servers.members.servers)
+        )
         aside = None
         if device.type == "cuda" and crew.transport is not None and config.overlap_used == "local_first":
             aside = torch.cuda.Stream(device, priority=-1)
@@ -143,7 +150,7 @@ class Session:
         group = self.groups.exchange
         if isinstance(group, OwnGroup):
             return lambda value: group.numbers(value, self.liveness)
-        if self.ranks == 1:
+        if self.groups.cpu is None:
             return lambda value: [value]
         return lambda value: self.worker.run(lambda: gatherer.numbers(value, Subject(What.CHOICE)))
 
@@ -157,7 +164,9 @@ class Session:
 
     def _note_transfers(self, crew: Crew) -> Transfers:
         assert crew.transport is not None and crew.hosts is not None
-        crew.transport.transfers = Transfers(self.rank, crew.hosts.tolist(), self.links.inside, self.links.between)
+        crew.transport.transfers = Transfers(
+            self.shares.replica, crew.hosts.tolist(), self.links.inside, self.links.between
+        )
         return crew.transport.transfers
 
     def _learned(self, crew: Crew) -> Learned:
@@ -169,7 +178,7 @@ class Session:
         memory = MemoryLimit(
             given, self.device, lambda: self.counts.backwards > 0, pauses, ALL if self.servers.at_start else SHARE
         )  # fmt: skip
-        non_attention = NonAttention(self.ranks, self._take_stretches, pauses)
+        non_attention = NonAttention(crew.trainers, self._take_stretches, pauses)
         return Learned(self._learn_links(crew, pauses), memory, non_attention)
 
     def _learn_links(self, crew: Crew, pauses: Callable[[], bool]) -> LinkSpeeds:
@@ -218,7 +227,7 @@ class Session:
 
     @property
     def group_ranks(self) -> int:
-        """Ranks that run attention: trainers and servers."""
+        """Ranks of the CAD group, which run attention: trainers and servers."""
         return self.servers.members.ranks
 
     # Models and their loaders
@@ -297,7 +306,9 @@ class Session:
         return SessionFacts(
             rank=self.rank,
             trainers=self.ranks,
-            servers=self.group_ranks - self.ranks,
+            shares=self.shares.count,
+            pieces=self.shares.pieces,
+            servers=len(self.servers.members.servers),
             servers_at_start=self.servers.at_start,
             trainers_serve=self.config.trainers_serve,
             transport="" if transport is None else transport.name,
@@ -384,15 +395,24 @@ def current_session() -> Session | None:
     return _sessions[-1] if _sessions else None
 
 
-def open_session(config: CADConfig, device: torch.device, group: dist.ProcessGroup | None = None) -> Session:
-    """The session of this process: opened now, or the open one if its config is the same."""
+def open_session(config: CADConfig, device: torch.device, replica: Replica | None = None) -> Session:
+    """The session of this process: opened now, or the open one if its config is the same.
+
+    `replica`: see Session; None for an open one: as it is.
+    """
     if _sessions:
         if _sessions[-1].config != config:
             raise CADConfigError(
                 "CAD is already on in this process with another configuration; all models of a process share one"
             )
+        shares = _sessions[-1].shares
+        if replica is not None and replica.ranks not in map(tuple, shares.replicas.tolist()):
+            raise CADConfigError(
+                f"CAD is already on in this process, where {shares.count} ranks divide heads among them; for another "
+                f"model that would be ranks {list(replica.ranks)}. All models of a process must divide them alike"
+            )
         return _sessions[-1]
-    _sessions.append(Session(config, device, group))
+    _sessions.append(Session(config, device, replica))
     return _sessions[-1]
 
 

@@ -58,7 +58,8 @@ class ActivationCheck:
             return
         self._active = True
         if session.group_ranks == 1:
-            logger.warning("deepspeed_cad: CAD is on, but there is one process only: there is nothing to balance")
+            if session.ranks == 1:  # else the line that says how heads are divided says it
+                logger.warning("deepspeed_cad: CAD is on, but there is one process only: there is nothing to balance")
             self.close()
         elif session.statistics.micro_batches >= _ENOUGH:
             _warn_unpacked(session)

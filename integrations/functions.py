@@ -15,12 +15,14 @@ from deepspeed_cad.integrations.layer_call import read_call
 from deepspeed_cad.integrations.mask_check import check_mask
 from deepspeed_cad.integrations.padding import Padding
 from deepspeed_cad.integrations.positions import Unread
+from deepspeed_cad.integrations.shares import attend_locally, is_divided, refuse_heads
 from deepspeed_cad.integrations.structure import default_attention, local_attention, masked_attention
 from deepspeed_cad.integrations.verify import Alone, Check
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.session import current_session
 
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
@@ -93,7 +95,17 @@ def cad_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]."""
+    """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V].
+
+    What ranks divide among them comes as DTensors, or as this rank's part: attention is that of its heads.
+    """
+    if is_divided(query):
+        o = attend_locally(cad_attention, query, key, value, s_aux, module=module, attention_mask=attention_mask,
+                           scaling=scaling, dropout=dropout, softcap=softcap, **kwargs)  # fmt: skip
+        return o, None
+    if query.shape[1] == 0:
+        # More ranks than KV heads: this one has none.
+        return query.new_zeros(query.shape[0], query.shape[2], 0, value.shape[3]) + query.transpose(1, 2).sum(), None
     if isinstance(attention_mask, Alone):
         given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return attention_mask.attend(module, query, key, value, **given), None
@@ -109,6 +121,9 @@ def cad_attention(
             module, query, key, value, attention_mask,
             scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux, **kwargs,
         )  # fmt: skip
+    session = current_session()
+    if session is not None and session.shares.count > 1:
+        refuse_heads(module, query, key)
     layer = read_call(module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
     check: Check | None = attention_mask.micro_batch.check
     o = attention_mask.attend(layer) if check is None else check.attend(attention_mask.attend, layer)

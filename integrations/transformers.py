@@ -34,6 +34,7 @@ from deepspeed_cad.integrations.models import (
 from deepspeed_cad.integrations.padding import Padding, counts, find_padding
 from deepspeed_cad.integrations.positions import compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
+from deepspeed_cad.integrations.shares import find_replica
 from deepspeed_cad.integrations.structure import (
     decoder_layers,
     default_attention,
@@ -59,6 +60,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.session import Session, open_session
+from deepspeed_cad.shares import Replica
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -356,11 +358,14 @@ def _make_leave(binding: Binding) -> Callable[..., Any]:
     return leave
 
 
-def bind(model: torch.nn.Module, config: CADConfig) -> Binding:
-    """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent."""
+def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = None) -> Binding:
+    """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent.
+
+    `replica`: the ranks that divide its heads; None: those that its parameters say.
+    """
     inner = find_model(model)
     refuse_model(inner)
-    session = open_session(config, training_device(inner))
+    session = open_session(config, training_device(inner), replica or find_replica(inner))
     bound: Binding | None = session.bindings.get(inner)
     if bound is not None:
         return bound

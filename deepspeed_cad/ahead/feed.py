@@ -58,7 +58,8 @@ class Feed:
         """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one."""
         self.plans, self.fingerprint, self.number = plans, fingerprint, number
         self.gatherer, self.worker, self.config = plans.gatherer, plans.worker, plans.config
-        self.rank, self.ranks = self.gatherer.rank, self.gatherer.ranks
+        self.rank, self.shares = self.gatherer.rank, self.gatherer.shares
+        self.replicas = len(self.shares.replicas)
         self.keys: dict[PlanKey, int] = {}
         """Kinds of layers seen so far, what the look-ahead plans for; and how many layers there are of each."""
         self.exchanges = False
@@ -79,7 +80,8 @@ class Feed:
         """Whether the batches of a loader reach the model as they are, on every rank; asked by every rank."""
         number, self._asked = self._asked, self._asked + 1
         subject = Subject(What.LOADER, self.number, index=number)
-        return all(self.worker.run(lambda: self.gatherer.numbers(int(here), subject)))
+        said = self.worker.run(lambda: self.gatherer.gather(subject, value=int(here)))
+        return all(one.value for one in said)
 
     def begin_epoch(self) -> None:
         """The loader starts again: what was announced but not trained is dropped, here and on the other ranks."""
@@ -157,7 +159,7 @@ class Feed:
 
         `queued` is false for a forward that is none of the announced ones; it is the same on every rank.
         """
-        if self.ranks > 1 and self.config.documents == "exchange" and queued and not self.exchanges:
+        if self.replicas > 1 and self.config.documents == "exchange" and queued and not self.exchanges:
             self.fail(CADConfigError(NOT_GLOBAL))
         if self.plans.abandoned:
             # Also where plans were ready before: this rank's part of an exchange is missing, so no later one pairs up.
@@ -220,7 +222,7 @@ class Feed:
 
     def abandon(self, error: CADError) -> None:
         """This rank trains no further micro-batch; those that wait for it learn why."""
-        if not self.plans.abandoned and self.plans.crew.ranks > 1:
+        if not self.plans.abandoned and max(self.plans.crew.ranks, self.gatherer.ranks) > 1:
             self.plans.abandoned = str(error) or type(error).__name__
             if self.gatherer.liveness is not None:
                 self.gatherer.liveness.report(self.plans.abandoned)
@@ -266,7 +268,7 @@ class Feed:
         """A forward came that no loader had announced: say so, once, where look-ahead is asked for."""
         self._unannounced += 1
         # Prepared loaders of Accelerate announce from the second micro-batch of an epoch on.
-        if self._unannounced == 3 and self.config.look_ahead and self.ranks > 1:
+        if self._unannounced == 3 and self.config.look_ahead and self.replicas > 1:
             self.plans.say_once(
                 "no loader announces micro-batches, so they are planned when their forward starts: read the data "
                 "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"

@@ -22,6 +22,7 @@ from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.feedback.reporter import Reporter
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import name_ranks
+from deepspeed_cad.shares import Shares
 from deepspeed_cad.version import __version__
 
 
@@ -132,6 +133,7 @@ class Gatherer:
         settings: str = "",
         reporters: Sequence[Reporter] = (),
         begun: int = 0,
+        shares: Shares | None = None,
     ) -> None:
         """The collectives of `ranks` ranks, of which this is `rank`.
 
@@ -141,8 +143,11 @@ class Gatherer:
             settings: what ranks compare before they train: configuration and costs.
             reporters: measurements that travel with document lengths.
             begun: collectives of this group before it was made.
+            shares: how they divide heads; None: each has all of them.
         """
         self.group, self.rank, self.ranks, self.liveness = group, rank, ranks, liveness
+        self.shares = Shares.none(rank, ranks) if shares is None else shares
+        self._members = self.shares.members
         self._settings, self._reporters = digest(settings), tuple(reporters)
         self.broken: CADError | None = None
         """Why no collective of this rank can be trusted any more."""
@@ -152,13 +157,13 @@ class Gatherer:
         """The collective that the look-ahead thread is in, with its number, counted from 1."""
 
     def numbers(self, value: int, subject: Subject) -> list[int]:
-        """One number of every rank."""
-        return [said.value for said in self.gather(subject, value=value)]
+        """One number of every rank of the CAD group."""
+        said = self.gather(subject, value=value)
+        return [said[rank].value for rank in self._members]
 
     def agree(self, value: int, subject: Subject) -> None:
-        """Raise CADPeerError, naming ranks, unless every rank has the same number."""
-        values = self.numbers(value, subject)
-        odd = _minority(values)
+        """Raise CADPeerError, naming ranks, unless every rank of the CAD group has the same number."""
+        odd = [self._members[one] for one in _minority(self.numbers(value, subject))]
         if odd:
             raise self._give_up(
                 CADPeerError(
@@ -176,7 +181,7 @@ class Gatherer:
         state: State = State.GOING,
         model: str = "",
     ) -> list[Said]:
-        """What every rank says about a subject, this one included; runs on the look-ahead thread.
+        """What every rank of the job says about a subject, this one included; runs on the look-ahead thread.
 
         Args:
             subject: compared; a rank that is at another one ends this in an error on all ranks.
@@ -221,7 +226,7 @@ class Gatherer:
         if learns:
             begin = _WIDTH
             for reporter in self._reporters:
-                reporter.hear(subject.model, messages[:, begin : begin + reporter.columns])
+                reporter.hear(subject.model, messages[self._members, begin : begin + reporter.columns])
                 begin += reporter.columns
         widest = int(headers[:, _COUNT].max())
         padded = np.zeros(widest, np.int64)

@@ -18,6 +18,7 @@ import torch
 from deepspeed_cad.ahead.crew import Crew, widen
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
+from deepspeed_cad.ahead.replicas import of_replicas
 from deepspeed_cad.ahead.starts import Beside
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.memory import ExchangeMemory, RowBytes, rows_of_layers
@@ -111,12 +112,14 @@ class Plans:
         self._said: set[str] = set()
 
     def open(self, announcements: list[Announcement], keys: Mapping[PlanKey, int], model: int = 0) -> MicroBatch:
-        """A micro-batch of all ranks, planned for layers of the given kinds. Runs on the look-ahead thread.
+        """A micro-batch of all replicas, planned for layers of the given kinds. Runs on the look-ahead thread.
 
-        `keys`: how many layers there are of each kind; `model`: which of those that have CAD trains it.
+        `announcements`: of all ranks; `keys`: how many layers there are of each kind; `model`: which of those that
+        have CAD trains it.
         """
         # One look: servers may change meanwhile, and then the micro-batch is planned again before it is used.
         crew = self.crew
+        announcements = of_replicas(announcements, self.gatherer.shares)
         layout = assemble([announcement.local for announcement in announcements])
         seconds, cut = self._seconds(model), None
         if self.config.overlap_used in ("interleave", "pingpong"):
@@ -132,7 +135,7 @@ class Plans:
         gathered = Gathered(turn, layout, None if cut is None else cut[: crew.trainers], seconds, self.links)
         widened, ticks, at = self._ticks(gathered, crew)
         micro_batch = MicroBatch(
-            self.gatherer.rank, widened, ticks, self.device, self._planner(gathered, crew, widened),
+            self.gatherer.shares.replica, widened, ticks, self.device, self._planner(gathered, crew, widened),
             partial(self._agree, turn), crew.transport, self.counts, aside=self.aside, turn=turn,
             orders=crew.tell(turn, widened, at), memory=self.exchange_memory(self.limit, rows_of_layers, len(ticks)),
             stretch_times=self._stretch_times(model), generation=crew.generation,

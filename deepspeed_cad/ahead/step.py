@@ -75,8 +75,8 @@ class StepAhead:
         Every rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`.
         """
         # What all ranks do alike must not depend on how many micro-batches this one has.
-        together = self.feed.ranks > 1 and (self.accumulation > 1 or self.feed.exchanges)
-        together = together and self.feed.config.documents != "in_order"
+        together = self.feed.replicas > 1 and (self.accumulation > 1 or self.feed.exchanges)
+        together = together and self.feed.config.documents != "in_order" and not self.feed.shares.pieces
         if not all(_is_readable(batch) for batch in batches):
             together = False
         if not together:
@@ -143,7 +143,8 @@ class StepAhead:
         with feed.between_collectives("the documents of a step"):
             fields, fixed = self._fields(batches, announcements) if exchange else (None, [True] * len(batches))
             message = StepMessage(announcements, fixed, 0 if fields is None else digest(repr(fields))).to_array()
-        said = [StepMessage.from_array(one) for one in feed.gather_step(at, message)]
+        every = feed.gather_step(at, message)
+        said = [StepMessage.from_array(every[rank]) for rank in feed.shares.members]
         with feed.between_collectives("the documents of a step"):
             moved = self._place(at, batches, said, fields, keys, exchange)
             known = {id(batch): mine for batch, mine in zip(batches, announcements)}
@@ -170,7 +171,7 @@ class StepAhead:
         cost = feed.plans.cost
         work = step.work([(cost.cost_for(key.shape), key.window) for key in keys] or [(PAIRS, None)])
         if not exchange or not fields_agree(said, self._say):
-            return [Moved(batches[i], {}) for i in order_rows(step, work)[feed.rank]]
+            return [Moved(batches[i], {}) for i in order_rows(step, work)[feed.shares.replica]]
         assignment = assign_documents(step, work, feed.config.tolerance)
         gatherer.agree(assignment.fingerprint(), Subject(What.ASSIGNMENT, feed.number, *at[:2]))
         moved = exchange_documents(batches, fields or Fields((), ()), step, assignment, gatherer)

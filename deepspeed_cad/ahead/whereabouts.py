@@ -92,7 +92,7 @@ class Whereabouts:
         rank, end = self.liveness.rank, f"after {counted(self.trained(), 'micro-batch')}"
         left: dict[int, str] = {}
         with suppress(RuntimeError, OSError):
-            left = self.liveness.left(self.liveness.others)
+            left = self.liveness.left([*self.liveness.others, *self.liveness.beside])
         before = "; ".join(f"rank {one} had left: {text}" for one, text in left.items() if text not in reason)
         if reason and before:
             logger.error("rank %d ends with %s. Before that %s", rank, textwrap.shorten(reason, 200), before)
@@ -145,7 +145,7 @@ class Whereabouts:
         """The ranks that are not where this one waits: what is the same each time they are there, and in words. None
         where a lower rank waits, too, and says it."""
         found: dict[str, str] = {}
-        others = self.liveness.others
+        others = sorted([*self.liveness.others, *self.liveness.beside])
         left, places = self.liveness.left(others), self.liveness.places(others)
         for rank in others:
             place = places.get(rank)

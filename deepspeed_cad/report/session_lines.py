@@ -22,6 +22,10 @@ class SessionFacts:
 
     rank: int
     trainers: int
+    shares: int
+    """Among so many ranks the heads of each micro-batch are divided."""
+    pieces: bool
+    """Outside attention such ranks have pieces of its tokens (Ulysses)."""
     servers: int
     """Reserved ones that there are now."""
     servers_at_start: int
@@ -54,7 +58,7 @@ def describe(facts: SessionFacts) -> str:
     """How a session is set up."""
     servers = f" beside {counted(facts.servers_at_start, 'reserved server')}" if facts.servers_at_start else ""
     return (
-        f"rank {facts.rank} of {facts.trainers} attention servers{servers}, {_transport(facts)}, "
+        f"rank {facts.rank} of {facts.trainers} attention servers{servers}{_shares(facts)}, {_transport(facts)}, "
         f"overlap {facts.overlap}, tolerance {facts.tolerance}, cost {facts.cost}, "
         f"{_landing_areas(facts)}{_links(facts)}{facts.speeds}"
     )
@@ -66,7 +70,7 @@ def summary(facts: SessionFacts) -> str:
     if facts.parked_bytes is not None:
         parked = f"; {facts.parked_bytes >> 20} MiB of host memory for what attention keeps"
     done = facts.statistics.in_words(_balance(facts))
-    return f"{done}{parked}; rank {facts.rank} of {facts.trainers}, {_means(facts)}"
+    return f"{done}{parked}; rank {facts.rank} of {facts.trainers}{_shares(facts)}, {_means(facts)}"
 
 
 def first_line(facts: SessionFacts) -> str:
@@ -77,7 +81,9 @@ def first_line(facts: SessionFacts) -> str:
     if facts.servers_at_start:
         ranks = f"{counted(facts.trainers, 'trainer')} and {counted(facts.servers_at_start, 'reserved server')}"
     arranged = f"; {facts.arranged}" if facts.arranged else ""
-    return f"CAD is on: {ranks}, {_means(facts)}; {gain}, {sent}{arranged}"
+    if facts.shares == facts.trainers > 1:
+        return f"CAD is on: {ranks}{_shares(facts)}: there is nothing to balance, and attention stays where it is"
+    return f"CAD is on: {ranks}{_shares(facts)}, {_means(facts)}; {gain}, {sent}{arranged}"
 
 
 def last_line(facts: SessionFacts, reason: str) -> str:
@@ -99,6 +105,13 @@ def _balance(facts: SessionFacts) -> str:
 
 def _means(facts: SessionFacts) -> str:
     return f"{_transport(facts)}, {_links(facts)}kernel {', '.join(facts.kernels) or 'not chosen yet'}"
+
+
+def _shares(facts: SessionFacts) -> str:
+    if facts.shares == 1:
+        return ""
+    of = "Ulysses" if facts.pieces else "tensor parallelism"
+    return f" ({counted(facts.trainers // facts.shares, 'replica')} of {facts.shares} by {of})"
 
 
 def _transport(facts: SessionFacts) -> str:

@@ -80,8 +80,8 @@ def _meet(rank: int, world: int, late: int) -> tuple[str, str]:
     try:
         if rank == late:
             _wait_until_told([other for other in range(world) if other != late])
-        roll_call.call_roll(None, 60.0)
-        roll_call.call_roll(None, 60.0)  # a second session of the same processes
+        roll_call.call_roll(60.0)
+        roll_call.call_roll(60.0)  # a second session of the same processes
     except CADPeerError as error:
         _tell(rank)
         return " ".join(said), str(error)

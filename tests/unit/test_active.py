@@ -28,7 +28,7 @@ class Host:
 
     def open(self, **changes: Any) -> Namespace:
         figures = Namespace(micro_batches=changes.pop("micro_batches", 1), imbalance_before=changes.pop("before", 1.5))
-        self.session = Namespace(**{"group_ranks": 2, "rank": 0, "statistics": figures, **changes})
+        self.session = Namespace(**{"group_ranks": 2, "ranks": 2, "rank": 0, "statistics": figures, **changes})
         return self.session
 
 
@@ -102,7 +102,7 @@ def test_rows_that_are_not_packed_are_told_once_by_rank_0(
 
 
 def test_one_process_is_told_that_there_is_nothing_to_balance(check, host, step, caplog) -> None:
-    host.open(group_ranks=1)
+    host.open(group_ranks=1, ranks=1)
     step()
     step()
     assert ["one process only" in record.message for record in caplog.records] == [True]

@@ -17,6 +17,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.carriers import ComparedFirst
 from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.layout import segments_from_cumulative
+from deepspeed_cad.shares import Shares
 
 MINE = Announcement(segments_from_cumulative(np.array([0, 3, 8]), 8))
 
@@ -36,7 +37,7 @@ class Worker:
 class Two:
     """The collectives of two ranks; rank 1 says the same, until its loader has ended."""
 
-    rank, ranks = 0, 2
+    rank, ranks, shares = 0, 2, Shares.none(0, 2)
 
     def __init__(self) -> None:
         self.asked: list[Subject] = []

@@ -20,6 +20,7 @@ RUNNING = ("ahead", "attention", "exchange", "server", "session", "pipeline.step
 NEVER: dict[str, tuple[str, ...]] = {
     "config": ("torch", "numpy", *HOSTS),
     "layout": ("torch", *HOSTS, *RUNNING),
+    "shares": ("torch", *HOSTS, *RUNNING),
     "stream": ("torch", *HOSTS, *RUNNING),
     "cost": ("torch", *HOSTS, *RUNNING),
     "pipeline.rounds": ("torch", *HOSTS, *RUNNING),
@@ -43,7 +44,7 @@ NEVER: dict[str, tuple[str, ...]] = {
 """By room: rooms and other packages that none of its modules imports."""
 THROUGH = {
     "api", "config", "errors", "version", "notice", "request", "launch.deepspeed_hook", "layout", "session",
-    "kernels.interface", "exchange.failure.roll_call",
+    "shares", "kernels.interface", "exchange.failure.roll_call",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
     "attention.thread_state", "attention.layer", "pipeline.engine",
 }  # fmt: skip

@@ -105,7 +105,10 @@ class Liveness:
         self.idle_after: Callable[[], int | None] = lambda: None
         """Says how many collectives this rank's look-ahead thread has begun; None while it still has jobs."""
         self.watched: Sequence[int] = range(ranks)
-        """Ranks without which the others cannot go on."""
+        """Ranks without which this one's exchanges cannot go on: of its CAD group, whose exchanges have the same
+        numbers."""
+        self.beside: Sequence[int] = ()
+        """Ranks with other shares of heads, of which in exchanges only counts that they stopped."""
         self.losses: Losses | None = None
         """Where the others go on without a server that is lost; from when training has opened its transport."""
         self.may_change = False
@@ -255,7 +258,9 @@ class Liveness:
             return _why_silent(error)
 
     def _hopeless(self, exchange: int, collective: int) -> list[str]:
-        words, taken = self._last_words(self.others, exchange, collective), set(map(str, self._taken))
+        # Those with other shares take part in collectives.
+        among = [*self.others, *self.beside] if collective else self.others
+        words, taken = self._last_words(among, exchange, collective), set(map(str, self._taken))
         stopped = [f"rank {rank} stopped: {text}" for rank, text in words.items()]
         for rank, dropped in self._read("dropped", self.others).items():
             if missed := taken.intersection(dropped.split()):
@@ -302,7 +307,7 @@ class Liveness:
 
         def all_said() -> bool:
             said.update(self._last_words([rank for rank in watched if rank not in said]))
-            return len(said) == len(watched)
+            return said.keys() >= set(watched)
 
         try:
             wait_until(all_said, WORDS_S if patience_s is None else patience_s)
@@ -321,8 +326,10 @@ class Liveness:
         return "; ".join([f"rank {unknown} died or hangs"] * bool(unknown) + known)
 
     def _last_words(self, ranks: Sequence[int], exchange: int = 0, collective: int = 0) -> dict[int, str]:
-        """Of those ranks that have stopped, or left what is waited for: why."""
-        return dict(sorted({**self.left(ranks, exchange, collective), **self._read("error", ranks)}.items()))
+        """Of those ranks that have stopped, or left what is waited for, and of those with other shares that have
+        stopped: why."""
+        errors = self._read("error", {*ranks, *self.beside})
+        return dict(sorted({**self.left(ranks, exchange, collective), **errors}.items()))
 
     def _read(self, kind: str, ranks: Iterable[int]) -> dict[int, str]:
         """The lines that ranks have left, of those that have."""

@@ -56,18 +56,17 @@ def together() -> Iterator[None]:
         raise CADPeerError(f"CAD is on on rank {dist.get_rank()} and not on {name_ranks(absent)}: {_REASONS}")
 
 
-def call_roll(group: dist.ProcessGroup | None, timeout_s: float) -> None:
-    """Wait until every rank of the group turns CAD on, `timeout_s` at most; None: all ranks.
+def call_roll(timeout_s: float) -> None:
+    """Wait until every rank of the job turns CAD on, `timeout_s` at most.
 
     Ranks may come at very different times, so those that are awaited for more than LATE_S are named in a warning.
     Raises CADPeerError, naming them, when the time is over.
     """
-    store, rank = _store(), dist.get_rank()
-    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    store, rank, ranks = _store(), dist.get_rank(), range(dist.get_world_size())
     # A process may close its session and open another: this is the one of that number on each rank.
     turn = store.add(f"sessions/{rank}", 1)
     # Counted, because thousands of ranks may wait here for long.
-    arrived = f"arrived/{ranks[0]}-{len(ranks)}/{turn}"
+    arrived = f"arrived/{turn}"
     store.add(arrived, 1)
 
     def absent() -> str:

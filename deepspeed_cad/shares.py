@@ -1,0 +1,152 @@
+"""Replicas of tokens and shares of heads: who exchanges attention with whom where ranks divide heads among them.
+
+Under tensor parallelism, and inside the attention of Ulysses, some ranks hold all tokens of a micro-batch together and
+each of them a share of its heads. They are a replica. Attention is exchanged between ranks with the same share, one of
+each replica: they are a CAD group. With T shares there are T groups, which see the same lengths and exchange apart.
+In: which ranks are this one's replica. Out: `Shares`. Plain numbers; ranks are those of torch's world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+from deepspeed_cad.layout import Ints
+
+TENSOR = ("tp", "tensor", "tensor_parallel")
+"""Names of a mesh's axes whose ranks divide heads among them."""
+DATA = ("dp", "fsdp", "ddp", "dp_replicate", "dp_shard", "replicate", "shard", "data", "data_parallel")
+"""Names of those whose ranks have micro-batches of their own."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The ranks that train one micro-batch together, in the order of their shares of heads."""
+
+    ranks: tuple[int, ...]
+    pieces: bool = False
+    """Each rank is given a piece of the tokens, in this order, and has all of them inside attention only (Ulysses);
+    else each is given all tokens (tensor parallelism)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """All replicas, as one rank sees them."""
+
+    replicas: Ints
+    """[replicas, shares] ranks."""
+    rank: int
+    """This one."""
+    pieces: bool = False
+    """See Replica."""
+
+    @classmethod
+    def none(cls, rank: int, ranks: int) -> Shares:
+        """Every rank has all heads and tokens of its own."""
+        return cls(np.arange(ranks)[:, None], rank)
+
+    @classmethod
+    def of(cls, said: Sequence[Replica], rank: int) -> Shares:
+        """From what every rank said, in their order. Raises CADConfigError, the same on all ranks, where it does not
+        add up."""
+        for one, own in enumerate(said):
+            if one not in own.ranks:
+                raise CADConfigError(f"rank {one} is not among the ranks {list(own.ranks)} that it shares heads with")
+            for other in own.ranks:
+                if other >= len(said) or said[other] != own:
+                    theirs = "is not in the job" if other >= len(said) else f"names {_describe(said[other])}"
+                    raise CADConfigError(f"rank {one} shares heads with {_describe(own)}, but rank {other} {theirs}")
+        sizes = sorted({len(own.ranks) for own in said})
+        if len(sizes) > 1 or len({own.pieces for own in said}) > 1:
+            raise CADConfigError(
+                f"some ranks share heads among {sizes[0]} ranks and others among {sizes[-1]}, or in another way: every "
+                "replica must have as many"
+            )
+        return cls(np.array(sorted({own.ranks for own in said}), np.int64), rank, said[rank].pieces)
+
+    @property
+    def count(self) -> int:
+        """Into how many shares heads are divided."""
+        return int(self.replicas.shape[1])
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica, which is its rank in its CAD group."""
+        return int(np.argwhere(self.replicas == self.rank)[0, 0])
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The ranks of every CAD group, by share."""
+        return [column.tolist() for column in self.replicas.T]
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of this rank's CAD group."""
+        return self.groups[int(np.argwhere(self.replicas == self.rank)[0, 1])]
+
+
+def replica_of_mesh(mesh: Any, rank: int, ranks: int) -> Replica:
+    """The replica of a rank on a DeviceMesh of all `ranks`, by the names of its axes.
+
+    Raises CADConfigError for a mesh without names, with names that are not known, or that does not cover the job, and
+    CADUnsupportedError for context or pipeline parallelism.
+    """
+    grid, names = np.array(mesh.mesh.tolist(), np.int64), tuple(mesh.mesh_dim_names or ())
+    if not names:
+        raise CADConfigError(
+            "the mesh has no names, so CAD cannot know which of its axes divides heads: pass mesh_dim_names to "
+            f"init_device_mesh, {_or(TENSOR)} for tensor parallelism and {_or(DATA)} for data"
+        )
+    for name, size in zip(names, grid.shape):
+        if size > 1 and name in ("cp", "pp"):
+            what = "context" if name == "cp" else "pipeline"
+            raise CADUnsupportedError(
+                f'the mesh has an axis "{name}" of {size} ranks, {what} parallelism, beside which CAD cannot run: take '
+                "it out (documents may span ranks by deepspeed_cad.shard_stream; pipelines are those of DeepSpeed)"
+            )
+        if size > 1 and name not in TENSOR + DATA:
+            raise CADConfigError(
+                f'the mesh has an axis "{name}" of which CAD does not know what its ranks divide: name it '
+                f"{_or(TENSOR)} where they divide heads, {_or(DATA)} where each has micro-batches of its own"
+            )
+    if sorted(grid.reshape(-1).tolist()) != list(range(ranks)):
+        raise CADConfigError(
+            f"the mesh has {grid.size} ranks and the job {ranks}: pass the mesh of all of them, not a part of it"
+        )
+    return replica_in(mesh, rank)
+
+
+def replica_in(mesh: Any, rank: int) -> Replica:
+    """The ranks of a DeviceMesh, or of a part of one, that differ from this one along its axes for heads only."""
+    grid = np.array(mesh.mesh.tolist(), np.int64)
+    place = np.argwhere(grid == rank)[0]
+    index = tuple(slice(None) if name in TENSOR else int(at) for name, at in zip(mesh.mesh_dim_names, place))
+    return Replica(tuple(grid[index].reshape(-1).tolist()))
+
+
+def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
+    """Raise CADUnsupportedError for what is not built where ranks divide heads; `pieces`: see Replica."""
+    if config.documents == "exchange":
+        raise CADUnsupportedError(
+            '"documents": "exchange" moves documents between ranks, and here several ranks hold one micro-batch '
+            'together (tensor parallelism, Ulysses). Set it to "keep"'
+        )
+    if pieces and (config.overlap_used in ("interleave", "pingpong") or config.verify):
+        key = "verify" if config.verify else "overlap"
+        raise CADUnsupportedError(
+            f'"{key}" cannot be had beside Ulysses, where ranks hold all tokens inside attention only: leave it out'
+        )
+
+
+def _describe(replica: Replica) -> str:
+    how = ", each with a piece of the tokens" if replica.pieces else ""
+    return f"ranks {', '.join(map(str, replica.ranks))}{how}"
+
+
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(f'"{name}"' for name in names[:3])

@@ -1,0 +1,110 @@
+"""Which ranks divide a model's heads among them, as its host framework says.
+
+In: a model whose parameters are DTensors of a mesh, or that transformers has divided by its plan; what its layers then
+hand to attention. Out: a `Replica`, or None where every rank has all heads; attention of this rank's heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed_cad.integrations.structure import name_layer
+
+from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+from deepspeed_cad.shares import DATA, TENSOR, Replica, replica_in
+
+try:
+    from torch.distributed.tensor import DTensor, Partial, Shard
+except ImportError:  # a torch without torch.distributed
+    DTensor = Partial = Shard = None  # type: ignore[assignment, misc]
+
+HEADS = 1
+"""Their axis in what attention functions of transformers are given."""
+
+
+def find_replica(model: torch.nn.Module) -> Replica | None:
+    """The ranks with which this one divides the heads of a model; None: it has all of them.
+
+    Raises CADConfigError where parameters lie on a mesh of which it is not known what its axes divide.
+    """
+    if not dist.is_initialized() or DTensor is None:
+        return None
+    for mesh in _meshes(model):
+        names = tuple(mesh.mesh_dim_names or ())
+        if any(name in TENSOR and size > 1 for name, size in zip(names, mesh.shape)):
+            return replica_in(mesh, dist.get_rank())
+        # fully_shard makes a mesh without names over all ranks.
+        unknown = [size for name, size in zip(names or ("",) * mesh.ndim, mesh.shape) if name not in (*DATA, "pp")]
+        if any(size > 1 for size in unknown) and (names or mesh.size() < dist.get_world_size()):
+            raise CADConfigError(
+                f"parameters of {type(model).__name__} lie on a mesh {names or 'without names'} of shape "
+                f"{list(mesh.shape)}, and CAD cannot know whether its ranks divide heads: call "
+                "deepspeed_cad.apply(model, ..., mesh=mesh) with the mesh of all ranks, its axes named"
+            )
+    return None
+
+
+def is_divided(x: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return DTensor is not None and isinstance(x, DTensor)
+
+
+def attend_locally(
+    attend: Callable[..., tuple[torch.Tensor, None]], q: Any, k: Any, v: Any, sinks: Any, **given: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of this rank's heads of DTensors q [B, H, S, D], k and v [B, K, S, D]; gives a DTensor [B, S, H, V].
+
+    Raises CADUnsupportedError where something else than heads is divided.
+    """
+    placements = q.placements
+    if any(not (one.is_replicate() or one.is_shard(HEADS)) for one in placements):
+        raise CADUnsupportedError(
+            f"queries [batch, heads, tokens, size] come as a DTensor with placements {list(placements)}: CAD takes "
+            "tensors whose heads are divided, or that every rank has whole"
+        )
+    o, _ = attend(
+        query=_local(q, placements), key=_local(k, placements), value=_local(v, placements),
+        s_aux=None if sinks is None else _local(sinks, placements), **given,
+    )  # fmt: skip
+    # Heads are the third axis of the output, and the second of the queries.
+    moved = [one if one.is_replicate() else Shard(HEADS + 1) for one in placements]
+    divided: torch.Tensor = DTensor.from_local(o, q.device_mesh, moved, run_check=False)
+    return divided
+
+
+def refuse_heads(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raise CADUnsupportedError where a rank has query heads that belong to other KV heads than those that it has.
+
+    query [B, H, S, D], key [B, K, S, D]. One KV head belongs to all; of several that every rank repeats nobody says
+    which are those of its queries.
+    """
+    heads, keys, each = query.shape[1], key.shape[1], getattr(module, "num_key_value_groups", None)
+    if keys > 1 and each is not None and heads != keys * each:
+        raise CADUnsupportedError(
+            f"{name_layer(module)} has {heads} query heads and {keys} KV heads on this rank, and {each} query heads of "
+            "the model share a KV head: divide both alike (k_proj and v_proj as q_proj), or use as many ranks as both "
+            "can be divided by"
+        )
+
+
+def _local(x: Any, of_queries: Sequence[Any]) -> torch.Tensor:
+    """This rank's part. Where every rank has all of it but heads of its own, each knows a part of its gradient."""
+    if not is_divided(x):
+        return x
+    gradients = [
+        Partial() if own.is_replicate() and not other.is_replicate() else own
+        for own, other in zip(x.placements, of_queries, strict=True)
+    ]
+    local: torch.Tensor = x.to_local(grad_placements=gradients)
+    return local
+
+
+def _meshes(model: torch.nn.Module) -> Iterator[Any]:
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is not None:
+        yield mesh
+    found = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    yield from dict.fromkeys(found)

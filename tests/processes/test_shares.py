@@ -1,0 +1,157 @@
+"""Ranks that divide heads among them: tensor parallelism within a replica, attention exchanged between replicas.
+
+Two shares of two replicas on four processes, fp64 where a framework lets it: losses and gradients are those of each
+document alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from pool import WorkerPool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import deepspeed_cad
+from deepspeed_cad.errors import CADError
+
+WORLD, SHARES = 4, 2
+LENGTHS = [[300, 20], [40, 30, 9, 1, 50]]
+BLOCK = {"granularity": 8, "tolerance": 0.02, "links": training.LINKS}
+
+
+def _plan(kv_heads: int) -> dict[str, Any]:
+    plan: dict[str, Any] = {
+        "self_attn.q_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel(),
+        "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel(),
+    }  # fmt: skip
+    if kv_heads % SHARES == 0:
+        plan |= {"self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel()}
+    return plan
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class _Whole(torch.autograd.Function):
+    """Keys that every share has: each rank's heads know a part of their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return keys
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, block: dict[str, Any]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
+    reference = training.tiny_llama(num_key_value_heads=kv_heads)
+    model = training.tiny_llama(num_key_value_heads=kv_heads)
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], _plan(kv_heads))
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj) if kv_heads % SHARES else ():
+            projection.register_forward_hook(lambda module, args, out: _Whole.apply(out, mesh["tp"].get_group()))
+    deepspeed_cad.apply(model, BLOCK | block, mesh=mesh)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
+    model.train()
+    session = deepspeed_cad.current_session()
+    replica = rank // SHARES
+    for step in range(2):
+        docs = training.documents(LENGTHS[(replica + step) % 2], seed=10 * step + replica)
+        loss = training.loss_sum(model, training.pack(docs))
+        loss.backward()
+        expected, gradients = training.alone(reference, docs)
+        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
+        for name, parameter in model.named_parameters():
+            assert (_whole(parameter.grad) - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), (
+                name
+            )
+        model.zero_grad()
+    statistics = session.statistics
+    transport = session.transport
+    return {
+        "before": statistics.imbalance_before, "after": statistics.imbalance,
+        "sent": 0 if transport is None else transport.bytes_sent, "line": session.describe(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "checkpoint", "block"),
+    [
+        (4, None, {}), (1, None, {}), (4, "reentrant", {}), (4, "non-reentrant", {"overlap": "pingpong"}),
+        (4, None, {"verify": 1}),
+    ],
+)  # fmt: skip
+def test_parallelize_module(workers: WorkerPool, kv_heads: int, checkpoint: str | None, block: dict[str, Any]) -> None:
+    results = workers.run(_train, WORLD, kv_heads, checkpoint, block)
+    assert len({(one["before"], one["after"]) for one in results}) == 1
+    assert results[0]["before"] > 1.3 and results[0]["after"] < 1.05
+    assert all(sum(one["sent"] for one in results[share::SHARES]) > 0 for share in range(SHARES))
+    assert "(2 replicas of 2 by tensor parallelism)" in results[0]["line"]
+
+
+def test_one_replica_has_nothing_to_balance(workers: WorkerPool) -> None:
+    results = workers.run(_train, SHARES, 4, None, {})
+    assert [one["sent"] for one in results] == [0, 0] and "1 replica of 2" in results[0]["line"]
+
+
+def _differ(rank: int, world: int, how: str) -> str:
+    mesh = init_device_mesh("cpu", (world // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
+    model = deepspeed_cad.apply(training.tiny_llama(), BLOCK, mesh=mesh)
+    own = LENGTHS[0] if how == "lengths" and rank == 3 else [40, 30] if how == "tokens" and rank == 3 else LENGTHS[1]
+    with pytest.raises(CADError) as error:
+        training.loss_sum(model.train(), training.pack(training.documents(own, seed=rank)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("lengths", "ranks 2, 3 divide the heads .* at token 40 rank 2 has position 0 of a document and rank 3 posi"),
+        ("tokens", "ranks 2, 3 divide the heads .* rank 2 has 130 tokens and rank 3 70 tokens"),
+    ],
+)
+def test_a_replica_with_two_batches_is_one_error_everywhere(workers: WorkerPool, how: str, words: str) -> None:
+    said = workers.run(_differ, WORLD, how)
+    assert len(set(said)) == 1
+    assert re.search(words, said[0])
+
+
+def _mesh(rank: int, world: int, shape: tuple[int, ...], names: tuple[str, ...] | None) -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names)
+    with pytest.raises(CADError) as error:
+        deepspeed_cad.apply(training.tiny_llama(), BLOCK, mesh=mesh)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "words"),
+    [
+        ((2, 2), None, "the mesh has no names.*mesh_dim_names"),
+        ((2, 2), ("dp", "cp"), 'axis "cp" of 2 ranks, context parallelism'),
+        ((2, 2), ("dp", "other"), 'axis "other" of which CAD does not know'),
+        ((1, 2), ("dp", "tp"), "the mesh has 2 ranks and the job 4"),
+    ],
+)
+def test_meshes_that_say_too_little(
+    workers: WorkerPool, shape: tuple[int, ...], names: tuple[str, ...] | None, words: str
+) -> None:
+    said = workers.run(_mesh, WORLD, shape, names)
+    assert len(set(said)) == 1
+    assert re.search(words, said[0])
