@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.config import CADConfig
@@ -18,6 +19,7 @@ from deepspeed_cad.engine.block import find_config
 from deepspeed_cad.engine.monitor import report_statistics
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange.failure.roll_call import together
+from deepspeed_cad.shares import Replica
 from deepspeed_cad.version import refuse_old_packages
 
 logger = logging.getLogger("deepspeed_cad")
@@ -46,18 +48,17 @@ def initialize(
         from deepspeed_cad.pipeline.engine import initialize_pipeline
 
         return initialize_pipeline(original, config, args, kwargs)
-    _refuse_call(given)
     trains = given.get("optimizer") is not None or "optimizer" in find_config(original, args, kwargs)
     if trains and isinstance(model, torch.nn.Module):
         refuse_model(find_model(model))
         keep_whole(model)
     with together():
         engine, optimizer, loader, scheduler = original(*args, **kwargs)
-    _refuse_engine(engine)
+    replica = find_replica(engine)
     if not trains:
-        _bind_when_trained(engine, config)
+        _bind_when_trained(engine, config, replica)
         return engine, optimizer, loader, scheduler
-    binding = bind(engine.module, config)
+    binding = bind(engine.module, config, replica)
     # Where documents are exchanged, the script must wrap the loader itself and state how its loss is normalised.
     if config.look_ahead and config.documents != "exchange" and engine.training_dataloader is not None:
         engine.training_dataloader = loader = LookAheadLoader(
@@ -68,7 +69,7 @@ def initialize(
     return engine, optimizer, loader, scheduler
 
 
-def _bind_when_trained(engine: Any, config: CADConfig) -> None:
+def _bind_when_trained(engine: Any, config: CADConfig, replica: Replica | None) -> None:
     """For an engine without an optimizer, such as the reference model that TRL gives the JSON of the policy: it keeps
     its attention, unless it runs a training forward all the same."""
     from deepspeed_cad.integrations.transformers import bind
@@ -76,7 +77,7 @@ def _bind_when_trained(engine: Any, config: CADConfig) -> None:
     def before_forward(module: torch.nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
             handle.remove()
-            binding = bind(module, config)
+            binding = bind(module, config, replica)
             logger.info("CAD is on for an engine without an optimizer: %s", binding.session.describe())
 
     handle = engine.module.register_forward_pre_hook(before_forward)
@@ -87,21 +88,37 @@ def is_pipeline(model: Any) -> bool:
     return any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__)
 
 
-def _refuse_call(given: dict[str, Any]) -> None:
-    """Parallelism that CAD does not combine with yet."""
-    if given.get("mpu") is not None:
+def find_replica(engine: Any) -> Replica | None:
+    """The ranks with which this one divides the heads of an engine's model; None: it has all of them.
+
+    Raises CADUnsupportedError for an mpu with pipelines, and for tensor and sequence parallelism together.
+    """
+    from deepspeed.utils import groups
+
+    mpu = None if engine.mpu is groups else engine.mpu
+    if _size(mpu, "pipeline") > 1:
         raise CADUnsupportedError(
-            "an mpu was passed to deepspeed.initialize: tensor or pipeline parallelism, or Ulysses sequence "
-            "parallelism (sp_size in a ParallelismConfig, UlyssesSPAttentionHF). CAD spreads attention over all "
-            'data-parallel ranks by itself. Train without it, or take the "cad" block out'
+            "the mpu that deepspeed.initialize was given has pipeline stages: with CAD pipelines are PipelineModules"
         )
+    pieces = int(getattr(engine, "sequence_parallel_size", 1))
+    tensor = max(engine.autotp_size(), _size(mpu, "tensor_model"), _size(mpu, "model") if pieces == 1 else 1)
+    if pieces > 1 and tensor > 1:
+        raise CADUnsupportedError(
+            f"heads are divided twice, among {tensor} ranks by tensor parallelism and among {pieces} by Ulysses: CAD "
+            "knows one of them. Set autotp_size or sequence_parallel_size to 1"
+        )
+    if pieces > 1:
+        return Replica(tuple(dist.get_process_group_ranks(engine.seq_parallel_group)), pieces=True)
+    if tensor > 1:
+        # What Megatron calls a model-parallel group is the same where there are no stages.
+        owner: Any = groups if mpu is None else mpu
+        name = "tensor_model" if hasattr(owner, "get_tensor_model_parallel_group") else "model"
+        return Replica(tuple(dist.get_process_group_ranks(getattr(owner, f"get_{name}_parallel_group")())))
+    return None
 
 
-def _refuse_engine(engine: Any) -> None:
-    if getattr(engine, "sequence_parallel_size", 1) > 1:
-        raise CADUnsupportedError(
-            "Ulysses sequence parallelism is on beside CAD; CAD lets documents span ranks by itself "
-            '(deepspeed_cad.shard_stream). Remove "sequence_parallel_size" or the "cad" block'
-        )
-    if engine.autotp_size() > 1:
-        raise CADUnsupportedError('tensor parallelism ("autotp_size") is on beside CAD; that is not supported yet')
+def _size(mpu: Any, kind: str) -> int:
+    """Ranks of a group of Megatron's model parallel unit; 1 where it has none of the kind."""
+    # Megatron-LM and DeepSpeed have both names for stages.
+    names = [f"get_{kind}_parallel_world_size", f"get_{kind}_model_parallel_world_size"]
+    return max([int(getattr(mpu, name)()) for name in names if hasattr(mpu, name)], default=1)
