@@ -18,6 +18,8 @@ import numpy.typing as npt
 from deepspeed_cad.errors import CADDataError
 
 Ints = npt.NDArray[np.int64]
+PADDING = -1
+"""In place of a position, of a row that is in no document."""
 
 
 def _ints(values: Any) -> Ints:
@@ -86,6 +88,14 @@ class LocalSegments:
     def none(tokens: int) -> LocalSegments:
         """A rank without documents: `tokens` rows of padding."""
         return LocalSegments(_ints([]), _ints([]), _ints([]), tokens)
+
+    def positions(self) -> Ints:
+        """[tokens] the position of each row in its document; PADDING where it is in none."""
+        found = np.full(self.tokens, PADDING, np.int64)
+        size = self.end - self.begin
+        inside = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+        found[np.repeat(self.offset, size) + inside] = np.repeat(self.begin, size) + inside
+        return found
 
     def same_as(self, other: LocalSegments) -> bool:
         """Whether both describe the same rows."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed_cad.integrations.layer_call import read_call
-from deepspeed_cad.integrations.mask_check import check_mask
+from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
 from deepspeed_cad.integrations.padding import Padding
 from deepspeed_cad.integrations.positions import Unread
 from deepspeed_cad.integrations.shares import attend_locally, is_divided, refuse_heads
@@ -73,9 +73,11 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
             )
         )
     session = scope.binding.session
-    if session.config.check == "sampled" and (scope.training or not scope.binding.forwards):
+    local = scope.micro_batch.local(scope.part)
+    checks = session.config.check == "sampled" and (scope.training or not scope.binding.forwards)
+    if checks and not is_of_a_piece(local, kwargs, session.shares.count):
         try:
-            check_mask(scope.micro_batch.local(scope.part), window, kwargs, scope.binding.forwards)
+            check_mask(local, window, kwargs, scope.binding.forwards)
         except CADError as error:
             scope.binding.feed.fail(error)
     found = session.descriptor(scope.micro_batch, window)

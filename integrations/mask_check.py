@@ -48,6 +48,13 @@ class ForwardCheck:
             check_mask(self.local, window, given, self.forwards)
 
 
+def is_of_a_piece(local: LocalSegments, given: dict[str, Any], shares: int) -> bool:
+    """Whether a mask was made for this rank's piece of the tokens, which are whole inside attention only: layers of a
+    model whose norms run on pieces, or Ulysses. Such a mask says nothing of attention. `given`: as for `check_mask`."""
+    batch, width, _, _ = _geometry(given)
+    return shares > 1 and batch * width * shares == local.tokens
+
+
 def check_mask(local: LocalSegments, window: int | None, given: dict[str, Any], forwards: int) -> None:
     """Compare samples of the mask function that transformers passes with what the plan computes.
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, Announcement, batch_shape
-from deepspeed_cad.layout import LocalSegments
 
 
 @dataclass(eq=False)
@@ -35,11 +33,7 @@ def compare_later(given: dict[str, Any], announced: Announcement) -> Unread | No
         return None
     if announced.local.tokens != batch * width:
         return None
-    expected = np.full(batch * width, -1, np.int64)
-    local: LocalSegments = announced.local
-    for begin, end, offset in zip(local.begin, local.end, local.offset, strict=True):
-        expected[offset : offset + end - begin] = np.arange(begin, end)
-    wanted = torch.from_numpy(expected).pin_memory().to(positions.device, non_blocking=True)
+    wanted = torch.from_numpy(announced.local.positions()).pin_memory().to(positions.device, non_blocking=True)
     differs = torch.empty((), dtype=torch.bool, pin_memory=True)
     differs.copy_((wanted != positions.reshape(-1)).any(), non_blocking=True)
     event = torch.cuda.Event()

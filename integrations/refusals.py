@@ -19,7 +19,6 @@ def refuse_accelerator(accelerator: Any) -> None:
     for attribute, what in (
         ("cp_enabled", "context parallelism (cp_size)"),
         ("sp_enabled", "Ulysses sequence parallelism (sp_size)"),
-        ("tp_enabled", "tensor parallelism (tp_size)"),
     ):
         if parallel is not None and getattr(parallel, attribute, False):
             raise CADUnsupportedError(

@@ -12,11 +12,9 @@ import numpy as np
 
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.errors import CADDataError
-from deepspeed_cad.layout import Ints, LocalSegments, segments_from_positions
+from deepspeed_cad.layout import PADDING, segments_from_positions
 from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.shares import Shares
-
-PADDING = -1
 
 
 def of_replicas(announcements: Sequence[Announcement], shares: Shares) -> list[Announcement]:
@@ -43,7 +41,7 @@ def _compare(own: Sequence[Announcement], ranks: Sequence[int]) -> None:
         if np.array_equal(first.to_array(), other.to_array()):
             continue
         found = f"rank {ranks[0]} has {_shape(first)} and rank {rank} {_shape(other)}"
-        mine, theirs = positions_of(first.local), positions_of(other.local)
+        mine, theirs = first.local.positions(), other.local.positions()
         size = min(len(mine), len(theirs))
         if len(wrong := np.flatnonzero(mine[:size] != theirs[:size])):
             at = int(wrong[0])
@@ -64,17 +62,8 @@ def _join(own: Sequence[Announcement], ranks: Sequence[int]) -> Announcement:
         raise CADDataError(
             f"{name_ranks(ranks)} have pieces of a micro-batch of several rows: with Ulysses CAD takes one packed row"
         )
-    positions = np.concatenate([positions_of(one.local) for one in own])
+    positions = np.concatenate([one.local.positions() for one in own])
     return Announcement(segments_from_positions(positions[None], positions[None] != PADDING))
-
-
-def positions_of(local: LocalSegments) -> Ints:
-    """[tokens] the position of each row in its document; PADDING where it is in none."""
-    positions = np.full(local.tokens, PADDING, np.int64)
-    size = local.end - local.begin
-    inside = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
-    positions[np.repeat(local.offset, size) + inside] = np.repeat(local.begin, size) + inside
-    return positions
 
 
 def _shape(one: Announcement) -> str:

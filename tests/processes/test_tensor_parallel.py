@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,15 @@ import torch
 import training
 from engines import engine_config, import_deepspeed, train_engine
 from pool import WorkerPool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from trainers import BLOCK, STEPS, assert_same_and_balanced, step_entry
 
 WORLD, SHARES = 4, 2
@@ -54,3 +64,75 @@ def test_autotp(fresh_workers: WorkerPool) -> None:
         for name, (plain, cad, line) in found.items():
             assert_same_and_balanced(name, plain, cad, losses=STEPS * (2 if "accumulation" in name else 1))
             assert "2 replicas of 2 by tensor parallelism" in line
+
+
+def _loaded(folder: str) -> torch.nn.Module:
+    """As transformers loads it by its own plan, sharded by FSDP2 between replicas."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=SHARES, fsdp_size=WORLD // SHARES)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config)
+
+
+def _sequence_parallel(folder: str) -> torch.nn.Module:
+    """Norms on pieces of the tokens, attention and MLP on all of them; then `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (WORLD // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
+    model = training.tiny_llama()
+    parallelize_module(model, mesh["tp"], {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    })  # fmt: skip
+    whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], {
+            "input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel(),
+            "self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            ),
+            "self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(),
+            "self_attn.v_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+            "mlp": PrepareModuleInput(**whole), "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+        })  # fmt: skip
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def _as_alone(rank: int, world: int, make: Callable[[str], torch.nn.Module], folder: str) -> dict[str, Any]:
+    """Two steps of one model, whose mesh CAD reads from its parameters, against each document alone."""
+    import deepspeed_cad
+
+    model = make(folder)
+    deepspeed_cad.apply(model, BLOCK)
+    model.train()
+    reference, replicas = training.tiny_llama(), world // SHARES
+    for step in range(2):
+        rows = [
+            training.documents(LENGTHS[(replica + step) % len(LENGTHS)], seed=10 * step + replica)
+            for replica in range(replicas)
+        ]
+        loss = training.loss_sum(model, training.pack(rows[rank // SHARES]))
+        loss.backward()
+        found = [training.alone(reference, docs) for docs in rows]
+        expected = found[rank // SHARES][0]
+        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
+        for name, parameter in model.named_parameters():
+            mean = sum(gradients[name] for _, gradients in found) / replicas
+            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            assert (grad - mean).abs().max() < 1e-10 * (1 + mean.abs().max()), name
+        model.zero_grad()
+    session = deepspeed_cad.current_session()
+    return {"after": session.statistics.imbalance, "line": session.describe(), "sent": session.transport.bytes_sent}
+
+
+@pytest.mark.parametrize("make", [_loaded, _sequence_parallel])
+def test_models_on_a_mesh(fresh_workers: WorkerPool, make: Callable[[str], torch.nn.Module], tmp_path: Path) -> None:
+    training.tiny_llama().save_pretrained(tmp_path)
+    results = fresh_workers.run(_as_alone, WORLD, make, str(tmp_path))
+    assert results[0]["after"] < 1.05 and "2 replicas of 2 by tensor parallelism" in results[0]["line"]
+    assert all(sum(one["sent"] for one in results[share::SHARES]) > 0 for share in range(SHARES))
