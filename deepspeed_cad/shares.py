@@ -20,8 +20,14 @@ from deepspeed_cad.layout import Ints
 
 TENSOR = ("tp", "tensor", "tensor_parallel")
 """Names of a mesh's axes whose ranks divide heads among them."""
+PIECES = ("sp", "sequence", "sequence_parallel")
+"""Names of those whose ranks also divide the tokens outside attention, which DeepSpeed's Ulysses gathers."""
 DATA = ("dp", "fsdp", "ddp", "dp_replicate", "dp_shard", "replicate", "shard", "data", "data_parallel")
 """Names of those whose ranks have micro-batches of their own."""
+TWICE = (
+    "heads are divided twice, by tensor parallelism and by Ulysses (sequence parallelism), and CAD runs beside one of "
+    "them: set the other's size to 1"
+)
 
 
 @dataclass(frozen=True)
@@ -109,24 +115,28 @@ def replica_of_mesh(mesh: Any, rank: int, ranks: int) -> Replica:
                 f'the mesh has an axis "{name}" of {size} ranks, {what} parallelism, beside which CAD cannot run: take '
                 "it out (documents may span ranks by deepspeed_cad.shard_stream; pipelines are those of DeepSpeed)"
             )
-        if size > 1 and name not in TENSOR + DATA:
+        if size > 1 and name not in TENSOR + PIECES + DATA:
             raise CADConfigError(
                 f'the mesh has an axis "{name}" of which CAD does not know what its ranks divide: name it '
-                f"{_or(TENSOR)} where they divide heads, {_or(DATA)} where each has micro-batches of its own"
+                f"{_or(TENSOR)} where they divide heads, {_or(PIECES)} for Ulysses, {_or(DATA)} where each has "
+                "micro-batches of its own"
             )
     if sorted(grid.reshape(-1).tolist()) != list(range(ranks)):
         raise CADConfigError(
             f"the mesh has {grid.size} ranks and the job {ranks}: pass the mesh of all of them, not a part of it"
         )
-    return replica_in(mesh, rank)
+    tensor, pieces = (any(s > 1 and n in kinds for n, s in zip(names, grid.shape)) for kinds in (TENSOR, PIECES))
+    if tensor and pieces:
+        raise CADUnsupportedError(TWICE)
+    return replica_in(mesh, rank, PIECES if pieces else TENSOR)
 
 
-def replica_in(mesh: Any, rank: int) -> Replica:
-    """The ranks of a DeviceMesh, or of a part of one, that differ from this one along its axes for heads only."""
+def replica_in(mesh: Any, rank: int, kinds: Sequence[str] = TENSOR) -> Replica:
+    """The ranks of a DeviceMesh, or of a part of one, that differ from this one along axes of these names only."""
     grid = np.array(mesh.mesh.tolist(), np.int64)
     place = np.argwhere(grid == rank)[0]
-    index = tuple(slice(None) if name in TENSOR else int(at) for name, at in zip(mesh.mesh_dim_names, place))
-    return Replica(tuple(grid[index].reshape(-1).tolist()))
+    index = tuple(slice(None) if name in kinds else int(at) for name, at in zip(mesh.mesh_dim_names, place))
+    return Replica(tuple(grid[index].reshape(-1).tolist()), kinds is PIECES)
 
 
 def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:

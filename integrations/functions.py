@@ -17,6 +17,7 @@ from deepspeed_cad.integrations.padding import Padding
 from deepspeed_cad.integrations.positions import Unread
 from deepspeed_cad.integrations.shares import attend_locally, is_divided, refuse_heads
 from deepspeed_cad.integrations.structure import default_attention, local_attention, masked_attention
+from deepspeed_cad.integrations.ulysses import PieceMask
 from deepspeed_cad.integrations.verify import Alone, Check
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -46,6 +47,8 @@ class Scope:
     """The decoder runs without CAD, to be compared."""
     shown: int = 0
     """Tokens of the longest document, where a ready-made mask shows all of it to its last token."""
+    in_pieces: bool = False
+    """Evaluation with Ulysses: documents are read inside attention."""
     part: int | None = None
     """The nano-batch that the decoder runs on, where both alternate over it."""
 
@@ -57,6 +60,8 @@ running: ContextVar[Scope | None] = ContextVar("deepspeed_cad_scope", default=No
 def cad_mask(*args: Any, **kwargs: Any) -> Any:
     """The mask function: the running forward's descriptor, or the model's own mask outside of one."""
     scope = running.get()
+    if scope is not None and scope.in_pieces:
+        return scope.binding.ulysses.mask(None, kwargs.get("local_size"))
     if scope is None or scope.micro_batch is None:
         name = scope.binding.original if scope is not None else default_attention(kwargs.get("config"))
         known = name in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
@@ -81,6 +86,8 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
         except CADError as error:
             scope.binding.feed.fail(error)
     found = session.descriptor(scope.micro_batch, window)
+    if scope.binding.ulysses is not None:
+        return scope.binding.ulysses.mask(found, window)
     return found if scope.part is None else found.interleave(scope.part)
 
 
@@ -108,6 +115,9 @@ def cad_attention(
     if query.shape[1] == 0:
         # More ranks than KV heads: this one has none.
         return query.new_zeros(query.shape[0], query.shape[2], 0, value.shape[3]) + query.transpose(1, 2).sum(), None
+    if isinstance(attention_mask, PieceMask):
+        given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        return attention_mask.attend(cad_attention, module, query, key, value, **given)
     if isinstance(attention_mask, Alone):
         given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return attention_mask.attend(module, query, key, value, **given), None

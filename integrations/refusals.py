@@ -16,10 +16,7 @@ from deepspeed_cad.errors import CADUnsupportedError
 def refuse_accelerator(accelerator: Any) -> None:
     """Raise CADUnsupportedError for parallelism or loading that CAD does not combine with."""
     parallel = getattr(accelerator, "parallelism_config", None)
-    for attribute, what in (
-        ("cp_enabled", "context parallelism (cp_size)"),
-        ("sp_enabled", "Ulysses sequence parallelism (sp_size)"),
-    ):
+    for attribute, what in (("cp_enabled", "context parallelism (cp_size)"),):
         if parallel is not None and getattr(parallel, attribute, False):
             raise CADUnsupportedError(
                 f"{what} is on in Accelerate's parallelism_config beside CAD; CAD spreads attention over all "

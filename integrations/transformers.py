@@ -44,6 +44,7 @@ from deepspeed_cad.integrations.structure import (
     text_part,
     training_device,
 )
+from deepspeed_cad.integrations.ulysses import Ulysses
 from deepspeed_cad.integrations.verify import (
     Check,
     can_run_alone,
@@ -73,6 +74,7 @@ class Binding:
         self.model = weakref.ref(model)
         self.decoder = weakref.ref(find_decoder(model))
         self.original = model.config._attn_implementation or default_attention(model.config)
+        self.ulysses = Ulysses(self.original, session) if session.shares.pieces else None
         self.feed = session.open_feed(describe(model))
         self.forwards = 0
         self.called_with: dict[str, Any] = {}
@@ -144,8 +146,8 @@ class Binding:
         if given.get("output_attentions"):
             raise CADUnsupportedError("output_attentions=True: attention that runs elsewhere has no weights to return")
         training = decoder.training
-        if not training and given.get("past_key_values") is not None:
-            running.set(Scope(self, None))
+        if not training and (self.ulysses is not None or given.get("past_key_values") is not None):
+            running.set(Scope(self, None, in_pieces=self.ulysses is not None))
             return {}
         if training and any(getattr(m, "gradient_checkpointing", False) for m in self._checkpointed):
             refuse_checkpointing(decoder)
@@ -172,7 +174,7 @@ class Binding:
         if training and micro_batch.layout.segments.begin.any():
             refuse_spanning(getattr(decoder, "config", None), self.ways is not None)
         empty = 0 in batch_shape(given)
-        if not empty:
+        if not empty and self.ulysses is None:
             self._look_at_padding(micro_batch, given)
         ready_made = getattr(given.get(MASK), "ndim", 2) == 4
         shown = int(micro_batch.local().end.max(initial=0)) if ready_made else 0

@@ -19,7 +19,7 @@ from deepspeed_cad.engine.block import find_config
 from deepspeed_cad.engine.monitor import report_statistics
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange.failure.roll_call import together
-from deepspeed_cad.shares import Replica
+from deepspeed_cad.shares import TWICE, Replica
 from deepspeed_cad.version import refuse_old_packages
 
 logger = logging.getLogger("deepspeed_cad")
@@ -103,10 +103,7 @@ def find_replica(engine: Any) -> Replica | None:
     pieces = int(getattr(engine, "sequence_parallel_size", 1))
     tensor = max(engine.autotp_size(), _size(mpu, "tensor_model"), _size(mpu, "model") if pieces == 1 else 1)
     if pieces > 1 and tensor > 1:
-        raise CADUnsupportedError(
-            f"heads are divided twice, among {tensor} ranks by tensor parallelism and among {pieces} by Ulysses: CAD "
-            "knows one of them. Set autotp_size or sequence_parallel_size to 1"
-        )
+        raise CADUnsupportedError(TWICE)
     if pieces > 1:
         return Replica(tuple(dist.get_process_group_ranks(engine.seq_parallel_group)), pieces=True)
     if tensor > 1:

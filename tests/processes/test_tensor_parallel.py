@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from trainers import BLOCK, STEPS, assert_same_and_balanced, step_entry
+from trainers import BLOCK, STEPS, PackedRows, assert_same_and_balanced, collate, step_entry
 
 WORLD, SHARES = 4, 2
 LENGTHS = [[300, 20], [40, 30, 9, 1, 50], [100, 100]]
@@ -66,13 +66,13 @@ def test_autotp(fresh_workers: WorkerPool) -> None:
             assert "2 replicas of 2 by tensor parallelism" in line
 
 
-def _loaded(folder: str) -> torch.nn.Module:
+def _loaded(folder: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """As transformers loads it by its own plan, sharded by FSDP2 between replicas."""
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(tp_size=SHARES, fsdp_size=WORLD // SHARES)
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype, use_cache=False, distributed_config=config)
 
 
 def _sequence_parallel(folder: str) -> torch.nn.Module:
@@ -136,3 +136,79 @@ def test_models_on_a_mesh(fresh_workers: WorkerPool, make: Callable[[str], torch
     results = fresh_workers.run(_as_alone, WORLD, make, str(tmp_path))
     assert results[0]["after"] < 1.05 and "2 replicas of 2 by tensor parallelism" in results[0]["line"]
     assert all(sum(one["sent"] for one in results[share::SHARES]) > 0 for share in range(SHARES))
+
+
+def _trainer(folder: str, cad: bool) -> list[dict[str, Any]]:
+    """The log of a Trainer, which makes Accelerate's ParallelismConfig(tp_size=...) of the model."""
+    from transformers import Trainer, TrainingArguments
+
+    import deepspeed_cad
+
+    model = _loaded(folder, torch.float32)
+    if cad:
+        deepspeed_cad.apply(model, BLOCK)
+    arguments = TrainingArguments(
+        output_dir=folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=1, logging_steps=1,
+        gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=3, save_strategy="no", report_to=[],
+        learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True, optim="adamw_torch", max_grad_norm=0.0,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=PackedRows(48), eval_dataset=PackedRows(4, seed=50),
+        data_collator=collate,
+    )  # fmt: skip
+    trainer.train()
+    return trainer.state.log_history
+
+
+def _accelerate(folder: str, cad: bool) -> list[dict[str, Any]]:
+    """A loop of Accelerate's with a plugin of ours."""
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DistributedType
+    from deepspeed_cad.integrations.accelerate import CADPlugin
+    from torch.utils.data import DataLoader
+
+    model = _loaded(folder, torch.float32)
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[CADPlugin(**BLOCK)] if cad else [],
+        parallelism_config=ParallelismConfig(tp_size=SHARES, dp_shard_size=WORLD // SHARES),
+    )  # fmt: skip
+    loader = DataLoader(PackedRows(STEPS * WORLD // SHARES), batch_size=1, collate_fn=collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # On CPUs Accelerate would wrap it in DDP, where it leaves it as it is on GPUs.
+    accelerator.state.distributed_type = DistributedType.MULTI_GPU
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    found = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(step_entry(loss))
+    return found
+
+
+def _compare(rank: int, world: int, run: Callable[[str, bool], list[dict[str, Any]]], folder: str) -> list[Any]:
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    from deepspeed_cad.session import current_session
+
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None  # it lets GPUs only
+    logs = []
+    for cad in (False, True):
+        AcceleratorState._reset_state(True)
+        logs.append(run(folder, cad))
+        assert (current_session() is not None) == cad
+    return logs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [_trainer, _accelerate])
+def test_host_frameworks(
+    fresh_workers: WorkerPool, run: Callable[[str, bool], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    training.tiny_llama(torch.float32).save_pretrained(tmp_path)
+    for plain, cad in fresh_workers.run(_compare, WORLD, run, str(tmp_path), timeout=140.0):
+        assert_same_and_balanced(run.__name__, plain, cad)

@@ -1,0 +1,93 @@
+"""Ulysses inside a sequence group, CAD between groups: losses and gradients of each document alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from engines import import_deepspeed
+from pool import WorkerPool
+from trainers import BLOCK
+
+WORLD, PIECES = 4, 2
+LENGTHS = [[300, 20], [40, 30, 9, 1, 80], [100, 100]]
+"""Of rows whose tokens both ranks of a sequence group have half of."""
+
+
+def _register(model: torch.nn.Module) -> Any:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=PIECES, micro_batch_size=1
+    )
+
+
+def _piece(docs: list[torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """A rank's part of a packed row; labels are those of the next token, as DeepSpeed's loader gives them."""
+    batch = training.pack(docs)
+    labels = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
+    width = labels.shape[1] // PIECES
+    part = slice(rank % PIECES * width, (rank % PIECES + 1) * width)
+    return {name: value[:, part] for name, value in {**batch, "shift_labels": labels}.items()}
+
+
+def _loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    given = {name: batch[name] for name in ("input_ids", "position_ids")}
+    logits = model(**given, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
+
+
+def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None) -> dict[str, Any]:
+    """A loop of its own on a mesh, fp64: what all ranks found together is that of the documents."""
+    import deepspeed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import deepspeed_cad
+
+    import_deepspeed()
+    deepspeed.init_distributed(dist_backend="gloo")
+    changes = {"attn_implementation": "sdpa", "num_key_value_heads": kv_heads}
+    model, reference = training.tiny_llama(**changes), training.tiny_llama(**changes)
+    steps = [
+        [training.documents(LENGTHS[(one + step) % 3], seed=10 * step + one) for one in range(world // PIECES)]
+        for step in range(2)
+    ]
+    alone = [[training.alone(reference, docs) for docs in rows] for rows in steps]
+    last = training.documents([50, 14], seed=7)
+    evaluated = training.alone(reference, last)[0]
+    _register(model)  # from here on "sdpa" is Ulysses in this process
+    mesh = init_device_mesh("cpu", (world // PIECES, PIECES), mesh_dim_names=("dp", "sp"))
+    deepspeed_cad.apply(model, BLOCK | {"granularity": 8}, mesh=mesh)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
+    model.train()
+    for rows, found in zip(steps, alone):
+        loss = _loss_sum(model, _piece(rows[rank // PIECES], rank))
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        expected = sum(one for one, _ in found)
+        assert abs(float(total) - expected) < 1e-9 * expected
+        for name, parameter in model.named_parameters():
+            dist.all_reduce(parameter.grad)
+            wanted = sum(gradients[name] for _, gradients in found)
+            assert (parameter.grad - wanted).abs().max() < 1e-10 * (1 + wanted.abs().max()), name
+        model.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        # Only this sequence group evaluates: nothing waits for another.
+        total = _loss_sum(model, _piece(last, rank)) if rank < PIECES else torch.zeros((), dtype=torch.float64)
+    dist.all_reduce(total)
+    assert abs(float(total) - evaluated) < 1e-9 * evaluated
+    session = deepspeed_cad.current_session()
+    return {"after": session.statistics.imbalance, "line": session.describe(), "sent": session.transport.bytes_sent}
+
+
+@pytest.mark.parametrize(("kv_heads", "checkpoint"), [(4, None), (1, "reentrant"), (4, "non-reentrant")])
+def test_same_as_each_document_alone(fresh_workers: WorkerPool, kv_heads: int, checkpoint: str | None) -> None:
+    results = fresh_workers.run(_train, WORLD, kv_heads, checkpoint)
+    assert results[0]["after"] < 1.05 and "2 replicas of 2 by Ulysses" in results[0]["line"]
+    assert all(sum(one["sent"] for one in results[piece::PIECES]) > 0 for piece in range(PIECES))
