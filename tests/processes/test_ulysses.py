@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from engines import import_deepspeed
+from engines import engine_config, import_deepspeed
 from pool import WorkerPool
 from trainers import BLOCK
 
-WORLD, PIECES = 4, 2
+WORLD, PIECES, STEPS = 4, 2, 3
 LENGTHS = [[300, 20], [40, 30, 9, 1, 80], [100, 100]]
 """Of rows whose tokens both ranks of a sequence group have half of."""
+EQUAL = [[300, 20], [40, 30, 9, 1, 160, 80], [64] * 5]
+"""The same of rows as DeepSpeed's adapter takes them over gloo."""
 
 
 def _register(model: torch.nn.Module) -> Any:
@@ -91,3 +93,83 @@ def test_same_as_each_document_alone(fresh_workers: WorkerPool, kv_heads: int, c
     results = fresh_workers.run(_train, WORLD, kv_heads, checkpoint)
     assert results[0]["after"] < 1.05 and "2 replicas of 2 by Ulysses" in results[0]["line"]
     assert all(sum(one["sent"] for one in results[piece::PIECES]) > 0 for piece in range(PIECES))
+
+
+def _rows(rank: int, single: bool) -> list[dict[str, torch.Tensor]]:
+    """What a rank's loader reads, before DeepSpeed's adapter deals out its pieces; `single`: one document each."""
+    found = []
+    for step in range(STEPS):
+        lengths = [300 if rank < PIECES else 60] if single else EQUAL[(rank + step) % 3]
+        found.append(training.pack(training.documents(lengths, seed=100 * step + rank)))
+    return found
+
+
+def _engine(rank: int, config: dict[str, Any], single: bool) -> list[float]:
+    """The loop of DeepSpeed's tutorial; gives the loss of each micro-batch, which a sequence group trains together."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+
+    import deepspeed_cad
+
+    model = training.tiny_llama(torch.float32, attn_implementation="sdpa")
+    parallel_state_sp._release_sequence_parallel_groups()
+    mpu = _register(model)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)
+    group = mpu.get_sequence_parallel_group()
+    loader: Any = UlyssesSPDataLoaderAdapter(
+        _rows(rank, single), sp_rank=dist.get_rank(group), sp_group=group, sp_world_size=PIECES, device=engine.device
+    )
+    session = deepspeed_cad.current_session()
+    if session is not None:
+        loader = session.look_ahead(loader, engine)
+    engine.train()
+    losses = []
+    for batch in loader:
+        # DeepSpeed takes the mean of all ranks' gradients.
+        targets = (batch["shift_labels"] != -100).sum()
+        dist.all_reduce(targets, group=group)
+        loss = _loss_sum(engine, batch) * PIECES / targets
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach() / PIECES
+        dist.all_reduce(total, group=group)
+        losses.append(float(total))
+    engine.destroy()
+    return losses
+
+
+def _zero(rank: int, world: int, stage: int, accumulation: int) -> dict[str, Any]:
+    import deepspeed
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    import deepspeed_cad
+
+    import_deepspeed()
+    deepspeed.init_distributed(dist_backend="gloo")
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    reference = training.tiny_llama(torch.float32)
+    docs = training.documents(EQUAL[rank // PIECES * PIECES % 3], seed=rank // PIECES * PIECES)
+    alone = training.alone(reference, docs)[0] / (sum(map(len, docs)) - len(docs))
+    config = engine_config(stage, gradient_accumulation_steps=accumulation)
+    found: dict[str, Any] = {}
+    for name, block, single in (
+        ("plain", {}, True), ("cad", {"cad": BLOCK}, True), ("packed", {"cad": BLOCK}, False)
+    ):  # fmt: skip
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+        found[name] = _engine(rank, config | block, single)
+        session = deepspeed_cad.current_session()
+        found[f"{name} after"] = 0 if session is None else session.statistics.imbalance
+        deepspeed_cad.session.close_session()
+    return found | {"alone": alone}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), (1, 2)])
+def test_zero(fresh_workers: WorkerPool, stage: int, accumulation: int) -> None:
+    """Rows of one document as DeepSpeed trains them; rows of several, which it would not keep apart with sdpa, as each
+    document alone."""
+    for found in fresh_workers.run(_zero, WORLD, stage, accumulation, timeout=140.0):
+        assert len(found["plain"]) == STEPS * PIECES and found["cad"] == pytest.approx(found["plain"], abs=1e-5)
+        assert len(set(found["plain"])) > 1 and found["cad after"] < 1.05 and found["packed after"] < 1.05
+        assert found["packed"][0] == pytest.approx(found["alone"], abs=1e-5)
