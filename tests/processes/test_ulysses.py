@@ -173,3 +173,64 @@ def test_zero(fresh_workers: WorkerPool, stage: int, accumulation: int) -> None:
         assert len(found["plain"]) == STEPS * PIECES and found["cad"] == pytest.approx(found["plain"], abs=1e-5)
         assert len(set(found["plain"])) > 1 and found["cad after"] < 1.05 and found["packed after"] < 1.05
         assert found["packed"][0] == pytest.approx(found["alone"], abs=1e-5)
+
+
+def _accelerate(cad: bool) -> list[float]:
+    """A loop of Accelerate's, with `sp_size` and a plugin of ours."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed_cad.integrations.accelerate import CADPlugin
+    from torch.utils.data import DataLoader
+
+    parallel_state_sp._release_sequence_parallel_groups()
+    sizes = ParallelismConfig(
+        sp_backend="deepspeed", sp_size=PIECES, dp_shard_size=WORLD // PIECES,
+        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"),
+    )  # fmt: skip
+    config = engine_config(3)
+    del config["optimizer"]
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), parallelism_config=sizes,
+        kwargs_handlers=[CADPlugin(**BLOCK)] if cad else [],
+    )  # fmt: skip
+    # Each rank of a group reads a row of its own, and both train both; over gloo all rows are as long.
+    rows = [training.pack(training.documents([64], seed)) for seed in range(STEPS * WORLD)]
+    loader: Any = DataLoader(rows, batch_size=1, collate_fn=lambda own: own[0])
+    model: Any = training.tiny_llama(torch.float32, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    losses = []
+    for batch in loader:
+        loss = _loss_sum(model, batch) / 32
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _compare(rank: int, world: int) -> list[list[float]]:
+    from accelerate.state import AcceleratorState
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from deepspeed_cad.session import current_session
+
+    import_deepspeed()
+    own, found = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+    for cad in (False, True):
+        AcceleratorState._reset_state(True)
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+        found.append(_accelerate(cad))
+        assert (current_session() is not None) == cad
+    session = current_session()
+    assert session is not None and session.shares.pieces and session.shares.count == PIECES
+    return found
+
+
+@pytest.mark.slow
+def test_accelerate(fresh_workers: WorkerPool) -> None:
+    for plain, cad in fresh_workers.run(_compare, WORLD, timeout=140.0):
+        assert len(set(plain)) > 1 and cad == pytest.approx(plain, abs=1e-5)

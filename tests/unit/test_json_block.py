@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from deepspeed_cad.engine.block import block_of
-from deepspeed_cad.engine.initialize import initialize
+from deepspeed_cad.engine.initialize import find_replica
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 from deepspeed_cad.launch import deepspeed_hook
 
@@ -66,8 +67,8 @@ def test_auto_that_cad_knows_does_not_reach_accelerate(watched) -> None:
     assert given["cad"] == {"overlap": "auto", "tolerance": 0.1}
 
 
-def test_sequence_parallelism_is_refused_in_the_words_of_the_user(monkeypatch) -> None:
-    """The "cad" block of the JSON, without a CADPlugin; Accelerate would hand DeepSpeed an mpu."""
+def test_context_parallelism_is_refused_in_the_words_of_the_user(monkeypatch) -> None:
+    """The "cad" block of the JSON, without a CADPlugin."""
 
     class Accelerator:
         distributed_type = "DEEPSPEED"
@@ -78,16 +79,34 @@ def test_sequence_parallelism_is_refused_in_the_words_of_the_user(monkeypatch) -
 
     deepspeed_hook.after_import(SimpleNamespace(__name__="accelerate.accelerator", Accelerator=Accelerator))
     plugin = SimpleNamespace(deepspeed_config={"cad": {}})
-    parallel = SimpleNamespace(sp_enabled=True)
-    with pytest.raises(CADUnsupportedError, match="sp_size"):
+    parallel = SimpleNamespace(cp_enabled=True)
+    with pytest.raises(CADUnsupportedError, match="cp_size"):
         Accelerator(plugin, parallel)
     Accelerator(plugin)
     Accelerator(SimpleNamespace(deepspeed_config={}), parallel)
 
 
-def test_an_mpu_is_refused_with_the_names_of_what_makes_one() -> None:
-    def original(model=None, config=None, mpu=None) -> None:
-        raise AssertionError("DeepSpeed was started")
+def engine_of(autotp: int = 1, pieces: int = 1, **sizes: int) -> Any:
+    """An engine whose mpu says so many ranks of each kind."""
+    mpu = SimpleNamespace(**{f"get_{kind}_world_size": partial(int, size) for kind, size in sizes.items()})
+    return SimpleNamespace(mpu=mpu, sequence_parallel_size=pieces, autotp_size=lambda: autotp)
 
-    with pytest.raises(CADUnsupportedError, match="mpu.*sp_size.*UlyssesSPAttentionHF"):
-        initialize(original, {}, (), {"mpu": object()})
+
+def test_an_engine_without_shares_has_no_replica() -> None:
+    assert find_replica(engine_of()) is None
+    assert find_replica(SimpleNamespace(mpu=None, sequence_parallel_size=1, autotp_size=lambda: 1)) is None
+    assert find_replica(engine_of(tensor_model_parallel=1, model_parallel=1, pipeline_model_parallel=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (engine_of(pipeline_model_parallel=2), "mpu .* has pipeline stages"),
+        (engine_of(pipeline_parallel=2, tensor_model_parallel=2), "mpu .* has pipeline stages"),
+        (engine_of(autotp=2, pieces=2), "divided twice"),
+        (engine_of(tensor_model_parallel=2, pieces=2), "divided twice"),
+    ],
+)
+def test_an_engine_that_divides_otherwise_is_refused(engine: Any, words: str) -> None:
+    with pytest.raises(CADUnsupportedError, match=words):
+        find_replica(engine)

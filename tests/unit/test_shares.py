@@ -1,0 +1,136 @@
+"""Replicas and shares: who is in which group, and one micro-batch from what the ranks of a replica announced."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.replicas import of_replicas
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADUnsupportedError
+from deepspeed_cad.layout import LocalSegments, assemble, segments_from_positions
+from deepspeed_cad.shares import Replica, Shares, refuse_beside_shares, replica_in, replica_of_mesh
+
+
+def mesh(shape: tuple[int, ...], *names: str) -> Any:
+    """A DeviceMesh of ranks in their order."""
+    return SimpleNamespace(mesh=np.arange(np.prod(shape)).reshape(shape), mesh_dim_names=names or None)
+
+
+def of_mesh(grid: Any) -> list[Replica]:
+    """What every rank says."""
+    ranks = grid.mesh.size
+    return [replica_of_mesh(grid, rank, ranks) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("grid", "replicas"),
+    [
+        (mesh((2, 2), "dp", "tp"), [[0, 1], [2, 3]]),
+        (mesh((2, 2), "tp", "dp"), [[0, 2], [1, 3]]),
+        (mesh((2, 1, 2, 2), "dp_replicate", "pp", "dp_shard", "tp"), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (mesh((4,), "tp"), [[0, 1, 2, 3]]),
+        (mesh((4,), "dp"), [[0], [1], [2], [3]]),
+    ],
+)
+def test_groups_hold_one_rank_of_each_replica(grid: Any, replicas: list[list[int]]) -> None:
+    said = of_mesh(grid)
+    for rank in range(len(said)):
+        shares = Shares.of(said, rank)
+        assert shares.replicas.tolist() == replicas and not shares.pieces
+        assert shares.groups == [list(column) for column in zip(*replicas)]
+        assert rank in shares.members and shares.members[shares.replica] == rank
+        assert shares.count == len(replicas[0])
+
+
+def test_a_part_of_a_mesh_says_as_much() -> None:
+    part: Any = SimpleNamespace(mesh=np.array([2, 3]), mesh_dim_names=("tp",))
+    assert replica_in(part, 3) == Replica((2, 3))
+    assert of_mesh(mesh((2, 2), "dp", "sp"))[3] == Replica((2, 3), pieces=True)
+
+
+def test_both_kinds_on_a_mesh_are_refused() -> None:
+    with pytest.raises(CADUnsupportedError, match="divided twice"):
+        replica_of_mesh(mesh((2, 2), "sp", "tp"), 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ([Replica((0, 1)), Replica((1,))], r"rank 0 shares heads with ranks 0, 1, but rank 1 names ranks 1$"),
+        ([Replica((0, 1)), Replica((1, 0))], "rank 1 names ranks 1, 0"),
+        ([Replica((0, 1)), Replica((0, 1), pieces=True)], "rank 1 names ranks 0, 1, each with a piece of the tokens"),
+        ([Replica((0, 2)), Replica((1,))], "rank 2 is not in the job"),
+        ([Replica((1,)), Replica((1,))], "rank 0 is not among the ranks"),
+        ([Replica((0,)), Replica((1, 2)), Replica((1, 2))], "among 1 ranks and others among 2"),
+    ],
+)
+def test_ranks_that_do_not_agree(said: list[Replica], words: str) -> None:
+    for rank in range(len(said)):
+        with pytest.raises(CADConfigError, match=words):
+            Shares.of(said, rank)
+
+
+def announce(*positions: list[int]) -> list[Announcement]:
+    """Of ranks, by the positions of their rows; -1 is padding."""
+    return [
+        Announcement(segments_from_positions([own], np.array([own]) >= 0) if own else LocalSegments.none(0))
+        for own in positions
+    ]
+
+
+TENSOR = Shares(np.array([[0, 1], [2, 3]]), 0)
+PIECES = Shares(np.array([[0, 1], [2, 3]]), 0, pieces=True)
+
+
+def test_one_announcement_of_each_replica() -> None:
+    each = of_replicas(announce([0, 1, 0], [0, 1, 0], [0, 1], [0, 1]), TENSOR)
+    assert [one.local.positions().tolist() for one in each] == [[0, 1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("positions", "words"),
+    [
+        ([[0, 1, 0], [0, 1, 2]], "at token 2 rank 2 has position 0 of a document and rank 3 position 2 of a document"),
+        ([[0, 1, 2], [0, 1, -1]], "at token 2 rank 2 has position 2 of a document and rank 3 padding"),
+        ([[0, 1, 2], [0, 1]], "rank 2 has 3 tokens and rank 3 2 tokens"),
+    ],
+)
+def test_a_replica_with_different_batches(positions: list[list[int]], words: str) -> None:
+    with pytest.raises(CADDataError, match=f"ranks 2, 3 divide the heads of one .*: {words}. Let the sampler"):
+        of_replicas(announce([0], [0], *positions), TENSOR)
+
+
+def test_pieces_are_put_side_by_side() -> None:
+    """A document may lie on both ranks of a group, begin with the second, and padding stays where it is."""
+    each = of_replicas(announce([0, 1, 2], [3, 0, 1], [0, 1, 0], [0, 1, -1]), PIECES)
+    assert [one.local.positions().tolist() for one in each] == [[0, 1, 2, 3, 0, 1], [0, 1, 0, 0, 1, -1]]
+    layout = assemble([one.local for one in each])
+    assert (layout.segments.end - layout.segments.begin).tolist() == [4, 2, 2, 1, 2]
+    assert layout.tokens.tolist() == [6, 6]
+
+
+def test_pieces_of_other_shapes_are_refused() -> None:
+    with pytest.raises(CADDataError, match="not of the same shape: 2 tokens; 1 tokens"):
+        of_replicas(announce([0, 1], [2], [0], [1]), PIECES)
+    two_rows = [Announcement(LocalSegments.none(4), 2)] * 4
+    with pytest.raises(CADDataError, match="of several rows"):
+        of_replicas(two_rows, PIECES)
+
+
+@pytest.mark.parametrize(
+    ("block", "pieces", "words"),
+    [
+        ({"documents": "exchange"}, False, '"documents": "exchange" moves documents'),
+        ({"overlap": "pingpong"}, True, '"overlap" cannot be had beside Ulysses'),
+        ({"verify": 1}, True, '"verify" cannot be had beside Ulysses'),
+    ],
+)
+def test_what_is_not_built_beside_shares(block: dict[str, Any], pieces: bool, words: str) -> None:
+    with pytest.raises(CADUnsupportedError, match=words):
+        refuse_beside_shares(CADConfig.from_dict(block), pieces)
+    refuse_beside_shares(CADConfig(), pieces)
