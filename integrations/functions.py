@@ -15,7 +15,7 @@ from deepspeed_cad.integrations.layer_call import read_call
 from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
 from deepspeed_cad.integrations.padding import Padding
 from deepspeed_cad.integrations.positions import Unread
-from deepspeed_cad.integrations.shares import attend_locally, is_divided, refuse_heads
+from deepspeed_cad.integrations.shares import attend_locally, is_divided, refuse_heads, to_local
 from deepspeed_cad.integrations.structure import default_attention, local_attention, masked_attention
 from deepspeed_cad.integrations.ulysses import PieceMask
 from deepspeed_cad.integrations.verify import Alone, Check
@@ -112,9 +112,7 @@ def cad_attention(
         o = attend_locally(cad_attention, query, key, value, s_aux, module=module, attention_mask=attention_mask,
                            scaling=scaling, dropout=dropout, softcap=softcap, **kwargs)  # fmt: skip
         return o, None
-    if query.shape[1] == 0:
-        # More ranks than KV heads: this one has none.
-        return query.new_zeros(query.shape[0], query.shape[2], 0, value.shape[3]) + query.transpose(1, 2).sum(), None
+    s_aux = None if s_aux is None else to_local(s_aux)
     if isinstance(attention_mask, PieceMask):
         given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return attention_mask.attend(cad_attention, module, query, key, value, **given)
@@ -135,7 +133,7 @@ def cad_attention(
         )  # fmt: skip
     session = current_session()
     if session is not None and session.shares.count > 1:
-        refuse_heads(module, query, key)
+        refuse_heads(module, query, key, s_aux)
     layer = read_call(module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
     check: Check | None = attention_mask.micro_batch.check
     o = attention_mask.attend(layer) if check is None else check.attend(attention_mask.attend, layer)

@@ -66,8 +66,8 @@ def attend_locally(
             "tensors whose heads are divided, or that every rank has whole"
         )
     o, _ = attend(
-        query=_local(q, placements), key=_local(k, placements), value=_local(v, placements),
-        s_aux=None if sinks is None else _local(sinks, placements), **given,
+        query=to_local(q, placements), key=to_local(k, placements), value=to_local(v, placements),
+        s_aux=None if sinks is None else to_local(sinks, placements), **given,
     )  # fmt: skip
     # Heads are the third axis of the output, and the second of the queries.
     moved = [one if one.is_replicate() else Shard(HEADS + 1) for one in placements]
@@ -75,12 +75,17 @@ def attend_locally(
     return divided
 
 
-def refuse_heads(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+def refuse_heads(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, sinks: torch.Tensor | None) -> None:
     """Raise CADUnsupportedError where a rank has query heads that belong to other KV heads than those that it has.
 
-    query [B, H, S, D], key [B, K, S, D]. One KV head belongs to all; of several that every rank repeats nobody says
-    which are those of its queries.
+    query [B, H, S, D], key [B, K, S, D], sinks [H]. One KV head belongs to all; of several that every rank repeats
+    nobody says which are those of its queries.
     """
+    if sinks is not None and len(sinks) != query.shape[1]:
+        raise CADUnsupportedError(
+            f"{name_layer(module)} has {query.shape[1]} query heads on this rank and {len(sinks)} attention sinks, one "
+            "for each head of the model: divide them as the heads"
+        )
     heads, keys, each = query.shape[1], key.shape[1], getattr(module, "num_key_value_groups", None)
     if keys > 1 and each is not None and heads != keys * each:
         raise CADUnsupportedError(
@@ -90,13 +95,17 @@ def refuse_heads(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor
         )
 
 
-def _local(x: Any, of_queries: Sequence[Any]) -> torch.Tensor:
-    """This rank's part. Where every rank has all of it but heads of its own, each knows a part of its gradient."""
+def to_local(x: Any, of_queries: Sequence[Any] = ()) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor as it is.
+
+    `of_queries`: their placements. Where every rank has all of `x` but queries of its own, each knows a part of its
+    gradient.
+    """
     if not is_divided(x):
         return x
     gradients = [
         Partial() if own.is_replicate() and not other.is_replicate() else own
-        for own, other in zip(x.placements, of_queries, strict=True)
+        for own, other in zip(x.placements, of_queries or x.placements, strict=True)
     ]
     local: torch.Tensor = x.to_local(grad_placements=gradients)
     return local

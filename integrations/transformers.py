@@ -96,6 +96,11 @@ class Binding:
         layers = decoder_layers(find_decoder(model))
         self._checkpointed = weakref.WeakSet([find_decoder(model), *(layers or ())[:1]])
         """Modules of which one says whether activation checkpointing is on."""
+        if self.ulysses is not None and find_recurrent(find_decoder(model)):
+            raise CADUnsupportedError(
+                f"{type(model).__name__} has layers that carry state from token to token, and with Ulysses each rank "
+                "has a piece of the tokens: the state would have to travel. Train it without sequence parallelism"
+            )
         self.ways = Ways(self.feed.fail) if find_recurrent(find_decoder(model)) else None
         """How its layers that carry state are run; None where it has none."""
 

@@ -34,14 +34,16 @@ def engine_config(stage: int, **changes: Any) -> dict[str, Any]:
     return config | changes
 
 
-def train_engine(config: dict[str, Any], checkpoint: str | None, rows: Iterable[list[torch.Tensor]], note: Any) -> list:
+def train_engine(
+    config: dict[str, Any], checkpoint: str | None, rows: Iterable[list[torch.Tensor]], note: Any, **changes: Any
+) -> list:
     """What `note(loss)` gives after each micro-batch of a tiny Llama; `rows`: the documents of each.
 
-    `checkpoint`: "reentrant", "non-reentrant" or None.
+    `checkpoint`: "reentrant", "non-reentrant" or None; `changes`: to the model's config.
     """
     import deepspeed
 
-    model = training.tiny_llama(torch.float32)
+    model = training.tiny_llama(torch.float32, **changes)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -27,7 +27,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, Tick
-from deepspeed_cad.planner.plan import Plan
+from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import OUT
 from deepspeed_cad.schedule.waves import Waves
@@ -325,6 +325,8 @@ class MaskDescriptor:
     def attend(self, layer: LayerInput) -> torch.Tensor:
         """O [B, S, H, V] of one layer."""
         label, sinks = layer.label, layer.sinks_H
+        if layer.q_BHSD.shape[1] == 0:
+            return self._without_heads(layer)
         if self.is_cut:
             raise CADError(
                 f'{label} is not inside a decoder layer that was cut into nano-batches; set "overlap": "local_first" '
@@ -374,6 +376,17 @@ class MaskDescriptor:
         if stand_in:
             o_THV = torch.cat([o_THV, o_THV.new_zeros(tokens, *o_THV.shape[1:])])
         return o_THV.unflatten(0, (layer.batch, layer.width))
+
+    def _without_heads(self, layer: LayerInput) -> torch.Tensor:
+        """O [B, S, 0, V] on a rank to which none of a layer's heads fell: it only plans, because ranks with other
+        shares compare their plans, and all ranks of a job take part in every collective."""
+        (q, k, v), micro_batch = (layer.q_BHSD, layer.k_BKSD, layer.v_BKSV), self.micro_batch
+        key = PlanKey(self.window, HeadShape(1, 1, q.shape[3], v.shape[3], q.element_size()))
+        micro_batch.number_layer(id(layer.module), key)
+        if (key, 0) not in micro_batch.planned:
+            micro_batch.plan_all([key])
+        # All three are in the graph: their projections add up gradients of all shares.
+        return q.new_zeros(q.shape[0], q.shape[2], 0, v.shape[3]) + q.sum() + k.sum() + v.sum()
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:

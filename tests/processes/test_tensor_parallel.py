@@ -33,11 +33,14 @@ def _rows(rank: int, count: int) -> Iterator[list[torch.Tensor]]:
         yield training.documents(LENGTHS[(replica + step) % len(LENGTHS)], seed=100 * step + replica)
 
 
-AUTOTP: list[tuple[str, dict[str, Any], str | None]] = [
-    ("ZeRO-0, reentrant", engine_config(0), "reentrant"),
-    ("ZeRO-1, accumulation", engine_config(1, gradient_accumulation_steps=2), None),
-    ("ZeRO-2, non-reentrant", engine_config(2), "non-reentrant"),
-    ("ZeRO-3", engine_config(3), None),
+AUTOTP: list[tuple[str, dict[str, Any], str | None, dict[str, int]]] = [
+    ("ZeRO-0, reentrant", engine_config(0), "reentrant", {}),
+    ("ZeRO-1, accumulation", engine_config(1, gradient_accumulation_steps=2), None, {}),
+    ("ZeRO-2, non-reentrant", engine_config(2), "non-reentrant", {}),
+    ("ZeRO-3", engine_config(3), None, {}),
+    # DeepSpeed gives both to rank 0 of each replica, and two of three.
+    ("one KV head", engine_config(1), "non-reentrant", {"num_key_value_heads": 1}),
+    ("three KV heads", engine_config(1), None, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}),
 ]
 
 
@@ -46,11 +49,13 @@ def _autotp(rank: int, world: int) -> dict[str, Any]:
 
     import_deepspeed()
     found = {}
-    for name, config, checkpoint in AUTOTP:
+    for name, config, checkpoint, changes in AUTOTP:
         config = {**config, "tensor_parallel": {"autotp_size": SHARES}}
         count = STEPS * config["gradient_accumulation_steps"]
-        plain = train_engine(config, checkpoint, _rows(rank, count), step_entry)
-        cad = train_engine({**config, "cad": BLOCK}, checkpoint, _rows(rank, count), step_entry)
+        plain = train_engine(config, checkpoint, _rows(rank, count), step_entry, **changes)
+        cad = train_engine(
+            {**config, "cad": BLOCK | {"granularity": 8}}, checkpoint, _rows(rank, count), step_entry, **changes
+        )
         session = current_session()
         assert session is not None
         found[name] = (plain, cad, session.describe())
