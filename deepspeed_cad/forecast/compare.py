@@ -39,7 +39,6 @@ MODES = {
 NEAR = 1.02
 """Times faster. A simpler mode that is as near to the fastest is recommended: predictions are off by as much."""
 
-REFUSED = "CAD refuses tensor parallelism today"
 
 THREADS = 2
 """Steps that are foreseen at a time: most of the work is the planner's, which runs beside other threads."""
@@ -254,8 +253,8 @@ Choice = tuple[Run, Sequence[modes.Step]]
 def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     """Ways to run a mode, or why it cannot run."""
     kind, kept = mode.removesuffix(" kept"), mode.endswith(" kept")
-    if mode == "cad" and setting.tensor > 1:
-        return REFUSED
+    if mode == "cad" and setting.tensor > 1 and setting.pipeline > 1:
+        return "CAD refuses tensor parallelism together with pipeline stages"
     if kept and not setting.checkpointing:
         return "without checkpointing no mode repeats attention"
     if kind == "plain":
@@ -295,7 +294,7 @@ def _with_servers(
     """Numbers of seats that may be reserved, each with its steps; or why none."""
     seats, layout = setting.seats, steps[0][0]
     if setting.tensor > 1:
-        return REFUSED
+        return "servers know nothing of tensor parallelism, beside which CAD runs in place only"
     if setting.pipeline > 1:
         return "reserved servers together with pipeline stages are not foreseen"
     if seats < 2:

@@ -265,11 +265,10 @@ def test_what_fits_has_room_for_what_the_simulator_does_not_see(capsys: pytest.C
     assert "transformers' own loss (94 GiB for logits)" in said and "\nNothing fits: " in said
 
 
-def test_cad_refuses_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+def test_servers_refuse_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = foresee_steps(capsys, "long-mix", "--ranks", "16", "--tensor", "8", "--steps", "1")
-    assert code == 0 and "\nCAD in place: left out, CAD refuses tensor parallelism today\n" in said
-    taken = next(line for line in said.splitlines() if line.startswith("Take"))
-    assert "CAD" not in taken and "without CAD" not in said
+    assert code == 0 and "\nCAD, reserved servers: left out, servers know nothing of tensor parallelism" in said
+    assert "\nCAD in place *" in said
 
 
 def test_a_star_where_nothing_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
