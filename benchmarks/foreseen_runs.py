@@ -163,8 +163,8 @@ def how_to_run(name: str, block: dict[str, Any], ranks: int) -> Any:
         run = partial(modes.ulysses, kept=kept) if kind.startswith("ulysses") else modes.gathered
         return partial(run, degree=ranks, joined=kind.endswith("_joined"))
     if kind in ("cad", "cad:recompute"):
-        if block.get("overlap") in ("pingpong", "none") or block.get("documents") == "exchange":
-            return "no prediction for this kind of overlap or exchange"
+        if block.get("overlap") in ("pingpong", "none"):
+            return "no prediction for this kind of overlap"
         servers = block.get("servers", "all")
         if isinstance(servers, dict) and isinstance(servers.get("reserved"), int):
             return partial(modes_cad.reserved, servers=servers["reserved"])

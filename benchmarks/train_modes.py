@@ -16,7 +16,7 @@ In: a `Setting` and the shared model. Out: `Mode`s, all with the same weights, k
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from train_hybrid import find_recurrent, with_borders
 from train_kept import KeptOutputs
 from train_model import share_parameters
 from train_shapes import is_plain
-from train_split import MicroBatch, Setting, make_micro_batch, own_row, split_pieces, split_rows, split_sequence
+from train_split import MicroBatch, Setting, own_row, split_pieces, split_rows, split_sequence
 from train_ulysses import use_kept_ulysses, use_ulysses
 from transformers import LlamaForCausalLM
 
@@ -128,49 +128,6 @@ class CADMode(Mode):
         self.session.close()
 
 
-class ExchangeMode(CADMode):
-    """CAD with whole documents exchanged between ranks as token ids, before the first forward of a step.
-
-    The step is read through the session's own loader, inside of the time that is measured.
-    """
-
-    def open(self, setting: Setting, block: dict[str, Any]) -> ExchangeMode:
-        """See CADMode."""
-        super().open(setting, block)
-        self.setting = setting
-        self.given_out: Iterator[dict[str, Any]] | None = None
-        self.batches: list[MicroBatch] = []
-        return self
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        """What the loader gave out for the step that is about to be trained."""
-        return self.batches
-
-    def before(self, step: int, following: int | None) -> None:
-        """Take the step from the loader, which submits the one that follows."""
-        wanted = [step] if following is None else [step, following]
-        self.ahead += wanted[len(self.ahead) :]
-        if self.given_out is None:
-            ahead = self.session.look_ahead(self, self.model, accumulation=1, global_loss=True)
-            self.given_out = iter(ahead)
-        batch = next(self.given_out)
-        if self.ahead.pop(0) != step:
-            raise RuntimeError(f"{self.name}: step {step} is trained, but another one was read")
-        columns = (batch[name][0] for name in ("input_ids", "position_ids", "targets"))
-        self.batches = [make_micro_batch(self.setting, *columns)]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The steps in the order of training, as the loader reads them: no farther than is known."""
-        position = 0
-        while position < len(self.ahead):
-            row = self.loaded[self.ahead[position]]
-            # The step before is taken off the list when this one has been read.
-            position = 1
-            yield {
-                "input_ids": row.tokens[None], "position_ids": row.positions[None], "targets": row.targets[None],
-            }  # fmt: skip
-
-
 def make_modes(names: list[str], model: LlamaForCausalLM, setting: Setting) -> list[Mode]:
     """The modes by name, in that order; raises ValueError for a name that is none."""
     modes: list[Mode] = []
@@ -188,10 +145,8 @@ def make_modes(names: list[str], model: LlamaForCausalLM, setting: Setting) -> l
         copy = share_parameters(model)
         joined = kind.endswith("_joined")
         if kind == "cad":
-            block = cad_block(name, setting)
-            kind_of_cad = ExchangeMode if block.get("documents") == "exchange" else CADMode
-            cad = kind_of_cad(name, copy, split_rows(setting, False), exchanges=True)
-            mode: Mode = cad.open(setting, block)
+            cad = CADMode(name, copy, split_rows(setting, False), exchanges=True)
+            mode: Mode = cad.open(setting, cad_block(name, setting))
         elif kind.startswith("ulysses"):
             if outputs is None:
                 use_ulysses(copy, setting.kernel, setting.device)

@@ -36,7 +36,7 @@ PAGE = "docs/is-it-for-me.md"
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise CADConfigError for what is wrong with an option alone, before anything is read or imported."""
-    for name in ("ranks", "context", "limit", "steps", "micro_batches", "tensor", "pipeline"):
+    for name in ("ranks", "context", "limit", "steps", "micro_batches", "batch", "tensor", "pipeline"):
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
     CADConfig(tolerance=args.tolerance, keep=args.keep, recompute_attention=args.recompute_attention)
@@ -87,6 +87,7 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
         tolerance=args.tolerance,
         offload_optimizer=args.offload_optimizer,
         loss="chunked" if args.loss == "chunked" else "whole",
+        deals=args.packing == "none",
     )
     if args.loss == "auto":
         kept = replace(setting, keep="device", recompute_attention=False)
@@ -113,7 +114,7 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
         f"{cluster.ranks} {machine.name} of {machine.memory / 2**30:.0f} GiB, hosts of "
         f"{', '.join(map(str, cluster.sizes)) or cluster.per_host}, {machine.copies / 1e9:.0f} GB/s inside and "
         f"{machine.between / 1e9:.3g} between; tolerance {setting.tolerance:g}",
-        f"rows of {args.context} tokens packed {args.packing} are {full:.1%} full, {args.micro_batches} to a step",
+        f"rows of {_rows(args, full)}, {args.micro_batches} to a step",
     ]
     if machine.like:
         measured = ", ".join(key for key in machine.sources if key != "published")
@@ -122,6 +123,12 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
             f"it is taken to reach as much of its published figures as {machine.like}"
         )
     return lines
+
+
+def _rows(args: argparse.Namespace, full: float) -> str:
+    if args.packing != "none":
+        return f"{args.context} tokens packed {args.packing} are {full:.1%} full"
+    return f"{args.batch} documents of at most {args.context} tokens, dealt out by CAD"
 
 
 def make_cluster(given: str | None, ranks: int, machine: Machine) -> Cluster:
@@ -233,10 +240,10 @@ def draw(
         # Where the data ends it begins again: the curve is about its lengths.
         data = lengths * (1 + need // sum(lengths))
         rows = (context, args.packing, args.micro_batches)
-        steps = make_steps(data, other, *rows, SWEEP_STEPS)
+        steps = make_steps(data, other, *rows, SWEEP_STEPS, args.batch)
         if not steps:
             raise CADDataError(f"no step of {ranks} ranks with {context} tokens")
-        return compare(other, steps, modes, servers, deal=deal(data, other, *rows, len(steps)))
+        return compare(other, steps, modes, servers, deal=deal(data, other, *rows, len(steps), args.batch))
 
     ranks = around(args.ranks, 2 * setting.tensor * setting.pipeline, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))
     contexts = around(args.context, 1024, (1 / 4, 1 / 2, 1, 2, 4))

@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     data.add_argument("--context", type=int, default=65536, help="tokens packed on each GPU (default: 65536)")
     data.add_argument("--packing", default="in_order", choices=tuple(PACKINGS), help="see below (default: in_order)")
+    data.add_argument("--batch", type=int, default=1, help="with --packing none: documents a row (default: 1)")
     data.add_argument("--limit", type=int, default=100_000, help="most documents to read (default: 100000)")
     data.add_argument("--steps", type=int, default=20, help="most steps to foresee (default: 20)")
     data.add_argument(
@@ -197,7 +198,9 @@ def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.cli.foresee import assumptions, check_options, draw, read_setting, table, wanted_modes
     from deepspeed_cad.cli.progress import Progress
     from deepspeed_cad.forecast import modes_cad
+    from deepspeed_cad.forecast.attention_seconds import of_documents
     from deepspeed_cad.forecast.compare import MODES, THREADS, compare
+    from deepspeed_cad.forecast.dealt import deal_out
     from deepspeed_cad.forecast.steps import deal, make_steps
 
     check_options(args)
@@ -211,14 +214,14 @@ def _plan_data(args: argparse.Namespace) -> int:
         skipped: list[str] = []
         lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, progress.tell)
         rows = (args.context, args.packing, args.micro_batches)
-        steps = make_steps(lengths, setting, *rows, args.steps)
+        steps = make_steps(lengths, setting, *rows, args.steps, args.batch)
         if not steps:
             raise CADDataError(
                 f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks "
                 f"with {args.context} tokens: give more data, fewer --ranks or a smaller --context"
             )
         progress.tell("planning")
-        firsts = [step[0] for step in steps]
+        firsts = [deal_out(setting, step)[0] for step in steps]
         with ThreadPoolExecutor(THREADS) as threads:
             outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
             if setting.seats == args.ranks:
@@ -233,7 +236,11 @@ def _plan_data(args: argparse.Namespace) -> int:
         def tell(mode: str, done: int, all_of_them: int) -> None:
             progress.tell(f"{MODES[mode]}: step {done} of {all_of_them}")
 
-        comparison = compare(setting, steps, modes, servers, tell, deal(lengths, setting, *rows, len(steps)))
+        if setting.deals:
+            own = [of_documents(step[0], setting.cost).total for step in steps]
+            outlooks = [replace(one, imbalance_before=work.max() / work.mean()) for one, work in zip(outlooks, own)]
+        fewer = deal(lengths, setting, *rows, len(steps), args.batch)
+        comparison = compare(setting, steps, modes, servers, tell, fewer)
         full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
         rival, cad = comparison.best_rival, comparison.of("cad")
         if rival and cad:

@@ -21,6 +21,7 @@ import numpy as np
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.attention_seconds import Both, Floats, of_tasks
 from deepspeed_cad.forecast.bytes_held import activation_bytes, landing_bytes, served_bytes, state_bytes
+from deepspeed_cad.forecast.dealt import deal_out
 from deepspeed_cad.forecast.exchanges import (
     end_of_passes,
     flows_of,
@@ -55,6 +56,7 @@ RECOMPUTED = 1.4
 
 def in_place(setting: Setting, step: Sequence[Layout]) -> Foreseen:
     """See the module; with pipelines where the setting has stages."""
+    step = deal_out(setting, step)
     stages, most = setting.pipeline, float(max(layout.tokens.max() for layout in step))
     rounds = Rounds(stages, len(step))
     in_flight = rounds.in_flight(0), rounds.in_flight(stages - 1)
@@ -193,7 +195,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
     if setting.pipeline > 1:
         raise CADConfigError("reserved servers together with pipeline stages cannot be foreseen; leave one of them out")
     met, peak, moved, trained = [], 0.0, np.zeros(2), 0.0
-    for layout in step:
+    for layout in deal_out(setting, step, trainers):
         rows = layout.segments.select(layout.segments.rank < trainers)
         own = Layout(layout.ranks, rows, np.where(np.arange(layout.ranks) < trainers, layout.tokens, 0))
         tokens = own.tokens.astype(np.float64)

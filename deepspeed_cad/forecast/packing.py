@@ -24,6 +24,7 @@ PACKINGS = {
     "zigzag": "as spanning, ordered by host and dealt out (shard_stream with zigzag=True and ranks_per_host)",
     "bfd": "TRL's default: best fit, longest first; the end of a document longer than a row is dropped",
     "bfd_split": "TRL's other best fit: a document longer than a row is split",
+    "none": "rows of --batch documents each, whatever their lengths; ends beyond the context are dropped",
     "wrapped": "TRL's: a row is cut out of the stream of tokens, and attends to all of itself",
 }
 
@@ -33,12 +34,19 @@ SPANNING = ("spanning", "zigzag")
 
 
 def layouts(
-    lengths: Sequence[int], ranks: int, context: int, packing: str, ranks_per_host: int | None = None
+    lengths: Sequence[int], ranks: int, context: int, packing: str, ranks_per_host: int | None = None, batch: int = 1
 ) -> Iterator[Layout]:
-    """Micro-batches of all ranks; the last, partial one is left out. `ranks_per_host`: None: all are on one."""
+    """Micro-batches of all ranks; the last, partial one is left out. `ranks_per_host`: None: all are on one; `batch`:
+    documents of a row that is not packed."""
     if packing in ("in_order", "spanning", "zigzag"):
         by_host = min(ranks_per_host or ranks, ranks) if packing == "zigzag" else None
         yield from pack(list(lengths), ranks, context, packing != "in_order", by_host)
+        return
+    if packing == "none":
+        whole = [min(length, context) for length in lengths if length > 0]
+        for first in range(0, len(whole) - ranks * batch + 1, ranks * batch):
+            step = whole[first : first + ranks * batch]
+            yield Layout.from_rank_lengths([step[at : at + batch] for at in range(0, len(step), batch)])
         return
     rows = trl_rows(lengths, context, packing)
     # Trainers shuffle rows. Unshuffled, the fullest rows of best fit would meet in one step.
@@ -109,7 +117,7 @@ def say_cut(lengths: Sequence[int], context: int, packing: str) -> str:
     if not beyond:
         return "no document is longer than a row"
     head = f"{len(beyond)} documents are longer than a row of {context} tokens: "
-    if packing == "bfd":
+    if packing in ("bfd", "none"):
         return f"{head}their ends are dropped, {sum(beyond)} tokens ({share:.1f} %)"
     if packing in SPANNING:
         return f"{head}they go on on the next GPU and stay whole; only the ends of a step cut documents"

@@ -20,10 +20,10 @@ Lengths = list[int]
 
 
 def make_steps(
-    lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int
+    lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int, batch: int = 1
 ) -> list[list[Layout]]:
-    """Steps of some micro-batches each, every row packed; the last, partial step is left out."""
-    packed = iter(layouts(lengths, setting.seats, context, packing, setting.seats_per_host))
+    """Steps of some micro-batches each; the last, partial step is left out. `batch`: documents of unpacked rows."""
+    packed = iter(layouts(lengths, setting.seats, context, packing, setting.seats_per_host, batch))
     steps: list[list[Layout]] = []
     while len(steps) < most:
         step = list(islice(packed, micro_batches))
@@ -34,7 +34,7 @@ def make_steps(
 
 
 def deal(
-    lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int
+    lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int, batch: int = 1
 ) -> Callable[[int], list[list[Layout]]]:
     """Gives the steps of fewer trainers, beside seats that only serve: the same documents, in more steps.
 
@@ -46,7 +46,7 @@ def deal(
         ranks = trainers * setting.tensor * setting.pipeline
         fewer = replace(setting, cluster=Cluster(ranks, min(ranks, cluster.per_host), cluster.machine))
         more = -(-most * setting.seats // trainers)
-        steps = make_steps(lengths, fewer, context, packing, micro_batches, more)
+        steps = make_steps(lengths, fewer, context, packing, micro_batches, more, batch)
         return [[_widen(layout, servers) for layout in step] for step in steps]
 
     return to_trainers

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ import pytest
 from deepspeed_cad import profiles
 from deepspeed_cad.cli import main, progress
 from deepspeed_cad.cli.plan import add_arguments
+from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.forecast import Cluster, Machine, Setting
 from deepspeed_cad.forecast.compared import RUNS
+from deepspeed_cad.forecast.dealt import deal_out, lay
+from deepspeed_cad.forecast.model_shape import SHAPES
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.checks import check_coverage
 from deepspeed_cad.planner.question import read_question
@@ -122,6 +127,36 @@ def test_token_ids_as_jsonl_need_no_tokenizer(tmp_path: Path, capsys: pytest.Cap
     assert "rows of 1024 tokens packed in_order are" in capsys.readouterr().err
     assert main([*words[:3], "100", *words[4:]]) == 2
     assert "do not fill one step" in capsys.readouterr().err
+
+
+def test_rows_that_are_not_packed_are_dealt_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CAD trains the same documents, and what it gains over plain grows by far; also beside servers."""
+    target = tmp_path / "out.json"
+    words = ["plan", "chat", "--packing", "none", "--batch", "16", "--steps", "4", "--sharding", "zero1"]
+    assert main([*words, "--modes", "plain kept,cad,cad reserved", "--reserve", "1", "--output", str(target)]) == 0
+    assert "rows of 16 documents" in capsys.readouterr().err
+    kept, cad, reserved = json.loads(target.read_text())["modes"]
+    assert (
+        cad["tokens"] == kept["tokens"] and cad["tokens_per_second_per_gpu"] > 1.4 * kept["tokens_per_second_per_gpu"]
+    )
+    assert cad["peak"] < kept["peak"] and reserved["tokens_per_second_per_gpu"] > kept["tokens_per_second_per_gpu"]
+    assert main([*words[:5], "0"]) == 2 and "--batch is 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trainers", [None, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_documents_of_a_forecast_are_dealt_out_whole(padded: bool, trainers: int | None) -> None:
+    rows = [[900, 40], [30, 20], [500, 10], [70, 60]]
+    step = [lay(rows, padded), lay(rows[::-1], padded)]
+    setting = Setting(SHAPES["llama-8b"], Cluster(4, 4, Machine.load("h200")), CostModel(unit="seconds", pair=1e-12))
+    assert deal_out(setting, step, trainers) is step
+    dealt = deal_out(replace(setting, deals=True), step, trainers)
+    assert sorted(np.concatenate([one.segments.end for one in dealt])) == sorted(
+        np.concatenate([one.segments.end[one.segments.rank < (trainers or 4)] for one in step])
+    )
+    most = [max(one.tokens[: trainers or 4].max() for one in of) for of in (step, dealt)]
+    assert most[1] <= most[0] and all(one.ranks == 4 and not one.tokens[trainers or 4 :].any() for one in dealt)
+    assert (sum(one.tokens.sum() for one in dealt) < 0.8 * sum(one.tokens.sum() for one in step)) == padded or trainers
 
 
 def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,53 @@
+"""Documents dealt out to seats before a step, as training does it (planner/deal.py).
+
+In: a setting, the layouts of a step's micro-batches. Out: the same documents elsewhere. A rank whose row has more
+tokens than its documents has a batch of samples that are padded to the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.deal import Costs, Step, deal
+
+
+def deal_out(setting: Setting, step: Sequence[Layout], trainers: int | None = None) -> Sequence[Layout]:
+    """The micro-batches of a step as CAD trains them; as they are where nothing is gained, or the setting deals not.
+
+    `trainers`: beside so many seats serve the others, which have no documents; they make attention even by themselves.
+    """
+    if not setting.deals or setting.pipeline > 1 or any(layout.segments.begin.any() for layout in step):
+        return step
+    ranks, work = (step[0].ranks if trainers is None else trainers), setting.work
+    columns = [
+        (rank, turn, length)
+        for rank in range(ranks)
+        for turn, layout in enumerate(step)
+        for length in layout.segments.end[layout.segments.rank == rank].tolist()
+    ]
+    rank, turn, length = np.array(columns, np.int64).reshape(-1, 3).T
+    tokens = np.stack([layout.tokens[:ranks] for layout in step], axis=1)
+    given = Step(rank, turn, length, tokens, padded=bool(tokens.sum() > length.sum()))
+    kernels = setting.machine.in_training * setting.shape.groups * setting.layers if trainers is None else 0.0
+    each = (work.forward * (2 if setting.checkpointing else 1) + work.backward) * setting.layers + work.loss
+    costs = Costs(setting.cost.of(0 * length, length) * kernels, np.full(ranks, each), np.ones(ranks))
+    found = deal(given, costs, setting.tolerance, setting.hosts)
+    if found is None:
+        return step
+    idle: list[list[int]] = [[] for _ in range(step[0].ranks - ranks)]
+    rows = [
+        [length[(found.rank == one) & (found.micro_batch == at)].tolist() for one in range(ranks)]
+        for at in range(len(step))
+    ]
+    return [lay(own + idle, given.padded) for own in rows]
+
+
+def lay(rows: list[list[int]], padded: bool) -> Layout:
+    """Documents of every rank, or samples that are padded to its longest."""
+    layout = Layout.from_rank_lengths(rows)
+    return replace(layout, tokens=np.array([max(row, default=0) * len(row) for row in rows])) if padded else layout
