@@ -22,7 +22,7 @@ _CHOICES: dict[str, tuple] = {
     "overlap": ("auto", "local_first", "interleave", "pingpong", "none"),
     "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
     "keep": ("device", "host"),
-    "documents": ("keep", "exchange", "in_order"),
+    "documents": ("auto", "deal", "keep", "in_order"),
     "look_ahead": (0, 1),
     "check": ("sampled", "off"),
     "on_server_failure": ("stop", "continue"),
@@ -123,12 +123,13 @@ class CADConfig:
     least; on CPUs no limit. Beside reserved servers "auto" is only what training leaves free. Where no cut fits, all
     ranks and servers end with one error."""
 
-    documents: str = "keep"
-    """What may happen to the documents of an optimizer step before its first forward. "keep": they stay on the rank
-    that loaded them; with gradient accumulation the ranks but 0 train their micro-batches in another order, so that
-    heavy ones of all ranks meet. "in_order": every rank keeps its loader's order, too. "exchange": whole documents
-    change ranks as token ids, where that is cheaper and the loss is normalised over the global batch. See
-    docs/steps.md. Exchange is experimental: exact on CPUs, never measured on GPUs."""
+    documents: str = "auto"
+    """What may happen to the documents of an optimizer step before its first forward. "auto": whole documents are dealt
+    out to ranks so that all have as much to do, where the loss is known to be divided by the targets of all ranks and
+    no dropout falls on other tokens than without; elsewhere as "keep". "deal": dealt out in every training loop; you
+    say that both do not matter. "keep": they stay on the rank that loaded them; with gradient accumulation the ranks
+    but 0 train their micro-batches in another order, so that heavy ones of all ranks meet. "in_order": every rank keeps
+    its loader's order, too. See docs/steps.md."""
 
     look_ahead: int = 1
     """How many steps ahead lengths are gathered and plans made, in a background thread. 0: plan at the forward pass."""
@@ -227,16 +228,6 @@ class CADConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-NOT_GLOBAL = (
-    '"cad": key "documents" is "exchange", but nothing says that the loss is normalised over the global batch. Where '
-    "each rank or micro-batch divides by its own tokens, exchanged documents change the loss. Use the Hugging Face "
-    "Trainer with average_tokens_across_devices=True, or divide by the tokens of the whole step of all ranks and read "
-    "the data through deepspeed_cad.current_session().look_ahead(loader, model, global_loss=True), or set it to "
-    '"keep".'
-)
-"""Why exchanging documents is refused in a training loop that CAD does not know."""
-
-
 _SERVERS = (
     '"all", {"reserved": n}, {"ranks": [r, …]}, {"reserved_per_node": n} or {"joined": n}, with n of 1 or more and '
     "ranks that differ"
@@ -276,8 +267,8 @@ def _refuse_combinations(config: CADConfig) -> None:
         if config.keep == "host":
             reason = 'With "on_server_failure": "continue" attention may run again, and needs what it kept at hand.'
             raise _bad("keep", "host", '"device"', reason)
-    if config.documents == "exchange" and not config.look_ahead:
-        raise _bad("look_ahead", 0, "1", 'With "documents": "exchange" a step is arranged before its first forward.')
+    if config.documents == "deal" and not config.look_ahead:
+        raise _bad("look_ahead", 0, "1", 'With "documents": "deal" a step is arranged before its first forward.')
     if config.keep == "host" and config.recompute_attention:
         raise _bad("keep", "host", '"device"', 'With "recompute_attention": true attention keeps nothing.')
 

@@ -25,13 +25,13 @@ from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.plan import Learned, Plans
-from deepspeed_cad.ahead.step import allow_exchange
+from deepspeed_cad.ahead.step import NOT_STATED, settle
 from deepspeed_cad.ahead.whereabouts import Whereabouts
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, Modes
-from deepspeed_cad.config import NOT_GLOBAL, CADConfig
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, why_ended
 from deepspeed_cad.exchange.group import Group, OwnGroup
 from deepspeed_cad.exchange.links import Links
@@ -250,18 +250,14 @@ class Session:
     ) -> LookAheadLoader:
         """A loader for a training loop of one's own that arranges and announces each step while the one before trains.
 
-        `accumulation`: micro-batches per optimizer step; None: what a DeepSpeed engine says, else 1. With
-        `"documents": "exchange"` documents change ranks; `global_loss` states that the loss is a sum over tokens
-        divided by one number for the whole step of all ranks. Raises CADConfigError where that is not stated, and
-        CADUnsupportedError for a model whose loss is no sum over tokens.
+        `accumulation`: micro-batches per optimizer step; None: what a DeepSpeed engine says, else 1. `global_loss`
+        states that the loss is a sum over tokens, divided by one number for the whole step of all ranks: documents may
+        then be dealt out to ranks.
         """
         binding = self.find_binding(model)
         if binding is None:
             raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
-        if self.config.documents == "exchange":
-            if not global_loss:
-                raise CADConfigError(NOT_GLOBAL)
-            allow_exchange(binding.feed, model)
+        settle(binding.feed, model, "" if global_loss else NOT_STATED)
         says, engine = getattr(model, "gradient_accumulation_steps", lambda: 1), cast(Any, model)
         if accumulation is None:
             accumulation = int(says()) if callable(says) else 1
@@ -321,7 +317,7 @@ class Session:
             landing_bytes=0 if transport is None else transport.landing_bytes,
             landing_limit=math.inf if learned.memory is None else learned.memory.now.size,
             parked_bytes=None if self.parking is None else self.parking.host_bytes,
-            arranged=next(filter(None, (feed.arranged for feed in self.feeds)), ""),
+            arranged=next((text for feed in self.feeds if (text := feed.in_words)), ""),
             statistics=self.statistics,
         )
 

@@ -141,9 +141,9 @@ def replica_in(mesh: Any, rank: int, kinds: Sequence[str] = TENSOR) -> Replica:
 
 def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
     """Raise CADUnsupportedError for what is not built where ranks divide heads; `pieces`: see Replica."""
-    if config.documents == "exchange":
+    if config.documents == "deal":
         raise CADUnsupportedError(
-            '"documents": "exchange" moves documents between ranks, and here several ranks hold one micro-batch '
+            '"documents": "deal" moves documents between ranks, and here several ranks hold one micro-batch '
             'together (tensor parallelism, Ulysses). Set it to "keep"'
         )
     if pieces and (config.overlap_used in ("interleave", "pingpong") or config.verify):

@@ -93,7 +93,7 @@ class PreparedIterator:
         if session is None or session.group_ranks == 1 or not session.config.look_ahead or len(session.bindings) != 1:
             return None
         # Its state, which checkpoints hold, counts what was read and not what was trained.
-        if session.config.documents == "exchange" or getattr(self.loader, "use_stateful_dataloader", False):
+        if getattr(self.loader, "use_stateful_dataloader", False):
             return None
         found: Binding = next(iter(session.bindings.values()))
         return found

@@ -18,7 +18,7 @@ from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
 from deepspeed_cad.integrations.prepared import PreparedIterator
 
 from deepspeed_cad.ahead.feed import Feed
-from deepspeed_cad.ahead.step import Step, StepAhead, allow_exchange
+from deepspeed_cad.ahead.step import Step, StepAhead, settle
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import find_binding
 
@@ -109,10 +109,8 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         if not samples:
             self.__dict__.pop(_AHEAD)
             return samples, count
-        if config.documents == "exchange" and binding.session.ranks > 1:
-            refuse_loss(self, count)
-            if not binding.feed.exchanges:
-                allow_exchange(binding.feed, self.model)
+        if new:
+            settle(binding.feed, self.model, unknown_loss(self), wrong_loss(self, count))
         # Targets are counted before documents change ranks; their number over all ranks stays the same.
         samples = ahead.arrange(samples)
         if _may_read_ahead(self):
@@ -130,26 +128,33 @@ def _refuse_trainer(trainer: Any) -> None:
     refuse_loader(trainer.callback_handler.train_dataloader)
 
 
-def refuse_loss(trainer: Any, count: Any) -> None:
-    """Raise CADUnsupportedError unless the loss is normalised over the global batch. `count`: the targets of a step."""
-    owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    args, reason = trainer.args, None
-    if not getattr(args, "average_tokens_across_devices", False):
-        reason = "average_tokens_across_devices is off: each rank divides by its own tokens; set it to True"
-    elif count is None:
-        reason = (
+def wrong_loss(trainer: Any, count: Any) -> str:
+    """Why a Trainer's loss is not divided by the targets of all ranks; empty where it may be.
+
+    `count`: the targets of a step, as the Trainer counted them.
+    """
+    if not getattr(trainer.args, "average_tokens_across_devices", False):
+        return "average_tokens_across_devices is off, so each rank divides by its own tokens"
+    if count is None:
+        return (
             "the Trainer does not count the targets of a step (num_items_in_batch): the model takes no loss arguments, "
             "or batches have no labels"
         )
-    elif getattr(args, "label_smoothing_factor", 0):
-        reason = "label_smoothing_factor is set: not every version of transformers divides that loss by all targets"
-    elif owner.__module__.partition(".")[0] != "transformers" and owner.__name__ != "SFTTrainer":
-        reason = (
-            f"{owner.__name__} computes a loss of its own, of which it is not known how it is normalised; train in a "
-            "loop of your own with current_session().look_ahead(loader, model, global_loss=True)"
-        )
-    if reason is not None:
-        raise CADUnsupportedError(f'"cad": key "documents" is "exchange", but {reason}. Or set it to "keep"')
+    if getattr(trainer.args, "label_smoothing_factor", 0):
+        return "label_smoothing_factor is set: not every version of transformers divides that loss by all targets"
+    return ""
+
+
+def unknown_loss(trainer: Any) -> str:
+    """Why nobody knows that a Trainer gives the same where documents change ranks; empty where it is known."""
+    owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    if owner.__module__.partition(".")[0] != "transformers" and owner.__name__ != "SFTTrainer":
+        return f"{owner.__name__} computes a loss of its own, of which it is not known by what it is divided"
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        return "compute_loss_func is the script's own, of which it is not known by what it divides"
+    if getattr(trainer.args, "neftune_noise_alpha", None):
+        return "neftune_noise_alpha puts noise on tokens"
+    return ""
 
 
 def _may_read_ahead(trainer: Any) -> bool:

@@ -56,6 +56,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.ahead.documents import MASK, batch_shape, read_documents
+from deepspeed_cad.ahead.step import NOT_STATED, settle
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
@@ -76,6 +77,7 @@ class Binding:
         self.original = model.config._attn_implementation or default_attention(model.config)
         self.ulysses = Ulysses(self.original, session) if session.shares.pieces else None
         self.feed = session.open_feed(describe(model))
+        settle(self.feed, model, NOT_STATED)
         self.forwards = 0
         self.called_with: dict[str, Any] = {}
         """Arguments of the whole model while its forward runs; empty where only its decoder is called."""

@@ -54,15 +54,18 @@ class Announcement:
     local: LocalSegments
     unit: int = 1
     """Cuts are multiples of it: the row length of a batch of several rows, else 1."""
+    loaded: int = -1
+    """Tokens that the loader gave for it, where documents were dealt out since; −1: as many as it has."""
 
     def to_array(self) -> Ints:
-        """[2 + 3 × segments]: tokens, unit, then the segments."""
-        return np.r_[self.local.tokens, self.unit, self.local.to_array().reshape(-1)].astype(np.int64)
+        """[3 + 3 × segments]: tokens, unit, tokens as loaded, then the segments."""
+        return np.r_[self.local.tokens, self.unit, self.loaded, self.local.to_array().reshape(-1)].astype(np.int64)
 
     @classmethod
     def from_array(cls, values: Ints) -> Announcement:
         """The inverse of `to_array`."""
-        return cls(LocalSegments.from_array(values[2:].reshape(-1, 3), int(values[0])), int(values[1]))
+        tokens, unit, loaded = map(int, values[:3])
+        return cls(LocalSegments.from_array(values[3:].reshape(-1, 3), tokens), unit, loaded)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,7 @@ from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Said, State, Subject, What
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
-from deepspeed_cad.config import NOT_GLOBAL
-from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError
+from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
 from deepspeed_cad.layout import Ints
 
 logger = logging.getLogger("deepspeed_cad")
@@ -62,8 +61,10 @@ class Feed:
         self.replicas = len(self.shares.replicas)
         self.keys: dict[PlanKey, int] = {}
         """Kinds of layers seen so far, what the look-ahead plans for; and how many layers there are of each."""
-        self.exchanges = False
-        """Whether documents are exchanged before steps: set where the loss is known to be normalised over all ranks."""
+        self.deals = False
+        """Whether documents are dealt out to ranks before steps."""
+        self.stays = ""
+        """Why not, where it is asked for, and what would turn it on."""
         self.arranged = ""
         """What is different about the micro-batches of a step, in words; empty where they come as they were loaded."""
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
@@ -142,6 +143,11 @@ class Feed:
         )
 
     @property
+    def in_words(self) -> str:
+        """How micro-batches of a step are arranged, and why not otherwise."""
+        return "; ".join(filter(None, (self.arranged, self.stays)))
+
+    @property
     def next_announced(self) -> Announcement | None:
         """The announced micro-batch that the next forward must be, if the loader announced one."""
         return self._ahead[0][0] if self._ahead else None
@@ -159,8 +165,6 @@ class Feed:
 
         `queued` is false for a forward that is none of the announced ones; it is the same on every rank.
         """
-        if self.replicas > 1 and self.config.documents == "exchange" and queued and not self.exchanges:
-            self.fail(CADConfigError(NOT_GLOBAL))
         if self.plans.abandoned:
             # Also where plans were ready before: this rank's part of an exchange is missing, so no later one pairs up.
             raise CADPeerError(self.plans.abandoned)

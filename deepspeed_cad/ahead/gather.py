@@ -39,7 +39,7 @@ class What(IntEnum):
     """Documents of a forward without gradients, which is none of the trained ones."""
     STEP = 4
     """Documents of all micro-batches of an optimizer step."""
-    ASSIGNMENT = 5
+    DEAL = 5
     """Which rank trains which document of a step."""
     PLAN = 6
     """The fingerprint of a plan."""
@@ -55,7 +55,7 @@ _WORDS = {
     What.FORWARD: "document lengths at the forward",
     What.LOOK: "document lengths at the forward without gradients",
     What.STEP: "documents of the step",
-    What.ASSIGNMENT: "assignment of documents",
+    What.DEAL: "deal of documents",
     What.PLAN: "plan",
     What.LAYERS: "attention layers of pipeline stages",
     What.LOADER: "answers whether a loader's batches are trained as they are",
@@ -79,7 +79,7 @@ class Subject:
         if self.what == What.CHOICE:
             return words
         model = f" of model {self.model}" if self.model else ""
-        if self.what in (What.LENGTHS, What.STEP, What.ASSIGNMENT):
+        if self.what in (What.LENGTHS, What.STEP, What.DEAL):
             unit = "micro-batch" if self.what == What.LENGTHS else "step"
             return f"{words} of {unit} {self.index} in epoch {self.epoch}{model}"
         return f"{words} number {self.index}{model}"

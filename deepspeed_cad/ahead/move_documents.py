@@ -1,9 +1,11 @@
-"""Document exchange: the per-token fields of whole documents travel between ranks, before the first forward of a step.
+"""Documents change ranks before the first forward of a step: what each of their tokens has travels with them.
 
-In: this rank's micro-batches of one step (dicts as models receive them) and an `Assignment`. Out: the micro-batches
-that this rank trains instead. Tokens travel as bytes on the session's CPU group, on the look-ahead thread.
+In: this rank's micro-batches of one step (dicts as models receive them), and where each document is trained. Out: the
+micro-batches that this rank trains instead. Tokens travel as bytes on the session's CPU group, on the look-ahead
+thread. What travels of a packed row `[1, T]` are documents; of a padded batch `[N, T]` samples, without the padding
+behind them.
 
-Shapes: `T` tokens of a row, `B` bytes of one token's fields together.
+Shapes: `N` batch rows, `T` tokens of each, `B` bytes of one token's fields together.
 """
 
 from __future__ import annotations
@@ -16,35 +18,53 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.ahead.assign import Assignment, StepDocuments
 from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, NUMBERING, Announcement
 from deepspeed_cad.ahead.gather import Gatherer
+from deepspeed_cad.ahead.step_message import StepDocuments
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.deal import Dealt
 
 LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
 """Fields that are the longest document's length. Like those of which documents are read they are computed again."""
+POSITIONS = "position_ids"
+TARGETS = ("labels", "shift_labels")
 IGNORED = -100
 """Label of a token that is no target."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One per-token field: [1, T, *shape]."""
+    """One per-token field: [N, T, *shape], or [*front, N, T] with one axis in front."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Values per token."""
-        return int(np.prod(self.shape, dtype=np.int64))
+    front: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
         """Bytes of one token."""
-        return self.size * self.dtype.itemsize
+        return int(np.prod(self.front + self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def plain_padding(self) -> torch.Tensor:
+        """[bytes] of a token that is no target, hidden, zero."""
+        value = IGNORED if self.name in TARGETS else 0
+        return torch.full((self.bytes // self.dtype.itemsize,), value, dtype=self.dtype).view(torch.uint8)
+
+    def to_bytes(self, value: torch.Tensor) -> torch.Tensor:
+        """[N · T, bytes]"""
+        value = value.detach().cpu()
+        value = value.movedim(0, 2) if self.front else value
+        return value.reshape(value.shape[0] * value.shape[1], -1).contiguous().view(torch.uint8)
+
+    def from_bytes(self, column: torch.Tensor, rows: int) -> torch.Tensor:
+        """The inverse, with so many batch rows."""
+        tokens = column.shape[0] // rows
+        value = column.clone(memory_format=torch.contiguous_format).view(self.dtype)
+        value = value.reshape(rows, tokens, *self.front, *self.shape)
+        return value.movedim(2, 0).contiguous() if self.front else value
 
 
 @dataclass(frozen=True)
@@ -53,50 +73,130 @@ class Fields:
 
     per_token: tuple[Field, ...]
     derived: tuple[str, ...]
+    """What is computed again from lengths."""
+    padded: bool
+    """Whether samples travel, and not documents."""
 
     @property
     def bytes(self) -> int:
         """Bytes of one token's fields together."""
         return sum(one.bytes for one in self.per_token)
 
+    def to_bytes(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """[N · T, B]"""
+        return torch.cat([one.to_bytes(batch[one.name]) for one in self.per_token], 1)
+
+    @property
+    def plain_padding(self) -> torch.Tensor:
+        """[B] of a token of padding, where nobody has one to look at."""
+        return torch.cat([one.plain_padding for one in self.per_token])
+
 
 def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
     """The fields of a micro-batch whose documents can be moved; otherwise the reason why they cannot."""
     ids = batch.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[0] != 1:
-        return "it is not one packed row: input_ids must have the shape [1, tokens]"
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or 0 in ids.shape:
+        return "it has no input_ids of the shape [batch, tokens]"
     shape, local = tuple(ids.shape), mine.local
-    positions = batch.get("position_ids")
-    if not isinstance(positions, torch.Tensor):
-        return "it has no position_ids, which documents take along"
-    if int((local.end - local.begin).sum()) != shape[1]:
-        return "it has padding"
-    if positions.shape == shape and positions[0].cpu().numpy()[local.offset].any():
-        return "its position_ids do not start again at 0 at each document, as they must wherever it goes"
+    positions, mask = batch.get(POSITIONS), batch.get(MASK)
+    padded = shape[0] > 1 or positions is None
+    if padded and (getattr(mask, "shape", None) != shape or shape[1] == 1):
+        return "it has neither position_ids that documents take along nor an attention_mask that tells padding"
+    if padded and not np.isin(local.offset // shape[1] * shape[1], local.offset).all():
+        return "it is padded on the left"
+    if not padded and isinstance(positions, torch.Tensor) and positions.shape[-1] == shape[1]:
+        if positions.reshape(-1, shape[1])[0].cpu().numpy()[local.offset].any():
+            return "its position_ids do not start again at 0 at each document, as they must wherever it goes"
     per_token, derived = [], []
     for name in sorted(batch):
         value = batch[name]
-        is_mask = name == MASK and getattr(value, "shape", None) == shape
-        if name in CUMULATIVE or name in LONGEST or name == NUMBERING or is_mask:
+        found = _read_field(name, value, shape)
+        if name in CUMULATIVE or name in LONGEST or name == NUMBERING:
+            if padded:
+                return f'its field "{name}" numbers the tokens of a batch of several rows'
             derived.append(name)
-        elif isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == shape and not value.requires_grad:
-            per_token.append(Field(name, value.dtype, tuple(value.shape[2:])))
+        elif (name == MASK and not padded and found is not None) or (
+            name == POSITIONS and padded and _counts_up(value, shape)
+        ):
+            derived.append(name)
+        elif found is not None:
+            per_token.append(found)
         elif value is not None and not isinstance(value, bool):
             what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"({type(value).__name__})"
             return f'its field "{name}" {what} is not one value per token'
-    if "labels" in batch and "shift_labels" not in batch:
-        first = batch["labels"][0, torch.from_numpy(local.offset).to(ids.device)]
+    if "labels" in batch and "shift_labels" not in batch and not padded:
+        first = batch["labels"][0, torch.from_numpy(local.offset[local.offset > 0]).to(ids.device)]
         if bool((first != IGNORED).any()):
             return (
                 "its labels make the first token of a document a target of the document before; set it to -100 "
                 "(DataCollatorWithFlattening and TRL's packing do)"
             )
-    return Fields(tuple(per_token), tuple(derived))
+    behind = find_padding(mine, shape[1] if padded else 0)
+    for name in TARGETS:
+        if len(behind) and name in batch and bool((batch[name].cpu().reshape(-1)[behind] != IGNORED).any()):
+            return f"its {name} count where it is padded; set them to -100 there"
+    return Fields(tuple(per_token), tuple(derived), padded)
+
+
+def _read_field(name: str, value: Any, shape: tuple[int, ...]) -> Field | None:
+    if not isinstance(value, torch.Tensor) or value.requires_grad:
+        return None
+    if tuple(value.shape[:2]) == shape:
+        return Field(name, value.dtype, tuple(value.shape[2:]))
+    if tuple(value.shape[1:]) == shape:
+        return Field(name, value.dtype, (), tuple(value.shape[:1]))
+    return None
+
+
+def _counts_up(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether positions are those of the columns."""
+    up = torch.arange(shape[1])
+    return isinstance(value, torch.Tensor) and value.shape[-1] == shape[1] and bool((value.cpu() == up).all())
+
+
+def find_padding(mine: Announcement, width: int) -> torch.Tensor:
+    """Tokens that are left behind where documents travel: all in none, or behind the last one of a batch row."""
+    local = mine.local
+    end = local.offset + local.end - local.begin
+    if not width:
+        change = np.zeros(local.tokens + 1, np.int64)
+        change[local.offset] += 1
+        np.subtract.at(change, end, 1)
+        return torch.from_numpy(np.flatnonzero(change[:-1].cumsum() == 0))
+    last = np.arange(0, local.tokens, width) + 1
+    np.maximum.at(last, local.offset // width, end)
+    column = np.arange(local.tokens)
+    return torch.from_numpy(np.flatnonzero(column >= last[column // width]))
+
+
+def read_padding(batches: Sequence[Mapping[str, Any]], fields: Fields, mine: Sequence[Announcement]) -> Ints | str:
+    """What tokens of padding hold, as whole numbers; none where there are none. The reason where they differ."""
+    found: torch.Tensor | None = None
+    for batch, one in zip(batches, mine):
+        behind = find_padding(one, int(batch["input_ids"].shape[1]))
+        if not len(behind):
+            continue
+        tokens = fields.to_bytes(batch)[behind]
+        found = tokens[0] if found is None else found
+        if bool((tokens != found).any()):
+            at = int((tokens != found).any(0).nonzero()[0])
+            ends = np.cumsum([field.bytes for field in fields.per_token])
+            return f'its field "{fields.per_token[int(np.searchsorted(ends, at, "right"))].name}" differs in padding'
+    if found is None:
+        return np.zeros(0, np.int64)
+    return np.frombuffer(found.numpy().tobytes().ljust(-(-len(found) // 8) * 8, b"\0"), np.int64).copy()
+
+
+def pad_token(padding: Ints, fields: Fields) -> torch.Tensor:
+    """[B] of a token of padding, from what `read_padding` gives."""
+    if not len(padding):
+        return fields.plain_padding
+    return torch.from_numpy(padding.copy()).view(torch.uint8)[: fields.bytes]
 
 
 @dataclass(frozen=True, eq=False)
 class Moved:
-    """A micro-batch of this rank after the exchange."""
+    """A micro-batch of this rank as it will be trained."""
 
     batch: dict[str, Any]
     """On the CPU where documents moved; the micro-batch itself where none did."""
@@ -110,108 +210,82 @@ class Moved:
         return self.batch
 
 
-def exchange_documents(
-    batches: Sequence[Any], fields: Fields, step: StepDocuments, assignment: Assignment, gatherer: Gatherer
+def move_documents(
+    batches: Sequence[Any], fields: Fields, padding: Ints, documents: StepDocuments, dealt: Dealt, gatherer: Gatherer
 ) -> list[Moved]:
-    """Carry out an assignment; every rank calls it for the same step.
+    """Carry out what was dealt; every rank calls it for the same step. Collective where documents change ranks.
 
-    `batches`: this rank's micro-batches in the order of the step. Collective where any document changes its rank.
+    Args:
+        batches: this rank's micro-batches in the order of the step.
+        fields: of all of them, on all ranks.
+        padding: what tokens of padding hold, on all ranks.
     """
-    rank = gatherer.rank
-    open_rows = np.flatnonzero(~step.fixed[rank]).tolist() if _takes_part(step, assignment, rank) else []
-    # Those that stay may have other fields: they neither travel nor lend what is in no document.
-    rows = {i: _as_bytes(batches[i], fields) for i in open_rows}
-    like = batches[open_rows[0]] if open_rows else {}
-    arrived = _send(rows, fields.bytes, step, assignment, gatherer)
-    return [
-        _row(batches, like, fields, step, assignment, rank, micro_batch, arrived)
-        for micro_batch in range(step.micro_batches)
-    ]  # fmt: skip
-
-
-def _takes_part(step: StepDocuments, assignment: Assignment, rank: int) -> bool:
-    return bool((assignment.source[rank] < 0).any()) or bool(((step.rank == rank) & (assignment.rank != rank)).any())
-
-
-def _as_bytes(batch: Mapping[str, Any], fields: Fields) -> torch.Tensor:
-    """[T, B] bytes of a micro-batch's per-token fields."""
-    columns = []
-    for field in fields.per_token:
-        value = batch[field.name].detach().cpu()[0].contiguous()
-        columns.append(value.reshape(value.shape[0], field.size).view(torch.uint8))
-    return torch.cat(columns, 1)
-
-
-def _offsets(step: StepDocuments) -> Ints:
-    """First token of each document in its row."""
-    ends = np.cumsum(step.length)
-    row = step.rank * step.micro_batches + step.micro_batch
-    first = np.r_[True, row[1:] != row[:-1]] if len(row) else np.zeros(0, bool)
-    base = np.where(first, ends - step.length, 0)
-    return ends - step.length - np.maximum.accumulate(base) if len(row) else base
+    rank, step = gatherer.rank, documents.step
+    tokens = [fields.to_bytes(batch) for batch in batches]
+    arrived = _send(tokens, fields.bytes, documents, dealt, gatherer)
+    moved = []
+    for micro_batch in range(step.tokens.shape[1]):
+        mine = np.flatnonzero((dealt.rank == rank) & (dealt.micro_batch == micro_batch))
+        own = np.unique(step.micro_batch[mine[step.rank[mine] == rank]])
+        if len(own) == 1 and np.array_equal(mine, np.flatnonzero((step.rank == rank) & (step.micro_batch == own[0]))):
+            moved.append(Moved(batches[own[0]], {}))
+            continue
+        pieces = [arrived[one] for one in mine.tolist()]
+        moved.append(_row(batches[0], pieces, fields, padding))
+    return moved
 
 
 def _send(
-    rows: Mapping[int, torch.Tensor], width: int, step: StepDocuments, assignment: Assignment, gatherer: Gatherer
+    tokens: Sequence[torch.Tensor], width: int, documents: StepDocuments, dealt: Dealt, gatherer: Gatherer
 ) -> dict[int, torch.Tensor]:
-    """Bytes [tokens, B] of every document that this rank builds new rows of, by number of the document.
+    """Bytes [tokens, B] of every document that this rank trains, by number of the document.
 
-    `rows`: [T, B] bytes of this rank's micro-batches whose documents may move.
+    `tokens`: [N · T, B] bytes of this rank's micro-batches.
     """
-    rank = gatherer.rank
-    offset, length = _offsets(step), step.length
-    rebuilt = assignment.source[assignment.rank, assignment.micro_batch] < 0
-    here: dict[int, torch.Tensor] = {}
+    rank, step, length = gatherer.rank, documents.step, documents.step.length
 
     def own(document: int) -> torch.Tensor:
-        begin = int(offset[document])
-        return rows[int(step.micro_batch[document])][begin : begin + int(length[document])]
+        begin = int(documents.offset[document])
+        return tokens[int(step.micro_batch[document])][begin : begin + int(length[document])]
 
-    for document in np.flatnonzero(rebuilt & (step.rank == rank) & (assignment.rank == rank)).tolist():
-        here[document] = own(document)
-    away = assignment.rank != step.rank
+    here = {one: own(one) for one in np.flatnonzero((step.rank == rank) & (dealt.rank == rank)).tolist()}
+    away = dealt.rank != step.rank
     if not away.any() or gatherer.group is None:
         return here
-    outgoing = [np.flatnonzero(away & (step.rank == rank) & (assignment.rank == to)) for to in range(step.ranks)]
-    incoming = [np.flatnonzero(away & (step.rank == of) & (assignment.rank == rank)) for of in range(step.ranks)]
+    ranks = range(gatherer.ranks)
+    outgoing = [np.flatnonzero(away & (step.rank == rank) & (dealt.rank == to)) for to in ranks]
+    incoming = [np.flatnonzero(away & (step.rank == of) & (dealt.rank == rank)) for of in ranks]
     parts = [own(document) for to in outgoing for document in to.tolist()]
     sent = torch.cat(parts) if parts else torch.empty(0, width, dtype=torch.uint8)
     counts_out = [int(length[to].sum()) * width for to in outgoing]
     counts_in = [int(length[of].sum()) * width for of in incoming]
-    documents = np.concatenate(incoming).tolist()
-    received = torch.empty(int(length[documents].sum()), width, dtype=torch.uint8)
+    arriving = np.concatenate(incoming).tolist()
+    received = torch.empty(int(length[arriving].sum()), width, dtype=torch.uint8)
     with Liveness.watch(gatherer.liveness, "the other ranks' documents"):
         dist.all_to_all_single(received.reshape(-1), sent.reshape(-1), counts_in, counts_out, group=gatherer.group)
-    pieces = received.split([int(length[one]) for one in documents])
-    return here | dict(zip(documents, pieces, strict=True))
+    pieces = received.split([int(length[one]) for one in arriving])
+    return here | dict(zip(arriving, pieces, strict=True))
 
 
-def _row(
-    batches: Sequence[Any],
-    like: Mapping[str, Any],
-    fields: Fields,
-    step: StepDocuments,
-    assignment: Assignment,
-    rank: int,
-    micro_batch: int,
-    arrived: dict[int, torch.Tensor],
-) -> Moved:
-    """One micro-batch of this rank; what is not per token is taken from `like`, one of those that move."""
-    source = int(assignment.source[rank, micro_batch])
-    if source >= 0:
-        return Moved(batches[source], {})
-    mine = np.flatnonzero((assignment.rank == rank) & (assignment.micro_batch == micro_batch))
-    documents = mine[np.argsort(assignment.place[mine])].tolist()
-    width = fields.bytes
-    row = torch.cat([arrived[one] for one in documents] or [torch.empty(0, width, dtype=torch.uint8)])
+def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], fields: Fields, padding: Ints) -> Moved:
+    """A micro-batch of documents, in their order in the step; what is not per token is taken from `like`."""
+    length = np.array([len(one) for one in pieces], np.int64)
+    rows = len(pieces) if fields.padded else 1
+    if fields.padded:
+        full = pad_token(padding, fields).expand(rows, int(length.max()), -1).clone()
+        for row, piece in zip(full, pieces):
+            row[: len(piece)] = piece
+        tokens = full.flatten(0, 1)
+    else:
+        tokens = torch.cat(pieces)
     # What is not a tensor (None, flags) stays as it was.
     batch: dict[str, Any] = dict(like)
-    at = 0
-    for field in fields.per_token:
-        column = row[:, at : at + field.bytes].clone(memory_format=torch.contiguous_format)
-        at += field.bytes
-        batch[field.name] = column.view(field.dtype).reshape(1, row.shape[0], *field.shape)
-    _derive(batch, like, fields, step.length[documents])
+    for field, column in zip(fields.per_token, tokens.split([one.bytes for one in fields.per_token], 1)):
+        batch[field.name] = field.from_bytes(column, rows)
+    if not fields.padded and "labels" in batch and "shift_labels" not in batch:
+        # The first document of a row may have come with a target there, which nothing before it predicts.
+        batch["labels"][0, np.cumsum(length) - length] = IGNORED
+    _derive(batch, like, fields, length)
     devices = {name: like[name].device for name in batch if isinstance(batch[name], torch.Tensor)}
     away = {name: device for name, device in devices.items() if device.type != "cpu"}
     for name in away:
@@ -229,7 +303,9 @@ def _derive(batch: dict[str, Any], model: Mapping[str, Any], fields: Fields, len
         if name in LONGEST:
             batch[name] = torch.tensor(longest, dtype=old.dtype).expand(old.shape) if torch.is_tensor(old) else longest
             continue
-        if name == NUMBERING:
+        if name == POSITIONS:
+            new = np.arange(longest)
+        elif name == NUMBERING:
             new = np.repeat(np.arange(len(length)), length)[None]
         elif name == MASK:
             # Also where it numbered documents: positions tell them, and there is no padding.
@@ -237,3 +313,7 @@ def _derive(batch: dict[str, Any], model: Mapping[str, Any], fields: Fields, len
         else:
             new = np.r_[0, np.cumsum(length)].reshape((1, -1) if old.ndim == 2 else (-1,))
         batch[name] = torch.from_numpy(new).to(old.dtype)
+        if name == POSITIONS:
+            # [T], or one row for the whole batch, or one for each sample.
+            rows = old.shape[-2] if old.ndim > 1 and old.shape[-2] == 1 else len(length)
+            batch[name] = batch[name].expand(*old.shape[:-2], rows, longest) if old.ndim > 1 else batch[name]

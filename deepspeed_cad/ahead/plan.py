@@ -20,6 +20,7 @@ from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.replicas import of_replicas
 from deepspeed_cad.ahead.starts import Beside
+from deepspeed_cad.ahead.step_message import StepDocuments
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.memory import ExchangeMemory, RowBytes, rows_of_layers
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
@@ -37,7 +38,8 @@ from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.begin import begin_in_place
 from deepspeed_cad.planner.constants import WAVES, WAVES_IN_TURN
-from deepspeed_cad.planner.cut import PlanLayers, choose_cut, choose_interleaved_cut
+from deepspeed_cad.planner.cut import LINEAR_PAIRS, PlanLayers, choose_cut, choose_interleaved_cut
+from deepspeed_cad.planner.deal import Costs
 from deepspeed_cad.planner.plan import Floats, HeadShape, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
 
@@ -137,6 +139,7 @@ class Plans:
         micro_batch = MicroBatch(
             self.gatherer.shares.replica, widened, ticks, self.device, self._planner(gathered, crew, widened),
             partial(self._agree, turn), crew.transport, self.counts, aside=self.aside, turn=turn,
+            loaded=np.array([one.local.tokens if one.loaded < 0 else one.loaded for one in announcements]),
             orders=crew.tell(turn, widened, at), memory=self.exchange_memory(self.limit, rows_of_layers, len(ticks)),
             stretch_times=self._stretch_times(model), generation=crew.generation,
             calls=crew.calls(partial(self._renew, gathered)),
@@ -214,6 +217,26 @@ class Plans:
             return plan
         # Statistics speak of attention, not of when ranks finish.
         return replace(plan, load=plan.load - base, load_before=plan.load_before - base)
+
+    def step_costs(self, documents: StepDocuments, keys: Mapping[PlanKey, int], model: int) -> Costs:
+        """What the documents of a step cost, in the unit of the profile: attention, and all else by the token.
+
+        What is not attention is measured while training; before that, and where plans count pairs, it is taken for
+        LINEAR_PAIRS a token.
+        """
+        # Before the first forward no kind of layer is known.
+        kinds = [(self.cost.cost_for(key.shape), key.window, layers * key.shape.groups) for key, layers in keys.items()]
+        kinds = kinds or [(PAIRS, None, 1)]
+        work = np.zeros(len(documents.step.length))
+        for cost, window, times in kinds:
+            np.add.at(work, documents.of, cost.of(documents.begin, documents.end, window) * times)
+        seconds, trainers = self._seconds(model) if keys else None, self.crew.trainers
+        if seconds is None:
+            each = np.full(trainers, sum(cost.pair * times for cost, _, times in kinds) * LINEAR_PAIRS)
+        else:
+            each = seconds * sum(keys.values())
+        speeds = self.crew.speeds
+        return Costs(work, each, np.ones(trainers) if speeds is None else speeds[:trainers])
 
     def given_waves(self) -> tuple[int, ...]:
         """In how many waves they move where nobody looks for the best number."""

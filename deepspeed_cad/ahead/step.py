@@ -1,30 +1,31 @@
 """A step ahead: the micro-batches of one optimizer step are arranged together, before the first of them is trained.
 
 In: this rank's micro-batches of a step, as its loader gave them. Out: the same in the order in which heavy ones meet
-heavy ones on the other ranks, with documents exchanged where the config says so, announced to the feed. The work runs
+heavy ones on the other ranks, or with documents dealt out to all ranks, announced to the feed. The work runs
 on the look-ahead thread; the training thread submits a step and takes it when it is due.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from deepspeed_cad.ahead.assign import Assignment, assign_documents, order_rows
 from deepspeed_cad.ahead.documents import Announcement, read_documents
 from deepspeed_cad.ahead.feed import EpochOverError, Feed
 from deepspeed_cad.ahead.gather import Subject, What, digest
-from deepspeed_cad.ahead.move_documents import Fields, Moved, exchange_documents, read_fields
+from deepspeed_cad.ahead.move_documents import Fields, Moved, move_documents, read_fields, read_padding
 from deepspeed_cad.ahead.step_message import StepMessage, to_documents
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
-from deepspeed_cad.cost import PAIRS
-from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.deal import Dealt, deal, order_rows
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -32,8 +33,12 @@ ORDERED = (
     "ranks but 0 train the micro-batches of a step in another order, so compare losses of whole steps, or set "
     '"documents": "in_order"'
 )
-EXCHANGED = "documents change ranks within a step, so compare losses of whole steps, summed over ranks"
+DEALT = "documents are dealt out to all ranks before each step, so compare losses of whole steps, summed over ranks"
 """What a user must know who compares losses with those of a run without CAD."""
+NOT_STATED = "nothing says that the loss is divided by the targets of all ranks"
+"""Why documents stay in a training loop that CAD does not know."""
+AT_RANDOM = re.compile(r"drop|jitter|noise")
+"""Names of attributes of modules that are probabilities, or sizes, of what falls on tokens at random."""
 
 
 @dataclass(eq=False)
@@ -65,8 +70,8 @@ class StepAhead:
     def __init__(self, feed: Feed, accumulation: int = 1) -> None:
         """`accumulation`: micro-batches per optimizer step, the same on every rank."""
         self.feed, self.accumulation = feed, accumulation
-        self.last: Assignment | None = None
-        """How the documents of the step arranged last were assigned; None where none were."""
+        self.last: Dealt | None = None
+        """How the documents of the step arranged last were dealt out; None where they stayed."""
         self._said: set[str] = set()
 
     def submit(self, batches: list[Any], ended: bool = False) -> Step | None:
@@ -75,7 +80,7 @@ class StepAhead:
         Every rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`.
         """
         # What all ranks do alike must not depend on how many micro-batches this one has.
-        together = self.feed.replicas > 1 and (self.accumulation > 1 or self.feed.exchanges)
+        together = self.feed.replicas > 1 and (self.accumulation > 1 or self.feed.deals)
         together = together and self.feed.config.documents != "in_order" and not self.feed.shares.pieces
         if not all(_is_readable(batch) for batch in batches):
             together = False
@@ -85,7 +90,7 @@ class StepAhead:
             if not batches:
                 self.feed.end()
             return Step(batches) if batches else None
-        at, keys, exchange = self.feed.next_step(), dict(self.feed.keys), self.feed.exchanges
+        at, keys, deals = self.feed.next_step(), dict(self.feed.keys), self.feed.deals
         try:
             announcements = [read_documents(batch) for batch in batches]
         except CADError as error:
@@ -99,7 +104,7 @@ class StepAhead:
 
         def job() -> Arranged:
             ready()
-            return self._arrange(at, batches, announcements, keys, exchange)
+            return self._arrange(at, batches, announcements, keys, deals)
 
         ended = ended and len(batches) < self.accumulation
         return Step(batches, self.feed.worker.submit(job), announcements, ended)
@@ -137,18 +142,21 @@ class StepAhead:
         batches: list[Any],
         announcements: list[Announcement],
         keys: dict[PlanKey, int],
-        exchange: bool,
+        deals: bool,
     ) -> Arranged:
         feed = self.feed
         with feed.between_collectives("the documents of a step"):
-            fields, fixed = self._fields(batches, announcements) if exchange else (None, [True] * len(batches))
-            message = StepMessage(announcements, fixed, 0 if fields is None else digest(repr(fields))).to_array()
-        every = feed.gather_step(at, message)
+            fields, padding = self._fields(batches, announcements) if deals else (None, None)
+            message = StepMessage(announcements)
+            if fields is not None and padding is not None:
+                message = StepMessage(announcements, digest(repr(fields)), padding)
+        every = feed.gather_step(at, message.to_array())
         said = [StepMessage.from_array(every[rank]) for rank in feed.shares.members]
         with feed.between_collectives("the documents of a step"):
-            moved = self._place(at, batches, said, fields, keys, exchange)
+            moved, loaded = self._place(at, batches, said, fields, keys, deals)
             known = {id(batch): mine for batch, mine in zip(batches, announcements)}
             mine = [known[id(one.batch)] if id(one.batch) in known else read_documents(one.batch) for one in moved]
+            mine = [replace(one, loaded=int(tokens)) for one, tokens in zip(mine, loaded)]
         return Arranged(moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys, feed.number))
 
     def _place(
@@ -158,74 +166,106 @@ class StepAhead:
         said: list[StepMessage],
         fields: Fields | None,
         keys: dict[PlanKey, int],
-        exchange: bool,
-    ) -> list[Moved]:
-        """The micro-batches that this rank trains, in order."""
+        deals: bool,
+    ) -> tuple[list[Moved], Ints]:
+        """The micro-batches that this rank trains, in order, and the tokens that its loader gave in their places."""
         feed, gatherer = self.feed, self.feed.gatherer
+        as_loaded = [Moved(batch, {}) for batch in batches]
+        own = np.array([one.local.tokens for one in said[feed.shares.replica].micro_batches])
         if len({len(one.micro_batches) for one in said}) > 1:
-            return [Moved(batch, {}) for batch in batches]
-        step = to_documents(said)
-        if not step.spans_ranks:
-            feed.arranged = EXCHANGED if exchange else ORDERED
-        # Before the first forward, no kind of layer is known.
-        cost = feed.plans.cost
-        work = step.work([(cost.cost_for(key.shape), key.window) for key in keys] or [(PAIRS, None)])
-        if not exchange or not fields_agree(said, self._say):
-            return [Moved(batches[i], {}) for i in order_rows(step, work)[feed.shares.replica]]
-        assignment = assign_documents(step, work, feed.config.tolerance)
-        gatherer.agree(assignment.fingerprint(), Subject(What.ASSIGNMENT, feed.number, *at[:2]))
-        moved = exchange_documents(batches, fields or Fields((), ()), step, assignment, gatherer)
-        self.last = assignment
-        logger.debug(
-            "documents exchanged: %d tokens, attention max/mean %.3f instead of %.3f", assignment.tokens_moved,
-            assignment.imbalance, assignment.imbalance_before,
-        )  # fmt: skip
-        return moved
+            return as_loaded, own
+        documents = to_documents(said, padded=fields is not None and fields.padded)
+        if documents.spans_ranks:
+            return as_loaded, own
+        step, costs = documents.step, feed.plans.step_costs(documents, keys, feed.number)
+        order = order_rows(step.sums(costs.work))[feed.shares.replica]
+        self.last = None
+        padding = self._agreed(said) if deals else None
+        feed.arranged = ORDERED if padding is None and self.accumulation > 1 else DEALT if padding is not None else ""
+        if padding is not None and fields is not None:
+            crew = feed.plans.crew
+            if crew.servers is not None:
+                # Servers make attention even; what trainers do besides is their tokens.
+                costs = replace(costs, work=np.zeros_like(costs.work))
+            hosts = crew.hosts if crew.several_hosts else None
+            self.last = dealt = deal(step, costs, feed.config.tolerance, hosts)
+            gatherer.agree(0 if dealt is None else dealt.fingerprint(), Subject(What.DEAL, feed.number, *at[:2]))
+            if dealt is not None:
+                logger.debug("documents dealt out: the step takes %.3f of what it took", dealt.after / dealt.before)
+                return move_documents(batches, fields, padding, documents, dealt, gatherer), own[order]
+        return [as_loaded[i] for i in order], own[order]
 
     def _fields(
         self, batches: Sequence[Any], announcements: Sequence[Announcement]
-    ) -> tuple[Fields | None, list[bool]]:
-        """The fields that travel, and which micro-batches cannot take part."""
-        common: Fields | None = None
-        fixed = []
+    ) -> tuple[Fields | None, Ints | None]:
+        """The fields that travel, and what is in padding; None where documents stay."""
+        common: Fields | str | None = None
         for batch, mine in zip(batches, announcements):
             found = read_fields(batch, mine)
             if isinstance(found, Fields) and common is not None and found != common:
                 found = "its fields differ from those of the step's other micro-batches"
-            if isinstance(found, Fields):
-                common = found
-            else:
+            if isinstance(found, str):
                 self._say(found)
-            fixed.append(not isinstance(found, Fields))
-        return common, fixed
+                return None, None
+            common = found
+        assert isinstance(common, Fields)
+        padding = read_padding(batches, common, announcements) if common.padded else np.zeros(0, np.int64)
+        if isinstance(padding, str):
+            self._say(padding)
+            return None, None
+        return common, padding
+
+    def _agreed(self, said: Sequence[StepMessage]) -> Ints | None:
+        """What is in padding on all ranks; None where documents stay."""
+        names = {one.fields for one in said}
+        if 0 in names:
+            return None
+        paddings = {one.padding.tobytes(): one.padding for one in said if len(one.padding)}
+        if len(names) > 1 or len(paddings) > 1:
+            self._say(f"the {'fields' if len(names) > 1 else 'padding'} of micro-batches differ between ranks")
+            return None
+        return next(iter(paddings.values()), np.zeros(0, np.int64))
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            logger.warning("deepspeed_cad: documents of a micro-batch are not exchanged: %s", reason)
+            logger.warning("deepspeed_cad: documents stay on their ranks in a step with such a micro-batch: %s", reason)
 
 
-def fields_agree(said: Sequence[StepMessage], say: Callable[[str], None]) -> bool:
-    """Whether the micro-batches of all ranks that take part have the same fields."""
-    names = {one.fields for one in said} - {0}
-    if len(names) > 1:
-        say("the fields of micro-batches, or their types, differ between ranks")
-    return len(names) == 1
+def settle(feed: Feed, model: torch.nn.Module, unknown: str = "", wrong: str = "") -> None:
+    """Decide whether documents of a model are dealt out before steps.
 
-
-def allow_exchange(feed: Feed, model: torch.nn.Module) -> None:
-    """Let a model's documents be exchanged: called where the loss is known to be normalised over the global batch.
-
-    Raises CADUnsupportedError for a model whose loss is not a sum over tokens.
+    `unknown`: why nobody knows that it gives the same; `"documents": "deal"` says that it does. `wrong`: why it would
+    give something else. Empty where there is no such reason.
     """
+    asked = feed.config.documents
+    if feed.replicas == 1 or not feed.config.look_ahead or asked not in ("auto", "deal"):
+        return
+    if feed.shares.count > 1:
+        wrong = "several ranks hold one micro-batch together (tensor parallelism, Ulysses)"
+    wrong, unknown = wrong or _find_router_loss(model), unknown or find_random(model)
+    feed.deals = not wrong and (asked == "deal" or not unknown)
+    remedy = "" if wrong else '; where that does not matter, "documents": "deal" deals them out'
+    feed.stays = "" if feed.deals else f"documents stay on their ranks: {wrong or unknown}{remedy}"
+
+
+def _find_router_loss(model: torch.nn.Module) -> str:
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "output_router_logits", False):
-            raise CADUnsupportedError(
-                '"documents": "exchange" with output_router_logits=True: the router\'s auxiliary loss is computed for '
-                "each micro-batch, so it depends on which documents share one. Turn one of them off"
-            )
-    feed.exchanges = True
+        if getattr(getattr(module, "config", None), "output_router_logits", False):
+            return "output_router_logits is on, and the router's auxiliary loss depends on which documents meet"
+    return ""
+
+
+def find_random(model: torch.nn.Module) -> str:
+    """What falls on tokens at random in a model, in words; empty where nothing does."""
+    for name, module in model.named_modules():
+        values = {key: value for key, value in vars(module).items() if AT_RANDOM.search(key)}
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            values["p"] = module.p
+        for key, value in values.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+                return f"{name}.{key} is {value:g}, and would fall on other tokens".lstrip(".")
+    return ""
 
 
 def announce(feed: Feed, batch: Any) -> None:

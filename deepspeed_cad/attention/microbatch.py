@@ -26,7 +26,7 @@ from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
-from deepspeed_cad.layout import Layout, LocalSegments, Tick
+from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import OUT
@@ -53,6 +53,8 @@ class MicroBatch:
     """On which served tasks run beside local ones, where they do."""
     turn: int = 0
     """How many micro-batches were opened before it, the same on every rank."""
+    loaded: Ints | None = None
+    """[trainers] tokens before documents were dealt out; None: as in `layout`."""
     in_forward: bool = True
     """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None

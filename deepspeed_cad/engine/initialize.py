@@ -59,8 +59,7 @@ def initialize(
         _bind_when_trained(engine, config, replica)
         return engine, optimizer, loader, scheduler
     binding = bind(engine.module, config, replica)
-    # Where documents are exchanged, the script must wrap the loader itself and state how its loss is normalised.
-    if config.look_ahead and config.documents != "exchange" and engine.training_dataloader is not None:
+    if config.look_ahead and engine.training_dataloader is not None:
         engine.training_dataloader = loader = LookAheadLoader(
             engine.training_dataloader, binding.feed, engine.gradient_accumulation_steps(), lambda: engine.micro_steps
         )

@@ -18,7 +18,7 @@ def refuse_block(config: CADConfig) -> None:
         ("recompute_attention", True, "attention of a stage meets the others only in the ticks of its own forward"),
         ("overlap", "pingpong", "the tasks of other stages hide exchanges instead"),
         ("overlap", "interleave", "the tasks of other stages hide exchanges instead"),
-        ("documents", "exchange", "the loss of a pipeline is the mean over micro-batches, so they stay as they are"),
+        ("documents", "deal", "the loss of a pipeline is the mean over micro-batches, so they stay as they are"),
     ):
         if getattr(config, key) == wrong:
             raise CADConfigError(f'"cad": "{key}" is {wrong!r}, which a pipeline cannot have: {why}. Leave it out')

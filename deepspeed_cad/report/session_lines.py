@@ -49,7 +49,7 @@ class SessionFacts:
     parked_bytes: int | None
     """Host memory for what attention keeps; None where it stays on the device."""
     arranged: str
-    """How micro-batches of a step were put in order, in words; empty where they were not."""
+    """How micro-batches of a step are arranged, in words, and what would arrange more; empty where they are not."""
     statistics: Statistics
     """Since the session opened."""
 

@@ -42,6 +42,13 @@ class Statistics:
     """Attention of the slowest rank as planned, summed over ticks."""
     mean: float = 0.0
     """Mean attention over ranks."""
+    most_tokens_before: float = 0.0
+    """Tokens of the fullest rank, padding included, as loaders gave them, summed over micro-batches."""
+    mean_tokens_before: float = 0.0
+    """Mean over ranks likewise."""
+    most_tokens: float = 0.0
+    """As they are trained."""
+    mean_tokens: float = 0.0
     load_before: Floats = field(default_factory=lambda: np.zeros(1))
     """Attention of each rank if every rank ran its own tokens; one zero before the first micro-batch."""
     load: Floats = field(default_factory=lambda: np.zeros(1))
@@ -52,6 +59,12 @@ class Statistics:
     def add(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch; its plans are read when all of them are made."""
         self.micro_batches += 1
+        loaded = micro_batch.layout.tokens if micro_batch.loaded is None else micro_batch.loaded
+        trained = micro_batch.layout.tokens[: len(loaded)]
+        self.most_tokens_before += float(loaded.max())
+        self.mean_tokens_before += float(loaded.mean())
+        self.most_tokens += float(trained.max())
+        self.mean_tokens += float(trained.mean())
         if len(self._pending) > 16:
             self.collect()
         self._pending.append(micro_batch.planned)
@@ -96,6 +109,16 @@ class Statistics:
         return self.slowest / self.mean if self.mean > 0 else 1.0
 
     @property
+    def tokens_before(self) -> float:
+        """Max over mean of the ranks' tokens as loaded."""
+        return self.most_tokens_before / self.mean_tokens_before if self.mean_tokens_before else 1.0
+
+    @property
+    def tokens(self) -> float:
+        """Max over mean of the ranks' tokens as trained."""
+        return self.most_tokens / self.mean_tokens if self.mean_tokens else 1.0
+
+    @property
     def servers_idle(self) -> float:
         """Share of their time in which servers did not attend; 0 where nothing is known of any."""
         return max(0.0, 1.0 - self.served_s / self.servers_s) if self.servers_s > 0 else 0.0
@@ -105,6 +128,8 @@ class Statistics:
         return {
             "cad/attention_max_over_mean_before": self.imbalance_before,
             "cad/attention_max_over_mean": self.imbalance,
+            "cad/tokens_max_over_mean_before": self.tokens_before,
+            "cad/tokens_max_over_mean": self.tokens,
             "cad/sent_MiB": self.bytes_sent / 2**20,
             "cad/landing_MiB": self.landing_bytes / 2**20,
             "cad/planning_ms": self.planning_s * 1e3 / max(self.micro_batches, 1),

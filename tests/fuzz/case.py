@@ -220,7 +220,7 @@ class Case:
             "no checkpointing": not self.checkpoint, "checkpointing, not reentrant": self.checkpoint == "plain",
             "checkpointing, reentrant": self.checkpoint == "reentrant", "waves": "waves" in self.block,
             "memory": "memory" in self.block, "keep host": "keep" in self.block, "ddp": self.ddp,
-            "accumulation": self.accumulation > 1, "exchanged documents": self.block.get("documents") == "exchange",
+            "accumulation": self.accumulation > 1, "documents dealt out": self.block.get("documents") == "deal",
             "planted": self.plant is not None, "server comes later": bool(self.comes), "in flight": self.flight > 1,
         }  # fmt: skip
         words = {f"form: {word}" for form in self.forms for word in _words(FORMS[form])}

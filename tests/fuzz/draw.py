@@ -63,7 +63,7 @@ def _draw_loop(rng: random.Random, seed: int, worlds: tuple[int, int], reserved:
     # Most loaders of unequal lengths are left together: that is how it can be right.
     stop = rng.randint(1, min(batches)) if rng.random() < (0.7 if unequal else 0.2) else 0
     block = _draw_block(rng, ahead)
-    if block.get("documents") == "exchange" and rng.random() < 0.7:
+    if block.get("documents") == "deal" and rng.random() < 0.7:
         forms = ("row",)
     slow = model in HYBRIDS
     return Case(
@@ -103,7 +103,7 @@ def _draw_block(rng: random.Random, ahead: bool) -> dict[str, Any]:
         "granularity": [1, 8, 16, 64],
         "tolerance": [0.01, 0.02, 0.2],
         "cost": ["h200", "pairs"],
-        "documents": ["exchange"] if ahead else ["keep"],
+        "documents": ["deal"] if ahead else ["keep"],
         "look_ahead": [0],
         "check": ["off"],
         "keep": ["host"],
@@ -117,7 +117,7 @@ def _draw_block(rng: random.Random, ahead: bool) -> dict[str, Any]:
         "verify": 0.05, "recompute_attention": 0.15, "links": 0.9,
     }  # fmt: skip
     block = {key: rng.choice(values) for key, values in choices.items() if rng.random() < odds.get(key, 0.3)}
-    if block.get("documents") == "exchange":
+    if block.get("documents") == "deal":
         block.pop("look_ahead", None)
     if "keep" in block:
         block.pop("recompute_attention", None)

@@ -169,10 +169,7 @@ class _Player:
         case, loader = self.case, _Loader(self.case, self.rank)
         source: Any = loader
         if case.ahead:
-            shared = {"global_loss": True} if case.block.get("documents") == "exchange" else {}
-            source = deepspeed_cad.current_session().look_ahead(
-                loader, self.model, accumulation=case.accumulation, **shared
-            )
+            source = deepspeed_cad.current_session().look_ahead(loader, self.model, accumulation=case.accumulation)
         for epoch in range(case.epochs):
             loader.epoch = epoch
             batches = itertools.islice(source, case.stop) if case.stop and case.islice else source

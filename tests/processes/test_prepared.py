@@ -19,8 +19,10 @@ def _announcements(model: Any) -> list[int]:
     from deepspeed_cad.session import find_binding
 
     feed, found = find_binding(model).feed, []
-    announce = feed.announce
+    announce, accept = feed.announce, feed.accept
     feed.announce = lambda mine: (found.append(mine.local.tokens), announce(mine))[1]
+    # The first of a step that is arranged comes planned.
+    feed.accept = lambda mine, planned: (found.append(mine.local.tokens), accept(mine, planned))[1]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Where a micro-batch is cut beside reserved servers: the time of both stretches of a layer, by brute force."""
+"""Where a micro-batch is cut, in place and beside reserved servers: the time of both stretches of a layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
+from deepspeed_cad.planner.cut import LINEAR_PAIRS, PlanLayers, choose_cut, choose_interleaved_cut
 
 LONG = 65536
 PAIR = CostModel(unit="seconds", pair=1e-12)
@@ -80,3 +80,18 @@ def test_whole_batch_rows() -> None:
     layout = Layout.from_rank_lengths([[100] * 4, []])
     found = choose_interleaved_cut(layout, np.array([100, 1]), (FULL,), 1, 1e-9)
     assert found is not None and found.tolist() == [200, 0]
+
+
+@pytest.mark.parametrize("row", [[65536], [61440] + [512] * 8, [512] * 8 + [61440], [512] * 128, [32768, 4096] * 2])
+def test_nano_batches_have_equal_work(row: list[int]) -> None:
+    """Attention and linear layers together; the middle where documents are short."""
+    layout = Layout.from_rank_lengths([row, row[::-1]])
+    at = choose_cut(layout, np.ones(2, np.int64))
+    assert at is not None and at[0] == at[1]
+    seg = layout.segments
+    rows = np.clip(at[seg.rank] - seg.offset, 0, seg.end)
+    first = PAIRS.of(seg.begin, rows).sum() + LINEAR_PAIRS * at.sum()
+    total = PAIRS.of(seg.begin, seg.end).sum() + LINEAR_PAIRS * layout.tokens.sum()
+    assert abs(first / total - 0.5) < 0.015
+    if max(row) == 512:
+        assert at[0] == sum(row) // 2

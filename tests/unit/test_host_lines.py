@@ -14,14 +14,13 @@ from deepspeed_cad.integrations import transformers as room
 from deepspeed_cad.integrations.callback import CADCallback, Savings, estimate_savings
 from deepspeed_cad.integrations.positions import no_rows
 from deepspeed_cad.integrations.structure import default_attention, find_decoder
-from deepspeed_cad.integrations.trainer import refuse_loss
+from deepspeed_cad.integrations.trainer import unknown_loss, wrong_loss
 from deepspeed_cad.integrations.verify import loss_of
 from transformers import LlamaConfig, PretrainedConfig, Trainer
 
 import deepspeed_cad
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.report.statistics import Statistics
 
 FIGURES = Statistics(micro_batches=4, planning_s=0.012, waited_s=1.5, bytes_sent=3 << 20, slowest_before=6.0,
@@ -104,9 +103,18 @@ def trainer_with(kind: type, **changes: Any) -> Any:
         (OwnLoss, {}, 5, "OwnLoss computes a loss of its own"),
     ],
 )
-def test_a_loss_of_each_rank_is_refused(kind: type, changes: dict[str, Any], count: Any, words: str) -> None:
-    with pytest.raises(CADUnsupportedError, match=words):
-        refuse_loss(trainer_with(kind, **changes), count)
+def test_why_a_loss_keeps_documents_where_they_are(kind: type, changes: dict[str, Any], count: Any, words: str) -> None:
+    made = trainer_with(kind, **changes)
+    reasons = wrong_loss(made, count), unknown_loss(made)
+    assert words in reasons[kind is OwnLoss] and not reasons[kind is not OwnLoss]
+
+
+def test_the_trainers_own_loss_is_known() -> None:
+    made = trainer_with(Trainer)
+    assert wrong_loss(made, 5) == unknown_loss(made) == ""
+    made.compute_loss_func = print
+    assert "compute_loss_func" in unknown_loss(made)
+    assert "neftune" in unknown_loss(trainer_with(Trainer, neftune_noise_alpha=5))
 
 
 @pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,cuda:nccl", "cuda:3"), ("cpu:gloo", "cpu")])

@@ -125,7 +125,7 @@ def test_pieces_of_other_shapes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("block", "pieces", "words"),
     [
-        ({"documents": "exchange"}, False, '"documents": "exchange" moves documents'),
+        ({"documents": "deal"}, False, '"documents": "deal" moves documents'),
         ({"overlap": "pingpong"}, True, '"overlap" cannot be had beside Ulysses'),
         ({"verify": 1}, True, '"verify" cannot be had beside Ulysses'),
     ],

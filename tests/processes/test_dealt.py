@@ -1,0 +1,656 @@
+"""Documents dealt out before a step: every per-token field moves along, losses and gradients stay what they were."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from pool import WorkerError, WorkerPool
+from trainers import losses_of, write_inputs
+
+import deepspeed_cad
+from deepspeed_cad.ahead.documents import read_documents
+from deepspeed_cad.ahead.gather import Gatherer
+from deepspeed_cad.ahead.move_documents import Fields, move_documents, read_fields, read_padding
+from deepspeed_cad.ahead.step import find_random, settle
+from deepspeed_cad.ahead.step_message import StepMessage, to_documents
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.notice import notice
+from deepspeed_cad.planner.deal import Dealt
+from deepspeed_cad.shares import Replica, Shares
+
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
+SHORT = [13, 27, 8, 31, 19, 22, 11, 29]
+"""160 tokens."""
+LENGTHS = [[[160, 90, 70], [80, 80]], [SHORT, [20, 60, 5]], [[9, 7], SHORT[:3]]]
+"""[rank][micro-batch]: documents."""
+
+
+def _rank_batches(lengths: list[list[int]], seed: int) -> list[dict[str, torch.Tensor]]:
+    return [training.pack(training.documents(row, seed + i)) for i, row in enumerate(lengths)]
+
+
+def _pad(lengths: list[int], seed: int, side: str = "right") -> dict[str, torch.Tensor]:
+    """A padded batch; padding holds token 63."""
+    width, batch = max(lengths), {"input_ids": [], "attention_mask": [], "labels": []}
+    for doc in training.documents(lengths, seed):
+        behind = (0, width - len(doc)) if side == "right" else (width - len(doc), 0)
+        for name, value, fill in (("input_ids", doc, 63), ("attention_mask", doc * 0 + 1, 0), ("labels", doc, -100)):
+            batch[name].append(torch.nn.functional.pad(value, behind, value=fill))
+    return {name: torch.stack(rows) for name, rows in batch.items()}
+
+
+# What travels
+
+
+def _rich(lengths: list[int], seed: int, padded: bool) -> dict[str, Any]:
+    """A micro-batch with every kind of field; `name` tells each token from all others."""
+    packed: dict[str, Any] = training.pack(training.documents(lengths, seed))
+    packed["name"] = torch.arange(sum(lengths))[None] + 1000 * seed
+    packed["weight"] = packed["name"][..., None].to(torch.float64) * torch.tensor([1.0, 0.5])
+    packed["mask"] = packed["name"] % 3 == 0
+    packed["axes"] = torch.stack([packed["name"], -packed["name"]])
+    packed["nothing"], packed["flag"] = None, True
+    if padded:
+        del packed["position_ids"]
+        ends, width = np.cumsum([0, *lengths]), max(lengths)
+        batch: dict[str, Any] = {"attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).int()}
+        for name, value in packed.items():
+            if torch.is_tensor(value):
+                front = value.ndim == 3 and name == "axes"
+                shape = (*value.shape[:1], len(lengths), width) if front else (len(lengths), width, *value.shape[2:])
+                batch[name] = torch.full(shape, -100 if name == "labels" else 0, dtype=value.dtype)
+                for row, (begin, end) in enumerate(zip(ends, ends[1:])):
+                    at = (slice(None), row) if front else (row,)
+                    batch[name][(*at, slice(end - begin))] = value[:, 0, begin:end] if front else value[0, begin:end]
+            else:
+                batch[name] = value
+        batch["position_ids"] = torch.arange(width)[None].expand(len(lengths), -1)
+        return batch
+    ends = np.r_[0, np.cumsum(lengths)]
+    packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = torch.from_numpy(ends).to(torch.int32)
+    packed["max_length_q"], packed["max_length_k"] = max(lengths), torch.tensor(max(lengths))
+    packed["seq_idx"] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(torch.int32)
+    packed["attention_mask"] = packed["seq_idx"].long() + 1
+    return packed
+
+
+def _shuffle(rank: int, world: int, seed: int, padded: bool) -> None:
+    """Documents go anywhere; each rank compares its rows with what it should have got."""
+    batches = [[_rich(row, 10 * r + m + 1, padded) for m, row in enumerate(of)] for r, of in enumerate(LENGTHS)]
+    said, fields, paddings = [], [], []
+    for of in batches:
+        mine = [read_documents(one) for one in of]
+        said.append(StepMessage(mine))
+        fields += [read_fields(batch, one) for batch, one in zip(of, mine)]
+        paddings.append(read_padding(of, fields[-1], mine))
+    assert len(set(fields)) == 1 and isinstance(fields[0], Fields) and fields[0].padded == padded
+    documents = to_documents(said, padded)
+    step = documents.step
+    rows = step.rank * 2 + step.micro_batch
+    if seed:
+        rows = np.random.default_rng(seed).permutation(rows)
+    dealt = Dealt(rows // 2, rows % 2, step.tokens, 1.0, 1.0)
+    padding = next((one for one in paddings if len(one)), np.zeros(0, np.int64))
+    group = dist.new_group(backend="gloo")
+    moved = move_documents(
+        batches[rank], fields[0], padding, documents, dealt, Gatherer(group, rank, world, None)
+    )  # fmt: skip
+    numbered = [
+        np.arange(sum(row)) + 1000 * (10 * r + m + 1) for r, of in enumerate(LENGTHS) for m, row in enumerate(of)
+    ]
+    pieces = np.split(np.concatenate(numbered), np.cumsum(step.length)[:-1])
+    for micro_batch, one in enumerate(moved):
+        batch = one.on_device()
+        if seed == 0:
+            assert batch is batches[rank][micro_batch]
+            continue
+        here = np.flatnonzero((dealt.rank == rank) & (dealt.micro_batch == micro_batch))
+        own = step.length[here]
+        real = batch["attention_mask"].bool()
+        expected = np.concatenate([pieces[i] for i in here])
+        assert batch["name"][real].tolist() == batch["axes"][0][real].tolist() == expected.tolist()
+        assert torch.equal(batch["weight"][..., 0], batch["name"].double()) and batch["weight"].shape[2] == 2
+        assert torch.equal(batch["mask"][real], batch["name"][real] % 3 == 0) and batch["mask"].dtype == torch.bool
+        assert torch.equal(batch["axes"][1], -batch["name"])
+        assert batch["nothing"] is None and batch["flag"] is True
+        local = read_documents(batch).local
+        assert (local.end - local.begin).tolist() == own.tolist()
+        if padded:
+            assert batch["input_ids"].shape == (len(own), own.max())
+            assert batch["attention_mask"].sum(1).tolist() == own.tolist()
+            assert batch["attention_mask"].dtype == torch.int32
+            assert batch["position_ids"].tolist() == [list(range(own.max()))] * len(own)
+            assert not batch["weight"][~real].any() and (batch["labels"][~real] == -100).all()
+            continue
+        begins = np.cumsum(own) - own
+        assert (batch["labels"][0, begins] == -100).all()
+        assert batch["position_ids"][0].tolist() == [i for n in own for i in range(n)]
+        assert batch["cu_seq_lens_q"].tolist() == np.r_[0, np.cumsum(own)].tolist()
+        assert batch["cu_seq_lens_k"].dtype == torch.int32
+        assert batch["max_length_q"] == int(batch["max_length_k"]) == own.max(initial=0)
+        assert batch["seq_idx"][0].tolist() == np.repeat(np.arange(len(own)), own).tolist()
+        assert batch["attention_mask"].tolist() == [[1] * own.sum()]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_field_travels(workers: WorkerPool, seed: int, padded: bool) -> None:
+    workers.run(_shuffle, 3, seed, padded)
+
+
+def _reason(batch: dict[str, Any] | None = None, **changes: Any) -> str:
+    batch = {**(batch or training.pack(training.documents([20, 12], 0))), **changes}
+    batch = {name: value for name, value in batch.items() if value is not ...}
+    mine = read_documents(batch)
+    found = read_fields(batch, mine)
+    if isinstance(found, Fields) and found.padded:
+        padding = read_padding([batch], found, [mine])
+        return padding if isinstance(padding, str) else ""
+    return found if isinstance(found, str) else ""
+
+
+def test_what_cannot_travel_is_named() -> None:
+    assert _reason() == ""
+    assert _reason(attention_mask=torch.ones(1, 32)) == ""
+    assert _reason(attention_mask=torch.tensor([[1] * 20 + [2] * 12])) == ""
+    assert "position_ids" in _reason(position_ids=...)
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 20, 32])}
+    assert "position_ids do not start again" in _reason(position_ids=torch.arange(32)[None], **lengths)
+    numbers = torch.tensor([[1] * 20 + [2] * 12])
+    assert '"attention_mask" of shape (1, 1, 32, 32)' in _reason(
+        attention_mask=(numbers[:, None, None] == numbers[:, None, :, None]).tril()
+    )
+    hidden = {"attention_mask": torch.tensor([[1] * 30 + [0] * 2])}
+    assert "its labels count where it is padded" in _reason(**hidden)
+    assert _reason(labels=torch.full((1, 32), -100), **hidden) == ""
+    assert '"pixels" of shape (2, 5)' in _reason(pixels=torch.zeros(2, 5))
+    assert '"weight" of shape (1, 31)' in _reason(weight=torch.zeros(1, 31))
+    assert '"lengths" (list)' in _reason(lengths=[20, 12])
+    assert "target of the document before" in _reason(labels=torch.ones(1, 32, dtype=torch.long))
+    assert _reason(labels=torch.ones(1, 32), shift_labels=torch.ones(1, 32)) == ""
+
+
+def test_what_of_a_padded_batch_cannot_travel_is_named() -> None:
+    batch = _pad([20, 12], 0)
+    assert _reason(batch) == _reason(batch, position_ids=torch.arange(20).expand(2, 20)) == ""
+    assert "neither position_ids" in _reason(batch, attention_mask=...)
+    assert "padded on the left" in _reason(_pad([20, 12], 0, "left"))
+    assert "its labels count where it is padded" in _reason(batch, labels=batch["input_ids"])
+    assert '"name" differs in padding' in _reason(batch, name=torch.arange(40).view(2, 20))
+    assert '"cu_seq_lens_q" numbers the tokens' in _reason(batch, cu_seq_lens_q=torch.tensor([0, 20, 32]))
+    assert '"reward" of shape (2,)' in _reason(batch, reward=torch.zeros(2))
+
+
+# Losses and gradients
+
+
+def _train(rank: int, world: int, block: dict[str, Any], accumulation: int, padded: bool) -> dict[str, Any]:
+    """Gradients of two steps, summed over ranks, in a loop of its own."""
+    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, **block})
+    model.train()
+    session = deepspeed_cad.current_session()
+    batches: list[dict[str, torch.Tensor]] = []
+    for step in range(2):
+        lengths, seed = LENGTHS[(rank + step) % 3], 100 * step + 10 * ((rank + step) % 3)
+        batches += [_pad(row, seed + i) for i, row in enumerate(lengths)] if padded else _rank_batches(lengths, seed)
+    loader = session.look_ahead(batches, model, accumulation=accumulation, global_loss=True)
+    assert len(loader) == 4
+    return training.sums_of_all_ranks(loader, model, 2) | {"figures": session.statistics.as_events()}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_losses_and_gradients_of_a_loop(workers: WorkerPool, accumulation: int, padded: bool) -> None:
+    """The same sums, and ranks with as many tokens; padded rows shrink."""
+    kept = workers.run(_train, 3, {"documents": "keep"}, accumulation, padded)
+    dealt = workers.run(_train, 3, {}, accumulation, padded)
+    before, after = "cad/tokens_max_over_mean_before", "cad/tokens_max_over_mean"
+    for old, new in zip(kept, dealt):
+        assert new["losses"] == pytest.approx(old["losses"], rel=1e-10)
+        for name, gradient in old["gradients"].items():
+            assert np.abs(new["gradients"][name] - gradient).max() < 1e-10 * (1 + np.abs(gradient).max()), name
+        assert old["figures"][before] == old["figures"][after] > 1.4
+        assert new["figures"][before] == pytest.approx(old["figures"][before])
+        assert new["figures"][after] < 1.3
+    tokens = [sum(rows * width for one in of for rows, width in one["rows"]) for of in (kept, dealt)]
+    assert tokens[1] < tokens[0] if padded else tokens[1] == tokens[0]
+    most = [max(rows * width for one in of for rows, width in one["rows"]) for of in (kept, dealt)]
+    assert most[1] < most[0]
+
+
+def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int], str]:
+    """Tokens of the first document of each micro-batch, in the order in which they are trained; and the first line."""
+    from deepspeed_cad import session
+
+    said: list[str] = []
+    session.notice = said.append
+    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": documents})
+    model.train()
+    lengths = [[8, 8], [16], [4] * 4, [16], [8, 8], [4] * 4]
+    batches = _rank_batches(lengths if rank == 0 else lengths[::-1], 0)
+    if spans and rank == 1:
+        batches[0]["position_ids"] = torch.cat([torch.arange(8, 12), torch.arange(4), torch.arange(8)])[None]
+    seen = []
+    for batch in deepspeed_cad.current_session().look_ahead(batches, model, accumulation=3):
+        starts = torch.nonzero(batch["position_ids"][0, 1:] == 0)
+        seen.append(int(starts[0]) + 1 if len(starts) else 16)
+        training.loss_sum(model, batch).backward()
+    session.notice = notice
+    return seen, "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("spans", "documents", "rank_0", "rank_1", "told"),
+    [
+        (False, "keep", [8, 16, 4, 16, 8, 4], [8, 16, 4, 16, 8, 4], True),
+        # Heavy ones of all ranks meet, in rank 0's order; not where documents span ranks.
+        (True, "keep", [8, 16, 4, 16, 8, 4], [4, 8, 16, 16, 8, 4], False),
+        (False, "in_order", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
+    ],
+)
+def test_order_inside_steps(
+    workers: WorkerPool, spans: bool, documents: str, rank_0: list[int], rank_1: list[int], told: bool
+) -> None:
+    (first, said), (second, nothing) = workers.run(_order, 2, spans, documents)
+    assert (first, second, nothing) == (rank_0, rank_1, "")
+    assert said.startswith("CAD is on: 2 ranks") and ("compare losses of whole steps" in said) == told
+
+
+# Trainer
+
+
+class _Samples(torch.utils.data.Dataset):
+    """Documents of very different lengths."""
+
+    def __init__(self, documents: int) -> None:
+        pick = np.random.default_rng(0)
+        lengths = np.minimum(pick.lognormal(3.0, 1.2, documents).astype(int) + 2, 300)
+        self.documents = training.documents(lengths.tolist(), 0)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.documents[index]
+
+
+def _collate(padded: bool) -> Any:
+    def collate(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not padded:
+            return training.pack(documents)
+        stacked = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=63)
+        real = torch.arange(stacked.shape[1]) < torch.tensor([len(one) for one in documents])[:, None]
+        return {"input_ids": stacked, "attention_mask": real.long(), "labels": stacked.masked_fill(~real, -100)}
+
+    return collate
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = 1, **_: Any) -> torch.Tensor:
+    """What the model's own loss is, which computes in fp32."""
+    logits, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def _trainer(cad: dict[str, Any] | None, folder: str, padded: bool = False, **changes: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    model = training.tiny_llama(torch.float64, attn_implementation="sdpa", use_cache=False)
+    model.loss_function = _loss
+    if cad is not None:
+        deepspeed_cad.apply(model, cad)
+    settings: dict[str, Any] = {
+        "output_dir": folder, "use_cpu": True, "num_train_epochs": 2, "per_device_train_batch_size": 4,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [], "learning_rate": 1e-2, "disable_tqdm": True,
+        "lr_scheduler_type": "constant", "optim": "sgd", "gradient_accumulation_steps": 2, "bf16": False,
+    }  # fmt: skip
+    arguments = TrainingArguments(**{**settings, **changes})
+    # The last batch of an epoch has 3 documents on rank 0 and 2 on rank 1; one step has a single micro-batch.
+    data = {"train_dataset": _Samples(45), "eval_dataset": _Samples(8)}
+    return Trainer(model=model, args=arguments, data_collator=_collate(padded), **data)
+
+
+def _close() -> None:
+    from accelerate.state import AcceleratorState
+
+    from deepspeed_cad.session import close_session
+
+    close_session()
+    AcceleratorState._reset_state(True)
+
+
+def _run(trainer: Any, **given: Any) -> dict[str, Any]:
+    trainer.train(**given)
+    log = [one for one in trainer.state.log_history if "loss" in one]
+    state = {name: value.detach().numpy().copy() for name, value in trainer.model.named_parameters()}
+    _close()
+    return {
+        "losses": losses_of(log), "weights": state,
+        "tokens": [one["cad/tokens_max_over_mean"] for one in log if "cad/tokens_max_over_mean" in one],
+        "before": [one["cad/tokens_max_over_mean_before"] for one in log if "cad/tokens_max_over_mean" in one],
+    }  # fmt: skip
+
+
+def _trainers(rank: int, world: int, folder: str, padded: bool) -> dict[str, Any]:
+    found = {"plain": _run(_trainer(None, folder, padded))}
+    for name in ("auto", "keep"):
+        found[name] = _run(_trainer({**BLOCK, "documents": name}, folder, padded))
+    looking = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    found["looked"] = _run(_trainer(BLOCK, folder, padded, **looking))
+    trainer = _trainer(BLOCK, folder, padded)
+    found["resumed"] = _run(trainer, resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True])
+def test_trainer(fresh_workers: WorkerPool, tmp_path: Any, padded: bool) -> None:
+    """Weights as without CAD after the same steps, whatever lies between them; the default deals documents out."""
+    for found in fresh_workers.run(_trainers, 2, str(tmp_path), padded, timeout=140.0):
+        plain = found["plain"]
+        assert len(plain["losses"]) == 6
+        for name in ("auto", "keep", "looked", "resumed"):
+            one = found[name]
+            # The Trainer adds losses up in fp32.
+            assert one["losses"][-3:] == pytest.approx(plain["losses"][-3:], abs=2e-6), name
+            for key, value in plain["weights"].items():
+                assert np.abs(one["weights"][key] - value).max() < 1e-10, (name, key)
+        before, after = (np.mean(found["auto"][name]) for name in ("before", "tokens"))
+        assert before == pytest.approx(np.mean(found["keep"]["tokens"])) and before > 1.1
+        assert after < (1.2 if padded else 1.05) and found["looked"]["tokens"] == found["auto"]["tokens"]
+
+
+def _sft(rank: int, world: int, folder: str, padding_free: bool) -> dict[str, Any]:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_dict({"input_ids": [one.tolist() for one in _Samples(24).documents]})
+    write_inputs(Path(folder) / str(rank))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(folder) / str(rank) / "model")
+    found = {}
+    for name in ("plain", "auto"):
+        model = training.tiny_llama(torch.float64, attn_implementation="sdpa", use_cache=False)
+        model.loss_function = _loss
+        if name == "auto":
+            deepspeed_cad.apply(model, BLOCK)
+        arguments = SFTConfig(
+            output_dir=folder, use_cpu=True, bf16=False, per_device_train_batch_size=4, padding_free=padding_free,
+            max_length=None, logging_steps=1, save_strategy="no", report_to=[], learning_rate=1e-2, optim="sgd",
+            gradient_checkpointing=False, disable_tqdm=True, gradient_accumulation_steps=1, num_train_epochs=1,
+            lr_scheduler_type="constant",
+        )  # fmt: skip
+        found[name] = _run(SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_trl(fresh_workers: WorkerPool, tmp_path: Any, padding_free: bool) -> None:
+    pytest.importorskip("trl")
+    for found in fresh_workers.run(_sft, 2, str(tmp_path), padding_free, timeout=140.0):
+        plain, dealt = found["plain"], found["auto"]
+        assert len(plain["losses"]) == 3 and dealt["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+        for key, value in plain["weights"].items():
+            # TRL computes the loss in fp32, and one step changes weights by a hundredth of a gradient.
+            assert np.abs(dealt["weights"][key] - value).max() < 1e-9, key
+        assert np.mean(dealt["tokens"]) < np.mean(dealt["before"]) - 0.02
+
+
+def _prepared(rank: int, world: int) -> dict[str, Any]:
+    """A loop with a prepared loader of Accelerate, by key: from the second micro-batch on documents are dealt out."""
+    from accelerate import Accelerator
+    from deepspeed_cad.integrations.accelerate import CADPlugin
+
+    found: dict[str, Any] = {}
+    for name in ("plain", "deal"):
+        handlers = [CADPlugin(**BLOCK, documents="deal")] if name == "deal" else None
+        accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+        model = training.tiny_llama(torch.float64, attn_implementation="sdpa", use_cache=False)
+        data = torch.utils.data.DataLoader(_Samples(32), batch_size=4, collate_fn=_collate(False))
+        model, loader = accelerator.prepare(model, data)
+        for batch in loader:
+            accelerator.backward(training.loss_sum(model, batch) / 100)
+        found[name] = {key: value.grad.numpy().copy() for key, value in model.module.named_parameters()}
+        if name == "deal":
+            found["figures"] = deepspeed_cad.current_session().statistics.as_events()
+        _close()
+    return found
+
+
+@pytest.mark.slow
+def test_prepared_loader(fresh_workers: WorkerPool) -> None:
+    for found in fresh_workers.run(_prepared, 2, timeout=140.0):
+        for key, value in found["plain"].items():
+            assert np.abs(found["deal"][key] - value).max() < 1e-10 * (1 + np.abs(value).max()), key
+        before, after = "cad/tokens_max_over_mean_before", "cad/tokens_max_over_mean"
+        assert found["figures"][after] < found["figures"][before] - 0.02
+
+
+def _staying(rank: int, world: int, folder: str) -> dict[str, str]:
+    """What the first line says where documents stay, by the reason."""
+    from transformers import Trainer
+
+    from deepspeed_cad import session
+
+    class Own(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    said: dict[str, list[str]] = {}
+    for name, changes in (
+        ("average", {"average_tokens_across_devices": False}), ("smoothing", {"label_smoothing_factor": 0.1}),
+        ("noise", {"neftune_noise_alpha": 0.0}), ("dropout", {}), ("own", {}), ("asked", {}), ("on", {}),
+    ):  # fmt: skip
+        said[name] = []
+        session.notice = said[name].append
+        asked = {"documents": "deal"} if name in ("average", "asked") else {}
+        trainer = _trainer({**BLOCK, **asked}, folder, max_steps=1, **changes)
+        if name in ("own", "asked"):
+            trainer.__class__ = Own
+        if name == "dropout":
+            layer = trainer.model.model.layers[0]
+            layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.1))
+        trainer.train()
+        _close()
+    session.notice = notice
+    return {name: lines[0] if lines else "" for name, lines in said.items()}
+
+
+@pytest.mark.slow
+def test_the_first_line_says_why_documents_stay(fresh_workers: WorkerPool, tmp_path: Any) -> None:
+    said, other = fresh_workers.run(_staying, 2, str(tmp_path), timeout=140.0)
+    assert not any(other.values())
+    by_hand = 'where that does not matter, "documents": "deal" deals them out'
+    assert "average_tokens_across_devices is off" in said["average"] and by_hand not in said["average"]
+    assert "label_smoothing_factor" in said["smoothing"]
+    assert "model.layers.0.mlp.1.p is 0.1" in said["dropout"] and by_hand in said["dropout"]
+    assert "Own computes a loss of its own" in said["own"] and by_hand in said["own"]
+    for name in ("asked", "on", "noise"):
+        assert "documents are dealt out" in said[name] and "documents stay" not in said[name], name
+
+
+# DeepSpeed
+
+ROWS = [[[160, 70, 50], [80, 80], SHORT], [SHORT[:3], SHORT[:4], [60, 30]]]
+"""[rank][micro-batch]."""
+
+
+def _engine(rank: int, world: int) -> dict[str, Any]:
+    """A raw loop over two epochs of three micro-batches, two per step: steps go on from one epoch into the next."""
+    import deepspeed
+
+    from deepspeed_cad.session import close_session
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_cad.install()
+    found: dict[str, Any] = {}
+    for name in ("keep", "in_order", "own loader", "deal"):
+        model = training.tiny_llama(torch.float32)
+        batches = _rank_batches(ROWS[rank], 10 * rank)
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "cad": {**BLOCK, "documents": "deal" if name == "own loader" else name},
+        }  # fmt: skip
+        given: dict[str, Any] = {}
+        if name == "own loader":
+            data = [one for other in ROWS for i, row in enumerate(other) for one in _rank_batches([row], i)]
+            given = {"training_data": [{name: value[0] for name, value in one.items()} for one in data]}
+        engine, _, loader, _ = deepspeed.initialize(model=model, config=config, **given)
+        if name != "own loader":
+            loader = deepspeed_cad.current_session().look_ahead(batches, engine)
+        steps: list[list[float]] = [[]]
+        for _ in range(2):
+            for batch in loader:
+                loss = training.loss_sum(engine, batch) / 250
+                engine.backward(loss)
+                steps[-1].append(float(loss.detach()))
+                if engine.is_gradient_accumulation_boundary():
+                    steps.append([])
+                engine.step()
+        total = torch.tensor([sum(one) for one in steps if one])
+        dist.all_reduce(total)
+        found[name] = {
+            "own": [loss for one in steps for loss in one], "losses": total.tolist(), "kind": type(loader).__name__,
+            "tokens": deepspeed_cad.current_session().statistics.tokens,
+        }  # fmt: skip
+        engine.destroy()
+        close_session()
+    return found
+
+
+@pytest.mark.slow
+def test_engine(fresh_workers: WorkerPool) -> None:
+    ranks = fresh_workers.run(_engine, 2, timeout=140.0)
+    for rank, found in enumerate(ranks):
+        same = found["keep"]["own"] == pytest.approx(found["in_order"]["own"], rel=1e-5)
+        assert same == (rank == 0), "losses of micro-batches come in the loader's order on rank 0, and with in_order"
+        assert found["in_order"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
+        assert len(found["keep"]["losses"]) == 3 and len(found["own loader"]["losses"]) == 3
+        assert found["deal"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
+        assert found["deal"]["tokens"] < found["keep"]["tokens"] - 0.1
+        assert found["own loader"]["kind"] == "LookAheadLoader"
+
+
+# Errors
+
+
+def _bad_batch(rank: int, world: int) -> None:
+    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": "deal"})
+    model.train()
+    batches = _rank_batches(LENGTHS[rank], 0) * 2
+    if rank == 1:
+        batches[3] = {**batches[3], "position_ids": batches[3]["position_ids"] + 5}
+        batches[3]["position_ids"][0, 30] = -3
+    for batch in deepspeed_cad.current_session().look_ahead(batches, model, accumulation=2):
+        training.loss_sum(model, batch).backward()
+
+
+def test_a_bad_batch_of_the_next_step_is_named_everywhere(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as error:
+        workers.run(_bad_batch, 2, timeout=30.0)
+    for name, message, _ in error.value.errors:
+        assert name == "CADDataError" and "position_ids[0, 30]" in message
+
+
+# Refusals
+
+
+def test_config_needs_look_ahead() -> None:
+    deepspeed_cad.CADConfig.from_dict({"documents": "auto", "look_ahead": 0})
+    with pytest.raises(CADConfigError, match="look_ahead"):
+        deepspeed_cad.CADConfig.from_dict({"documents": "deal", "look_ahead": 0})
+
+
+def _feed(documents: str) -> Any:
+    config = deepspeed_cad.CADConfig(documents=documents)
+    return SimpleNamespace(replicas=2, shares=Shares.none(0, 2), config=config, deals=False, stays="")
+
+
+@pytest.mark.parametrize(
+    ("documents", "unknown", "wrong", "deals"),
+    [
+        ("auto", "", "", True), ("auto", "why", "", False), ("auto", "", "why", False), ("deal", "why", "", True),
+        ("deal", "", "why", False), ("keep", "", "", False), ("in_order", "", "", False),
+    ],
+)  # fmt: skip
+def test_when_documents_are_dealt_out(documents: str, unknown: str, wrong: str, deals: bool) -> None:
+    feed = _feed(documents)
+    settle(feed, torch.nn.Linear(2, 2), unknown, wrong)
+    assert feed.deals == deals and ("why" in feed.stays) == (not deals and documents in ("auto", "deal"))
+    assert ('"documents": "deal"' in feed.stays) == (documents == "auto" and bool(unknown))
+
+
+def test_a_router_loss_and_shared_micro_batches_stay() -> None:
+    model, feed = torch.nn.Linear(2, 2), _feed("deal")
+    model.config = SimpleNamespace(output_router_logits=True)
+    settle(feed, model)
+    assert not feed.deals and "output_router_logits" in feed.stays
+    feed = _feed("auto")
+    feed.shares = Shares.of([Replica((0, 1)), Replica((0, 1)), Replica((2, 3)), Replica((2, 3))], 0)
+    settle(feed, torch.nn.Linear(2, 2))
+    assert not feed.deals and "tensor parallelism" in feed.stays
+
+
+def test_what_falls_on_tokens_at_random_is_found() -> None:
+    def found(**given: Any) -> str:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(given.pop("p", 0.0)))
+        for name, value in given.items():
+            setattr(model[0], name, value)
+        return find_random(model)
+
+    assert found() == found(drop_last=True) == found(dropout=0.0) == ""
+    assert found(p=0.5).startswith("1.p is 0.5") and found(router_jitter_noise=0.01).startswith("0.router_jitter")
+
+
+def _unmovable(rank: int, world: int, extra: Any) -> list[str]:
+    """Rank 1's batches have another field: all documents stay, and who sees it says so once."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepspeed_cad").addHandler(handler)
+    try:
+        model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": "deal"})
+        model.train()
+        batches: list[Any] = _rank_batches(LENGTHS[rank], 0) * 2
+        if rank == 1:
+            batches = [{**batch, "extra": extra or batch["labels"]} for batch in batches]
+        own = {id(batch["input_ids"]) for batch in batches}
+        for batch in deepspeed_cad.current_session().look_ahead(batches, model, accumulation=2):
+            assert (batch.pop("extra", None) is not None) == (rank == 1)
+            assert id(batch["input_ids"]) in own
+            training.loss_sum(model, batch).backward()
+    finally:
+        logging.getLogger("deepspeed_cad").removeHandler(handler)
+    return [line for line in said if "documents stay" in line]
+
+
+def test_what_cannot_move_stays_and_is_told_once(workers: WorkerPool) -> None:
+    said = workers.run(_unmovable, 3, [1, 2])
+    assert said[0] == said[2] == [] and len(said[1]) == 1 and '"extra"' in said[1][0]
+    said = workers.run(_unmovable, 3, None)
+    assert all(len(one) == 1 and "the fields of micro-batches differ between ranks" in one[0] for one in said)
+
+
+def test_the_end_of_an_accelerate_loader_stays_where_it_is() -> None:
+    """Accelerate synchronises gradients at the last batch: reading ahead must not make it come early."""
+    from accelerate import Accelerator
+
+    from deepspeed_cad.ahead.loader import LookAheadLoader
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(range(5)))
+    feed: Any = SimpleNamespace(replicas=1, deals=False, begin_epoch=lambda: None, end=lambda: None)
+    ahead = LookAheadLoader(loader, feed, 2)
+    for _ in range(2):
+        seen = [(int(batch), accelerator.gradient_state.end_of_dataloader) for batch in ahead]
+        assert seen == [(i, i == 4) for i in range(5)]
+        assert not accelerator.gradient_state.in_dataloader

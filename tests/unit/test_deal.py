@@ -1,0 +1,216 @@
+"""Documents dealt out to ranks: nothing lost, no row too long, never later, as even as it can be; order of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.step_message import StepMessage, to_documents
+from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.layout import LocalSegments, segments_from_cumulative
+from deepspeed_cad.planner.deal import Costs, Dealt, Step, deal, order_rows
+
+EACH = 20.0
+"""Pairs that a token costs outside attention: documents of 40 tokens have as much in it as outside."""
+
+
+def step_of(lengths: list[list[list[int]]], padded: bool = False) -> Step:
+    """lengths[rank][micro-batch]: documents, or samples of a padded batch."""
+    flat = [(r, m, n) for r, rows in enumerate(lengths) for m, row in enumerate(rows) for n in row]
+    columns = np.array(flat, np.int64).reshape(-1, 3)
+    tokens = [[max(row, default=0) * len(row) if padded else sum(row) for row in rows] for rows in lengths]
+    return Step(columns[:, 0], columns[:, 1], columns[:, 2], np.array(tokens, np.int64), padded)
+
+
+def costs_of(step: Step, attention: float = 1.0) -> Costs:
+    ranks = len(step.tokens)
+    return Costs(attention * PAIRS.of(0 * step.length, step.length), np.full(ranks, EACH), np.ones(ranks))
+
+
+def check(step: Step, costs: Costs, dealt: Dealt) -> None:
+    """Each document lies once and in a row that is not longer than the longest, and none waits longer than before."""
+    ranks, micro_batches = step.tokens.shape
+    held = np.zeros((ranks, micro_batches), np.int64)
+    for rank in range(ranks):
+        for micro_batch in range(micro_batches):
+            own = step.length[(dealt.rank == rank) & (dealt.micro_batch == micro_batch)]
+            assert len(own), "every rank keeps a document in every micro-batch"
+            held[rank, micro_batch] = own.max() * len(own) if step.padded else own.sum()
+    assert np.array_equal(held, dealt.tokens) and held.max() <= step.tokens.max()
+    assert dealt.after <= dealt.before
+    least = max(
+        (held * costs.each[:, None]).max(axis=0).sum(), ((held * costs.each[:, None]).sum() + costs.work.sum()) / ranks
+    )
+    assert dealt.after >= least * (1 - 1e-9)
+
+
+def spread(step: Step, costs: Costs, dealt: Dealt) -> float:
+    """The slowest rank over the mean, each with its own attention, summed over micro-batches."""
+    alone = np.zeros(step.tokens.shape)
+    np.add.at(alone, (dealt.rank, dealt.micro_batch), costs.work)
+    alone += dealt.tokens * EACH
+    return float(alone.max(axis=0).sum() / alone.mean(axis=0).sum())
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    ranks, micro_batches, padded = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.booleans())
+    lengths = st.integers(1, 8) | st.integers(1, 90)
+    rows = [
+        draw(st.lists(lengths, min_size=0 if draw(st.booleans()) else 1, max_size=9))
+        for _ in range(ranks * micro_batches)
+    ]
+    return step_of([rows[r * micro_batches : (r + 1) * micro_batches] for r in range(ranks)], padded)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(), st.sampled_from([0.0, 1.0, 30.0]), st.sampled_from([None, [0, 0, 1, 1, 1]]), st.booleans())
+def test_whatever_is_dealt_is_whole(step: Step, attention: float, hosts: list[int] | None, slow: bool) -> None:
+    costs = costs_of(step, attention)
+    if slow:
+        costs = Costs(costs.work, costs.each * np.linspace(1.0, 2.0, len(costs.each)), costs.speed)
+    host = None if hosts is None else np.array(hosts[: len(step.tokens)])
+    dealt = deal(step, costs, 0.05, host)
+    if dealt is None:
+        return
+    check(step, costs, dealt)
+    again = deal(step, costs, 0.05, host)
+    assert again is not None and again.fingerprint() == dealt.fingerprint()
+
+
+def lengths_of(ranks: int, micro_batches: int, documents: int, seed: int) -> list[list[list[int]]]:
+    rng = np.random.default_rng(seed)
+    drawn = np.minimum(rng.lognormal(3.0, 1.0, (ranks, micro_batches, documents)).astype(int) + 1, 400)
+    return drawn.tolist()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(8, 1), (4, 3)])
+def test_ranks_with_many_documents_are_even(ranks: int, micro_batches: int, padded: bool) -> None:
+    """16 documents a rank: where none is longer than a rank's share, all rows take as long."""
+    for seed in range(5):
+        step = step_of(lengths_of(ranks, micro_batches, 16, seed), padded)
+        costs = costs_of(step, 0.02)
+        dealt = deal(step, costs, 0.05)
+        assert dealt is not None
+        check(step, costs, dealt)
+        if not padded:
+            assert spread(step, costs, dealt) < 1.02
+        else:
+            assert dealt.tokens.sum() < 0.6 * step.tokens.sum(), "similar lengths meet, and padding falls"
+        assert dealt.after < (0.6 if padded else 0.99) * dealt.before
+
+
+def test_a_document_longer_than_any_share_has_its_rank_for_itself() -> None:
+    """The others get what is left, as evenly as it goes; where there are more micro-batches they get more beside it."""
+    step = step_of([[[1000, 30]], [[10, 10]], [[10, 10]], [[10, 20]]])
+    dealt = deal(step, costs_of(step, 0.0), 0.05)
+    assert dealt is not None and dealt.tokens.max() == 1000
+    assert (dealt.rank == dealt.rank[0]).sum() == 1
+    assert dealt.tokens.ravel().tolist()[1:] == pytest.approx([100 / 3] * 3, abs=7)
+    step = step_of([[[100, 30], [20, 20, 20]], [[20] * 5, [20]]])
+    dealt = deal(step, costs_of(step, 0.0), 0.05)
+    assert dealt is not None and dealt.tokens[:, 0].tolist() == [100, 100] and dealt.tokens.max(axis=0).sum() <= 160
+
+
+def test_full_rows_stay() -> None:
+    """Packed rows with equal tokens: no document fits elsewhere, and attention that moves makes them even anyway."""
+    step = step_of([[[100]], [[10] * 10], [[50, 50]]])
+    assert deal(step, costs_of(step), 0.05) is None
+
+
+def test_a_rank_without_documents_keeps_all_where_they_are() -> None:
+    step = step_of([[[100, 50, 20]], [[10]], [[]], [[]]])
+    assert len(step.length) == 4 and deal(step, costs_of(step, 0.0), 0.05) is not None
+    assert (
+        deal(step_of([[[100, 50]], [[10]], [[]], [[]]]), costs_of(step_of([[[100, 50]], [[10]], [[]], [[]]])), 0.05)
+        is None
+    )
+
+
+def test_hosts_are_even_first() -> None:
+    """A long document makes its rank late: its host gets less else, so that attention moves inside the host."""
+    rows = [[[200]], [[20] * 10], [[20] * 10], [[20] * 60]]
+    step = step_of(rows)
+    costs = costs_of(step)
+    at_home = np.array([0, 0, 1, 1])
+
+    def load_of_hosts(hosts: np.ndarray | None) -> np.ndarray:
+        dealt = deal(step, costs, 0.05, hosts)
+        assert dealt is not None
+        work = costs.work + step.length * EACH
+        return np.bincount(at_home[dealt.rank], work, 2)
+
+    apart, together = load_of_hosts(None), load_of_hosts(at_home)
+    assert together.max() / together.mean() < apart.max() / apart.mean() - 0.02
+
+
+def test_slow_ranks_get_less() -> None:
+    step = step_of([[[10] * 10], [[10] * 10], [[10] * 20]])
+    costs = Costs(np.zeros(40), np.array([2.0, 1.0, 1.0]) * EACH, np.ones(3))
+    dealt = deal(step, costs, 0.05)
+    assert dealt is not None and dealt.tokens.ravel().tolist() == [80, 160, 160]
+
+
+def test_rank_0_keeps_its_order_and_the_others_follow_it() -> None:
+    """The heaviest micro-batches of all ranks at the same time, equal ones in the order of their loader."""
+    step = step_of([[[10], [5, 5], [20], [5, 5]], [[30], [4], [7], [4]]])
+    assert order_rows(step.sums(costs_of(step).work)).tolist() == [[0, 1, 2, 3], [2, 1, 0, 3]]
+
+
+# What ranks tell each other about a step
+
+
+def announcement(*lengths: int, unit: int = 1, loaded: int = -1) -> Announcement:
+    ends = np.cumsum([0, *lengths])
+    return Announcement(segments_from_cumulative(ends, int(ends[-1])), unit, loaded)
+
+
+def samples(width: int, *lengths: int) -> Announcement:
+    begin = np.zeros(len(lengths), np.int64)
+    local = LocalSegments(begin, np.array(lengths), np.arange(len(lengths)) * width, width * len(lengths))
+    return Announcement(local, width if len(lengths) > 1 else 1)
+
+
+@pytest.fixture()
+def said() -> list[StepMessage]:
+    """Two ranks, two micro-batches each."""
+    return [
+        StepMessage([announcement(3, 5), announcement(8, unit=4, loaded=9)], 77, np.array([1, 2, 3])),
+        StepMessage([announcement(2, 2, 4), announcement(6)]),
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_message_is_read_as_it_was_written(said: list[StepMessage], rank: int) -> None:
+    one = said[rank]
+    read = StepMessage.from_array(one.to_array())
+    assert read.fields == one.fields and read.padding.tolist() == one.padding.tolist()
+    for again, mine in zip(read.micro_batches, one.micro_batches, strict=True):
+        assert (again.unit, again.loaded) == (mine.unit, mine.loaded) and again.local.same_as(mine.local)
+
+
+def test_a_message_with_numbers_too_many_is_refused(said: list[StepMessage]) -> None:
+    with pytest.raises(CADPeerError, match="has 24 numbers where its parts have 23"):
+        StepMessage.from_array(np.append(said[0].to_array(), 1))
+
+
+def test_documents_of_all_ranks(said: list[StepMessage]) -> None:
+    found = to_documents(said, padded=False)
+    assert found.step.rank.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert found.step.micro_batch.tolist() == [0, 0, 1, 0, 0, 0, 1]
+    assert found.step.length.tolist() == [3, 5, 8, 2, 2, 4, 6] and found.offset.tolist() == [0, 3, 0, 0, 2, 4, 0]
+    assert found.of.tolist() == list(range(7))
+    assert found.step.tokens.tolist() == [[8, 8], [8, 6]]
+
+
+def test_samples_of_all_ranks() -> None:
+    """The padding behind a sample is left out; a sample may hold several documents."""
+    two = LocalSegments(np.zeros(3, np.int64), np.array([3, 2, 4]), np.array([0, 4, 8]), 16)
+    found = to_documents([StepMessage([samples(7, 7, 2)]), StepMessage([Announcement(two, 8)])], padded=True)
+    assert found.step.length.tolist() == [7, 2, 6, 4] and found.offset.tolist() == [0, 7, 0, 8]
+    assert found.of.tolist() == [0, 1, 2, 2, 3] and found.step.tokens.tolist() == [[14], [16]]
