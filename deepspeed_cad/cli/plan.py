@@ -185,10 +185,11 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
     _say(
         f"attention max/mean {plan.imbalance_before:.3f} -> {plan.imbalance:.3f}, min/mean "
         f"{_least(plan.load):.3f}; moved {plan.sent_bytes.sum() / 2**20:.1f} MiB in a layer's forward, "
-        f"{hottest:.1f} MiB to the hottest rank; {len(plan.tasks)} tasks in {plan.planning_ms:.2f} ms"
+        f"{hottest:.1f} MiB to the hottest rank; {len(plan.tasks)} tasks in {plan.planning_ms:.2f} ms",
+        args,
     )
     for note in plan.notes:
-        _say(f"note: {note}")
+        _say(f"note: {note}", args)
     return 0
 
 
@@ -253,7 +254,7 @@ def _plan_data(args: argparse.Namespace) -> int:
             "",
             *table(comparison, setting),
         ]
-        _say("\n".join(lines))
+        _say("\n".join(lines), args)
         summary = {
             "documents": len(lengths),
             "tokens": sum(lengths),
@@ -273,7 +274,7 @@ def _plan_data(args: argparse.Namespace) -> int:
             _draw_outlook(outlooks, args.plot)
         if args.pictures:
             for name in draw(comparison, setting, lengths, args, modes, progress):
-                _say(f"drew {name}")
+                _say(f"drew {name}", args)
     return 0
 
 
@@ -322,5 +323,6 @@ def _least(load: np.ndarray) -> float:
     return float(load.min()) / mean if mean > 0 else 1.0
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+def _say(text: str, args: argparse.Namespace) -> None:
+    """Print for people: on stderr where stdout has JSON."""
+    print(text, file=sys.stderr if args.json or args.output == "-" else sys.stdout)
