@@ -57,7 +57,7 @@ def plan(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) ->
         common = ["--ranks", "2", "--context", "64", "--output", str(target)]
         common += ["--tokenizer", str(tokenizer)] * tokenize
         code = main(["plan", *common, *map(str, words)])
-        return code, json.loads(target.read_text()) if target.exists() else None, capsys.readouterr().err
+        return code, json.loads(target.read_text()) if target.exists() else None, "".join(capsys.readouterr())
 
     return run
 
