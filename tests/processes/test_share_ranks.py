@@ -155,3 +155,26 @@ def test_meshes_that_say_too_little(
     said = workers.run(_mesh, WORLD, shape, names)
     assert len(set(said)) == 1
     assert re.search(words, said[0])
+
+
+def _fail(rank: int, world: int) -> None:
+    """One rank raises in a layer of its second forward: of the others one waits for it in attention, and one in a
+    collective of tensor parallelism."""
+    mesh = init_device_mesh("cpu", (world // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
+    model = training.tiny_llama()
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], _plan(4))
+    deepspeed_cad.apply(model, BLOCK, mesh=mesh)
+    model.train()
+    for step in range(2):
+        if rank == 3 and step:
+            model.model.layers[0].register_forward_pre_hook(lambda module, args: 1 // 0)
+        docs = training.documents(LENGTHS[rank // SHARES], seed=rank // SHARES)
+        training.loss_sum(model, training.pack(docs)).backward()
+
+
+def test_a_rank_that_raises_ends_all_groups(fresh_workers: WorkerPool) -> None:
+    errors, _ = fresh_workers.try_run(_fail, WORLD, timeout=60.0, grace=30.0, once=True)
+    assert [error is not None and error[0] not in ("Hung", "Died") for error in errors] == [True] * WORLD, errors
+    assert errors[3][0] == "ZeroDivisionError"
+    assert any("rank 3" in errors[rank][1] for rank in range(3)), errors
