@@ -63,8 +63,10 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [Embedding(model), *(Decoder(model, i) for i in range(count)), Head(model)]
 
 
-def by_hand(model: torch.nn.Module, stages: int, parts: list[int] | None = None, interval: int = 0) -> Any:
-    """A PipelineModule of a Llama; `parts`: where stages begin."""
+def by_hand(
+    model: torch.nn.Module, stages: int, parts: list[int] | None = None, interval: int = 0, topology: Any = None
+) -> Any:
+    """A PipelineModule of a Llama; `parts`: where stages begin; `topology`: in place of a number of stages."""
     from deepspeed.pipe import PipelineModule
 
     class Pipeline(PipelineModule):
@@ -76,8 +78,8 @@ def by_hand(model: torch.nn.Module, stages: int, parts: list[int] | None = None,
                 self._set_bounds(parts[stage], parts[stage + 1])
 
     return Pipeline(
-        layers(model), num_stages=stages, loss_fn=loss_fn, partition_method="uniform",
-        activation_checkpoint_interval=interval, checkpointable_layers=["Decoder"],
+        layers(model), num_stages=None if topology else stages, topology=topology, loss_fn=loss_fn,
+        partition_method="uniform", activation_checkpoint_interval=interval, checkpointable_layers=["Decoder"],
     )  # fmt: skip
 
 

@@ -30,12 +30,13 @@ def of_replicas(announcements: Sequence[Announcement], shares: Shares) -> list[A
         if shares.pieces:
             each.append(_join(own, ranks))
         else:
-            _compare(own, ranks)
+            compare(own, ranks)
             each.append(own[0])
     return each
 
 
-def _compare(own: Sequence[Announcement], ranks: Sequence[int]) -> None:
+def compare(own: Sequence[Announcement], ranks: Sequence[int]) -> None:
+    """Raise CADDataError, naming the first token that differs, where ranks of a replica announced different ones."""
     first = own[0]
     for rank, other in zip(ranks[1:], own[1:]):
         if np.array_equal(first.to_array(), other.to_array()):

@@ -27,6 +27,7 @@ from deepspeed_cad.pipeline.refusals import refuse_block, refuse_deepspeed, refu
 from deepspeed_cad.pipeline.schedule import BackwardTicks, ForwardTicks, LockstepSchedule
 from deepspeed_cad.pipeline.step import PipelineBinding
 from deepspeed_cad.session import Session, open_session
+from deepspeed_cad.shares import Replica
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -51,7 +52,8 @@ def initialize_pipeline(
 
 def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     """Turn CAD on for an engine."""
-    session = open_session(config, torch.device(engine.device))
+    replica = find_replica(engine.module.topology(), engine.global_rank)
+    session = open_session(config, torch.device(engine.device), replica)
     binding = PipelineBinding(engine, session)
     binding.check_modules(install_attention(engine.module, binding), len(find_recurrent(engine.module)))
     session.bind(engine.module, binding)
@@ -69,6 +71,14 @@ def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     engine.eval_batch = _make_eval_batch(binding, engine.eval_batch)
     _report_statistics(engine, session)
     return binding
+
+
+def find_replica(topology: Any, rank: int) -> Replica | None:
+    """The ranks that divide the heads of this one's stage and micro-batches; None: it has all of them."""
+    if "model" not in topology.get_axis_names() or topology.get_dim("model") == 1:
+        return None
+    place = topology.get_coord(rank)
+    return Replica(tuple(topology.filter_match(pipe=place.pipe, data=place.data)))
 
 
 def _report_statistics(engine: PipelineEngine, session: Session) -> None:

@@ -13,13 +13,16 @@ import numpy as np
 import torch
 
 from deepspeed_cad.ahead.documents import Announcement
-from deepspeed_cad.ahead.gather import Gatherer, State, Subject, What
+from deepspeed_cad.ahead.gather import Gatherer, Said, State, Subject, What
+from deepspeed_cad.ahead.replicas import compare
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Ints, LocalSegments
+from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.pipeline.plans import Place
 from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.shares import Shares
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NONE = -1
@@ -32,7 +35,7 @@ def any_stage_has(gatherer: Gatherer, modules: int) -> bool:
 
 def all_are_ready(gatherer: Gatherer, ready: bool, step: int) -> bool:
     """Whether every rank trains now what it announced as its next step."""
-    return all(gatherer.numbers(int(ready), Subject(What.LOADER, index=step)))
+    return all(one.value for one in gatherer.gather(Subject(What.LOADER, index=step), value=int(ready)))
 
 
 def gather_layers(
@@ -42,8 +45,8 @@ def gather_layers(
     said = gatherer.gather(Subject(What.LAYERS, index=index), _layers_to_array(mine))
     stages = max(place.stage for place in places) + 1
     found: list[list[LayerKind] | None] = [None] * stages
-    for rank, (place, one) in enumerate(zip(places, said, strict=True)):
-        layers = _layers_from_array(one.payload)
+    for rank, place in zip(gatherer.shares.members, places, strict=True):
+        layers = _layers_from_array(said[rank].payload)
         if found[place.stage] is None:
             found[place.stage] = layers
         elif found[place.stage] != layers:
@@ -72,15 +75,16 @@ def gather_documents(
     said = gatherer.gather(Subject(What.STEP, index=step), to_message(mine or []), state=state)
     if any(one.state == State.ENDED for one in said):
         return None
+    _compare_shares(gatherer.shares, said)
     stages = max(place.stage for place in places) + 1
     replicas = max(place.replica for place in places) + 1
     documents: list[list[LocalSegments]] = [[] for _ in range(replicas)]
     last: list[list[LocalSegments]] = [[] for _ in range(replicas)]
-    for place, one in zip(places, said, strict=True):
+    for rank, place in zip(gatherer.shares.members, places, strict=True):
         if place.stage == 0:
-            documents[place.replica] = from_message(one.payload)
+            documents[place.replica] = from_message(said[rank].payload)
         elif place.stage == stages - 1:
-            last[place.replica] = from_message(one.payload)
+            last[place.replica] = from_message(said[rank].payload)
     for replica in range(replicas):
         for m, (first, other) in enumerate(zip(documents[replica], last[replica])):
             if not first.same_as(other):
@@ -94,6 +98,17 @@ def gather_documents(
             f"replicas have {[len(one) for one in documents]} micro-batches in this step; expected {count} of each"
         )
     return documents
+
+
+def _compare_shares(shares: Shares, said: Sequence[Said]) -> None:
+    """Raise CADDataError where ranks that divide the heads of a stage among them load different micro-batches."""
+    for ranks in shares.replicas.tolist():
+        each = [[Announcement(one) for one in from_message(said[rank].payload)] for rank in ranks]
+        if len({len(one) for one in each}) > 1:
+            counts = [len(one) for one in each]
+            raise CADDataError(f"{name_ranks(ranks)} divide the heads of a stage, but load {counts} micro-batches")
+        for own in zip(*each):
+            compare(own, ranks)
 
 
 def to_message(documents: Sequence[LocalSegments]) -> Ints:

@@ -185,7 +185,7 @@ class StepPlans:
         for stages in dict.fromkeys(tick.stages for tick in self.program):
             layout = phase_layout(self.places, self._documents, self.rounds, round_, backward, stages)
             part = MicroBatch(
-                plans.gatherer.rank, layout, (layout.tick(),), plans.device,
+                plans.gatherer.shares.replica, layout, (layout.tick(),), plans.device,
                 partial(self._plan_tick, backward), self._remember, plans.crew.transport, plans.counts,
                 aside=plans.aside, turn=turn, memory=plans.exchange_memory(self._limit, rows_of_ticks),
             )  # fmt: skip

@@ -51,11 +51,12 @@ def refuse_module(module: Any) -> None:
             f"{names[0]} interleaves two stages on every rank; CAD's rounds need one stage per rank. Use PipelineModule"
         )
     topology = module.topology()
-    more = [axis for axis in topology.get_axis_names() if axis not in ("pipe", "data") and topology.get_dim(axis) > 1]
+    known = ("pipe", "data", "model")
+    more = [axis for axis in topology.get_axis_names() if axis not in known and topology.get_dim(axis) > 1]
     if more:
         raise CADUnsupportedError(
             f'the topology of the pipeline has the axis "{more[0]}" of {topology.get_dim(more[0])} ranks; CAD combines '
-            "pipe and data only. Take tensor parallelism out: attention is spread over all ranks anyway"
+            f"{', '.join(known)} only. Take the other out: attention is spread over all ranks anyway"
         )
     parts = list(module.parts)
     empty = [stage for stage, (begin, end) in enumerate(zip(parts, parts[1:])) if begin == end]

@@ -55,9 +55,9 @@ class PipelineBinding:
         self.engine, self.session = engine, session
         self.feed = session.open_feed(f"pipeline of {engine.num_stages} stages")
         topology = engine.module.topology()
-        coordinates = [topology.get_coord(rank) for rank in range(session.ranks)]
+        coordinates = [topology.get_coord(rank) for rank in session.shares.members]
         self.places = [Place(one.pipe, one.data) for one in coordinates]
-        self.place = self.places[session.rank]
+        self.place = self.places[session.shares.replica]
         self.running: StageMicroBatch | Alone | None = None
         self.program: tuple[ProgramTick, ...] | None = None
         """None until the layers have been seen."""

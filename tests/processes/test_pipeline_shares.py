@@ -1,0 +1,115 @@
+"""Pipelines whose stages divide the heads of their layers: pipe, data and model axes, in lockstep rounds per share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pipelines
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from pool import WorkerPool
+
+SHARES, STAGES, COUNT = 2, 2, 3
+BLOCK = {"cost": "pairs", "granularity": 2, "links": training.LINKS}
+DIVIDED = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+"""Projections of attention, and along which axis of their weights ranks divide them."""
+
+
+class _Sum(torch.autograd.Function):
+    """Sums over the ranks that divide heads: forward what these give, or backward what they know of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, forward: bool) -> torch.Tensor:
+        ctx.group, ctx.backward_too = group, not forward
+        return _sum(x, group) if forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (_sum(grad, ctx.group) if ctx.backward_too else grad), None, None
+
+
+def _sum(x: torch.Tensor, group: Any) -> torch.Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _part(name: str, weight: torch.Tensor, share: int) -> torch.Tensor:
+    """This share's part of a parameter, by its name."""
+    axis = next((axis for projection, axis in DIVIDED.items() if projection in name), None)
+    return weight if axis is None else weight.chunk(SHARES, axis)[share]
+
+
+def _divide(model: torch.nn.Module, share: int, group: Any) -> torch.nn.Module:
+    """Attention of a Llama with this share of its heads."""
+
+    def enter(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        return args, {**given, "hidden_states": _Sum.apply(given["hidden_states"], group, False)}
+
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for name in DIVIDED:
+            projection = getattr(attention, name)
+            projection.weight = torch.nn.Parameter(_part(name, projection.weight.detach(), share).clone())
+        attention.register_forward_pre_hook(enter, with_kwargs=True)
+        attention.o_proj.register_forward_hook(lambda module, args, out: _Sum.apply(out, group, True))
+    return model
+
+
+def _train(rank: int, world: int) -> tuple[float, float]:
+    import deepspeed
+    from deepspeed.runtime.pipe.schedule import OptimizerStep
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    import deepspeed_cad
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    deepspeed_cad.install()
+    replicas = world // SHARES // STAGES
+    topology = PipeModelDataParallelTopology(num_pp=STAGES, num_mp=SHARES, num_dp=replicas)
+    share = topology.get_coord(rank).model
+    groups = [dist.new_group(ranks) for ranks in topology.get_axis_comm_lists("model")]
+    group = next(one for one, ranks in zip(groups, topology.get_axis_comm_lists("model")) if rank in ranks)
+    model = _divide(training.tiny_llama(num_hidden_layers=4), share, group)
+    module = pipelines.by_hand(model, STAGES, topology=topology)
+    module.dynamic_shape = True
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": COUNT, "cad": BLOCK,
+        "zero_allow_untested_optimizer": True, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
+    total = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+
+    def add(engine: Any) -> None:
+        for name, p in module.named_parameters():
+            dist.all_reduce(p.grad, group=engine.grid.get_data_parallel_group())
+            total[name] += p.grad / replicas
+            p.grad = None
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: add}
+    whole = training.tiny_llama(num_hidden_layers=4)
+    for step in range(2):
+        engine.train_batch(iter(pipelines.pairs(engine.grid.get_data_parallel_id(), COUNT, step)))
+        expected = pipelines.in_one_process(whole, replicas, COUNT, step)
+        if engine.is_last_stage() and replicas == 1:
+            assert abs(float(engine.total_loss) / COUNT - expected) < 1e-10
+    parts = torch.nn.ModuleDict({str(i): part for i, part in enumerate(pipelines.layers(whole))})
+    alone = {name: parameter.grad / replicas for name, parameter in parts.named_parameters()}
+    for name, gradient in total.items():
+        torch.testing.assert_close(gradient, _part(name, alone[name], share), atol=1e-10, rtol=0)
+    session = deepspeed_cad.current_session()
+    assert session is not None and session.shares.count == SHARES and session.group_ranks == world // SHARES
+    return session.statistics.imbalance, float(session.transport.bytes_sent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_shares_of_heads_in_stages(fresh_workers: WorkerPool, replicas: int) -> None:
+    found = fresh_workers.run(_train, SHARES * STAGES * replicas, timeout=120.0)
+    assert all(imbalance < 1.05 for imbalance, _ in found)
+    assert all(sum(sent for _, sent in found[share::SHARES]) > 0 for share in range(SHARES))
