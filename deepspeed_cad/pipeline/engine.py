@@ -23,7 +23,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.roll_call import together
 from deepspeed_cad.integrations.pipeline import install_attention
 from deepspeed_cad.integrations.recurrent import find_recurrent
-from deepspeed_cad.pipeline.refusals import refuse_block, refuse_deepspeed, refuse_module
+from deepspeed_cad.pipeline.refusals import refuse_block, refuse_deepspeed, refuse_module, refuse_partitioned
 from deepspeed_cad.pipeline.schedule import BackwardTicks, ForwardTicks, LockstepSchedule
 from deepspeed_cad.pipeline.step import PipelineBinding
 from deepspeed_cad.session import Session, open_session
@@ -52,6 +52,7 @@ def initialize_pipeline(
 
 def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     """Turn CAD on for an engine."""
+    refuse_partitioned(engine)
     replica = find_replica(engine.module.topology(), engine.global_rank)
     session = open_session(config, torch.device(engine.device), replica)
     binding = PipelineBinding(engine, session)

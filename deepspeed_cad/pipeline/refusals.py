@@ -65,3 +65,14 @@ def refuse_module(module: Any) -> None:
             f"stage {empty[0]} of {len(parts) - 1} holds no layer: a pipeline of {parts[-1]} layers needs fewer "
             "stages, or another partition_method"
         )
+
+
+def refuse_partitioned(engine: Any) -> None:
+    """Raise CADUnsupportedError where ranks of a model axis send parts of activations: DeepSpeed makes these for the
+    shape of the first micro-batch, and with CAD micro-batches differ in length."""
+    for key in ("pipe_partitioned", "grad_partitioned"):
+        if getattr(engine, f"is_{key}", False):
+            raise CADUnsupportedError(
+                f'"pipeline": "{key}" is on, by default beside a "model" axis, and takes micro-batches of one '
+                'length only. Add "pipeline": {"pipe_partitioned": false, "grad_partitioned": false} to the JSON'
+            )

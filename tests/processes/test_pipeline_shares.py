@@ -64,6 +64,7 @@ def _train(rank: int, world: int) -> tuple[float, float]:
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     import deepspeed_cad
+    from deepspeed_cad.errors import CADUnsupportedError
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
@@ -81,6 +82,8 @@ def _train(rank: int, world: int) -> tuple[float, float]:
         "zero_allow_untested_optimizer": True, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }  # fmt: skip
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    with pytest.raises(CADUnsupportedError, match='"pipe_partitioned": false, "grad_partitioned": false'):
+        deepspeed.initialize(model=module, optimizer=optimizer, config={**config, "pipeline": {}})
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
     total = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
