@@ -16,12 +16,11 @@ from deepspeed_cad.errors import CADUnsupportedError
 def refuse_accelerator(accelerator: Any) -> None:
     """Raise CADUnsupportedError for parallelism or loading that CAD does not combine with."""
     parallel = getattr(accelerator, "parallelism_config", None)
-    for attribute, what in (("cp_enabled", "context parallelism (cp_size)"),):
-        if parallel is not None and getattr(parallel, attribute, False):
-            raise CADUnsupportedError(
-                f"{what} is on in Accelerate's parallelism_config beside CAD; CAD spreads attention over all "
-                "data-parallel ranks by itself. Set it to 1 or take CAD out"
-            )
+    if getattr(parallel, "cp_enabled", False):
+        raise CADUnsupportedError(
+            "context parallelism (cp_size) is on in Accelerate's parallelism_config beside CAD; CAD spreads attention "
+            "over all data-parallel ranks by itself. Set it to 1 or take CAD out"
+        )
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise CADUnsupportedError("Megatron-LM has attention of its own that CAD cannot switch; use FSDP or DeepSpeed")
     if getattr(accelerator.dataloader_config, "dispatch_batches", None):

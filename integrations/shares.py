@@ -21,6 +21,8 @@ try:
 except ImportError:  # a torch without torch.distributed
     DTensor = Partial = Shard = None  # type: ignore[assignment, misc]
 
+_APART = (*DATA, "dp_cp", "dp_shard_cp", "ep", "efsdp", "pp")
+"""Names of axes of parameters' meshes that do not divide heads: Accelerate's and transformers' own among them."""
 HEADS = 1
 """Their axis in what attention functions of transformers are given."""
 
@@ -32,13 +34,18 @@ def find_replica(model: torch.nn.Module) -> Replica | None:
     """
     if not dist.is_initialized() or DTensor is None:
         return None
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is not None and not mesh.mesh_dim_names:
+        # Before it had meshes of several axes, transformers named none: that of tensor parallelism.
+        return Replica(tuple(mesh.mesh.reshape(-1).tolist()))
+    whole = any("FSDP" in type(module).__name__ for module in model.modules())
     for mesh in _meshes(model):
         names = tuple(mesh.mesh_dim_names or ())
         if any(name in TENSOR and size > 1 for name, size in zip(names, mesh.shape)):
             return replica_in(mesh, dist.get_rank())
-        # fully_shard makes a mesh without names over all ranks.
-        unknown = [size for name, size in zip(names or ("",) * mesh.ndim, mesh.shape) if name not in (*DATA, "pp")]
-        if any(size > 1 for size in unknown) and (names or mesh.size() < dist.get_world_size()):
+        # fully_shard makes a mesh without names over all ranks, and classes of its own.
+        unknown = [size for name, size in zip(names or ("",) * mesh.ndim, mesh.shape) if name not in _APART]
+        if any(size > 1 for size in unknown) and (names or not whole or mesh.size() < dist.get_world_size()):
             raise CADConfigError(
                 f"parameters of {type(model).__name__} lie on a mesh {names or 'without names'} of shape "
                 f"{list(mesh.shape)}, and CAD cannot know whether its ranks divide heads: call "

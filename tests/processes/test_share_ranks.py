@@ -157,6 +157,21 @@ def test_meshes_that_say_too_little(
     assert re.search(words, said[0])
 
 
+def _unnamed(rank: int, world: int) -> str:
+    """Heads that all ranks divide, on a mesh that does not say so."""
+    model = training.tiny_llama()
+    for layer in model.model.layers:
+        parallelize_module(layer, init_device_mesh("cpu", (world,)), _plan(4))
+    with pytest.raises(CADError) as error:
+        deepspeed_cad.apply(model, BLOCK)
+    return str(error.value)
+
+
+def test_parameters_on_a_mesh_without_names_are_not_guessed_about(workers: WorkerPool) -> None:
+    said = workers.run(_unnamed, SHARES)
+    assert len(set(said)) == 1 and re.search(r"lie on a mesh without names of shape \[2\].*mesh=mesh", said[0])
+
+
 def _fail(rank: int, world: int) -> None:
     """One rank raises in a layer of its second forward: of the others one waits for it in attention, and one in a
     collective of tensor parallelism."""

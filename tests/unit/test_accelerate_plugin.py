@@ -156,14 +156,12 @@ def _host(**changes: Any) -> Namespace:
     ("changes", "said"),
     [
         ({"parallelism_config": Namespace(cp_enabled=True)}, "context parallelism"),
-        ({"parallelism_config": Namespace(cp_enabled=False, sp_enabled=True)}, "Ulysses"),
-        ({"parallelism_config": Namespace(tp_enabled=True)}, "tensor parallelism"),
         ({"distributed_type": DistributedType.MEGATRON_LM}, "Megatron-LM"),
         ({"dataloader_config": Namespace(dispatch_batches=True)}, "dispatch_batches=False"),
     ],
 )
 def test_refusals(changes: dict[str, Any], said: str) -> None:
-    ours.refuse_accelerator(_host())
+    ours.refuse_accelerator(_host(parallelism_config=Namespace(cp_enabled=False, sp_enabled=True, tp_enabled=True)))
     with pytest.raises(CADUnsupportedError, match=said):
         ours.refuse_accelerator(_host(**changes))
 
