@@ -56,7 +56,7 @@ def refuse_module(module: Any) -> None:
     if more:
         raise CADUnsupportedError(
             f'the topology of the pipeline has the axis "{more[0]}" of {topology.get_dim(more[0])} ranks; CAD combines '
-            f"{', '.join(known)} only. Take the other out: attention is spread over all ranks anyway"
+            "pipe, data, model only. Take the other out: attention is spread over all ranks anyway"
         )
     parts = list(module.parts)
     empty = [stage for stage, (begin, end) in enumerate(zip(parts, parts[1:])) if begin == end]
