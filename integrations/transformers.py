@@ -169,7 +169,7 @@ class Binding:
                 micro_batch = self.feed.take(None)
             else:
                 try:
-                    mine = read_documents(given)
+                    mine = self.feed.read(given)
                 except CADError as error:
                     self.feed.fail(error)
                 micro_batch = self.feed.take(mine, queued)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
-from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.documents import Announcement, read_documents, with_ids
 from deepspeed_cad.ahead.gather import Said, State, Subject, What
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
@@ -74,6 +74,12 @@ class Feed:
         """Training forwards in a row that no loader had announced."""
         self._ends: dict[int, End] = {}
         """By epoch, only the last one; changed on the look-ahead thread only, in the same order on every rank."""
+
+    def read(self, given: Mapping[str, Any]) -> Announcement:
+        """This rank's documents of a batch; raises what `read_documents` does."""
+        mine = read_documents(given)
+        compares = self.shares.count > 1 and not self.shares.pieces
+        return with_ids(mine, given) if compares else mine
 
     # What loaders say
 

@@ -42,6 +42,8 @@ def compare(own: Sequence[Announcement], ranks: Sequence[int]) -> None:
         if np.array_equal(first.to_array(), other.to_array()):
             continue
         found = f"rank {ranks[0]} has {_shape(first)} and rank {rank} {_shape(other)}"
+        if first.local.same_as(other.local) and first.unit == other.unit:
+            found = f"documents of rank {rank} are as long as those of rank {ranks[0]}, but of other tokens"
         mine, theirs = first.local.positions(), other.local.positions()
         size = min(len(mine), len(theirs))
         if len(wrong := np.flatnonzero(mine[:size] != theirs[:size])):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_cad.ahead.documents import Announcement, read_documents
+from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.feed import EpochOverError, Feed
 from deepspeed_cad.ahead.gather import Subject, What, digest
 from deepspeed_cad.ahead.move_documents import Fields, Moved, move_documents, read_fields, read_padding
@@ -92,7 +92,7 @@ class StepAhead:
             return Step(batches) if batches else None
         at, keys, deals = self.feed.next_step(), dict(self.feed.keys), self.feed.deals
         try:
-            announcements = [read_documents(batch) for batch in batches]
+            announcements = [self.feed.read(batch) for batch in batches]
         except CADError as error:
             # Raised when the step is due: the one before is still to be trained, on every rank.
             self.feed.fail_later(error)
@@ -155,7 +155,7 @@ class StepAhead:
         with feed.between_collectives("the documents of a step"):
             moved, loaded = self._place(at, batches, said, fields, keys, deals)
             known = {id(batch): mine for batch, mine in zip(batches, announcements)}
-            mine = [known[id(one.batch)] if id(one.batch) in known else read_documents(one.batch) for one in moved]
+            mine = [known[id(one.batch)] if id(one.batch) in known else feed.read(one.batch) for one in moved]
             mine = [replace(one, loaded=int(tokens)) for one, tokens in zip(mine, loaded)]
         return Arranged(moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys, feed.number))
 
@@ -273,7 +273,7 @@ def announce(feed: Feed, batch: Any) -> None:
     if not _is_readable(batch):
         return
     try:
-        mine = read_documents(batch)
+        mine = feed.read(batch)
     except CADError as error:
         feed.fail(error)
     feed.announce(mine)

@@ -112,9 +112,9 @@ def test_one_replica_has_nothing_to_balance(workers: WorkerPool) -> None:
 def _differ(rank: int, world: int, how: str) -> str:
     mesh = init_device_mesh("cpu", (world // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
     model = deepspeed_cad.apply(training.tiny_llama(), BLOCK, mesh=mesh)
-    own = LENGTHS[0] if how == "lengths" and rank == 3 else [40, 30] if how == "tokens" and rank == 3 else LENGTHS[1]
+    own = {"lengths": LENGTHS[0], "tokens": [40, 30], "ids": LENGTHS[1]}[how] if rank == 3 else LENGTHS[1]
     with pytest.raises(CADError) as error:
-        training.loss_sum(model.train(), training.pack(training.documents(own, seed=rank)))
+        training.loss_sum(model.train(), training.pack(training.documents(own, seed=int(rank == 3))))
     return str(error.value)
 
 
@@ -123,6 +123,10 @@ def _differ(rank: int, world: int, how: str) -> str:
     [
         ("lengths", "ranks 2, 3 divide the heads .* at token 40 rank 2 has position 0 of a document and rank 3 posi"),
         ("tokens", "ranks 2, 3 divide the heads .* rank 2 has 130 tokens and rank 3 70 tokens"),
+        (
+            "ids",
+            "ranks 2, 3 divide the heads .* documents of rank 3 are as long as those of rank 2, but of other tokens",
+        ),
     ],
 )
 def test_a_replica_with_two_batches_is_one_error_everywhere(workers: WorkerPool, how: str, words: str) -> None:
