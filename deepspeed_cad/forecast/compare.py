@@ -253,8 +253,6 @@ Choice = tuple[Run, Sequence[modes.Step]]
 def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     """Ways to run a mode, or why it cannot run."""
     kind, kept = mode.removesuffix(" kept"), mode.endswith(" kept")
-    if mode == "cad" and setting.tensor > 1 and setting.pipeline > 1:
-        return "CAD refuses tensor parallelism together with pipeline stages"
     if kept and not setting.checkpointing:
         return "without checkpointing no mode repeats attention"
     if kind == "plain":

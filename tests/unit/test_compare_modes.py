@@ -191,9 +191,6 @@ def test_balance_and_attention_that_is_not_repeated_are_told_apart() -> None:
 def test_what_cad_refuses_beside_tensor_parallelism_is_left_out() -> None:
     found = compare(setting(tensor=2), [[Layout.from_rank_lengths([[8192], [1024] * 8])]])
     assert "cad" not in found.left_out and "servers know nothing of tensor" in found.left_out["cad reserved"]
-    found = compare(setting(tensor=2, pipeline=2), [[Layout.from_rank_lengths([[8192]])]])
-    assert "together with pipeline stages" in found.left_out["cad"]
-    assert "CAD" not in recommend(found).splitlines()[0]
 
 
 @pytest.mark.usefixtures("errors")
