@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,7 +53,7 @@ def test_it_is_said_once_and_not_of_the_first_micro_batches(session: Session, mo
     monkeypatch.setattr(sessions, "notice", said.append)
     times = [0.0, 0.0]
     session.servers = SimpleNamespace(at_start=2, busy=lambda: tuple(times), bytes_sent=0)  # type: ignore[assignment]
-    micro_batch = SimpleNamespace(planned={})
+    micro_batch = SimpleNamespace(planned={}, loaded=np.ones(2), layout=SimpleNamespace(tokens=np.ones(2)))
 
     def train(busy: float, total: float) -> None:
         for _ in range(EVERY):
