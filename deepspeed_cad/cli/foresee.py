@@ -36,7 +36,7 @@ PAGE = "docs/is-it-for-me.md"
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise CADConfigError for what is wrong with an option alone, before anything is read or imported."""
-    for name in ("ranks", "context", "limit", "steps", "micro_batches", "batch", "tensor", "pipeline"):
+    for name in ("ranks", "context", "limit", "steps", "micro_batches", "batch", "tensor", "sequence", "pipeline"):
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
     CADConfig(tolerance=args.tolerance, keep=args.keep, recompute_attention=args.recompute_attention)
@@ -72,13 +72,14 @@ def read_machine(args: argparse.Namespace) -> Machine:
 
 def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
     """The setting that the options describe; raises CADConfigError that names the option."""
-    check_split(model, args.ranks, args.tensor, args.pipeline)
+    check_split(model, args.ranks, args.tensor, args.pipeline, args.sequence)
     machine = read_machine(args)
     setting = Setting(
         model=model,
         cluster=make_cluster(args.ranks_per_node, args.ranks, machine),
-        cost=_cost(args.cost, machine, model, args.tensor),
+        cost=_cost(args.cost, machine, model, args.tensor * args.sequence),
         tensor=args.tensor,
+        sequence=args.sequence,
         pipeline=args.pipeline,
         sharding="zero1" if args.pipeline > 1 else args.sharding,
         checkpointing=not args.no_checkpointing,
@@ -100,13 +101,14 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
 def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list[str]:
     """Lines on what a prediction stands on; `full`: of a row the share that has tokens."""
     machine, cluster = setting.machine, setting.cluster
-    logits = f"{loss_bytes(replace(setting, loss='whole')) * args.context / setting.tensor / 2**30:.0f} GiB for logits"
+    logits = f"{loss_bytes(replace(setting, loss='whole')) * args.context / setting.sharing / 2**30:.0f} GiB for logits"
     loss = f"transformers' own loss ({logits})"
     if setting.pipeline > 1:
         loss = f"all logits at once in the last stage ({logits})"
     elif setting.loss == "chunked":
         loss = f"loss in chunks, as of Liger (transformers' own takes {logits})"
     split = f", tensor {setting.tensor}" * (setting.tensor > 1)
+    split += f", Ulysses {setting.sequence} inside all modes" * (setting.sequence > 1)
     split += f", {setting.pipeline} stages" * (setting.pipeline > 1)
     lines = [
         f"assumed: {args.model or DEFAULT}, {setting.sharding}{split}, {'' if setting.checkpointing else 'no '}"
@@ -245,7 +247,7 @@ def draw(
             raise CADDataError(f"no step of {ranks} ranks with {context} tokens")
         return compare(other, steps, modes, servers, deal=deal(data, other, *rows, len(steps), args.batch))
 
-    ranks = around(args.ranks, 2 * setting.tensor * setting.pipeline, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))
+    ranks = around(args.ranks, 2 * setting.sharing * setting.pipeline, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))
     contexts = around(args.context, 1024, (1 / 4, 1 / 2, 1, 2, 4))
     curves: dict[str, tuple[str, list[int], Sequence[str], Callable[[int], Comparison]]] = {
         "ranks": ("GPUs", ranks, names, lambda one: at(one, args.context, None, names)),

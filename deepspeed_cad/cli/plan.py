@@ -96,9 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--sharding", default="zero3", choices=("zero1", "zero2", "zero3", "fsdp"), help="of weights (default: zero3)"
     )
-    train.add_argument(
-        "--tensor", type=int, default=1, help="tensor-parallel GPUs, which CAD refuses today (default: 1)"
-    )
+    train.add_argument("--tensor", type=int, default=1, help="tensor-parallel GPUs, beside which CAD runs (default: 1)")
+    train.add_argument("--sequence", type=int, default=1, help="GPUs of Ulysses inside which CAD attends (default: 1)")
     train.add_argument("--pipeline", type=int, default=1, help="pipeline stages; ZeRO-1 then (default: 1)")
     train.add_argument("--micro-batches", type=int, default=1, help="of a step: gradient accumulation (default: 1)")
     train.add_argument("--no-checkpointing", action="store_true", help="keep all activations (default: checkpointing)")

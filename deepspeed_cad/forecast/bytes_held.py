@@ -43,7 +43,7 @@ def state_bytes(setting: Setting, shards: int) -> float:
         # The layer at work and the one that is fetched, and the gradient of one.
         gathered = 3 * 2.0 * setting.model.layer_parameters / setting.tensor
         gathered += 2.0 * setting.model.hidden * setting.model.vocabulary / setting.tensor
-    return weights * (whole + sharded / shards) + gathered
+    return weights * (whole + sharded / (shards * setting.sequence)) + gathered
 
 
 def optimizer_bytes(setting: Setting) -> float:
@@ -79,7 +79,7 @@ def activation_bytes(
         saved = 2.0 * (SAVED_MLP * model.intermediate + SAVED_HIDDEN * model.hidden)
 
     def held(count: int, work: float) -> float:
-        own = tokens * (saved * setting.layers * count + work) / setting.tensor
+        own = tokens * (saved * setting.layers * count + work) / setting.sharing
         return own + (kept_output_bytes(setting, tokens, count) if kept else 0.0)
 
     first = held(in_flight[0], work)

@@ -269,6 +269,8 @@ def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
                 again = replace(setting, keep="device", recompute_attention=True)
                 runs.append(partial(_variant, again, "recompute_attention"))
         return runs
+    if setting.sequence > 1:
+        return "Ulysses divides the rows already"
     if kind == "ulysses":
         degrees = modes.ulysses_degrees(setting)
         if not degrees:
@@ -291,8 +293,8 @@ def _with_servers(
 ) -> list[Choice] | str:
     """Numbers of seats that may be reserved, each with its steps; or why none."""
     seats, layout = setting.seats, steps[0][0]
-    if setting.tensor > 1:
-        return "servers know nothing of tensor parallelism, beside which CAD runs in place only"
+    if setting.sharing > 1:
+        return "servers know nothing of tensor parallelism or Ulysses, beside which CAD runs in place only"
     if setting.pipeline > 1:
         return "reserved servers together with pipeline stages are not foreseen"
     if seats < 2:

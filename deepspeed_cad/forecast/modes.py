@@ -24,7 +24,7 @@ import numpy as np
 
 from deepspeed_cad.forecast.attention_seconds import Both, Floats, document_lengths, of_documents, of_pieces
 from deepspeed_cad.forecast.bytes_held import activation_bytes, state_bytes
-from deepspeed_cad.forecast.schedule import finish
+from deepspeed_cad.forecast.schedule import finish, for_each, ulysses_bytes
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.step import Foreseen
 from deepspeed_cad.layout import Layout
@@ -51,11 +51,8 @@ def without_attention(setting: Setting, step: Step) -> Foreseen:
 def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kept: bool = False) -> Foreseen:
     """See the module. `joined`: the rows of a group are one micro-batch, not one after the other."""
     tokens, attention = _rows(setting, step, degree, joined, lambda layout: of_documents(layout, setting.cost))
-    shape = setting.shape
-    # Where there are fewer KV heads than ranks, each is sent to all ranks that need it.
-    heads = 2.0 * shape.query_heads + 2.0 * max(shape.groups, degree)
-    size = tokens * heads * shape.head_dim * shape.bytes_per_element
-    once = _each(size, lambda one: setting.cluster.all_to_all(one, degree, setting.tensor)) * setting.layers
+    size = tokens * ulysses_bytes(setting.shape, degree)
+    once = for_each(size, lambda one: setting.cluster.all_to_all(one, degree, setting.tensor)) * setting.layers
     moved = _moved(setting, size, degree)
     return _foresee(setting, "ulysses", tokens, attention, kept, degree, Both(once, once), moved)
 
@@ -165,7 +162,7 @@ def _gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Both, F
     if degree == 1:
         return _nothing(tokens), np.zeros(2), 0.0
     size = tokens * degree * (2.0 * setting.shape.groups * setting.shape.head_dim * setting.shape.bytes_per_element)
-    gather = _each(size, lambda one: setting.cluster.gather(one, degree, setting.tensor))
+    gather = for_each(size, lambda one: setting.cluster.gather(one, degree, setting.tensor))
     # Head and tail pieces read one and a half times the row, out of what was gathered.
     copies = 1.5 * 2.0 * size / setting.machine.memory_rate
     exchange = Both((gather + copies) * setting.layers, (gather + 2.0 * copies) * setting.layers)
@@ -180,11 +177,6 @@ def _moved(setting: Setting, size: Floats, degree: int) -> Floats:
 
 def _nothing(tokens: Floats) -> Both:
     return Both(np.zeros_like(tokens), np.zeros_like(tokens))
-
-
-def _each(sizes: Floats, seconds: Callable[[float], float]) -> Floats:
-    """A link's seconds for each of some sizes."""
-    return np.vectorize(seconds, otypes=[float])(sizes)
 
 
 def _powers(limit: int) -> list[int]:

@@ -6,6 +6,7 @@ up for each other; ZeRO-2, ZeRO-3 and FSDP meet in every micro-batch; pipeline s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ from deepspeed_cad.forecast.bytes_held import state_bytes
 from deepspeed_cad.forecast.compared import RUNS
 from deepspeed_cad.forecast.non_attention_seconds import optimizer_seconds
 from deepspeed_cad.forecast.one_forward_one_backward import one_forward_one_backward
-from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.forecast.setting import Setting, seat_shape
 from deepspeed_cad.forecast.step import Foreseen, Seconds
+from deepspeed_cad.planner.plan import HeadShape
 
 
 class NonAttention(NamedTuple):
@@ -26,7 +28,8 @@ class NonAttention(NamedTuple):
     layers: Both
     """Recompute included; head and loss too where there is one stage."""
     tensor: Both
-    """What tensor parallelism gathers and scatters of activations: twice each way around a layer."""
+    """What tensor parallelism gathers and scatters of activations, twice each way around a layer, or what Ulysses moves
+    around attention."""
     hop: Floats
     """What a stage waits for the activations of a micro-batch, or for their gradient, once they are made."""
     loss: Floats
@@ -48,10 +51,25 @@ def non_attention(setting: Setting, tokens: Floats) -> NonAttention:
         latency = setting.machine.latency
         each = setting.cluster.gather(2.0 * setting.model.hidden, setting.tensor) - latency
         once = layers * 4.0 * (tokens * each + latency)
+    if setting.sequence > 1:
+        size = tokens / setting.sequence * ulysses_bytes(seat_shape(setting.model, 1), setting.sequence)
+        once = layers * for_each(size, lambda one: setting.cluster.all_to_all(one, setting.sequence))
     per_token, at_least = setting.hop
     hop = np.where(tokens > 0, tokens * per_token + at_least, 0.0) if staged else 0.0 * tokens
     again = setting.checkpointing
     return NonAttention(own.repeated(again), Both(once, once).repeated(again), hop, loss if staged else 0.0 * tokens)
+
+
+def ulysses_bytes(shape: HeadShape, degree: int) -> float:
+    """That leave a rank with a token and layer: Q, K and V, and O back. Where there are fewer KV heads than ranks, each
+    is sent to all ranks that need it."""
+    heads = 2.0 * shape.query_heads + 2.0 * max(shape.groups, degree)
+    return heads * shape.head_dim * shape.bytes_per_element
+
+
+def for_each(sizes: Floats, seconds: Callable[[float], float]) -> Floats:
+    """A link's seconds for each of some sizes."""
+    return np.vectorize(seconds, otypes=[float])(sizes)
 
 
 def weight_seconds(setting: Setting, passes: int, layer: Both, seats: int) -> float:
@@ -60,7 +78,7 @@ def weight_seconds(setting: Setting, passes: int, layer: Both, seats: int) -> fl
     `layer`: seconds of one layer's forward and backward, behind which the next layer's weights are fetched. `seats`:
     how many share the model's state.
     """
-    cluster, tensor = setting.cluster, setting.tensor
+    cluster, tensor, seats = setting.cluster, setting.tensor, seats * setting.sequence
     whole = cluster.gather(2.0 * setting.stage_parameters, seats, tensor)
     if setting.sharding == "zero1":
         return 2.0 * whole if setting.optimizer else 0.0
@@ -124,7 +142,9 @@ def compose(
     seconds = mean._replace(
         collectives=mean.collectives + weights,
         optimizer=setting.optimizer
-        * optimizer_seconds(setting.machine, setting.stage_parameters, holders, setting.offload_optimizer),
+        * optimizer_seconds(
+            setting.machine, setting.stage_parameters, holders * setting.sequence, setting.offload_optimizer
+        ),
         waiting=max(0.0, ran - mean.total),
     )
     inside, between = map(float, moved)

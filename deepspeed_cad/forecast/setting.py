@@ -33,9 +33,11 @@ class Setting:
     model: ModelShape
     cluster: Cluster
     cost: CostModel
-    """Attention of one head group, in seconds: `Profile.cost_for(seat_shape(model, tensor))`."""
+    """Attention of one head group, in seconds: `Profile.cost_for(seat_shape(model, sharing))`."""
     tensor: int = 1
     pipeline: int = 1
+    sequence: int = 1
+    """Ranks that Ulysses divides each row among, inside whose attention modes run: `tensor` or this is 1."""
     sharding: Sharding = "zero1"
     checkpointing: bool = True
     """Whether layers are recomputed in backward."""
@@ -69,7 +71,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         """Raise CADConfigError for what cannot be; put the links' speeds into the cost, which plans heed."""
-        check_split(self.model, self.cluster.ranks, self.tensor, self.pipeline)
+        check_split(self.model, self.cluster.ranks, self.tensor, self.pipeline, self.sequence)
         if self.sharding not in get_args(Sharding):
             raise CADConfigError(f"sharding is {self.sharding!r}; expected one of {', '.join(get_args(Sharding))}")
         if self.pipeline > 1 and self.sharding != "zero1":
@@ -93,12 +95,18 @@ class Setting:
 
     def kind_of_run(self, mode: str) -> Run:
         """What a run of a mode must have in common with this for its prediction to count as compared."""
-        return Run(self.machine.name, mode, self.cluster.ranks, self.sharding, self.pipeline)
+        shared = f", {self.sharing} share heads" * (self.sharing > 1)  # which no run did
+        return Run(self.machine.name, mode + shared, self.cluster.ranks, self.sharding, self.pipeline)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks of a seat: each has a share of the heads of the same tokens."""
+        return self.tensor * self.sequence
 
     @property
     def seats(self) -> int:
         """Parts of a micro-batch that are trained side by side."""
-        return self.cluster.ranks // (self.tensor * self.pipeline)
+        return self.cluster.ranks // (self.sharing * self.pipeline)
 
     @property
     def layers(self) -> int:
@@ -107,18 +115,18 @@ class Setting:
 
     @property
     def shape(self) -> HeadShape:
-        """Heads of a layer at one seat: tensor parallelism splits them."""
-        return seat_shape(self.model, self.tensor)
+        """Heads of a layer on one rank of a seat."""
+        return seat_shape(self.model, self.sharing)
 
     @property
     def work(self) -> Work:
         """Seconds per token outside attention."""
-        return work_per_token(self.model, self.machine, self.tensor, self.pipeline > 1 or self.loss == "whole")
+        return work_per_token(self.model, self.machine, self.sharing, self.pipeline > 1 or self.loss == "whole")
 
     @property
     def seats_per_host(self) -> int:
         """Seats whose ranks share a host."""
-        return min(self.seats, max(1, self.cluster.per_host // self.tensor))
+        return min(self.seats, max(1, self.cluster.per_host // self.sharing))
 
     @property
     def hosts(self) -> Ints | None:
@@ -131,7 +139,7 @@ class Setting:
         return self._hosts(self.seats * self.pipeline)
 
     def _hosts(self, count: int) -> Ints | None:
-        hosts = self.cluster.hosts[:: self.tensor][:count]
+        hosts = self.cluster.hosts[:: self.sharing][:count]
         return hosts if (hosts != hosts[0]).any() else None
 
     @property
@@ -149,17 +157,24 @@ class Setting:
         return own / self.tensor
 
 
-def seat_shape(model: ModelShape, tensor: int) -> HeadShape:
-    """Heads of a layer on one rank of a tensor-parallel group; KV heads are repeated where they are fewer."""
-    groups = max(1, model.kv_heads // tensor)
-    return HeadShape(model.heads // tensor, groups, model.head_dim, model.head_dim, 2)
+def seat_shape(model: ModelShape, sharing: int) -> HeadShape:
+    """Heads of a layer on one of the ranks that share them; KV heads are repeated where they are fewer."""
+    groups = max(1, model.kv_heads // sharing)
+    return HeadShape(model.heads // sharing, groups, model.head_dim, model.head_dim, 2)
 
 
-def check_split(model: ModelShape, ranks: int, tensor: int, pipeline: int) -> None:
-    """Raise CADConfigError where ranks or heads or layers cannot be divided."""
-    for name, value in (("ranks", ranks), ("tensor parallelism", tensor), ("pipeline stages", pipeline)):
+def check_split(model: ModelShape, ranks: int, tensor: int, pipeline: int, sequence: int = 1) -> None:
+    """Raise CADConfigError where ranks or heads or layers cannot be divided, or not in two ways."""
+    for name, value in (
+        ("ranks", ranks), ("tensor parallelism", tensor), ("pipeline stages", pipeline), ("Ulysses", sequence)
+    ):  # fmt: skip
         if value < 1:
             raise CADConfigError(f"{name} is {value}; expected at least 1")
+    if sequence > 1 and tensor * pipeline > 1:
+        other = "tensor parallelism" if tensor > 1 else "pipeline stages"
+        raise CADConfigError(f"Ulysses together with {other}, which CAD refuses: set one of them to 1")
+    if sequence > 1 and (ranks % sequence or model.heads % sequence):
+        raise CADConfigError(f"{ranks} ranks and {model.heads} heads cannot be divided by {sequence} ranks of Ulysses")
     if ranks % (tensor * pipeline):
         raise CADConfigError(
             f"{ranks} ranks cannot be divided into {tensor} tensor-parallel × {pipeline} pipeline parts: "

@@ -43,7 +43,7 @@ def deal(
 
     def to_trainers(servers: int) -> list[list[Layout]]:
         trainers, cluster = setting.seats - servers, setting.cluster
-        ranks = trainers * setting.tensor * setting.pipeline
+        ranks = trainers * setting.sharing * setting.pipeline
         fewer = replace(setting, cluster=Cluster(ranks, min(ranks, cluster.per_host), cluster.machine))
         more = -(-most * setting.seats // trainers)
         steps = make_steps(lengths, fewer, context, packing, micro_batches, more, batch)

@@ -188,7 +188,10 @@ def test_balance_and_attention_that_is_not_repeated_are_told_apart() -> None:
     assert compare(setting(), LONG, ["ulysses", "cad"]).balance(cad) is None
 
 
-def test_what_cad_refuses_beside_tensor_parallelism_is_left_out() -> None:
+def test_what_cad_refuses_beside_shares_of_heads_is_left_out() -> None:
+    found = compare(setting(sequence=2), [[Layout.from_rank_lengths([[8192], [1024] * 8])]])
+    assert [one.mode for one in found.found] == ["plain", "plain kept", "cad"]
+    assert "divides the rows already" in found.left_out["ulysses"]
     found = compare(setting(tensor=2), [[Layout.from_rank_lengths([[8192], [1024] * 8])]])
     assert "cad" not in found.left_out and "servers know nothing of tensor" in found.left_out["cad reserved"]
 

@@ -514,6 +514,9 @@ def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> 
         ({"sharding": "zero9"}, "sharding is 'zero9'"),
         ({"ranks": 24, "pipeline": 3}, "4 layers cannot be divided into 3"),
         ({"ranks": 24, "tensor": 24}, "heads cannot be divided by 24"),
+        ({"ranks": 8, "tensor": 2, "sequence": 2}, "Ulysses together with tensor parallelism"),
+        ({"ranks": 8, "pipeline": 2, "sequence": 2}, "Ulysses together with pipeline stages"),
+        ({"ranks": 6, "sequence": 4}, "cannot be divided by 4 ranks of Ulysses"),
         ({"keep": "host", "recompute_attention": True}, "attention keeps nothing"),
     ],
 )
@@ -540,6 +543,22 @@ def test_tensor_parallel_ranks_share_heads_and_pay_for_activations() -> None:
     once = 4 * MODEL.layers * (1000 * 2 * 4096 * 7 / 8 / own.machine.collective + own.machine.latency)
     assert non_attention(own, tokens).tensor.forward == pytest.approx([once])
     assert not non_attention(setting(), tokens).tensor.total.any()
+
+
+def test_ranks_of_ulysses_share_heads_and_tokens_but_no_weights() -> None:
+    own, alone = setting(16, 8, sequence=8), setting(16, 8)
+    assert (own.seats, own.shape.query_heads, own.shape.groups) == (2, 4, 1)
+    assert own.hosts is not None and own.hosts.tolist() == [0, 1]
+    # Q and O have 32 heads, K and V 8 each: of a rank's 125 tokens 7 of 8 heads go to others.
+    tokens, size = np.array([1000.0]), 125 * (2 * 32 + 2 * 8) * 128 * 2
+    there = non_attention(own, tokens).tensor.forward
+    assert there == pytest.approx([MODEL.layers * own.cluster.all_to_all(size, 8)])
+    assert non_attention(own, tokens).layers.total == pytest.approx(non_attention(alone, tokens / 8).layers.total)
+    assert own.stage_parameters == alone.stage_parameters
+    assert state_bytes(own, own.seats) == pytest.approx(state_bytes(alone, alone.seats))
+    passes, layer = 1, Both(np.zeros(1), np.zeros(1))
+    assert weight_seconds(own, passes, layer, own.seats) == weight_seconds(alone, passes, layer, alone.seats)
+    assert own.kind_of_run("cad") != alone.kind_of_run("cad")
 
 
 # Machines and distributions
