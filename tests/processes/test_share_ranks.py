@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from model_cases import tiny_model
 from pool import WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -56,10 +57,18 @@ class _Whole(torch.autograd.Function):
         return grad, None
 
 
-def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, block: dict[str, Any]) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (world // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
-    reference = training.tiny_llama(num_key_value_heads=kv_heads)
-    model = training.tiny_llama(num_key_value_heads=kv_heads)
+def _windowed() -> Any:
+    return tiny_model("mistral", sliding_window=12)
+
+
+def _train(
+    rank: int, world: int, kv_heads: int, checkpoint: str | None, block: dict[str, Any], shares: int = SHARES,
+    windowed: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    mesh = init_device_mesh("cpu", (world // shares, shares), mesh_dim_names=("dp", "tp"))
+    reference, model = (
+        _windowed() if windowed else training.tiny_llama(num_key_value_heads=kv_heads) for _ in range(2)
+    )
     for layer in model.model.layers:
         parallelize_module(layer, mesh["tp"], _plan(kv_heads))
         for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj) if kv_heads % SHARES else ():
@@ -69,7 +78,7 @@ def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, block: 
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
     model.train()
     session = deepspeed_cad.current_session()
-    replica = rank // SHARES
+    replica = rank // shares
     for step in range(2):
         docs = training.documents(LENGTHS[(replica + step) % 2], seed=10 * step + replica)
         loss = training.loss_sum(model, training.pack(docs))
@@ -104,9 +113,15 @@ def test_parallelize_module(workers: WorkerPool, kv_heads: int, checkpoint: str 
     assert "(2 replicas of 2 by tensor parallelism)" in results[0]["line"]
 
 
-def test_one_replica_has_nothing_to_balance(workers: WorkerPool) -> None:
-    results = workers.run(_train, SHARES, 4, None, {})
-    assert [one["sent"] for one in results] == [0, 0] and "1 replica of 2" in results[0]["line"]
+def test_windows(workers: WorkerPool) -> None:
+    results = workers.run(_train, WORLD, 4, None, {}, SHARES, True)
+    assert results[0]["after"] < results[0]["before"] and all(one["sent"] for one in results)
+
+
+@pytest.mark.parametrize("shares", [2, 4])
+def test_one_replica_has_nothing_to_balance(workers: WorkerPool, shares: int) -> None:
+    results = workers.run(_train, shares, 4, None, {}, shares)
+    assert not any(one["sent"] for one in results) and f"1 replica of {shares}" in results[0]["line"]
 
 
 def _differ(rank: int, world: int, how: str) -> str:
