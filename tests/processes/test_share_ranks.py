@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,6 +117,24 @@ def test_parallelize_module(workers: WorkerPool, kv_heads: int, checkpoint: str 
 def test_windows(workers: WorkerPool) -> None:
     results = workers.run(_train, WORLD, 4, None, {}, SHARES, True)
     assert results[0]["after"] < results[0]["before"] and all(one["sent"] for one in results)
+
+
+def _on_hosts(rank: int, world: int, apart: bool) -> tuple[bool, list[int]]:
+    """A step where a host holds a replica, or the ranks of a share; whether the CAD group is on several hosts, and who
+    is on which."""
+    with mock.patch("deepspeed_cad.exchange.probe.host_number", lambda: rank // SHARES if apart else rank % SHARES):
+        found = _train(rank, world, 4, None, {})
+    session = deepspeed_cad.current_session()
+    assert found["sent"] and found["after"] < 1.05
+    crew = session.plans.crew
+    return crew.several_hosts, crew.hosts.tolist()
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_hosts_are_those_of_a_share(workers: WorkerPool, apart: bool) -> None:
+    found = workers.run(_on_hosts, WORLD, apart)
+    assert [several for several, _ in found] == [apart] * WORLD
+    assert [hosts for _, hosts in found] == ([[0, 1]] * WORLD if apart else [[0, 0], [1, 1]] * 2)
 
 
 @pytest.mark.parametrize("shares", [2, 4])
