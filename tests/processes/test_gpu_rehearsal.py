@@ -51,7 +51,7 @@ def processes_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: str, ranks: int, checks: str) -> None:
     """Groups that run without GPUs, with everything they compare."""
-    command = ["--device", "cpu", "--patience", "6", "--budget", "850", "--gpus", str(ranks), "--only", groups]
+    command = ["--device", "cpu", "--patience", "6", "--budget", "850", "--ranks", str(ranks), "--only", groups]
     code = gpu_check.main([*command, "--output", str(tmp_path / "found.json")])
     said = capsys.readouterr().out
     assert code == 0, said[-6000:]
@@ -63,7 +63,7 @@ def test_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: s
 
 def test_a_hang_is_one_failed_line(tmp_path: Path) -> None:
     """The rank that waits is killed at the limit, named with its case, and its output is shown."""
-    options = argparse.Namespace(gpus=2, device="cpu", kernel="auto")
+    options = argparse.Namespace(ranks=2, shared=False, device="cpu", kernel="auto")
     ended = start(Launch("failures", "c10d: hangs before its lengths", dies=7), options, tmp_path, 9.0)
     failed = [line for line in ended.lines if line["state"] == "failed"]
     assert [line["detail"] for line in failed][-1] == "the process of rank 1 did not end within 9 s"
