@@ -65,6 +65,8 @@ class Feed:
         """Whether documents are dealt out to ranks before steps."""
         self.stays = ""
         """Why not, where it is asked for, and what would turn it on."""
+        self.read_ahead = False
+        """Whether a loader is read a step ahead of training: else no step can be arranged."""
         self.arranged = ""
         """What is different about the micro-batches of a step, in words; empty where they come as they were loaded."""
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
@@ -151,7 +153,13 @@ class Feed:
     @property
     def in_words(self) -> str:
         """How micro-batches of a step are arranged, and why not otherwise."""
-        return "; ".join(filter(None, (self.arranged, self.stays)))
+        unread = ""
+        if self.deals and not self.read_ahead:
+            unread = (
+                "documents stay on their ranks: no loader is read ahead of training; "
+                "read yours through current_session().look_ahead(loader, model)"
+            )
+        return "; ".join(filter(None, (self.arranged, self.stays, unread)))
 
     @property
     def next_announced(self) -> Announcement | None:

@@ -70,6 +70,7 @@ class StepAhead:
     def __init__(self, feed: Feed, accumulation: int = 1) -> None:
         """`accumulation`: micro-batches per optimizer step, the same on every rank."""
         self.feed, self.accumulation = feed, accumulation
+        feed.read_ahead = True
         self.last: Dealt | None = None
         """How the documents of the step arranged last were dealt out; None where they stayed."""
         self._said: set[str] = set()

@@ -12,6 +12,7 @@ import pytest
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.feed import EpochOverError, Feed
 from deepspeed_cad.ahead.gather import Said, State, Subject, What
+from deepspeed_cad.ahead.step import StepAhead
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.carriers import ComparedFirst
@@ -126,3 +127,11 @@ def test_gloo_is_waited_for_with_an_eye_on_the_board() -> None:
     identity, work = Identity(7, 0), SimpleNamespace(wait=lambda: done.append("waited"), is_completed=lambda: True)
     carrier._wait(work, identity)  # type: ignore[arg-type]
     assert done == [(str(identity), 7, {"with_servers": True}), "waited"]
+
+
+def test_documents_that_nobody_deals_out_for_want_of_a_loader_are_said_to_stay() -> None:
+    feed, _ = feed_of(Two())
+    feed.deals = True
+    assert "no loader is read ahead" in feed.in_words
+    StepAhead(feed)
+    assert feed.in_words == ""
