@@ -22,7 +22,7 @@ from deepspeed_cad.forecast.compared import MEMORY, RUNS
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.setting import check_split
 from deepspeed_cad.forecast.step import OUTSIDE, needed_bytes
-from deepspeed_cad.forecast.steps import deal, make_steps
+from deepspeed_cad.forecast.steps import for_fewer, make_steps
 from deepspeed_cad.planner.question import hosts_of_nodes
 
 HOST = 8
@@ -245,7 +245,7 @@ def draw(
         steps = make_steps(data, other, *rows, SWEEP_STEPS, args.batch)
         if not steps:
             raise CADDataError(f"no step of {ranks} ranks with {context} tokens")
-        return compare(other, steps, modes, servers, deal=deal(data, other, *rows, len(steps), args.batch))
+        return compare(other, steps, modes, servers, fewer=for_fewer(data, other, *rows, len(steps), args.batch))
 
     ranks = around(args.ranks, 2 * setting.sharing * setting.pipeline, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))
     contexts = around(args.context, 1024, (1 / 4, 1 / 2, 1, 2, 4))

@@ -201,7 +201,7 @@ def _plan_data(args: argparse.Namespace) -> int:
     from deepspeed_cad.forecast.attention_seconds import of_documents
     from deepspeed_cad.forecast.compare import MODES, THREADS, compare
     from deepspeed_cad.forecast.dealt import deal_out
-    from deepspeed_cad.forecast.steps import deal, make_steps
+    from deepspeed_cad.forecast.steps import for_fewer, make_steps
 
     check_options(args)
     check_places(args.input)
@@ -239,7 +239,7 @@ def _plan_data(args: argparse.Namespace) -> int:
         if setting.deals:
             own = [of_documents(step[0], setting.cost).total for step in steps]
             outlooks = [replace(one, imbalance_before=work.max() / work.mean()) for one, work in zip(outlooks, own)]
-        fewer = deal(lengths, setting, *rows, len(steps), args.batch)
+        fewer = for_fewer(lengths, setting, *rows, len(steps), args.batch)
         comparison = compare(setting, steps, modes, servers, tell, fewer)
         full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
         rival, cad = comparison.best_rival, comparison.of("cad")

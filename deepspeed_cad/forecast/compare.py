@@ -53,7 +53,7 @@ ENOUGH_ROWS = 4096
 Progress = Callable[[str, int, int], None]
 """Called with a mode and how many of how many of its steps are done."""
 
-Deal = Callable[[int], Sequence[modes.Step]]
+ForFewer = Callable[[int], Sequence[modes.Step]]
 """Gives the steps that trainers make of the same documents beside so many servers, which have none."""
 
 
@@ -113,7 +113,7 @@ def compare(
     wanted: Sequence[str] = tuple(MODES),
     servers: int | None = None,
     progress: Progress | None = None,
-    deal: Deal | None = None,
+    fewer: ForFewer | None = None,
 ) -> Comparison:
     """Foresee all steps in all modes that are wanted.
 
@@ -125,7 +125,7 @@ def compare(
         wanted: modes.
         servers: how many are reserved; None: what is best.
         progress: hears how far it is.
-        deal: the same documents for fewer trainers; None: rows that servers would have trained are left out, and what
+        fewer: the same documents for fewer trainers; None: rows that servers would have trained are left out, and what
             is reserved trains other documents than the other modes.
     """
     if not steps or not steps[0]:
@@ -135,7 +135,7 @@ def compare(
     per_token = _flops_per_token(setting.model, [layout for step in steps for layout in step])
     for mode in wanted:
         if mode == "cad reserved":
-            choices = _with_servers(setting, steps, servers, deal)
+            choices = _with_servers(setting, steps, servers, fewer)
         else:
             runs = _runs(setting, steps[0], mode)
             choices = runs if isinstance(runs, str) else [(run, steps) for run in runs]
@@ -289,7 +289,7 @@ def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
 
 
 def _with_servers(
-    setting: Setting, steps: Sequence[modes.Step], servers: int | None, deal: Deal | None
+    setting: Setting, steps: Sequence[modes.Step], servers: int | None, fewer: ForFewer | None
 ) -> list[Choice] | str:
     """Numbers of seats that may be reserved, each with its steps; or why none."""
     seats, layout = setting.seats, steps[0][0]
@@ -309,7 +309,7 @@ def _with_servers(
         even = modes_cad.even_servers(setting, float(layout.tokens.mean()), attention)
         # Where rows are not equally full the fullest trainer sets the pace, and fewer servers are enough.
         counts = sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
-    return [(partial(modes_cad.reserved, setting, servers=one), deal(one) if deal else steps) for one in counts]
+    return [(partial(modes_cad.reserved, setting, servers=one), fewer(one) if fewer else steps) for one in counts]
 
 
 def _variant(setting: Setting, name: str, step: modes.Step) -> Foreseen:

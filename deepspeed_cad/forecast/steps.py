@@ -33,7 +33,7 @@ def make_steps(
     return steps
 
 
-def deal(
+def for_fewer(
     lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int, batch: int = 1
 ) -> Callable[[int], list[list[Layout]]]:
     """Gives the steps of fewer trainers, beside seats that only serve: the same documents, in more steps.

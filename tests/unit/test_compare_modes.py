@@ -262,13 +262,13 @@ def test_servers_are_chosen_on_the_same_documents_as_other_modes() -> None:
     step = [Layout.from_rank_lengths([[1024] * 32, [1024] * 32, [1024] * 32, [32768]])]
     asked: list[int] = []
 
-    def deal(servers: int) -> list[list[Layout]]:
+    def fewer(servers: int) -> list[list[Layout]]:
         asked.append(servers)
         rows = [[32768], *[[1024] * 32] * (3 - servers)]
         return [[Layout.from_rank_lengths([*rows, *[[]] * servers])]]
 
     own = setting(tolerance=0.01)
-    dealt = compare(own, [step], ["cad reserved"], 1, deal=deal).found[0]
+    dealt = compare(own, [step], ["cad reserved"], 1, fewer=fewer).found[0]
     cut = compare(own, [step], ["cad reserved"], 1).found[0]
     assert asked == [1] and dealt.tokens == cut.tokens == 3 * 32768
     assert dealt.seconds.attention > 2 * cut.seconds.attention
