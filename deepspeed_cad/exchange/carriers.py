@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, compare
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
@@ -260,5 +261,6 @@ class Collectives(ByteCarrier):
         self._watchdog.close()
 
     def abandon(self) -> Callable[[], None]:
-        """Servers come and go on CPUs only, where this carries."""
-        raise NotImplementedError
+        """Raise CADError: of collectives on GPUs nothing can be given up while a server is waited for, and no session
+        that may lose one takes them (server/surviving/members.py)."""
+        raise CADError("transport c10d cannot be given up on GPUs")
