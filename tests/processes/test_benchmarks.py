@@ -214,7 +214,10 @@ def test_measurements_by_name(tmp_path: Path, name: str, sizes: str, last: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts: bool) -> None:
-    size = "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens 512 --warmup 1".split()
+    # Servers tell twice a second how long they attended: as many steps as last longer.
+    size = (
+        "--layers 2 --hidden 64 --heads 8 --kv-heads 4 --ffn 96 --vocab 128 --tokens 512 --warmup 1 --steps 15".split()
+    )
     launcher = ["benchmarks/run_on_hosts.py", "0,1", "host"] if hosts else ["-m", "deepspeed_cad.run"]
     for name, block in (("reserved_x", {"servers": {"reserved": 1}}), ("in-place_x", {})):
         script = ["--cad", json.dumps(block), "benchmarks/servers_step.py", *size]
