@@ -86,9 +86,9 @@ class Ended:
 def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]], shared: bool) -> list[Launch] | str:
     """What a group starts; those of one group run at the same time if they are cases that end in an error. Or why it
     cannot run here."""
-    if group == "kernels" and cuda:
+    if group in ("kernels", "bits") and cuda:
         return [Launch(group, f"part {part} of 2", limit_s=270) for part in (1, 2)]
-    if group in ("kernels", "models"):
+    if group in ("kernels", "bits", "models"):
         return [Launch(group, limit_s=270)]
     if group == "growth" and shared:
         return "needs a GPU for every rank: it fills their memory"
@@ -134,17 +134,17 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]], s
 
 
 GROUPS = (
-    "kernels", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth", "exactness",
-    "pipelines", "servers", "timeouts", "lifetimes",
+    "kernels", "bits", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth",
+    "exactness", "pipelines", "servers", "timeouts", "lifetimes",
 )  # fmt: skip
 WAVES = (
-    ("growth",), ("kernels", "failures"), ("pipelines", "servers", "identity", "timeouts"),
+    ("growth",), ("kernels", "bits", "failures"), ("pipelines", "servers", "identity", "timeouts"),
     ("transports", "loaders", "models", "mixed"), ("streams", "exactness", "lifetimes"),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; checks that fill the memory of GPUs are alone. The last ones
 have the most cases: where time runs out, some of these are left, and no group as a whole."""
-AT_ONCE = ("kernels", "failures", "loaders", "timeouts", "servers", "mixed", "streams", "lifetimes")
+AT_ONCE = ("kernels", "bits", "failures", "loaders", "timeouts", "servers", "mixed", "streams", "lifetimes")
 """Groups whose launches run at the same time."""
 
 
