@@ -102,7 +102,7 @@ class Attend:
     def pieces(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[tuple[int, int]], tile: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A document in pieces, each a call on views, as a rank runs its own rows; keys begin at multiples of `tile`."""
+        """A document in pieces, one call each, as a rank runs its own rows; keys begin at multiples of `tile`."""
         made = []
         for begin, end in pieces:
             first = self.first_key(begin, tile)
