@@ -54,7 +54,7 @@ def find_replica(model: torch.nn.Module) -> Replica | None:
     return None
 
 
-def is_divided(x: torch.Tensor) -> bool:
+def is_divided(x: Any) -> bool:
     """Whether a tensor is a DTensor."""
     return DTensor is not None and isinstance(x, DTensor)
 
@@ -100,6 +100,22 @@ def refuse_heads(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor
             "the model share a KV head: divide both alike (k_proj and v_proj as q_proj), or use as many ranks as both "
             "can be divided by"
         )
+
+
+def refuse_parts_of_heads(model: torch.nn.Module, shares: int) -> None:
+    """Raise CADUnsupportedError where `shares` ranks divide projections between, not within, which heads lie."""
+    for module in model.modules():
+        for name in ("q_proj", "k_proj"):
+            weight: Any = getattr(getattr(module, name, None), "weight", None)
+            if not hasattr(module, "head_dim") or not is_divided(weight):
+                continue
+            axes = zip(weight.device_mesh.mesh_dim_names or (), weight.placements)
+            heads = weight.shape[0] // module.head_dim
+            if heads % shares and any(axis in TENSOR and one.is_shard(0) for axis, one in axes):
+                raise CADUnsupportedError(
+                    f"{shares} ranks divide {name} of {name_layer(module)}, which has {heads} heads: each rank must "
+                    f"have whole heads. Use as many ranks as {heads} can be divided by, or leave {name} whole"
+                )
 
 
 def to_local(x: Any, of_queries: Sequence[Any] = ()) -> torch.Tensor:

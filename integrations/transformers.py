@@ -34,7 +34,7 @@ from deepspeed_cad.integrations.models import (
 from deepspeed_cad.integrations.padding import Padding, counts, find_padding
 from deepspeed_cad.integrations.positions import compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
-from deepspeed_cad.integrations.shares import find_replica
+from deepspeed_cad.integrations.shares import find_replica, refuse_parts_of_heads
 from deepspeed_cad.integrations.structure import (
     decoder_layers,
     default_attention,
@@ -374,7 +374,10 @@ def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = No
     """
     inner = find_model(model)
     refuse_model(inner)
-    session = open_session(config, training_device(inner), replica or find_replica(inner))
+    replica = replica or find_replica(inner)
+    if replica is not None:
+        refuse_parts_of_heads(inner, len(replica.ranks))
+    session = open_session(config, training_device(inner), replica)
     bound: Binding | None = session.bindings.get(inner)
     if bound is not None:
         return bound

@@ -6,8 +6,14 @@ document alone.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import sys
+import sysconfig
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,14 +21,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from model_cases import tiny_model
+from model_cases import FAMILIES, Family, tiny_model
 from pool import WorkerPool
+from ports import free_port
+from served import play
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoTokenizer
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import demo  # noqa: E402
+import packing  # noqa: E402
 
 WORLD, SHARES = 4, 2
 LENGTHS = [[300, 20], [40, 30, 9, 1, 50]]
@@ -33,6 +47,7 @@ def _plan(kv_heads: int) -> dict[str, Any]:
     plan: dict[str, Any] = {
         "self_attn.q_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel(),
         "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel(),
+        "self_attn.q_b_proj": ColwiseParallel(), "self_attn.kv_b_proj": ColwiseParallel(),
     }  # fmt: skip
     if kv_heads % SHARES == 0:
         plan |= {"self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel()}
@@ -58,22 +73,41 @@ class _Whole(torch.autograd.Function):
         return grad, None
 
 
-def _windowed() -> Any:
-    return tiny_model("mistral", sliding_window=12)
+def _divide(model: torch.nn.Module, tp: Any, kv_heads: int) -> None:
+    """The heads and MLPs of a model; what several heads read is whole on every rank, and its gradient is their sum."""
+
+    def share(width: int) -> Callable[..., torch.Tensor]:
+        def hook(module: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+            own, shared = out.split([out.shape[-1] - width, width], -1)
+            return torch.cat([own, _Whole.apply(shared, tp.get_group())], -1)
+
+        return hook
+
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        modules = dict(layer.named_modules())
+        parallelize_module(layer, tp, {name: style for name, style in _plan(kv_heads).items() if name in modules})
+        for projection in (attention.k_proj, attention.v_proj) if kv_heads % SHARES else ():
+            projection.register_forward_hook(share(projection.out_features))
+        if hasattr(attention, "kv_a_proj_with_mqa"):
+            attention.kv_a_proj_with_mqa.register_forward_hook(share(attention.qk_rope_head_dim))
+        if hasattr(attention, "sinks"):
+            attention.sinks = torch.nn.Parameter(distribute_tensor(attention.sinks.detach(), tp, [Shard(0)]))
 
 
 def _train(
     rank: int, world: int, kv_heads: int, checkpoint: str | None, block: dict[str, Any], shares: int = SHARES,
-    windowed: bool = False,
+    family: Family | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     mesh = init_device_mesh("cpu", (world // shares, shares), mesh_dim_names=("dp", "tp"))
     reference, model = (
-        _windowed() if windowed else training.tiny_llama(num_key_value_heads=kv_heads) for _ in range(2)
+        training.tiny_llama(num_key_value_heads=kv_heads)
+        if family is None
+        else tiny_model(family.kind, **family.changes)
+        for _ in range(2)
     )
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh["tp"], _plan(kv_heads))
-        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj) if kv_heads % SHARES else ():
-            projection.register_forward_hook(lambda module, args, out: _Whole.apply(out, mesh["tp"].get_group()))
+    near = 1e-10 if family is None else family.tolerance
+    _divide(model, mesh["tp"], kv_heads)
     deepspeed_cad.apply(model, BLOCK | block, mesh=mesh)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
@@ -85,11 +119,10 @@ def _train(
         loss = training.loss_sum(model, training.pack(docs))
         loss.backward()
         expected, gradients = training.alone(reference, docs)
-        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
+        assert abs(float(loss.detach()) - expected) < 10 * near * max(1, expected)
         for name, parameter in model.named_parameters():
-            assert (_whole(parameter.grad) - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), (
-                name
-            )
+            grad, alone = _whole(parameter.grad), gradients[name]
+            assert (grad - alone).abs().max() < near * (1 + alone.abs().max()), name
         model.zero_grad()
     statistics = session.statistics
     transport = session.transport
@@ -114,9 +147,39 @@ def test_parallelize_module(workers: WorkerPool, kv_heads: int, checkpoint: str 
     assert "(2 replicas of 2 by tensor parallelism)" in results[0]["line"]
 
 
-def test_windows(workers: WorkerPool) -> None:
-    results = workers.run(_train, WORLD, 4, None, {}, SHARES, True)
+@pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "deepseek_v3"])
+def test_windows_sinks_and_latent_attention(workers: WorkerPool, kind: str) -> None:
+    family = next(one for one in FAMILIES if one.kind == kind)
+    results = workers.run(_train, WORLD, 4, None, {}, SHARES, family)
     assert results[0]["after"] < results[0]["before"] and all(one["sent"] for one in results)
+
+
+def _demo_steps(rank: int, world: int, rows: list[dict[str, torch.Tensor]], block: dict[str, Any]) -> list[Any]:
+    mesh = init_device_mesh("cpu", (world // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
+    model = training.tiny_llama(torch.float32, num_hidden_layers=1, vocab_size=demo.CPU_MODEL["vocab_size"])
+    _divide(model, mesh["tp"], 4)
+    deepspeed_cad.apply(model, {**block, "links": training.LINKS}, mesh=mesh)
+    model.train()
+    steps = []
+    for row in rows[rank // SHARES :: world // SHARES]:
+        training.loss_sum(model, row).backward()
+        steps.append(deepspeed_cad.current_session().take_statistics("test").as_events())
+    return steps
+
+
+@pytest.mark.slow
+def test_balance_between_replicas_on_the_mix_of_the_demo(workers: WorkerPool, tmp_path: Path) -> None:
+    """Documents, tokenizer, rows, and block of `make demo`, on two replicas of two."""
+    tokens = demo.choose_machine(0).tokens
+    data = [sysconfig.get_paths()["stdlib"]]
+    texts = islice(packing.read_texts(packing.list_files(data)), demo.TOKENIZER_SAMPLE)
+    demo.make_checkpoint(tmp_path, demo.CPU_MODEL, texts, tokens)
+    documents = packing.tokenized(data, AutoTokenizer.from_pretrained(tmp_path))
+    rows = packing.pack(documents, tokens, 8 * WORLD // SHARES)
+    block = json.loads((EXAMPLES / "ds_zero1_cad.json").read_text())["cad"]
+    for steps in workers.run(_demo_steps, WORLD, rows, block, timeout=240.0):
+        assert len(steps) == 8 and max(step[demo.AFTER] for step in steps) <= 1.05, steps
+        assert demo.average(steps, demo.BEFORE) > 1.1
 
 
 def _on_hosts(rank: int, world: int, apart: bool) -> tuple[bool, list[int]]:
@@ -185,6 +248,7 @@ def _mesh(rank: int, world: int, shape: tuple[int, ...], names: tuple[str, ...] 
         ((2, 2), ("dp", "cp"), 'axis "cp" of 2 ranks, context parallelism'),
         ((2, 2), ("dp", "other"), 'axis "other" of which CAD does not know'),
         ((1, 2), ("dp", "tp"), "the mesh has 2 ranks and the job 4"),
+        ((2, 2), ("sp", "tp"), "heads are divided twice, by tensor parallelism and by Ulysses"),
     ],
 )
 def test_meshes_that_say_too_little(
@@ -193,6 +257,21 @@ def test_meshes_that_say_too_little(
     said = workers.run(_mesh, WORLD, shape, names)
     assert len(set(said)) == 1
     assert re.search(words, said[0])
+
+
+def _beside_servers(rank: int, trainers: int, block: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", (1, trainers), mesh_dim_names=("dp", "tp"))
+    deepspeed_cad.apply(training.tiny_llama(), block, mesh=mesh)
+
+
+def test_reserved_servers_beside_shares_are_one_error_everywhere(fresh_workers: WorkerPool) -> None:
+    block = {**BLOCK, "servers": {"reserved": 1}, "timeout_s": 20}
+    errors, _ = fresh_workers.try_run(
+        play, 3, free_port(), block, _beside_servers, timeout=60.0, joined=False, once=True
+    )
+    for error in errors[:2]:
+        assert error is not None and error[0] == "CADUnsupportedError" and "servers know of no shares" in error[1]
+    assert errors[2] is not None and errors[2][0] not in ("Hung", "Died"), "the server ends without a loop"
 
 
 def _unnamed(rank: int, world: int) -> str:
@@ -208,6 +287,28 @@ def _unnamed(rank: int, world: int) -> str:
 def test_parameters_on_a_mesh_without_names_are_not_guessed_about(workers: WorkerPool) -> None:
     said = workers.run(_unnamed, SHARES)
     assert len(set(said)) == 1 and re.search(r"lie on a mesh without names of shape \[2\].*mesh=mesh", said[0])
+
+
+def _uneven(rank: int, world: int, heads: int, kv_heads: int) -> str:
+    model = training.tiny_llama(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], _plan(SHARES))
+    with pytest.raises(CADError) as error:
+        deepspeed_cad.apply(model, BLOCK)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "words"),
+    [
+        (6, 6, "4 ranks divide q_proj of LlamaAttention of layer 0, which has 6 heads: each rank must have whole"),
+        (8, 2, "4 ranks divide k_proj .* which has 2 heads: .* or leave k_proj whole"),
+    ],
+)
+def test_heads_that_ranks_cannot_divide(workers: WorkerPool, heads: int, kv_heads: int, words: str) -> None:
+    said = workers.run(_uneven, WORLD, heads, kv_heads)
+    assert len(set(said)) == 1 and re.search(words, said[0])
 
 
 def _fail(rank: int, world: int) -> None:

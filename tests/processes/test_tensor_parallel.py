@@ -10,6 +10,7 @@ import pytest
 import torch
 import training
 from engines import engine_config, import_deepspeed, train_engine
+from model_cases import NEW
 from pool import WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -88,7 +89,22 @@ def test_autotp_resumes(fresh_workers: WorkerPool, tmp_path: Path) -> None:
 
 def _loaded(folder: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """As transformers loads it by its own plan, sharded by FSDP2 between replicas."""
+    from torch.distributed.fsdp import fully_shard
     from transformers import LlamaForCausalLM
+
+    if not NEW:
+        # Its from_pretrained takes the number of a GPU; what it does with a plan is the same.
+        from transformers.integrations.tensor_parallel import distribute_model, shard_and_distribute_module
+
+        mesh = init_device_mesh("cpu", (WORLD // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, use_cache=False)
+        model = distribute_model(model, None, mesh["tp"], SHARES)
+        for name, parameter in list(model.named_parameters()):
+            given = parameter.detach(), parameter, name, dtype, True, mesh["tp"].get_local_rank(), mesh["tp"]
+            shard_and_distribute_module(model, *given)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(tp_size=SHARES, fsdp_size=WORLD // SHARES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from deepspeed_cad.integrations.shares import refuse_heads
 
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.replicas import of_replicas
@@ -134,3 +137,20 @@ def test_what_is_not_built_beside_shares(block: dict[str, Any], pieces: bool, wo
     with pytest.raises(CADUnsupportedError, match=words):
         refuse_beside_shares(CADConfig.from_dict(block), pieces)
     refuse_beside_shares(CADConfig(), pieces)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "sinks", "words"),
+    [
+        (4, 4, 8, "has 4 query heads on this rank and 8 attention sinks, one for each head of the model"),
+        (2, 2, None, "has 2 query heads and 2 KV heads on this rank, and 2 query heads of the model share a KV head"),
+        (4, 2, 4, None),
+        (4, 1, None, None),
+    ],
+)
+def test_heads_that_do_not_belong_together(query: int, key: int, sinks: int | None, words: str | None) -> None:
+    """Of ranks that have a part of 8 query heads and 4 KV heads."""
+    layer: Any = SimpleNamespace(layer_idx=0, num_key_value_groups=2)
+    given = torch.zeros(1, query, 5, 8), torch.zeros(1, key, 5, 8), None if sinks is None else torch.zeros(sinks)
+    with nullcontext() if words is None else pytest.raises(CADUnsupportedError, match=words):
+        refuse_heads(layer, *given)
