@@ -11,7 +11,7 @@ import atexit
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -35,7 +35,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, why_ended
 from deepspeed_cad.exchange.group import Group, OwnGroup
 from deepspeed_cad.exchange.links import Links
-from deepspeed_cad.exchange.opening import DETERMINISTIC, Opened, open_transport
+from deepspeed_cad.exchange.probe import DETERMINISTIC, Opened, open_transport, with_links
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
@@ -139,11 +139,12 @@ class Session:
     def _open_transport(self, group: Group | None, gatherer: Gatherer) -> Opened | None:
         if group is None:
             return None
-        given = self.config.links if isinstance(self.config.links, Mapping) else None
-        return open_transport(
-            self.config.transport, group, self.device, self._numbers(gatherer), self.liveness, self.config.timeout_s,
-            given, transports_of(self.config, self.device),
+        agree = self._numbers(gatherer)
+        opened = open_transport(
+            self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s,
+            transports_of(self.config, self.device),
         )  # fmt: skip
+        return with_links(opened, self.device, agree, self.config.links)
 
     def _numbers(self, gatherer: Gatherer) -> Callable[[int], list[int]]:
         """Gives one number of every rank of the CAD group. Collective."""

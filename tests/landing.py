@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed_cad.exchange import packed
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.packed import PackedTransport
-from deepspeed_cad.exchange.transport import UNNAMED
+from deepspeed_cad.exchange.transport import UNNAMED, UnderWay
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room, room_needed
 
@@ -53,7 +52,7 @@ def counted(has: float = float("inf")) -> Iterator[Landing]:
     """Count in this process. `has`: bytes for which its transports find memory when ranks make room; they all have as
     much, so all fail alike."""
     found, landed = Landing(), dict[tuple[int, int], int]()
-    before = PackedTransport.dispatch, PackedTransport.give_back, PackedTransport.make_room, packed.Returned.wait
+    before = PackedTransport.dispatch, PackedTransport.give_back, PackedTransport.make_room, UnderWay.wait
 
     def dispatch(self: Any, schedule: Schedule, fields: list, nano_batch: int, moment: Any = UNNAMED) -> Any:
         size = _size(schedule, fields, [f.home for f in fields], schedule.served_rows)
@@ -70,9 +69,10 @@ def counted(has: float = float("inf")) -> Iterator[Landing]:
         back.size = size
         return back
 
-    def wait(self: Any) -> None:
-        before[3](self)
-        found.now -= self.size
+    def wait(self: Any) -> Any:
+        arrived = before[3](self)
+        found.now -= self.__dict__.pop("size", 0)
+        return arrived
 
     def make_room(self: Any, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
         found.tried += 1
@@ -82,10 +82,10 @@ def counted(has: float = float("inf")) -> Iterator[Landing]:
         before[2](self, schedules, room, nano_batch)
 
     names = (PackedTransport, "dispatch"), (PackedTransport, "give_back"), (PackedTransport, "make_room")
-    for (where, name), new in zip((*names, (packed.Returned, "wait")), (dispatch, give_back, make_room, wait)):
+    for (where, name), new in zip((*names, (UnderWay, "wait")), (dispatch, give_back, make_room, wait)):
         setattr(where, name, new)
     try:
         yield found
     finally:
-        for (where, name), old in zip((*names, (packed.Returned, "wait")), before):
+        for (where, name), old in zip((*names, (UnderWay, "wait")), before):
             setattr(where, name, old)

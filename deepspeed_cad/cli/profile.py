@@ -161,7 +161,7 @@ def _measure_all(
     import torch.distributed as dist
 
     from deepspeed_cad.exchange.links import measure_links
-    from deepspeed_cad.exchange.probe import choose_transport, gather_hosts
+    from deepspeed_cad.exchange.probe import choose_transport, host_number
 
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
@@ -191,7 +191,7 @@ def _measure_all(
             dist.all_gather_object(found, value, group=cpu_group)
             return found
 
-        links = measure_links(transport, device, dist.get_rank(), gather_hosts(gather), gather)
+        links = measure_links(transport, device, dist.get_rank(), gather(host_number()), gather)
         dist.barrier(cpu_group)
         transport.close()
     finally:

@@ -42,6 +42,20 @@ class UnderWay:
     """Is over when the numbers are there; None where they were compared before."""
 
 
+@dataclass(frozen=True, eq=False)
+class Load:
+    """What an exchange moves."""
+
+    identity: Identity
+    packed: list[torch.Tensor]
+    """[rows, width] of every field, ordered by peer."""
+    counts: list[tuple[Table, Table]]
+    """Of each, its rows to every peer and from it."""
+    is_return: bool
+    transfers: Transfers | None
+    """Notes how long it took, where the carrier can tell."""
+
+
 class Carrier(Protocol):
     """Moves packed rows."""
 
@@ -54,18 +68,8 @@ class Carrier(Protocol):
     stream: torch.cuda.Stream | None
     """Where the newest transfer ends, if that is one stream: for timelines."""
 
-    def start(
-        self,
-        identity: Identity,
-        packed: list[torch.Tensor],
-        counts: list[tuple[Table, Table]],
-        is_return: bool,
-        transfers: Transfers | None,
-    ) -> Any:
-        """Begin to move an exchange: each of `packed` is [rows, width], `counts` its rows to each peer and from it.
-
-        Gives what the others take. `transfers` notes how long it took, where the carrier can tell.
-        """
+    def start(self, load: Load) -> Any:
+        """Begin to move an exchange; gives what the other methods take."""
 
     def finish(self, parcel: Any) -> list[torch.Tensor]:
         """What arrived, [rows, width] of every field, complete for work queued after this call.
@@ -118,15 +122,9 @@ class ByteCarrier(ABC):
     """Both ways share one queue of collectives, so nothing comes back before all is out; and where one starts on a CPU,
     the host waits for the numbers of all ranks."""
 
-    def start(
-        self,
-        identity: Identity,
-        packed: list[torch.Tensor],
-        counts: list[tuple[Table, Table]],
-        is_return: bool,
-        transfers: Transfers | None,
-    ) -> Parcel:
+    def start(self, load: Load) -> Parcel:
         """See Carrier. Transfers are noted on CPUs alone, where ranks have met when data starts to move."""
+        packed, counts, transfers = load.packed, load.counts, load.transfers
         peers = range(len(counts[0][0]))
         widths = [rows.shape[1] * rows.element_size() for rows in packed]
         chunks = [torch.split(rows.contiguous().view(torch.uint8).reshape(-1), (sent * width).tolist())
@@ -137,7 +135,7 @@ class ByteCarrier(ABC):
             for way in (0, 1)
         )
         begun = time.perf_counter()
-        under_way = self.begin(identity, outgoing, to_peers, from_peers)
+        under_way = self.begin(load.identity, outgoing, to_peers, from_peers)
         if transfers is not None and outgoing.device.type == "cpu":
             size = transfers.size(to_peers, from_peers)
             if size is not None:

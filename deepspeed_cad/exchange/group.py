@@ -155,22 +155,3 @@ def abort(group: Group, device: torch.device) -> None:
     """
     backend: Any = processes_of(group)._get_backend(device)
     backend.abort()
-
-
-def show_to_symmetric_memory(
-    enable: Any, name: str, processes: dist.ProcessGroup, store: dist.Store, ranks: dict[int, int]
-) -> None:
-    """Let an older torch's symmetric memory, whose `enable_symm_mem_for_group` is not deprecated, find a group.
-
-    It looks store and ranks up among its own groups. They are there for this moment only: the profiler, for one, takes
-    whatever is there for a whole process group.
-    """
-    if enable is None or hasattr(enable, "__deprecated__"):
-        return
-    world = dist.distributed_c10d._world
-    world.pg_map[processes] = ("none", store)
-    world.pg_group_ranks[processes] = ranks
-    try:
-        enable(name)
-    finally:
-        del world.pg_map[processes], world.pg_group_ranks[processes]

@@ -31,6 +31,7 @@ Waves of one nano-batch take turns in few lanes (lanes.py), each with memory of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -49,23 +50,22 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, Moment, Register
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
-from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
+from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, size_of
 from deepspeed_cad.exchange.landing import LandingArea, make_buffers
 from deepspeed_cad.exchange.lanes import Lanes
 from deepspeed_cad.exchange.messages import Messenger
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
-from deepspeed_cad.exchange.peers import changed_group, host_group, whole_group
+from deepspeed_cad.exchange.peers import find_peers
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
 from deepspeed_cad.exchange.rows import check_home, check_served
 from deepspeed_cad.exchange.split import near_part
 from deepspeed_cad.exchange.strangers import Strangers
 from deepspeed_cad.exchange.streams import leave_to_streams
 from deepspeed_cad.exchange.transfers import Transfers
-from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
+from deepspeed_cad.exchange.transport import UNNAMED, Dispatched, Outgoing, Returned, Returning, UnderWay
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 from deepspeed_cad.schedule.room import Room
 
@@ -120,80 +120,60 @@ class _Tables:
 class LandingTransport:
     """See the top of this file, and Transport."""
 
-    def __init__(
-        self,
-        group: Group,
-        device: torch.device,
-        liveness: Liveness | None = None,
-        timeout_s: float = 300.0,
-        near: list[int] | None = None,
-    ) -> None:
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm, near: list[int] | None = None) -> None:
         """Collective: every rank of the group makes one at the same time.
 
-        Args:
-            near: one number for every rank; ranks with the same number copy, all others get messages. None: all copy.
+        `near`: one number for every rank; ranks with the same number copy, all others get messages. None: all copy.
         """
-        alarm = Alarm(rank_of(group), liveness, timeout_s)
-        self.strangers: Strangers | None = None
-        if near is not None:
-            # First what all ranks take part in: making landing areas can fail on one host alone.
-            self.strangers = Strangers(group, device, near, alarm)
-        try:
-            self._open(group, device, alarm, near)
-        except BaseException:
-            if self.strangers is not None:
-                self.strangers.leave()
-            raise
-
-    def _open(self, group: Group, device: torch.device, alarm: Alarm, near: list[int] | None) -> None:
         self.name = "nvlink" if near is None else "mixed"
         # Copies inside a host take less time than starting more of them.
         self.most_waves = 1 if near is None else 8
-        self.group, self.device = group, device
-        if near is not None:
-            peers = host_group(group, near)
-        elif isinstance(group, OwnGroup) and alarm.goes_on:
-            peers = changed_group(group, alarm)
-        else:
-            peers = whole_group(group)
-        self.peers = peers
-        self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
+        self.group, self.device, self._alarm = group, device, alarm
         self.exchanges = 0
         self._pushed = 0
-        """The same of this transport alone, which is what flags count: they begin at 0 also where servers changed."""
+        """The same of this transport alone: what flags count begins at 0 also where servers changed."""
         self.bytes_sent = 0
         self.transfers: Transfers | None = None
         self.register = Register()
-        self._alarm = alarm
-        self._roll_call = RollCall(peers.store, peers.members, peers.place, alarm)
-        with torch.cuda.device(device):
-            torch.cuda.current_stream(device).synchronize()
-            self.calls: CudaCalls = cuda_calls()
-            streams = [torch.cuda.Stream(device) for _ in range(1 + has_ways_apart(group, alarm.liveness.may_change))]
-            self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
-            # The kernel that spoils what landed is loaded now: a first launch may need the GPU to be idle.
-            torch.empty(PAGE, dtype=torch.uint8, device=device).fill_(255)
+        # First what all ranks take part in: making landing areas can fail on one host alone.
+        self.strangers = None if near is None else Strangers(group, device, near, alarm)
+        with ExitStack() as on_error:
+            if self.strangers is not None:
+                on_error.callback(self.strangers.leave)
+            peers = self.peers = find_peers(group, alarm, near)
+            self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
+            roll_call = RollCall(peers.store, peers.members, peers.place, alarm)
+            with torch.cuda.device(device):
+                torch.cuda.current_stream(device).synchronize()
+                self.calls: CudaCalls = cuda_calls()
+                ways = 1 + has_ways_apart(group, alarm.liveness.may_change)
+                streams = [torch.cuda.Stream(device) for _ in range(ways)]
+                self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
+                # The kernel that spoils what landed is loaded now: a first launch may need the GPU to be idle.
+                torch.empty(PAGE, dtype=torch.uint8, device=device).fill_(255)
+            whole, flags = size_of(group), FLAG_BYTES * self.ranks
+            ahead = -(-ways * flags // PAGE) * PAGE
+            size = ahead + RING * whole * NAME_BYTES
+            self._flags = make_buffers([size], peers, device, roll_call, "making flags for exchanges")[0]
+            # Of exchanges: a ring, [RING, ranks of the group].
+            names = self._flags.tensor[ahead:size].view(torch.int64).view(RING, whole)
+            with torch.cuda.device(device):
+                self._comparison = Comparison(names, self.rank)
+            on_error.pop_all()
         self.stream: torch.cuda.Stream | None = streams[0] if near is None else None
         """Where the transfers of the newest exchange end, if that is one stream: for timelines."""
-        whole = size_of(group)
-        flags = FLAG_BYTES * self.ranks
-        ahead = -(-len(streams) * flags // PAGE) * PAGE
-        size = ahead + RING * whole * NAME_BYTES
-        self._flags = make_buffers([size], peers, device, self._roll_call, "making flags for exchanges")[0]
-        here = self._flags.addresses[self.place] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
-        ways = [
-            _Way(stream, self._flags.addresses + FLAG_BYTES * self.place + number * flags, here + number * flags)
+        everywhere = self._flags.addresses
+        here = everywhere[self.place] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
+        ways_there = [
+            _Way(stream, everywhere + FLAG_BYTES * self.place + number * flags, here + number * flags)
             for number, stream in enumerate(streams)
         ]
-        self._out, self._back = ways[0], ways[-1]
-        self._name_of_rank: Table = self._flags.addresses + ahead + NAME_BYTES * self.rank
-        """Where this rank's names are written at each rank: in the first row of a ring, [RING, ranks of the group]."""
+        self._out, self._back = ways_there[0], ways_there[-1]
+        self._name_of_rank: Table = everywhere + ahead + NAME_BYTES * self.rank
+        """Where this rank's names are written at each rank: in the first row of the ring."""
         self._name_row = NAME_BYTES * whole
-        names = self._flags.tensor[ahead:size].view(torch.int64).view(RING, whole)
-        with torch.cuda.device(device):
-            self._comparison = Comparison(names, self.rank)
         self._neighbours: Sequence[int] = [int(rank) for rank in peers.members if rank != self.rank]
-        self._lanes = Lanes(peers, device, self._roll_call)
+        self._lanes = Lanes(peers, device, roll_call)
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
         self._watchdog = Watchdog(alarm, self._give_up, device, self._comparison)
         self._reader: Reader | None = None
@@ -201,7 +181,7 @@ class LandingTransport:
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
-    ) -> _Dispatched:
+    ) -> Dispatched:
         """See Transport.dispatch. What arrives is valid until its return, or the next dispatch on the same lane."""
         tables = self._begin(schedule, nano_batch, moment.wave)
         lane = self._lanes.out(nano_batch, moment.wave)
@@ -218,7 +198,7 @@ class LandingTransport:
         lane.dispatch, lane.give_back = self.exchanges, 0
         if self.strangers is not None:
             self._join(under_way, *self.strangers.outgoing(schedule, fields, prepared.landed))
-        return _Dispatched(self, under_way, prepared.landed)
+        return UnderWay(under_way, partial(self._arrive, prepared.landed))
 
     @property
     def two_ways(self) -> bool:
@@ -227,7 +207,7 @@ class LandingTransport:
 
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
-    ) -> _Returned:
+    ) -> Returned:
         """See Transport.give_back. It must be waited for before the next exchange on the same lane."""
         tables = self._begin(schedule, nano_batch, moment.wave)
         lane, back = self._lanes.out(nano_batch, moment.wave), self._lanes.back(nano_batch, moment.wave)
@@ -242,10 +222,10 @@ class LandingTransport:
         under_way = self._start(self._back, identity, [f.served for f in fields])
         self._push(under_way, tables.give_back, prepared, back.area, (self._out, lane.dispatch))
         lane.give_back = self.exchanges
-        back.unfinished = found = _Returned(self, under_way, fields, prepared.landed, tables.placements)
+        back.unfinished = UnderWay(under_way, partial(self._place, tables.placements, fields, prepared.landed))
         if self.strangers is not None:
             self._join(under_way, *self.strangers.returning(schedule, fields, prepared.landed))
-        return found
+        return back.unfinished
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
         """See Transport.make_room."""
@@ -293,7 +273,19 @@ class LandingTransport:
 
         return release
 
-    def wait(self, under_way: _UnderWay) -> None:
+    def _arrive(self, landed: list[torch.Tensor], under_way: _Pushed) -> list[torch.Tensor]:
+        self._wait(under_way)
+        return landed
+
+    def _place(
+        self, placements: tuple[Placement, Placement], fields: list[Returning], landed: list[torch.Tensor],
+        under_way: _Pushed,
+    ) -> None:  # fmt: skip
+        self._wait(under_way)
+        for f, rows in zip(fields, landed):
+            place(placements[f.kind], rows, f.served, f.home, f.add)
+
+    def _wait(self, under_way: _Pushed) -> None:
         """Queue on the current stream: until all ranks have pushed this exchange, and its sources have been read."""
         self._alarm.check()
         current = torch.cuda.current_stream(self.device)
@@ -327,7 +319,7 @@ class LandingTransport:
         if back.unfinished is not None and not back.unfinished.waited:
             raise CADError(
                 f"rank {self.rank}: an exchange on nano-batch {nano_batch} starts before the return of exchange "
-                f"{back.unfinished.identity.index} on it was waited for"
+                f"{back.unfinished.parcel.identity.index} on it was waited for"
             )
         back.unfinished = None
         tables = self._tables.get(schedule)
@@ -373,11 +365,11 @@ class LandingTransport:
         self._comparison.newest = self.exchanges
         return self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
 
-    def _start(self, way: _Way, identity: Identity, sources: list[torch.Tensor]) -> _UnderWay:
-        return _UnderWay(way, identity, [], sources, torch.cuda.current_stream(self.device), [way.stream])
+    def _start(self, way: _Way, identity: Identity, sources: list[torch.Tensor]) -> _Pushed:
+        return _Pushed(way, identity, [], sources, torch.cuda.current_stream(self.device), [way.stream])
 
     def _push(
-        self, under_way: _UnderWay, table: PushTable, prepared: _Prepared, area: LandingArea, guard: tuple[_Way, int]
+        self, under_way: _Pushed, table: PushTable, prepared: _Prepared, area: LandingArea, guard: tuple[_Way, int]
     ) -> None:
         """`guard`: the exchange that peers must have come to, and of which way it is."""
         way, identity, stream = under_way.way, under_way.identity, under_way.way.stream
@@ -395,7 +387,7 @@ class LandingTransport:
         self.bytes_sent += int((table.rows_sent[fields[:, 0]] * fields[:, 4]).sum())
         under_way.done.append(stream.record_event())
 
-    def _join(self, under_way: _UnderWay, way: Messenger, messages: Table, packed: list[torch.Tensor]) -> None:
+    def _join(self, under_way: _Pushed, way: Messenger, messages: Table, packed: list[torch.Tensor]) -> None:
         """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both.
 
         The watchdog looks after messages apart from the wait of whoever uses what arrives: growing a landing area waits
@@ -433,7 +425,7 @@ class LandingTransport:
 
 
 @dataclass(eq=False)
-class _UnderWay:
+class _Pushed:
     way: _Way
     identity: Identity
     done: list[torch.cuda.Event]
@@ -447,43 +439,3 @@ class _UnderWay:
     def __del__(self) -> None:
         # An error fell before `wait`.
         leave_to_streams(self.sources, self.readers)
-
-
-@dataclass(eq=False)
-class _Dispatched:
-    transport: LandingTransport
-    under_way: _UnderWay
-    landed: list[torch.Tensor]
-    waited: bool = False
-
-    def wait(self) -> list[torch.Tensor]:
-        """See exchange.transport.Dispatched."""
-        if not self.waited:
-            self.transport.wait(self.under_way)
-            self.waited = True
-        return self.landed
-
-
-@dataclass(eq=False)
-class _Returned:
-    transport: LandingTransport
-    under_way: _UnderWay
-    fields: list[Returning]
-    landed: list[torch.Tensor]
-    placements: tuple[Placement, Placement]
-    waited: bool = False
-
-    @property
-    def identity(self) -> Identity:
-        """Of its exchange."""
-        return self.under_way.identity
-
-    def wait(self) -> None:
-        """See exchange.transport.Returned."""
-        if self.waited:
-            return
-        self.transport.wait(self.under_way)
-        for f, landed in zip(self.fields, self.landed):
-            place(self.placements[f.kind], landed, f.served, f.home, f.add)
-        self.waited = True
-        self.fields = []

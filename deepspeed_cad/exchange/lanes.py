@@ -8,30 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from deepspeed_cad.exchange.copies import ALIGNMENT
-from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.landing import LandingArea, grow_together
 from deepspeed_cad.exchange.peers import PeerGroup
+from deepspeed_cad.exchange.transport import Returned
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import BACK, OUT, Room, lane_bytes
 
 FIELDS = 8
 """At most of one exchange."""
-
-
-class Unfinished(Protocol):
-    """A return."""
-
-    waited: bool
-
-    @property
-    def identity(self) -> Identity:
-        """Of its exchange."""
 
 
 @dataclass(eq=False)
@@ -62,7 +51,7 @@ class BackLane:
     """A place on the way back: its area and what is under way."""
 
     area: LandingArea
-    unfinished: Unfinished | None = None
+    unfinished: Returned | None = None
 
 
 class Lanes:

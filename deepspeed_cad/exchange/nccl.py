@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 from deepspeed_cad.exchange.arrival import wait_for
+from deepspeed_cad.exchange.carriers import Load
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
 from deepspeed_cad.exchange.messages import TwoWays
-from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.split import list_messages
 from deepspeed_cad.exchange.streams import leave_to_streams
-from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.threads import start_daemon
 
 
@@ -69,15 +68,9 @@ class NcclCarrier:
         self._unfinished: set[UnderWay] = set()
         """Where training goes on without a server that is lost: what NCCL may still read and write."""
 
-    def start(
-        self,
-        identity: Identity,
-        packed: list[torch.Tensor],
-        counts: list[tuple[Table, Table]],
-        is_return: bool,
-        transfers: Transfers | None,
-    ) -> UnderWay:
+    def start(self, load: Load) -> UnderWay:
         """See Carrier."""
+        identity, packed, counts = load.identity, load.packed, load.counts
         self._comparison.newest = identity.index
         arrived = [rows.new_empty(int(received.sum()), rows.shape[1]) for rows, (_, received) in zip(packed, counts)]
         messages = [np.zeros((0, 4), np.int64)]
@@ -86,13 +79,13 @@ class NcclCarrier:
             for is_send, tensor, rows in ((True, out, sent), (False, into, received)):
                 runs = np.stack([np.arange(self.ranks), np.cumsum(rows) - rows, rows], axis=1)[rows > 0]
                 messages.append(list_messages(is_send, runs, tensor.data_ptr(), width))
-        way = self.messages.back if is_return else self.messages.out
+        way = self.messages.back if load.is_return else self.messages.out
         under_way = UnderWay(identity, None, packed, arrived, torch.cuda.current_stream(self.device), way.stream)
         if self.alarm.goes_on:
             going = {one for one in self._unfinished if one.done is None or not one.done.query()}
             self._unfinished = {under_way, *going}
         under_way.done = way.exchange(
-            identity, np.ascontiguousarray(np.concatenate(messages)), self._comparison, self._watchdog, transfers
+            identity, np.ascontiguousarray(np.concatenate(messages)), self._comparison, self._watchdog, load.transfers
         )
         self.stream = way.stream
         return under_way

@@ -8,47 +8,35 @@ torch's allocator and gives them back, so nano-batches and waves need no memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from deepspeed_cad.exchange.carriers import Carrier, Collectives, ComparedFirst
-from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.carriers import Carrier, Collectives, ComparedFirst, Load
 from deepspeed_cad.exchange.failure.identity import Moment, Register
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.group import Group, rank_of
+from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.nccl import NcclCarrier
 from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds, take
 from deepspeed_cad.exchange.transfers import Transfers
-from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning
+from deepspeed_cad.exchange.transport import UNNAMED, Dispatched, Outgoing, Returned, Returning, UnderWay
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room
 
 
-def c10d_transport(
-    group: Group, device: torch.device, liveness: Liveness | None = None, timeout_s: float = 300.0
-) -> PackedTransport:
+def c10d_transport(group: Group, device: torch.device, alarm: Alarm) -> PackedTransport:
     """The `c10d` transport: torch.distributed's own collectives on a process group of CAD's own."""
-    alarm = Alarm(rank_of(group), liveness, timeout_s)
     carrier = ComparedFirst(group, alarm) if device.type == "cpu" else Collectives(group, device, alarm)
     return PackedTransport(carrier, device)
 
 
-def nccl_transport(
-    group: Group,
-    device: torch.device,
-    liveness: Liveness | None = None,
-    timeout_s: float = 300.0,
-    several_hosts: bool = False,
-) -> PackedTransport:
+def nccl_transport(group: Group, device: torch.device, alarm: Alarm, several_hosts: bool = False) -> PackedTransport:
     """The `nccl` transport. Collective: every rank of the group opens it at the same time, `several_hosts` alike."""
-    return PackedTransport(
-        NcclCarrier(group, device, Alarm(rank_of(group), liveness, timeout_s), several_hosts), device
-    )
+    return PackedTransport(NcclCarrier(group, device, alarm, several_hosts), device)
 
 
 class PackedTransport:
@@ -84,7 +72,7 @@ class PackedTransport:
         packed = [take(f.home, kinds[f.kind].home) for f in fields]
         counts = [(kinds[f.kind].sent, kinds[f.kind].received) for f in fields]
         parcel = self._start(packed, counts, schedule, nano_batch, moment, is_return=False)
-        return Dispatched(self.carrier, schedule, fields, kinds, parcel)
+        return UnderWay(parcel, partial(self._arrange, schedule, fields, kinds))
 
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
@@ -95,7 +83,7 @@ class PackedTransport:
         packed = [f.served.index_select(0, kinds[f.kind].received_row) for f in fields]
         counts = [(kinds[f.kind].received, kinds[f.kind].sent) for f in fields]
         parcel = self._start(packed, counts, schedule, nano_batch, moment, is_return=True)
-        return Returned(self.carrier, fields, kinds, parcel)
+        return UnderWay(parcel, partial(self._place, fields, kinds))
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
         """Nothing is kept between exchanges."""
@@ -122,47 +110,23 @@ class PackedTransport:
         self.bytes_sent += sum(
             int(sent.sum()) * rows.shape[1] * rows.element_size() for rows, (sent, _) in zip(packed, counts)
         )
-        return self.carrier.start(identity, packed, counts, is_return, self.transfers)
+        return self.carrier.start(Load(identity, packed, counts, is_return, self.transfers))
+
+    def _arrange(
+        self, schedule: Schedule, fields: list[Outgoing], kinds: tuple[KindRows, KindRows], parcel: Any
+    ) -> list[torch.Tensor]:
+        arrived = self.carrier.finish(parcel)
+        buffers = [kinds[f.kind].group_major(schedule, f, rows) for f, rows in zip(fields, arrived)]
+        self.carrier.release(parcel)
+        return buffers
+
+    def _place(self, fields: list[Returning], kinds: tuple[KindRows, KindRows], parcel: Any) -> None:
+        for f, rows in zip(fields, self.carrier.finish(parcel)):
+            place(kinds[f.kind].placement, rows, f.served, f.home, f.add)
+        self.carrier.release(parcel)
 
     def _look_up(self, schedule: Schedule) -> tuple[KindRows, KindRows]:
         found = self._kinds.get(schedule)
         if found is None:
             found = self._kinds[schedule] = rows_of_kinds(schedule, self.device)
         return found
-
-
-@dataclass(eq=False)
-class Dispatched:
-    """See exchange.transport.Dispatched."""
-
-    carrier: Carrier
-    schedule: Schedule
-    fields: list[Outgoing]
-    kinds: tuple[KindRows, KindRows]
-    parcel: Any
-
-    def wait(self) -> list[torch.Tensor]:
-        """See exchange.transport.Dispatched."""
-        arrived = self.carrier.finish(self.parcel)
-        buffers = [self.kinds[f.kind].group_major(self.schedule, f, rows) for f, rows in zip(self.fields, arrived)]
-        self.carrier.release(self.parcel)
-        self.fields = []
-        return buffers
-
-
-@dataclass(eq=False)
-class Returned:
-    """See exchange.transport.Returned."""
-
-    carrier: Carrier
-    fields: list[Returning]
-    kinds: tuple[KindRows, KindRows]
-    parcel: Any
-
-    def wait(self) -> None:
-        """See exchange.transport.Returned."""
-        arrived = self.carrier.finish(self.parcel)
-        for f, rows in zip(self.fields, arrived):
-            place(self.kinds[f.kind].placement, rows, f.served, f.home, f.add)
-        self.carrier.release(self.parcel)
-        self.fields = []

@@ -1,6 +1,7 @@
-"""Which transport a group uses, and what `doctor` says about each on this machine.
+"""What all ranks of a group do when they open their transport: which one, on which hosts, and how fast links are.
 
-In: a name from the configuration ("auto" or one), the group, its device. Out: a Transport, the same kind on every rank.
+In: a name from the configuration ("auto" or one), the group, its device, a way to gather numbers. Out: a Transport, the
+same kind on every rank; for `doctor`, what each needs that this machine lacks.
 "auto" tries, in this order, what the places of the ranks call for: all on one host `nvlink`, several hosts and some
 with several ranks `mixed`; then `nccl`, then `c10d`. A fallback is warned about once, with its reason; a transport
 asked for by name that cannot work is refused.
@@ -11,7 +12,9 @@ from __future__ import annotations
 import logging
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +22,10 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
 from deepspeed_cad.exchange.landed import LandingTransport
+from deepspeed_cad.exchange.links import Links, measure_links
 from deepspeed_cad.exchange.native_calls import UnreachedError, cuda_calls, open_nccl, peer_reach, symmetric_memory
 from deepspeed_cad.exchange.packed import c10d_transport, nccl_transport
 from deepspeed_cad.exchange.transport import Transport
@@ -35,6 +40,47 @@ _UNREACHED = -1
 
 Agree = Callable[[int], "list[int]"]
 """Gathers one whole number from every rank of the group, in rank order."""
+
+
+DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
+"""Where plans must not depend on times, figures for links do not either."""
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A group of ranks, and what they exchange through."""
+
+    group: Group
+    transport: Transport
+    hosts: list[int]
+    """Number of every rank's host."""
+    links: Links = Links(None, None, "not measured")
+
+
+def open_transport(
+    name: str,
+    group: Group,
+    device: torch.device,
+    agree: Agree,
+    liveness: Liveness | None,
+    timeout_s: float,
+    auto: tuple[str, ...] = NAMES,
+) -> Opened:
+    """Open the transport of a group, and find the host of every rank. Collective; arguments as below."""
+    # By where the ranks are, not by what their launchers tell each.
+    hosts = agree(host_number())
+    host = hosts[rank_of(group)]
+    return Opened(group, choose_transport(name, group, device, agree, liveness, timeout_s, host, auto), hosts)
+
+
+def with_links(opened: Opened, device: torch.device, agree: Agree, given: object) -> Opened:
+    """And the speeds of its links. Collective. `given`: these in GB/s, "inside" and "between", or else they are
+    measured."""
+    if isinstance(given, Mapping):
+        return replace(opened, links=Links(given["inside"] * 1e9, given["between"] * 1e9, "given"))
+    if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
+        return replace(opened, links=Links(None, None, DETERMINISTIC))
+    return replace(opened, links=measure_links(opened.transport, device, rank_of(opened.group), opened.hosts, agree))
 
 
 def choose_transport(
@@ -68,7 +114,8 @@ def choose_transport(
             if candidate == "nvlink" or (name == "auto" and len(set(near)) == len(near)):
                 reason = unreached
         if reason is None:
-            found, reason = _make(candidate, group, device, gather, liveness, timeout_s, near, len(set(hosts)) > 1)
+            alarm = Alarm(rank_of(group), liveness, timeout_s)
+            found, reason = _make(partial(_open, candidate, group, device, alarm, near, len(set(hosts)) > 1), gather)
             if found is not None:
                 _say(found.name, refusals, hosts, near, device.type == "cuda" and rank_of(group) == 0)
                 return found
@@ -78,14 +125,6 @@ def choose_transport(
         else 'Leave "transport" out to take one that works.'
     )  # fmt: skip
     raise CADUnsupportedError(f'transport "{name}" does not work here: {"; ".join(refusals)}. {todo}')
-
-
-def gather_hosts(gather: Agree) -> list[int]:
-    """The number of each rank's host. Collective, and the same on every rank.
-
-    Made of where the ranks are, not of what their launchers tell each.
-    """
-    return gather(host_number())
 
 
 def probe(name: str) -> tuple[bool, str]:
@@ -109,16 +148,17 @@ def probe(name: str) -> tuple[bool, str]:
     )
 
 
-def _make(
-    name: str,
-    group: Group,
-    device: torch.device,
-    gather: Agree,
-    liveness: Liveness | None,
-    timeout_s: float,
-    near: list[int],
-    several_hosts: bool,
-) -> tuple[Transport | None, str]:
+def _open(
+    name: str, group: Group, device: torch.device, alarm: Alarm, near: list[int], several_hosts: bool
+) -> Transport:
+    if name in ("nvlink", "mixed"):
+        return LandingTransport(group, device, alarm, near if name == "mixed" else None)
+    if name == "nccl":
+        return nccl_transport(group, device, alarm, several_hosts)
+    return c10d_transport(group, device, alarm)
+
+
+def _make(build: Callable[[], Transport], gather: Agree) -> tuple[Transport | None, str]:
     """The transport, if every rank could make it; else none and the reason.
 
     Raises UnreachedError, on every rank, where hosts do not reach each other: any other transport would wait for that
@@ -128,14 +168,7 @@ def _make(
     unreached: UnreachedError | None = None
     reason = "another rank could not start it"
     try:
-        if name == "nvlink":
-            made = LandingTransport(group, device, liveness, timeout_s)
-        elif name == "mixed":
-            made = LandingTransport(group, device, liveness, timeout_s, near)
-        elif name == "nccl":
-            made = nccl_transport(group, device, liveness, timeout_s, several_hosts)
-        else:
-            made = c10d_transport(group, device, liveness, timeout_s)
+        made = build()
     except ServerLostError:
         raise
     except UnreachedError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -49,18 +49,30 @@ class Returning:
     """Add to what is there (in fp32, rounded once) instead of writing."""
 
 
-class Dispatched(Protocol):
-    """A dispatch under way."""
-
-    def wait(self) -> list[torch.Tensor]:
-        """Group-major buffers [served rows, width], one per field, complete for work queued after this call."""
+Arrived = TypeVar("Arrived")
 
 
-class Returned(Protocol):
-    """A return under way."""
+class UnderWay(Generic[Arrived]):
+    """A dispatch or a return that has started."""
 
-    def wait(self) -> None:
-        """Place what came back into the `home` tensors, for work queued after this call."""
+    def __init__(self, parcel: Any, finish: Callable[[Any], Arrived]) -> None:
+        """`parcel`: what is held until this is let go of; `finish` gets it, once."""
+        self.parcel, self.waited = parcel, False
+        self._finish = finish
+
+    def wait(self) -> Arrived:
+        """What arrived, complete for work queued after this call."""
+        if not self.waited:
+            self._arrived = self._finish(self.parcel)
+            self.waited = True
+            del self._finish  # and the fields that it holds
+        return self._arrived
+
+
+Dispatched = UnderWay[list[torch.Tensor]]
+"""Gives group-major buffers [served rows, width], one per field."""
+Returned = UnderWay[None]
+"""Gives nothing: what came back is in the `home` tensors."""
 
 
 class Transport(Protocol):

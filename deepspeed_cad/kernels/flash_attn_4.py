@@ -1,6 +1,6 @@
 """FlashAttention-4 (`flash_attn.cute`): Hopper and newer, kernels compiled on first use.
 
-Uses the functions below its autograd layer, with outputs allocated here. Shapes as in interface.py.
+Uses the functions below its autograd layer, with outputs allocated here.
 """
 
 from __future__ import annotations
@@ -11,26 +11,22 @@ from typing import Any
 
 import torch
 
+from deepspeed_cad.kernels.flash import FlashAttention, Three, new_gradients, try_import
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
-from deepspeed_cad.kernels.support import new_gradients, refuse_common, try_import
 
 ONE_TILE = 256
 """Lengths are announced as more than this: the library compiles other kernels where everything fits in one tile, and
 those of a layer should be the same whatever lengths a step brings."""
 
 
-class FlashAttention4:
+class FlashAttention4(FlashAttention):
     """Any mask and head sizes up to 256 on Hopper; on newer GPUs what the library takes there."""
 
-    name = "flash_attn_4"
+    name, least_capability, equal_heads = "flash_attn_4", (9, 0), False
 
-    def refuse(self, need: KernelNeed) -> str | None:
-        """See Kernel.refuse."""
-        reason = refuse_common(need, largest_head=256, least_capability=(9, 0))
-        if reason is not None:
-            return reason
-        major = torch.cuda.get_device_capability(need.device)[0]
-        sizes = (need.head_dim, need.value_dim)
+    def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
+        """See FlashAttention."""
+        major, sizes = capability[0], (need.head_dim, need.value_dim)
         if major in (10, 11) and max(sizes) > 128 and sizes not in ((192, 128), (256, 256)):
             return f"query and value heads of sizes {sizes}; on this GPU it takes up to 128, (192, 128) and (256, 256)"
         if major == 10 and sizes == (256, 256) and need.softcap:
@@ -44,46 +40,31 @@ class FlashAttention4:
             return "this version of flash_attn.cute has not the functions that are used here"
         return None
 
-    def forward(
-        self,
-        q_QHD: torch.Tensor,
-        k_KGD: torch.Tensor,
-        v_KGV: torch.Tensor,
-        sequences: Sequences,
-        rule: MaskRule,
-        out_QHV: torch.Tensor | None = None,
+    def attend(
+        self, qkv: Three, sequences: Sequences, rule: MaskRule, out_QHV: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Kernel.forward; the LSE is a transposed view of the library's [H, Q]."""
+        """See FlashAttention."""
+        q_QHD, _, v_KGV = qkv
         rows, heads = q_QHD.shape[:2]
         o_QHV = out_QHV
         if o_QHV is None:
             o_QHV = torch.empty(rows, heads, v_KGV.shape[2], dtype=q_QHD.dtype, device=q_QHD.device)
         lse_HQ = torch.empty(heads, rows, dtype=torch.float32, device=q_QHD.device)
-        _interface()._flash_attn_fwd(
-            q_QHD, k_KGD, v_KGV, softcap=rule.softcap, out=o_QHV, lse=lse_HQ, **_arguments(sequences, rule)
-        )
-        return o_QHV, lse_HQ.t()
+        _interface()._flash_attn_fwd(*qkv, softcap=rule.softcap, out=o_QHV, lse=lse_HQ, **_arguments(sequences, rule))
+        return o_QHV, lse_HQ
 
-    def backward(
-        self,
-        do_QHV: torch.Tensor,
-        q_QHD: torch.Tensor,
-        k_KGD: torch.Tensor,
-        v_KGV: torch.Tensor,
-        o_QHV: torch.Tensor,
-        lse_QH: torch.Tensor,
-        sequences: Sequences,
-        rule: MaskRule,
-        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See Kernel.backward."""
-        dq, dk, dv = new_gradients(q_QHD, k_KGD, v_KGV) if into is None else into
+    def differentiate(
+        self, do_QHV: torch.Tensor, qkv: Three, o_QHV: torch.Tensor, lse_HQ: torch.Tensor,
+        sequences: Sequences, rule: MaskRule, into: Three | None,
+    ) -> Three:  # fmt: skip
+        """See FlashAttention."""
+        dq, dk, dv = made = new_gradients(qkv) if into is None else into
         _interface()._flash_attn_bwd(
-            q_QHD, k_KGD, v_KGV, o_QHV, do_QHV, lse_QH.t().contiguous(), softcap=rule.softcap or 0.0,
+            *qkv, o_QHV, do_QHV, lse_HQ, softcap=rule.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv,
             **_arguments(sequences, rule),
         )  # fmt: skip
-        return dq, dk, dv
+        return made
 
 
 @functools.cache

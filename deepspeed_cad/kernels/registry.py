@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.kernels.flash_attn_2 import FlashAttention2
-from deepspeed_cad.kernels.flash_attn_3 import FlashAttention3
+from deepspeed_cad.kernels.flash_attn import FlashAttention2, FlashAttention3
 from deepspeed_cad.kernels.flash_attn_4 import FlashAttention4
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -35,27 +34,22 @@ def choose(name: str, need: KernelNeed, rank: int = 0) -> Kernel:
 
     Raises CADUnsupportedError where `name` is no backend, or one that refuses: the reason is in the message.
     """
+    wanted = [kernel for kernel in KERNELS if name in ("auto", kernel.name)]
+    if not wanted:
+        raise CADUnsupportedError(f'there is no kernel "{name}"; there are: auto, {", ".join(names())}')
+    refusals: list[str] = []
+    for kernel in wanted:
+        reason = kernel.refuse(need)
+        if reason is None:
+            if rank == 0:
+                _say(kernel, need, refusals)
+            return kernel
+        refusals.append(f"{kernel.name}: {reason}")
     if name == "auto":
-        passed_over: list[str] = []
-        for kernel in KERNELS:
-            reason = kernel.refuse(need)
-            if reason is None:
-                if rank == 0:
-                    _say(kernel, need, passed_over)
-                return kernel
-            passed_over.append(f"{kernel.name}: {reason}")
-        raise CADUnsupportedError(f"no attention kernel supports {need}: {'; '.join(passed_over)}")
-    for kernel in KERNELS:
-        if kernel.name == name:
-            reason = kernel.refuse(need)
-            if reason is None:
-                if rank == 0:
-                    _say(kernel, need, [])
-                return kernel
-            raise CADUnsupportedError(
-                f'the kernel "{name}" cannot run this model: {reason}. Leave "kernel" out to take the first that can.'
-            )
-    raise CADUnsupportedError(f'there is no kernel "{name}"; there are: auto, {", ".join(names())}')
+        raise CADUnsupportedError(f"no attention kernel supports {need}: {'; '.join(refusals)}")
+    raise CADUnsupportedError(
+        f'the kernel "{name}" cannot run this model: {reason}. Leave "kernel" out to take the first that can.'
+    )
 
 
 def try_all(device: torch.device) -> list[tuple[str, bool, str]]:

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -25,7 +24,7 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.group import OwnGroup
-from deepspeed_cad.exchange.opening import Opened, open_transport
+from deepspeed_cad.exchange.probe import Opened, open_transport, with_links
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.profiles.speed import find_speeds
@@ -120,10 +119,10 @@ class _Server:
         def agree(value: int) -> list[int]:
             return group.numbers(value, liveness)
 
-        given = config.links if isinstance(config.links, Mapping) else None
         opened = open_transport(
-            config.transport, group, device, agree, liveness, config.timeout_s, given, transports_of(config, device)
-        )  # fmt: skip
+            config.transport, group, device, agree, liveness, config.timeout_s, transports_of(config, device)
+        )
+        opened = with_links(opened, device, agree, config.links)
         # Trainers plan with what all ranks say of their speed; a server that comes later is taken for a mean one.
         find_speeds(config.speeds, device, config.kernel, agree, False)
         return opened

@@ -13,7 +13,7 @@ import numpy as np
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.opening import Opened
+from deepspeed_cad.exchange.probe import Opened
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.planner.plan import Floats
 from deepspeed_cad.server.link import ServerLink

@@ -13,6 +13,7 @@ from pool import WorkerPool
 
 from deepspeed_cad.exchange.failure.board import open_board
 from deepspeed_cad.exchange.failure.identity import Moment
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.packed import PackedTransport, c10d_transport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.layout import Layout
@@ -41,7 +42,7 @@ def _run(transport: PackedTransport, schedule: Schedule, moment: Moment) -> None
 
 def _leaves_out(rank: int, world: int, lengths: list[list[int]], seed: int, what: str) -> None:
     board = open_board(dist.group.WORLD, rank, world)
-    transport = c10d_transport(dist.group.WORLD, CPU, board, timeout_s=30.0)
+    transport = c10d_transport(dist.group.WORLD, CPU, Alarm(rank, board, 30.0))
     schedule, after = _schedule(rank, [[24, 8], [8, 24], [16]], 0), _schedule(rank, lengths, seed)
     forward = Moment(turn=17, layer=3)
     _run(transport, schedule, forward)
@@ -76,7 +77,7 @@ def test_what_nobody_waits_for_on_any_rank_harms_nothing(workers: WorkerPool) ->
 
 
 def _abandons_everywhere(rank: int, world: int) -> None:
-    transport = c10d_transport(dist.group.WORLD, CPU, None)
+    transport = c10d_transport(dist.group.WORLD, CPU, Alarm(rank, None, 300.0))
     schedule = _schedule(rank, [[24, 8], [40]], 0)
     for turn in range(40):
         transport.dispatch(schedule, _fields(schedule), 0, Moment(turn))

@@ -16,7 +16,9 @@ from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
-from deepspeed_cad.exchange.packed import PackedTransport, c10d_transport
+from deepspeed_cad.exchange.carriers import ComparedFirst
+from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.packed import PackedTransport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, assemble
@@ -61,7 +63,9 @@ def _run(
     layout = _layout(name, world - 1)
     rule = MaskRule(DIM**-0.5, window, 3.0 if seed % 2 else None)
     sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if sinks else None
-    transport = StrictTransport(c10d_transport(dist.group.WORLD, torch.device("cpu")).carrier, torch.device("cpu"))
+    transport = StrictTransport(
+        ComparedFirst(dist.group.WORLD, Alarm(dist.get_rank(), None, 300.0)), torch.device("cpu")
+    )
     counts = CallCounts()
     rng = np.random.default_rng(seed)
     tick = layout.tick()

@@ -27,7 +27,7 @@ def _train(model: Any, rank: int, steps: int) -> None:
 
 
 def _correct(rank: int, world: int) -> tuple[str, Any, Any]:
-    with mock.patch("deepspeed_cad.exchange.opening.measure_links", lambda *given: Links(1e12, None)):
+    with mock.patch("deepspeed_cad.exchange.probe.measure_links", lambda *given: Links(1e12, None)):
         model, session = _session({})
     # Every transfer counts, however small.
     session.transport.transfers = session.learned.links._transfers = Transfers(

@@ -26,9 +26,9 @@ from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import OwnGroup
 from deepspeed_cad.exchange.landed import LandingTransport
-from deepspeed_cad.exchange.memory_store import MemoryStore
 from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
 from deepspeed_cad.exchange.nccl import NcclCarrier
+from deepspeed_cad.exchange.peers import MemoryStore
 from deepspeed_cad.threads import run_aside
 
 

@@ -202,8 +202,7 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Iterator[Netwo
     for room in (landing, landed):
         monkeypatch.setattr(room, "make_buffers", lambda sizes, peers, *_: [Shared(size, peers) for size in sizes])
     monkeypatch.setattr(landed, "cuda_calls", lambda: calls)
-    monkeypatch.setattr(landed, "whole_group", lambda group: group_of(group, [0] * group.size))
-    monkeypatch.setattr(landed, "host_group", group_of)
+    monkeypatch.setattr(landed, "find_peers", lambda group, alarm, near: group_of(group, near or [0] * group.size))
     monkeypatch.setattr(strangers, "open_store", lambda group, what: None)
     monkeypatch.setattr(messages, "join_ranks", lambda group, device, alarm: Messages(network, group.rank))
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
@@ -215,6 +214,12 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Iterator[Netwo
 
 def group(rank: int, size: int) -> dist.ProcessGroup:
     return SimpleNamespace(rank=rank, size=size)  # type: ignore[return-value]
+
+
+def landing_transport(
+    rank: int, ranks: int, near: list[int] | None = None, timeout_s: float = 300.0
+) -> LandingTransport:
+    return LandingTransport(group(rank, ranks), CPU, Alarm(rank, None, timeout_s), near)
 
 
 def run_rounds(transports: list[Transport], network: Network, rounds: int) -> list[int]:
@@ -238,7 +243,7 @@ def run_rounds(transports: list[Transport], network: Network, rounds: int) -> li
 @pytest.mark.parametrize("near", [HOSTS[0], HOSTS[1], HOSTS[3], HOSTS[6]], ids=str)
 def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None:
     ranks = len(near)
-    transports = [LandingTransport(group(rank, ranks), CPU, near=near) for rank in range(ranks)]
+    transports = [landing_transport(rank, ranks, near=near) for rank in range(ranks)]
     for rank, transport in enumerate(transports):
         transport.transfers = Transfers(rank, near, 1e6, 1e-6)
     sent = run_rounds(transports, network, 3)
@@ -251,7 +256,7 @@ def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None
     for transport in transports:
         transport.close()
         assert transport.strangers.messages.out.calls.left and transport.strangers.messages.back.calls.left
-    plain = [LandingTransport(group(rank, ranks), CPU) for rank in range(ranks)]
+    plain = [landing_transport(rank, ranks) for rank in range(ranks)]
     assert run_rounds(plain, network, 3) == sent, "the same bytes, whatever carries them"
 
 
@@ -260,7 +265,7 @@ def test_what_is_read_stays_where_an_error_falls(
     network: Network, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """Peers get what was sent, though nobody here waits for it: the allocator is told of the streams that read it."""
-    transport = LandingTransport(group(1, 3), CPU, near=[0, 0, 2])
+    transport = landing_transport(1, 3, near=[0, 0, 2])
     one = Round(make_schedules(3, 1, 300), 1, 0, 0, CPU)
     homes, copies, messages = one.homes[1], transport._out.stream, transport.strangers.messages.out.stream
     packed: list[torch.Tensor] = []
@@ -285,7 +290,7 @@ def test_what_is_read_stays_where_an_error_falls(
 def test_all_hosts_hear_where_one_lacks_memory(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts meet only where some host grows, which every rank knows of all; who lacks memory is named on all."""
     near = [0, 0, 2, 2]
-    transports = [LandingTransport(group(rank, 4), CPU, near=near) for rank in range(4)]
+    transports = [landing_transport(rank, 4, near=near) for rank in range(4)]
     met: list[tuple[int, str]] = []
     others = [""]
 
@@ -318,7 +323,7 @@ def test_all_hosts_hear_where_one_lacks_memory(network: Network, monkeypatch: py
 
 def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
-    transports = [LandingTransport(group(rank, 2), CPU, near=[0, 1]) for rank in range(2)]
+    transports = [landing_transport(rank, 2, near=[0, 1]) for rank in range(2)]
     for transport in transports:
         for way in ("out", "back"):
             nccl = getattr(transport.strangers.messages, way).calls
@@ -339,7 +344,7 @@ def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeyp
 
 
 def test_giving_up_ends_copies_and_messages(network: Network) -> None:
-    transports = [LandingTransport(group(rank, 3), CPU, near=[0, 0, 2], timeout_s=0.1) for rank in range(3)]
+    transports = [landing_transport(rank, 3, near=[0, 0, 2], timeout_s=0.1) for rank in range(3)]
     plans = make_schedules(3, 1, 300)
     for rank, transport in enumerate(transports):
         Round(plans, rank, 0, 0, CPU).start(transport)
@@ -364,7 +369,7 @@ def test_what_cannot_start_leaves_the_communicator(network: Network, monkeypatch
     monkeypatch.setattr(messages, "join_ranks", join)
     monkeypatch.setattr(landed, "make_buffers", broken)
     with pytest.raises(RuntimeError, match="no symmetric memory"):
-        LandingTransport(group(0, 2), CPU, near=[0, 0])
+        landing_transport(0, 2, near=[0, 0])
     assert len(made) == 2 and all(one.left for one in made)
     with pytest.raises(CADError, match="3 numbers of neighbourhoods for a group of 2 ranks"):
-        LandingTransport(group(0, 2), CPU, near=[0, 0, 1])
+        landing_transport(0, 2, near=[0, 0, 1])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from check_transports import make_schedules
-from test_exchange_mixed import CPU, Network, calls, group, network  # noqa: F401
+from test_exchange_mixed import CPU, Network, calls, group, landing_transport, network  # noqa: F401
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure import identity as comparison
@@ -23,7 +23,7 @@ from deepspeed_cad.exchange.failure.identity import (
     compare,
     describe,
 )
-from deepspeed_cad.exchange.landed import LandingTransport
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.packed import nccl_transport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.schedule import QUERY, Schedule
@@ -92,11 +92,11 @@ class Exchanges:
         ranks = range(len(near))
         self.network, self.plans = network, make_schedules(len(near), 1, 300)
         if kind == "nvlink":
-            self.transports = [LandingTransport(group(rank, len(near)), CPU) for rank in ranks]
+            self.transports = [landing_transport(rank, len(near)) for rank in ranks]
         elif kind == "mixed":
-            self.transports = [LandingTransport(group(rank, len(near)), CPU, near=near) for rank in ranks]
+            self.transports = [landing_transport(rank, len(near), near=near) for rank in ranks]
         else:
-            self.transports = [nccl_transport(group(rank, len(near)), CPU) for rank in ranks]  # type: ignore[misc]
+            self.transports = [nccl_transport(group(rank, len(near)), CPU, Alarm(rank, None, 300.0)) for rank in ranks]  # type: ignore[misc]
 
     def run(self, moments: list[Moment]) -> None:
         """One exchange out and back, for each rank at its moment."""

@@ -12,11 +12,11 @@ import torch
 from cases import document_attention
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.kernels import flash_attn_2, registry, torch_math
-from deepspeed_cad.kernels.flash_attn_2 import FlashAttention2
+from deepspeed_cad.kernels import flash_attn, registry, torch_math
+from deepspeed_cad.kernels.flash import accepts, call_with, window_of
+from deepspeed_cad.kernels.flash_attn import FlashAttention2, FlashAttention3
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.registry import KERNELS, choose, names, try_all
-from deepspeed_cad.kernels.support import accepts, call_with, window_of
 from deepspeed_cad.kernels.torch_math import TorchMath
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_calls_survive_other_argument_names() -> None:
 def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(flash_attn_2, "try_import", lambda name: (types.ModuleType(name), ""))
+    monkeypatch.setattr(flash_attn, "try_import", lambda name: (types.ModuleType(name), ""))
 
     def find(name: str) -> str:
         if not version:
@@ -186,3 +186,40 @@ def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch
     else:
         number = version.removesuffix(".post1") or "of unknown version"
         assert reason is not None and f"flash-attn {number} is installed" in reason and "2.6.1" in reason
+
+
+@pytest.mark.parametrize("kernel, first", [(FlashAttention2(), (None,) * 4), (FlashAttention3(), ())], ids=("2", "3"))
+@pytest.mark.parametrize("window", [None, 5])
+def test_compiled_libraries_get_and_give_what_they_name(
+    kernel: FlashAttention2, first: tuple[None, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins of an old FlashAttention-2, which gives six things back, and of 3."""
+    math, rule, sequences = TorchMath(), MaskRule(0.3, window, 2.0), sequences_of([(3, 9), (4, 4)])
+
+    def read(cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float, causal: bool, left: int, softcap: float) -> tuple:
+        assert causal == (window is None)
+        return Sequences(cu_q.numpy(), cu_k.numpy(), cu_q, cu_k, 4, 9), MaskRule(
+            scale, None if causal else left + 1, softcap
+        )
+
+    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap):  # type: ignore[no-untyped-def]
+        o, lse = math.forward(
+            q, k, v, *read(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size[0], softcap)
+        )
+        return (o, *first, lse.t()) if first else (o, lse.t(), None, None)
+
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal,
+                 window_size_left, softcap):  # type: ignore[no-untyped-def]  # fmt: skip
+        given = read(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size_left, softcap)
+        for into, x in zip((dq, dk, dv), math.backward(dout, q, k, v, out, softmax_lse.t(), *given)):
+            into.copy_(x)
+
+    module = types.SimpleNamespace(**dict(zip(kernel.functions, (forward, backward))))
+    monkeypatch.setattr(flash_attn, "try_import", lambda name: (module, "") if name == kernel.module else None)
+    torch.manual_seed(0)
+    q, do, k, v = (torch.randn(rows, heads, 8) for rows, heads in ((7, 4), (7, 4), (13, 2), (13, 2)))
+    o, lse = kernel.forward(q, k, v, sequences, rule)
+    expected = math.forward(q, k, v, sequences, rule)
+    found = kernel.backward(do, q, k, v, o, lse, sequences, rule)
+    for one, other in zip((o, lse, *found), (*expected, *math.backward(do, q, k, v, *expected, sequences, rule))):
+        torch.testing.assert_close(one, other)

@@ -18,7 +18,7 @@ import cases
 import numpy as np
 import pytest
 import torch
-from test_exchange_mixed import CPU, Network, group, network  # noqa: F401
+from test_exchange_mixed import CPU, Network, landing_transport, network  # noqa: F401
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.attention.overlap import run_tasks
@@ -253,7 +253,7 @@ def run_ticks(
     """`servers`: of the three ranks, the last ones, which have a stream for each nano-batch. `transports`: those of
     earlier ticks. `nano_batches`: how many are under way at a time."""
     tick = Layout.from_rank_lengths([[40, 9], [17, 8, 3], [30]][: 3 - servers] + [[]] * servers).tick()
-    transports = transports or [LandingTransport(group(rank, 3), CPU) for rank in range(3)]
+    transports = transports or [landing_transport(rank, 3) for rank in range(3)]
     rng, checks = np.random.default_rng(seed), []
     tasks = [_tasks(tick, rng, servers, turn) for turn in range(len(waves))]
     for rank, transport in enumerate(transports):
@@ -318,7 +318,7 @@ def count_from(transports: list[LandingTransport], pushed: int, exchanges: int) 
     ids=["half a round", "a round", "new flags where servers changed"],
 )
 def test_nor_when_flags_come_round(gpus: Gpus, two_streams: bool, pushed: int, exchanges: int) -> None:
-    transports = [LandingTransport(group(rank, 3), CPU) for rank in range(3)]
+    transports = [landing_transport(rank, 3) for rank in range(3)]
     count_from(transports, pushed, exchanges)
     run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], two_streams, 1, transports=transports)
     assert transports[0].exchanges > exchanges + 40
@@ -326,7 +326,7 @@ def test_nor_when_flags_come_round(gpus: Gpus, two_streams: bool, pushed: int, e
 
 def test_nor_in_a_lane_that_rested_for_half_a_round(gpus: Gpus) -> None:
     """What landed there last lies so far behind that it would seem to be ahead."""
-    transports = [LandingTransport(group(rank, 3), CPU) for rank in range(3)]
+    transports = [landing_transport(rank, 3) for rank in range(3)]
     run_ticks(gpus, [6, 1, 2], True, 1, transports=transports)
     rested = transports[0].exchanges + (1 << 31)
     count_from(transports, rested, rested)
@@ -345,8 +345,8 @@ def test_nor_where_nano_batches_alternate(
 
 @pytest.mark.usefixtures("ways_apart")
 def test_giving_up_ends_the_waits_of_both_ways(gpus: Gpus) -> None:
-    transport = LandingTransport(group(0, 2), CPU)
-    LandingTransport(group(1, 2), CPU)
+    transport = landing_transport(0, 2)
+    landing_transport(1, 2)
     for way in (transport._out, transport._back):
         transport._wait_for_flags(cast(Any, Stream(gpus)), way, 5, cast(Any, None))
     with pytest.raises(AssertionError, match="every stream waits"):
@@ -365,7 +365,7 @@ def test_without_its_guard_a_dispatch_would(gpus: Gpus, monkeypatch: pytest.Monk
 
 def test_a_return_that_nobody_waited_for_is_refused(gpus: Gpus) -> None:
     tick = Layout.from_rank_lengths([[8]]).tick()
-    transport = LandingTransport(group(0, 1), CPU)
+    transport = landing_transport(0, 1)
     (plan,) = schedule_waves(tick, np.array([(0, 0, 8, 0, GROUPS, 0)]), 0, GROUPS, None, Cut())
     for wave in range(3):
         transport.dispatch(plan, [], 0, Moment(wave=wave))

@@ -30,7 +30,7 @@ from deepspeed_cad.errors import CADError, ServerLostError
 from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.nccl import NcclCarrier, UnderWay
-from deepspeed_cad.exchange.packed import Dispatched, PackedTransport
+from deepspeed_cad.exchange.packed import PackedTransport
 from deepspeed_cad.exchange.rows import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.exchange.waits import Waits
@@ -226,17 +226,18 @@ def test_nccl_frees_what_arrived_once_the_other_stream_has_read_it(main: Stream)
     tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 1]])
     schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
     carrier = NcclCarrier.__new__(NcclCarrier)
-    carrier.device, carrier.alarm = CPU, Alarm(1, None, 1.0)
+    carrier.device, carrier.alarm, carrier.stream = CPU, Alarm(1, None, 1.0), None
     carrier._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
     kinds = rows_of_kinds(schedule, CPU)
     under_way = UnderWay(
         Identity(1, 0), Event(), [], [torch.ones(8, 3)], main, Stream()  # type: ignore[arg-type]
     )  # fmt: skip
-    out = Dispatched(carrier, schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], kinds, under_way)
+    fields = [Outgoing(QUERY, torch.zeros(8, 1, 3))]
     aside = Stream()
     with torch.cuda.stream(aside):  # type: ignore[arg-type]
         aside.work()
-        assert torch.equal(out.wait()[0], torch.ones(8, 3))
+        arrived = PackedTransport(carrier, CPU)._arrange(schedule, fields, kinds, under_way)
+        assert torch.equal(arrived[0], torch.ones(8, 3))
     assert main.is_after(aside)
 
 

@@ -56,7 +56,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     for name in ("nccl", "c10d"):
         monkeypatch.setattr(probing, f"{name}_transport", lambda *given, n=name: Made(n, *given))
-    monkeypatch.setattr(probing, "LandingTransport", lambda *given: Made("mixed" if given[4:] else "nvlink", *given))
+    monkeypatch.setattr(probing, "LandingTransport", lambda *given: Made("mixed" if given[3] else "nvlink", *given))
     return monkeypatch
 
 
@@ -109,10 +109,10 @@ def test_what_several_hosts_use(
     """Peer copies inside hosts where they work, and NCCL; asked for by name "mixed" does that with one rank each."""
     with caplog.at_level(logging.INFO):
         made = choose("auto", Job(hosts, **answers))
-    assert (made.name == "nccl") if near is None else ((made.name, made.given[4]) == ("mixed", near))
+    assert (made.name == "nccl") if near is None else ((made.name, made.given[3]) == ("mixed", near))
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == ([warning] if warning else [])
     assert Made.closed == (["mixed"] if "answer_5" in answers else [])
-    assert choose("mixed", Job([1, 2, 3])).given[4] == [0, 1, 2]
+    assert choose("mixed", Job([1, 2, 3])).given[3] == [0, 1, 2]
 
 
 def test_names_that_do_not_fit_the_hosts_are_refused(gpus: pytest.MonkeyPatch) -> None:

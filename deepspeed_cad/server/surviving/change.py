@@ -46,7 +46,7 @@ from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import LOOK_S, PAUSE_S, wait_until
 from deepspeed_cad.exchange.failure.roll_call import missing
-from deepspeed_cad.exchange.opening import Opened
+from deepspeed_cad.exchange.probe import Opened
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice

@@ -17,7 +17,7 @@ from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import PAUSE_S
 from deepspeed_cad.exchange.failure.roll_call import missing
 from deepspeed_cad.exchange.group import OwnGroup, make_group
-from deepspeed_cad.exchange.opening import Opened, open_again
+from deepspeed_cad.exchange.probe import Opened, open_transport
 from deepspeed_cad.server.rendezvous import Rendezvous
 from deepspeed_cad.server.surviving.members import Members, transports_of
 from deepspeed_cad.threads import run_aside
@@ -50,7 +50,7 @@ def regroup(
         raise CADPeerError(f"rank {liveness.rank} waited {limit:g} s for {opening}")
     with Liveness.watch(liveness, opening, with_servers=True):
         group = made.result()
-    opened = open_again(
+    opened = open_transport(
         config.transport, group, device, lambda value: group.numbers(value, liveness), liveness, limit,
         transports_of(config, device),
     )  # fmt: skip
