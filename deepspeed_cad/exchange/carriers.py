@@ -145,7 +145,6 @@ class ByteCarrier(ABC):
         return Parcel(under_way, [received for _, received in counts], widths, [rows.dtype for rows in packed])
 
     def finish(self, parcel: Parcel) -> list[torch.Tensor]:
-        """See Carrier."""
         return parcel.split(self.end(parcel.under_way))
 
     def release(self, parcel: Parcel) -> None:  # noqa: B027
@@ -172,7 +171,6 @@ class ComparedFirst(ByteCarrier):
         self._owner: Group = group
 
     def begin(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
-        """See ByteCarrier."""
         self.alarm.check()
         numbers = torch.zeros(len(to_peers), dtype=torch.int64)
         mine, incoming = torch.tensor([identity.number]), torch.empty(sum(from_peers), dtype=torch.uint8)
@@ -188,7 +186,6 @@ class ComparedFirst(ByteCarrier):
         return UnderWay(identity, outgoing, incoming, data)
 
     def end(self, under_way: UnderWay) -> torch.Tensor:
-        """See ByteCarrier."""
         self.alarm.check()
         with Liveness.watch(self.alarm.liveness, str(under_way.identity), with_servers=True):
             self._wait(under_way.data, under_way.identity)
@@ -198,7 +195,6 @@ class ComparedFirst(ByteCarrier):
         """The process group belongs to the session."""
 
     def abandon(self) -> Callable[[], None]:
-        """See Carrier."""
         assert isinstance(self._owner, OwnGroup)
         self._owner.abandon()
         del self.group, self._owner
@@ -224,7 +220,6 @@ class Collectives(ByteCarrier):
         self._watchdog = Watchdog(alarm, partial(abort, group, device), device, self._comparison)
 
     def begin(self, identity: Identity, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]) -> UnderWay:
-        """See ByteCarrier."""
         self.alarm.check()
         row = self._comparison.ring[identity.index % RING]
         self._comparison.newest = identity.index
@@ -238,7 +233,6 @@ class Collectives(ByteCarrier):
         return UnderWay(identity, outgoing, incoming, data, numbers)
 
     def end(self, under_way: UnderWay) -> torch.Tensor:
-        """See ByteCarrier."""
         self.alarm.check()
         label, current = under_way.identity, torch.cuda.current_stream(self.device)
         before, known, after = (torch.cuda.Event() for _ in range(3))
@@ -255,7 +249,6 @@ class Collectives(ByteCarrier):
         return under_way.incoming
 
     def close(self) -> None:
-        """See Carrier."""
         self._watchdog.close()
 
     def abandon(self) -> Callable[[], None]:

@@ -202,7 +202,6 @@ class LandingTransport:
 
     @property
     def two_ways(self) -> bool:
-        """See Transport.two_ways."""
         return self._out is not self._back
 
     def give_back(
@@ -228,7 +227,6 @@ class LandingTransport:
         return back.unfinished
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
-        """See Transport.make_room."""
         if self.strangers is None:
             self._grow(schedules, room, nano_batch)
         else:
@@ -241,7 +239,6 @@ class LandingTransport:
 
     @property
     def landing_bytes(self) -> int:
-        """See Transport.landing_bytes."""
         return sum(area.capacity for area in self._lanes.areas())
 
     def close(self) -> None:

@@ -95,7 +95,6 @@ class TwoWays:
             raise
 
     def leave(self) -> None:
-        """See `Messenger.leave`."""
         try:
             self.out.leave()
         finally:

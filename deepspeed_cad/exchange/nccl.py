@@ -69,7 +69,6 @@ class NcclCarrier:
         """Where training goes on without a server that is lost: what NCCL may still read and write."""
 
     def start(self, load: Load) -> UnderWay:
-        """See Carrier."""
         identity, packed, counts = load.identity, load.packed, load.counts
         self._comparison.newest = identity.index
         arrived = [rows.new_empty(int(received.sum()), rows.shape[1]) for rows, (_, received) in zip(packed, counts)]
@@ -126,7 +125,6 @@ class NcclCarrier:
             self.messages.leave()
 
     def abandon(self) -> Callable[[], None]:
-        """See Carrier."""
         assert isinstance(self.group, OwnGroup)
         self._watchdog.abandon()
         self.group.abandon()

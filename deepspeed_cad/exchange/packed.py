@@ -55,7 +55,6 @@ class PackedTransport:
 
     @property
     def two_ways(self) -> bool:
-        """See Transport.two_ways."""
         return self.carrier.two_ways
 
     @property
@@ -66,7 +65,6 @@ class PackedTransport:
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
     ) -> Dispatched:
-        """See Transport.dispatch."""
         self.carrier.alarm.check()
         kinds = self._look_up(schedule)
         packed = [take(f.home, kinds[f.kind].home) for f in fields]
@@ -77,7 +75,6 @@ class PackedTransport:
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
     ) -> Returned:
-        """See Transport.give_back."""
         self.carrier.alarm.check()
         kinds = self._look_up(schedule)
         packed = [f.served.index_select(0, kinds[f.kind].received_row) for f in fields]
@@ -89,11 +86,9 @@ class PackedTransport:
         """Nothing is kept between exchanges."""
 
     def close(self) -> None:
-        """See Transport.close."""
         self.carrier.close()
 
     def abandon(self) -> Callable[[], None]:
-        """See Transport.abandon."""
         return self.carrier.abandon()
 
     def _start(

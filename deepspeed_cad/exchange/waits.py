@@ -1,4 +1,5 @@
-"""How long attention waits for an exchange: wall time on the CPU, CUDA events on a GPU, read without waiting."""
+"""How long attention waits for an exchange, and how long a server attends: wall time on the CPU, CUDA events on a GPU,
+read without waiting."""
 
 from __future__ import annotations
 
@@ -7,17 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 
 class Waits:
-    """Sum of the waits that are over. Any thread may read it."""
+    """Sum of the timed stretches that are over. Any thread may read it."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._open: deque[tuple[torch.cuda.Event, Callable[[], float]]] = deque()
-        """The last event of each wait, and its seconds once that is over."""
+        """The last event of each, and its seconds once that is over."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -33,7 +35,7 @@ class Waits:
         first.record()
         yield
         last.record()
-        self._expect(last, lambda: first.elapsed_time(last) / 1e3)
+        self._expect(last, partial(self._between, first, last))
 
     def beside(
         self,
@@ -64,7 +66,25 @@ class Waits:
                 self._seconds += self._open.popleft()[1]()
             return self._seconds
 
+    def _between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        return float(first.elapsed_time(last)) / 1e3
+
     def _expect(self, last: torch.cuda.Event, seconds: Callable[[], float]) -> None:
         self._open.append((last, seconds))
         if len(self._open) > 4096:
             self.seconds()
+
+
+class Busy(Waits):
+    """The same for stretches on two streams, as calls of two nano-batches are: time in which both run counts once."""
+
+    _latest: torch.cuda.Event | None = None
+    """The end up to which all is counted."""
+
+    def _between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        begin = 0.0 if self._latest is None else float(self._latest.elapsed_time(first))
+        end = float((self._latest or first).elapsed_time(last))
+        if end > 0.0:
+            self._latest = last
+        # What began before the latest end is counted from that end on.
+        return max(0.0, end - max(0.0, begin)) / 1e3

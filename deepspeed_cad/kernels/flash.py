@@ -76,7 +76,6 @@ class FlashAttention(ABC):
         rule: MaskRule,
         into: Three | None = None,
     ) -> Three:
-        """See Kernel.backward."""
         given = do_QHV, (q_QHD, k_KGD, v_KGV), o_QHV, lse_QH.t().contiguous()
         return self.differentiate(*given, sequences, rule, into)
 

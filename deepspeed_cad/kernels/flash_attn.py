@@ -26,7 +26,6 @@ class _Compiled(FlashAttention):
     def attend(
         self, qkv: Three, sequences: Sequences, rule: MaskRule, out_QHV: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See FlashAttention."""
         found = self._call(self.functions[0], qkv, sequences, rule, return_softmax=False)
         # (out, lse, …); (out, q, k, v, out_padded, lse, …) before FlashAttention 2.7.
         return (found[0], found[1]) if len(found) == 4 else (found[0], found[5])
@@ -35,7 +34,6 @@ class _Compiled(FlashAttention):
         self, do_QHV: torch.Tensor, qkv: Three, o_QHV: torch.Tensor, lse_HQ: torch.Tensor,
         sequences: Sequences, rule: MaskRule, into: Three | None,
     ) -> Three:  # fmt: skip
-        """See FlashAttention."""
         dq, dk, dv = made = new_gradients(qkv)
         self._call(
             self.functions[1], qkv, sequences, rule, dout=do_QHV, out=o_QHV, softmax_lse=lse_HQ, dq=dq, dk=dk, dv=dv,
@@ -62,7 +60,6 @@ class FlashAttention2(_Compiled):
     functions = "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
 
     def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
-        """See FlashAttention."""
         module, missing = try_import(self.module)
         if module is None:
             return missing
@@ -82,7 +79,6 @@ class FlashAttention3(_Compiled):
     functions = "_flash_attn_forward", "_flash_attn_backward"
 
     def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
-        """See FlashAttention."""
         if capability[0] != 9:
             return "it has kernels for Hopper GPUs only"
         if need.deterministic and need.head_dim > 192:

@@ -25,7 +25,6 @@ class FlashAttention4(FlashAttention):
     name, least_capability, equal_heads = "flash_attn_4", (9, 0), False
 
     def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
-        """See FlashAttention."""
         major, sizes = capability[0], (need.head_dim, need.value_dim)
         if major in (10, 11) and max(sizes) > 128 and sizes not in ((192, 128), (256, 256)):
             return f"query and value heads of sizes {sizes}; on this GPU it takes up to 128, (192, 128) and (256, 256)"
@@ -43,7 +42,6 @@ class FlashAttention4(FlashAttention):
     def attend(
         self, qkv: Three, sequences: Sequences, rule: MaskRule, out_QHV: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See FlashAttention."""
         q_QHD, _, v_KGV = qkv
         rows, heads = q_QHD.shape[:2]
         o_QHV = out_QHV
@@ -57,7 +55,6 @@ class FlashAttention4(FlashAttention):
         self, do_QHV: torch.Tensor, qkv: Three, o_QHV: torch.Tensor, lse_HQ: torch.Tensor,
         sequences: Sequences, rule: MaskRule, into: Three | None,
     ) -> Three:  # fmt: skip
-        """See FlashAttention."""
         dq, dk, dv = made = new_gradients(qkv) if into is None else into
         _interface()._flash_attn_bwd(
             *qkv, o_QHV, do_QHV, lse_HQ, softcap=rule.softcap or 0.0,

@@ -34,7 +34,6 @@ class TorchMath:
         rule: MaskRule,
         out_QHV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Kernel.forward."""
         heads, share = q_QHD.shape[1], q_QHD.shape[1] // k_KGD.shape[1]
         work = _work_dtype(q_QHD)
         o_QHV = q_QHD.new_empty(q_QHD.shape[0], heads, v_KGV.shape[2])
@@ -62,7 +61,6 @@ class TorchMath:
         rule: MaskRule,
         into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See Kernel.backward."""
         share = q_QHD.shape[1] // k_KGD.shape[1]
         work = _work_dtype(q_QHD)
         dq_QHD = torch.empty_like(q_QHD, memory_format=torch.contiguous_format)

@@ -16,7 +16,6 @@ class TorchVarlen(FlashAttention):
     name = "torch_varlen"
 
     def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
-        """See FlashAttention."""
         if need.softcap:
             return "it has no soft-cap"
         if not torch.backends.cuda.is_flash_attention_available():
@@ -29,7 +28,6 @@ class TorchVarlen(FlashAttention):
     def attend(
         self, qkv: Three, sequences: Sequences, rule: MaskRule, out_QHV: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See FlashAttention."""
         o_QHV, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
             *qkv, sequences.cu_q, sequences.cu_k, sequences.max_q, sequences.max_k, 0.0, rule.window is None, False,
             **_rule(rule),
@@ -40,7 +38,6 @@ class TorchVarlen(FlashAttention):
         self, do_QHV: torch.Tensor, qkv: Three, o_QHV: torch.Tensor, lse_HQ: torch.Tensor,
         sequences: Sequences, rule: MaskRule, into: Three | None,
     ) -> Three:  # fmt: skip
-        """See FlashAttention."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=do_QHV.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             do_QHV, *qkv, o_QHV, lse_HQ, sequences.cu_q, sequences.cu_k, sequences.max_q, sequences.max_k, 0.0,

@@ -6,8 +6,9 @@ Runs on the look-ahead thread, on the CPU group.
 
 from __future__ import annotations
 
-import struct
+import json
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import numpy as np
 import torch
@@ -23,9 +24,6 @@ from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.pipeline.plans import Place
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.shares import Shares
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_NONE = -1
 
 
 def any_stage_has(gatherer: Gatherer, modules: int) -> bool:
@@ -130,33 +128,10 @@ def from_message(values: Ints) -> list[LocalSegments]:
 
 
 def _layers_to_array(layers: Sequence[LayerKind]) -> Ints:
-    rows = [
-        [
-            shape.query_heads, shape.groups, shape.head_dim, shape.value_dim, shape.bytes_per_element,
-            _bits(rule.scale), _NONE if rule.window is None else rule.window,
-            _NONE if rule.softcap is None else _bits(rule.softcap), _DTYPES.index(dtype),
-        ]
-        for shape, rule, dtype in layers
-    ]  # fmt: skip
-    return np.array(rows, np.int64).reshape(-1)
+    rows = [[*astuple(shape), *astuple(rule), str(dtype).removeprefix("torch.")] for shape, rule, dtype in layers]
+    return np.frombuffer(json.dumps(rows).encode(), np.uint8).astype(np.int64)
 
 
 def _layers_from_array(values: Ints) -> list[LayerKind]:
-    return [
-        LayerKind(
-            HeadShape(*row[:5]),
-            MaskRule(
-                _number(row[5]), None if row[6] == _NONE else row[6], None if row[7] == _NONE else _number(row[7])
-            ),
-            _DTYPES[row[8]],
-        )
-        for row in values.reshape(-1, 9).tolist()
-    ]
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+    rows = json.loads(values.astype(np.uint8).tobytes())
+    return [LayerKind(HeadShape(*row[:5]), MaskRule(*row[5:8]), getattr(torch, row[8])) for row in rows]

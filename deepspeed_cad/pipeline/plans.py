@@ -25,9 +25,8 @@ from deepspeed_cad.feedback.link_speeds import Speeds
 from deepspeed_cad.feedback.memory_limit import NO_LIMIT
 from deepspeed_cad.kernels.interface import Kernel
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
-from deepspeed_cad.pipeline.order import order_micro_batches
 from deepspeed_cad.pipeline.program import ProgramTick
-from deepspeed_cad.pipeline.rounds import Rounds
+from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import Plan, PlanInput
 

@@ -12,6 +12,7 @@ f(m) = m unless fewer micro-batches may be in flight than that takes. Then the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_cad.errors import CADConfigError
@@ -71,3 +72,17 @@ class Rounds:
     def _micro_batch(self, begun: int) -> int | None:
         """The one that the first stage ran forward in a round, if any."""
         return begun if 0 <= begun < self.micro_batches else None
+
+
+def order_micro_batches(work: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Which micro-batch of a step comes when: gives for each replica its micro-batches in order.
+
+    `work[r][m]`: attention of replica r's micro-batch m. A tick holds one micro-batch per stage, consecutive ones of
+    each replica; the more alike these are, the fewer bytes move to even them out. In the first and the last rounds some
+    stages have none, and all that they serve is moved to them, so the lightest come first and last.
+    """
+    orders = []
+    for own in work:
+        rising = sorted(range(len(own)), key=lambda m: (own[m], m))
+        orders.append(rising[0::2] + rising[1::2][::-1])
+    return orders

@@ -45,7 +45,6 @@ class LockstepSchedule(PipeSchedule):
         self.rounds = rounds
 
     def num_pipe_buffers(self) -> int:
-        """See Rounds.buffers."""
         return self.rounds.buffers(self.stage_id)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:

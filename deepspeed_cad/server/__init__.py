@@ -18,6 +18,5 @@ and learns of each from trainer 0, the leader: it never plans, and never guesses
     process     a server's process from its start to its exit code
     loop        a server: orders in, exchanges and attention out
     serving     one pass of a call there
-    busy        how long a server attended
     idle        what to change where servers or trainers are idle
 """

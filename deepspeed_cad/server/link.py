@@ -21,7 +21,7 @@ from typing import Any
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.server.orders import BUSY, LEAVE, TO_TRAINERS
+from deepspeed_cad.server.orders import BUSY, LEAVE
 from deepspeed_cad.server.surviving.board import write_board
 from deepspeed_cad.server.wire import MOST_REASON, Frame, Inboxes, encode
 from deepspeed_cad.threads import start_daemon
@@ -106,7 +106,7 @@ class ServerLink:
             connection.close()
 
     def _listen(self) -> None:
-        inboxes, heard = Inboxes("server", TO_TRAINERS), dict[int, float]()
+        inboxes, heard = Inboxes(), dict[int, float]()
         while not self._closing:
             # Before the look: where this process stood still, what came meanwhile is read first.
             now = time.monotonic()

@@ -24,7 +24,6 @@ from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.schedule.room import Room
 from deepspeed_cad.schedule.waves import Cut
-from deepspeed_cad.server.wire import Form
 
 OPEN, PLAN, ROOM, DISPATCH, RETURN, RELEASE = "open", "plan", "room", "dispatch", "return", "release"
 REGROUP = "regroup"
@@ -35,21 +34,6 @@ LEAVE = "leave"
 """Of any trainer: it needs no server any more."""
 BUSY, FAILED = "busy", "failed"
 """What a server says: that it is there, and how long it attended; or that it ends."""
-
-_EXCHANGE = Form({"turn": int, "layer": int, "nano_batch": int, "wave": int, "backward": bool})
-TO_SERVERS = {
-    OPEN: Form({"turn": int}, (2, 1, 1)),
-    PLAN: Form({"turn": int, "key": list, "nano_batch": int, "cut": list}, (2,)),
-    ROOM: Form({"turn": int, "key": list, "nano_batch": int, "out": list, "back": list, "headroom": (int, float)}),
-    DISPATCH: _EXCHANGE,
-    RETURN: _EXCHANGE,
-    RELEASE: Form({"turns": list}),
-    REGROUP: Form({"generation": int, "servers": list, "exchanges": int}),
-    TRACE: Form({"path": str, "steps": int, "ranks": int}),
-    LEAVE: Form({"reason": str}),
-}
-TO_TRAINERS = {BUSY: Form({"busy": (int, float), "total": (int, float)}), FAILED: Form({"reason": str})}
-
 
 Tell = Callable[[dict[str, Any], tuple[Ints, ...], int], None]
 """Carries a frame to every server of a generation, in this order; raises CADPeerError where one has died, if that ends

@@ -87,11 +87,9 @@ class ReservedServers(NoServers):
         return replace(super().crew(opened, speeds), servers=servers, generation=generation)
 
     def busy(self) -> tuple[float, float]:
-        """See NoServers."""
         return self.link.busy()
 
     def leave(self, reason: str) -> None:
-        """See NoServers."""
         self.link.leave(reason)
 
     def trace_next(self, tracer: Tracer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import wait_until
-from deepspeed_cad.server.orders import BUSY, FAILED, LEAVE, REGROUP, TO_SERVERS
+from deepspeed_cad.server.orders import BUSY, FAILED, LEAVE, REGROUP
 from deepspeed_cad.server.surviving.board import GIVEN_UP, write_board
 from deepspeed_cad.server.wire import MOST_REASON, Frame, Inboxes, encode
 from deepspeed_cad.threads import start_daemon
@@ -71,7 +71,6 @@ class TrainerLinks:
                     del self._reached[trainer]
 
     def why(self) -> str:
-        """See exchange.failure.board.Losses."""
         if self.called > self.generation:
             return "servers have changed"
         return "the trainers have ended" if self.ended.is_set() else ""
@@ -86,7 +85,7 @@ class TrainerLinks:
         return self.reason
 
     def _listen(self) -> None:
-        inboxes, looked = Inboxes("trainer", TO_SERVERS), 0.0
+        inboxes, looked = Inboxes(), 0.0
         for trainer, connection in self._connections.items():
             inboxes.add(trainer, connection)
         while not self.ended.is_set():

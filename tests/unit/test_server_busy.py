@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from deepspeed_cad.server.busy import Busy
+from deepspeed_cad.exchange.waits import Busy
 
 
 class Event:
@@ -23,6 +25,11 @@ class Event:
         return later.at - self.at
 
 
+def run(busy: Busy, calls: list[tuple[float, float]]) -> None:
+    for first, last in calls:
+        busy._expect(Event(last), partial(busy._between, Event(first), Event(last)))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("calls", "seconds"),
     [
@@ -35,14 +42,14 @@ class Event:
 )
 def test_time_counts_once(calls: list[tuple[float, float]], seconds: float) -> None:
     busy = Busy()
-    busy._open.extend((Event(first), Event(last)) for first, last in calls)  # type: ignore[misc]
+    run(busy, calls)
     assert busy.seconds() == pytest.approx(seconds)
     assert busy.seconds() == pytest.approx(seconds)
 
 
 def test_what_still_runs_is_counted_later(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = Busy()
-    busy._open.extend((Event(first), Event(last)) for first, last in ((0, 10), (20, 30)))  # type: ignore[misc]
+    run(busy, [(0, 10), (20, 30)])
     monkeypatch.setattr(Event, "now", 15)
     assert busy.seconds() == pytest.approx(0.010)
     monkeypatch.setattr(Event, "now", 40)

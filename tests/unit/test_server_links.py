@@ -17,7 +17,7 @@ from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.server import link as link_room
 from deepspeed_cad.server import trainers as trainers_room
 from deepspeed_cad.server.link import ServerLink
-from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, REGROUP, RELEASE
+from deepspeed_cad.server.orders import BUSY, OPEN, PLAN, REGROUP, RELEASE
 from deepspeed_cad.server.surviving.link import SurvivingLink
 from deepspeed_cad.server.trainers import TrainerLinks
 from deepspeed_cad.server.wire import Frame, encode
@@ -85,6 +85,7 @@ def test_a_server_that_says_nothing_is_lost_by_name(ends: Ends, goes_on: bool) -
     wait_for(lambda: link.gone)
     assert link.gone[1].endswith("it has said nothing for 0.4 s: it hangs, or nothing reaches its host")
     if not goes_on:
+        wait_for(Liveness(ends.store, 0, 2).why_hopeless)
         assert "rank 1 stopped: it has said nothing" in Liveness(ends.store, 0, 2).why_hopeless()
         with pytest.raises(CADPeerError, match="rank 0: server 1 ended: it has said nothing"):
             link.tell({"do": RELEASE, "turns": []})
@@ -146,26 +147,9 @@ def test_a_trainer_whose_connection_is_cut_ends_a_server_with_its_name(ends: End
     assert links.wait_for_reason(10) == "the process of trainer 0 died, or ended by os._exit"
 
 
-@pytest.mark.parametrize("sizes", [(1 << 21, 0), (2, (1 << 30) + 1), (0xFFFFFFFF, 0xFFFFFFFF)])
-def test_a_frame_without_an_end_ends_its_connection_by_name(ends: Ends, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(1 << 21, 0), (2, (1 << 30) + 1), (0, 0)])
+def test_what_is_no_frame_ends_its_connection_by_name(ends: Ends, sizes: tuple[int, int]) -> None:
     links = ends.links()
     ends.trainer.sendall(encode({"do": RELEASE, "turns": [1]}) + b"".join(size.to_bytes(4, "big") for size in sizes))
-    assert "trainer 0 is not reached any more (a frame of" in links.wait_for_reason(10)
+    assert "trainer 0 is not reached any more (" in links.wait_for_reason(10) and "none of our" in links.reason
     assert links.orders.get() == Frame({"do": RELEASE, "turns": [1]}, []), "what came before it counts"
-
-
-def test_both_ends_go_on_after_frames_that_are_none(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
-    link, links = ends.link(), ends.links()
-    bad = bytes(8), (3).to_bytes(4, "big") + bytes(4) + b"[1]", encode({"do": "dance"}), encode({"do": LEAVE})
-    for frame in bad:
-        ends.trainer.sendall(frame)
-        ends.server.sendall(frame)
-    links.busy = (1.0, 2.0)
-    link.tell({"do": RELEASE, "turns": [5]})
-    assert links.orders.get(timeout=10) == Frame({"do": RELEASE, "turns": [5]}, [])
-    wait_for(lambda: link.busy() == (1.0, 2.0))
-    assert not link.gone and not links.ended.is_set()
-    dropped = [record.message for record in caplog.records if "dropped a frame" in record.message]
-    for sender in ("trainer 0", "server 1"):
-        assert len([line for line in dropped if f"from {sender}" in line]) == len(bad), dropped
-    link.leave("")

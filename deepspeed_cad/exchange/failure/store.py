@@ -37,11 +37,9 @@ class PatientStore:
         return self._ask(lambda: {key: store.get(key).decode() for key in keys if store.check([key])})
 
     def check(self, keys: list[str]) -> bool:
-        """See dist.Store."""
         return self._ask(lambda: self._store.check(keys))
 
     def set(self, key: str, value: str) -> None:
-        """See dist.Store."""
         self._ask(lambda: self._store.set(key, value))
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:

@@ -113,14 +113,12 @@ class SurvivingServers(ReservedServers):
         self._closed = False
 
     def begin(self, transport: Transport | None, install: Callable[[Opened | None], None]) -> None:
-        """See NoServers."""
         self._transport = transport
         self.liveness.watched, self.liveness.losses = range(self.role.trainers), self
         self.link.heard = self._wake.set
         start_daemon("changes servers", lambda: self._run(install), self.device)
 
     def crew(self, opened: Opened | None, speeds: Floats | None) -> Crew:
-        """See NoServers."""
         return replace(super().crew(opened, speeds), calls=self._calls)
 
     def _calls(self, plan_again: Callable[[MicroBatch], None]) -> Calls:
@@ -129,7 +127,6 @@ class SurvivingServers(ReservedServers):
         return Calls(make, admit, plan_again, compares_plans=False)
 
     def close(self) -> None:
-        """See NoServers."""
         self._closed = True
         self._wake.set()
         self.passes.close()
@@ -145,7 +142,6 @@ class SurvivingServers(ReservedServers):
     # What exchanges ask
 
     def why(self) -> str:
-        """See exchange.failure.board.Losses."""
         members, gone = self.members, self.link.gone
         if lost := [number for number in members.servers if number in gone]:
             return "; ".join(f"server {number} ended: {gone[number]}" for number in lost)
@@ -159,7 +155,6 @@ class SurvivingServers(ReservedServers):
         return "another trainer has lost a server" if self._called == members.generation else ""
 
     def wait(self) -> str:
-        """See exchange.failure.board.Losses."""
         with suppress(CADPeerError):
             return wait_until(self.why, BLAME_S * bool(self.members.servers), self._look_for_trainers)
         return ""

@@ -37,7 +37,6 @@ class SurvivingLink(ServerLink):
                     self._connections.pop(server).shutdown(socket.SHUT_RDWR)
 
     def leave(self, reason: str) -> None:
-        """See ServerLink."""
         if not self._closing:
             # Trainers that lose their servers because of this one ask the board who is left; and servers that came
             # later and wait to be asked in have no socket to this trainer yet.
