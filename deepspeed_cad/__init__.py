@@ -4,6 +4,7 @@ This is the whole public interface. Importing it costs nothing: no torch, no GPU
 each name is imported when it is first used.
 
     deepspeed_cad.apply(model, config=None)    turn CAD on for one model in any torch.distributed loop
+    deepspeed_cad.open(config=None)            core attention as a function, for a model of your own
     deepspeed_cad.CADConfig                    the "cad" block as a frozen dataclass
     deepspeed_cad.current_session()            the running session and its statistics
     deepspeed_cad.shard_stream(batch, r, w)    cut a packed stream into rank parts
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from deepspeed_cad.api import apply
     from deepspeed_cad.config import CADConfig
     from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError, CADUnsupportedError
+    from deepspeed_cad.function import open
     from deepspeed_cad.integrations.pipeline_model import to_hf, to_pipeline
     from deepspeed_cad.launch.deepspeed_hook import install
     from deepspeed_cad.session import current_session
@@ -38,6 +40,7 @@ __all__ = [
     "apply",
     "current_session",
     "install",
+    "open",
     "shard_stream",
     "to_hf",
     "to_pipeline",
@@ -59,6 +62,7 @@ _HOME = {
     "apply": "api",
     "current_session": "session",
     "install": "launch.deepspeed_hook",
+    "open": "function",
     "shard_stream": "stream",
     "to_hf": "integrations.pipeline_model",
     "to_pipeline": "integrations.pipeline_model",

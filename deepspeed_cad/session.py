@@ -237,9 +237,14 @@ class Session:
         """Remember what an integration attached to a model; it has a `feed`."""
         self.bindings[model] = binding
 
-    def open_feed(self, fingerprint: str) -> Feed:
-        """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks."""
-        self.feeds.append(Feed(self.plans, fingerprint, number=len(self.bindings)))
+    def open_feed(self, fingerprint: str, cuts: bool = True) -> Feed:
+        """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks.
+
+        `cuts`: whether its layers can alternate nano-batches.
+        """
+        if not cuts:
+            self.plans.uncut.add(len(self.feeds))
+        self.feeds.append(Feed(self.plans, fingerprint, number=len(self.feeds)))
         return self.feeds[-1]
 
     def find_binding(self, model: torch.nn.Module) -> Any:
@@ -376,10 +381,10 @@ class Session:
         """The kernels that were chosen, in the order in which layers needed them."""
         return list(dict.fromkeys(kernel.name for kernel in self._kernels.values()))
 
-    def descriptor(self, micro_batch: MicroBatch, window: int | None) -> MaskDescriptor:
-        """What a model's layers receive as their mask."""
-        # Without gradients no backward comes: nothing is kept for one.
-        backward = torch.is_grad_enabled()
+    def descriptor(self, micro_batch: MicroBatch, window: int | None, backward: bool | None = None) -> MaskDescriptor:
+        """What a model's layers receive as their mask; `backward`: whether one will come, None: with gradients."""
+        # Without one nothing is kept for it.
+        backward = torch.is_grad_enabled() if backward is None else backward
         modes = Modes(
             self.config.overlap != "none", self.config.recompute_attention or not backward,
             sinks_travel=self.servers.at_start > 0, returns=backward, parking=self.parking,

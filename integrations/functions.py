@@ -136,7 +136,8 @@ def cad_attention(
         refuse_heads(module, query, key, s_aux)
     layer = read_call(module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
     check: Check | None = attention_mask.micro_batch.check
-    o = attention_mask.attend(layer) if check is None else check.attend(attention_mask.attend, layer)
+    o_THV = attention_mask.attend(layer) if check is None else check.attend(attention_mask.attend, layer)
+    o = o_THV.unflatten(0, (query.shape[0], query.shape[2]))
     padding: Padding | None = attention_mask.micro_batch.padding
     if padding is not None:
         own = masked_attention(

@@ -13,7 +13,7 @@ from deepspeed_cad.integrations.models import refuse_arguments
 from deepspeed_cad.integrations.structure import name_layer
 
 from deepspeed_cad.attention.layer import LayerInput
-from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 
 
@@ -29,7 +29,8 @@ def read_call(
     sinks: torch.Tensor | None,
     others: Mapping[str, Any],
 ) -> LayerInput:
-    """What a layer asks for. Raises CADUnsupportedError for dropout, and for arguments that change what is computed.
+    """What a layer asks for. Raises CADUnsupportedError for dropout and arguments that change what is computed, and
+    CADError where there are more keys than queries.
 
     Args:
         module: the attention module.
@@ -49,5 +50,15 @@ def read_call(
         )
     label = name_layer(module)
     refuse_arguments(label, others)
+    if key.shape[2] != query.shape[2]:
+        raise CADError(
+            f"{label} got {key.shape[2]} keys for {query.shape[2]} queries: a KV cache is in use during training; "
+            "pass use_cache=False"
+        )
     rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else float(scaling), window, softcap)
-    return LayerInput(module, query, key, value, rule, sinks, label)
+    return LayerInput(module, flat(query), flat(key), flat(value), rule, sinks, label)
+
+
+def flat(x_BHSD: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] of [B, H, S, D]."""
+    return x_BHSD.transpose(1, 2).flatten(0, 1)

@@ -104,4 +104,4 @@ def pipeline_attention(
             f"{label} got a ready-made mask; in a pipeline documents are read from position ids: pass none"
         )
     layer = read_call(module, query, key, value, sliding_window, scaling, dropout, softcap, s_aux, kwargs)
-    return binding.attend(layer), None
+    return binding.attend(layer).unflatten(0, (query.shape[0], query.shape[2])), None

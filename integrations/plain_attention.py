@@ -54,10 +54,5 @@ def plain_attention(
         return torch.einsum("kgru,ukv->rkgv", weight, v).flatten(1, 2)
 
 
-def flat(x_BHSD: torch.Tensor) -> torch.Tensor:
-    """[T, H, D] of [B, H, S, D]."""
-    return x_BHSD.transpose(1, 2).flatten(0, 1)
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -295,7 +295,6 @@ class Binding:
         running.set(None)
         if scope is None or scope.micro_batch is None:
             return None
-        scope.micro_batch.in_forward = False
         borders, self.borders = self.borders, None
         if borders is not None and output is not None and not borders.arrived:
             raise CADUnsupportedError(

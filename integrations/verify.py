@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed_cad.integrations.plain_attention import flat, plain_attention, visible_blocks, wide
+from deepspeed_cad.integrations.plain_attention import plain_attention, visible_blocks, wide
 from deepspeed_cad.integrations.structure import masked_attention
 from torch.overrides import TorchFunctionMode
 
@@ -101,18 +101,18 @@ class Check:
     _said: bool = False
 
     def attend(self, run: Callable[[LayerInput], torch.Tensor], layer: LayerInput) -> torch.Tensor:
-        """O [B, S, H, V] of `run`, compared; its gradients are compared when they arrive."""
+        """O [T, H, V] of `run`, compared; its gradients are compared when they arrive."""
         if self.cut:
             return run(layer)
-        sinks, inputs = layer.sinks_H, (layer.q_BHSD, layer.k_BKSD, layer.v_BKSV)
+        sinks, inputs = layer.sinks_H, (layer.q_THD, layer.k_TKD, layer.v_TKV)
         call = _Call(self, layer.rule, None if sinks is None else sinks.detach().clone(), layer.label)
         if not self._forward_over and (any(x.requires_grad for x in inputs) or not torch.is_grad_enabled()):
             self._waiting.add(layer.label)
         q, k, v = _Inputs.apply(call, *inputs)
-        o: torch.Tensor = _Output.apply(call, run(layer._replace(q_BHSD=q, k_BKSD=k, v_BKSV=v)))
+        o: torch.Tensor = _Output.apply(call, run(layer._replace(q_THD=q, k_TKD=k, v_TKV=v)))
         if not self._forward_over:
             with torch.no_grad():
-                call.compare_output(inputs, o.detach().flatten(0, 1))
+                call.compare_output(inputs, o.detach())
         return o
 
     def run_without(self, forward: Callable[[], Any], device: torch.device) -> Any:
@@ -236,7 +236,7 @@ class _Call:
     def compare_output(self, inputs: tuple[torch.Tensor, ...], o_THV: torch.Tensor) -> None:
         """O against plain attention."""
         self.dtype = o_THV.dtype
-        q_THD, k_TKD, v_TKV = (flat(x.detach()) for x in inputs)
+        q_THD, k_TKD, v_TKV = (x.detach() for x in inputs)
         found, wanted = [], []
         for document in self.check.documents:
             for rows, keys, visible in visible_blocks(document, self.rule.window, q_THD.shape[1], q_THD.device):
@@ -249,7 +249,7 @@ class _Call:
         """dQ, dK, dV against those of plain attention for the same dO."""
         if self.do_THV is None:
             return
-        rows_of = [flat(x.detach()) for x in inputs]
+        rows_of = [x.detach() for x in inputs]
         found: list[list[torch.Tensor]] = [[], [], []]
         wanted: list[list[torch.Tensor]] = [[], [], []]
         for document in self.check.documents:
@@ -265,7 +265,7 @@ class _Call:
                     sums[i][parts[i].start - document.start : parts[i].stop - document.start] += one
             for i, gradient in enumerate(gradients):
                 if gradient is not None:
-                    found[i].append(flat(gradient)[document])
+                    found[i].append(gradient[document])
                     wanted[i].append(sums[i])
         for name, ours, theirs in zip(("dQ", "dK", "dV"), found, wanted):
             if ours:
@@ -300,7 +300,7 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.call.do_THV = do.flatten(0, 1)
+        ctx.call.do_THV = do
         return None, do
 
 

@@ -111,6 +111,8 @@ class Plans:
         self.abandoned = ""
         """Why this rank trains no further micro-batch. In words: an error has its frames, and while it is held whatever
         a layer has open in them stays open, such as the hooks of activation checkpointing in torch below 2.13."""
+        self.uncut: set[int] = set()
+        """Models whose layers cannot alternate nano-batches."""
         self._said: set[str] = set()
 
     def open(self, announcements: list[Announcement], keys: Mapping[PlanKey, int], model: int = 0) -> MicroBatch:
@@ -124,7 +126,7 @@ class Plans:
         announcements = of_replicas(announcements, self.gatherer.shares)
         layout = assemble([announcement.local for announcement in announcements])
         seconds, cut = self._seconds(model), None
-        if self.config.overlap_used in ("interleave", "pingpong"):
+        if self.config.overlap_used in ("interleave", "pingpong") and model not in self.uncut:
             spare = 0 if crew.servers is None else crew.servers.at_start
             unit = np.array([announcement.unit for announcement in announcements] + [1] * spare)
             cut = self._choose_cut(widen(layout, spare), unit, keys, seconds)

@@ -1,18 +1,18 @@
 """One attention layer's call, as a model makes it, and what kernels and plans must know of the layer.
 
-In: what transformers hands to an attention function. Out: rows as CAD's attention takes them. Whatever runs attention
-of a model has a method `attend(layer: LayerInput)` that gives O [B, S, H, V].
+In: Q, K and V of a layer. Out: rows as CAD's attention takes them. Whatever runs attention of a model has a method
+`attend(layer: LayerInput)` that gives O [T, H, V].
 
-`B` batch rows, `S` tokens of each, `T` = B · S; `H` and `K` query and key heads, `D` and `V` their sizes.
+`T` tokens; `H` and `K` query and key heads, `D` and `V` their sizes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 
-from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.planner.plan import HeadShape
 
@@ -34,43 +34,22 @@ class Rows(NamedTuple):
 
 
 class LayerInput(NamedTuple):
-    """What one layer passes to its attention; heads come before tokens, as transformers hands them over."""
+    """What one layer passes to its attention."""
 
-    module: torch.nn.Module
-    """The attention module, by which a recompute finds the call of the forward."""
-    q_BHSD: torch.Tensor
-    k_BKSD: torch.Tensor
-    v_BKSV: torch.Tensor
+    layer: Hashable
+    """Tells it from the other layers of its micro-batch: its module, or a name. A recompute finds its call by it."""
+    q_THD: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKV: torch.Tensor
     rule: MaskRule
     """Scale, window and soft-cap."""
     sinks_H: torch.Tensor | None
     label: str
     """Names the layer in errors and on the timeline."""
 
-    @property
-    def batch(self) -> int:
-        """B."""
-        return self.q_BHSD.shape[0]
-
-    @property
-    def width(self) -> int:
-        """S."""
-        return self.q_BHSD.shape[2]
-
     def rows(self) -> Rows:
-        """Q, K and V in the dtype of attention; heads of K and V are contiguous, as kernels need them.
-
-        Raises CADError where there are more keys than queries.
-        """
-        keys = self.k_BKSD.shape[2]
-        if keys != self.width:
-            raise CADError(
-                f"{self.label} got {keys} keys for {self.width} queries: a KV cache is in use during training; "
-                "pass use_cache=False"
-            )
-        q, k, v = (
-            _as_autocast(x.transpose(1, 2)).flatten(0, 1) for x in (self.q_BHSD, self.k_BKSD, self.v_BKSV)
-        )  # fmt: skip
+        """Q, K and V in the dtype of attention; heads of K and V are contiguous, as kernels need them."""
+        q, k, v = map(_as_autocast, (self.q_THD, self.k_TKD, self.v_TKV))
         return Rows(q, *(x if x.stride(-1) == 1 else x.contiguous() for x in (k, v)))
 
     def kind(self, rows: Rows) -> LayerKind:

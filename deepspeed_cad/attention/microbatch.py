@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.attention.thread_state import in_backward
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
@@ -55,8 +56,6 @@ class MicroBatch:
     """How many micro-batches were opened before it, the same on every rank."""
     loaded: Ints | None = None
     """[trainers] tokens before documents were dealt out; None: as in `layout`."""
-    in_forward: bool = True
-    """The model's forward is running: a second call of a layer is a mistake, later it is a recompute."""
     orders: MicroBatchOrders | None = None
     """Where this rank tells servers what comes."""
     generation: int = 0
@@ -74,12 +73,12 @@ class MicroBatch:
     planned: dict[tuple[PlanKey, int], PlannedTick] = field(default_factory=dict)
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
-    _calls: dict[tuple[int, int], AttentionCall] = field(default_factory=dict)
-    _layers: dict[int, int] = field(default_factory=dict)
+    _calls: dict[tuple[Hashable, int], AttentionCall] = field(default_factory=dict)
+    _layers: dict[Hashable, int] = field(default_factory=dict)
     """Layers in the order in which attention was first called: the same on all ranks."""
     _kinds: list[PlanKey] = field(default_factory=list)
     """Of each of them."""
-    _first_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _first_keys: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _stretches: dict[int, Stretches] = field(default_factory=dict)
 
     def local(self, nano_batch: int | None = None) -> LocalSegments:
@@ -173,26 +172,29 @@ class MicroBatch:
         """How many layers of each kind have attended."""
         return dict(Counter(self._kinds))
 
-    def number_layer(self, layer: int, key: PlanKey) -> int:
-        """The number of a layer that attends, by the identity of its module."""
+    def number_layer(self, layer: Hashable, key: PlanKey) -> int:
+        """The number of a layer that attends."""
         if layer not in self._layers:
             self._layers[layer] = len(self._kinds)
             self._kinds.append(key)
         return self._layers[layer]
 
-    def call(self, layer: int, nano_batch: int, build: Callable[[], AttentionCall], label: str) -> AttentionCall:
-        """The call of a layer: a new one in the forward, the same one when the layer is recomputed."""
-        call = self._calls.get((layer, nano_batch))
+    def call(self, layer: Hashable, nano_batch: int, build: Callable[[], AttentionCall], label: str) -> AttentionCall:
+        """The call of a layer: a new one in the forward, the same one when the layer is recomputed in the backward."""
+        call, recomputes = self._calls.get((layer, nano_batch)), in_backward()
         if call is None:
+            if recomputes:
+                raise CADError(f"{label} runs in a backward, but did not in the forward of its micro-batch")
             call = self._calls[layer, nano_batch] = build()
-        elif self.in_forward:
+        elif not recomputes:
             raise CADError(
-                f"{label} was called twice in one forward. Layers that share an attention module are not supported"
+                f"{label} was called twice in one forward. Each forward needs a plan of its own, and layers that share "
+                "an attention module are not supported"
             )
         return call
 
     def first_keys(
-        self, layer: int, nano_batch: int, k_UKD: torch.Tensor, v_UKV: torch.Tensor
+        self, layer: Hashable, nano_batch: int, k_UKD: torch.Tensor, v_UKV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K and V that a nano-batch reads besides its own: rows of documents that the second has from the first."""
         if len(self.ticks) == 1:
@@ -322,12 +324,12 @@ class MaskDescriptor:
     def runs_again(self) -> bool:
         """A checkpointed layer of an interleaved nano-batch runs in the backward: the second nano-batch first, and
         neither hands over."""
-        return self.interleaved and not self.micro_batch.in_forward
+        return self.interleaved and in_backward()
 
     def attend(self, layer: LayerInput) -> torch.Tensor:
-        """O [B, S, H, V] of one layer."""
+        """O [T, H, V] of one layer."""
         label, sinks = layer.label, layer.sinks_H
-        if layer.q_BHSD.shape[1] == 0:
+        if layer.q_THD.shape[1] == 0:
             return self._without_heads(layer)
         if self.is_cut:
             raise CADError(
@@ -335,7 +337,7 @@ class MaskDescriptor:
                 "for this model"
             )
         q, k, v = given = layer.rows()
-        kind, tokens = layer.kind(given), layer.batch * layer.width
+        kind, tokens = layer.kind(given), q.shape[0]
         nano_batch = self.nano_batch or 0
         rows = self.micro_batch.rows(nano_batch)
         stand_in = rows == 0
@@ -345,11 +347,10 @@ class MaskDescriptor:
         elif rows != tokens:
             raise CADError(f"{label} got {tokens} tokens where its micro-batch has {rows}")
         micro_batch = self.micro_batch
-        module = id(layer.module)
 
         def build() -> AttentionCall:
             key, need, rule = PlanKey(self.window, kind.shape), kernel_need(kind, q.device), layer.rule
-            place = micro_batch.number_layer(module, key), nano_batch
+            place = micro_batch.number_layer(layer.layer, key), nano_batch
             # Between two attentions of a layer that is cut lies attention of the other nano-batch.
             timed = self.modes.returns and (self.interleaved or self.nano_batch is None)
             make_setup = partial(
@@ -362,8 +363,8 @@ class MaskDescriptor:
             raise NotInterleaved(
                 "reentrant checkpointing runs the backward of a layer in one piece (set use_reentrant to false)"
             )
-        call = micro_batch.call(module, nano_batch, build, label)
-        first = call.first_keys if self.runs_again else micro_batch.first_keys(module, nano_batch, k, v)
+        call = micro_batch.call(layer.layer, nano_batch, build, label)
+        first = call.first_keys if self.runs_again else micro_batch.first_keys(layer.layer, nano_batch, k, v)
         if first is not None:
             if self.interleaved and not self.runs_again and torch.is_grad_enabled():
                 call.first_keys = _own(first[0]), _own(first[1])
@@ -377,18 +378,18 @@ class MaskDescriptor:
         o_THV = call.collect(token, q, k, v, sinks)
         if stand_in:
             o_THV = torch.cat([o_THV, o_THV.new_zeros(tokens, *o_THV.shape[1:])])
-        return o_THV.unflatten(0, (layer.batch, layer.width))
+        return o_THV
 
     def _without_heads(self, layer: LayerInput) -> torch.Tensor:
-        """O [B, S, 0, V] on a rank to which none of a layer's heads fell: it only plans, because ranks with other
+        """O [T, 0, V] on a rank to which none of a layer's heads fell: it only plans, because ranks with other
         shares compare their plans, and all ranks of a job take part in every collective."""
-        (q, k, v), micro_batch = (layer.q_BHSD, layer.k_BKSD, layer.v_BKSV), self.micro_batch
-        key = PlanKey(self.window, HeadShape(1, 1, q.shape[3], v.shape[3], q.element_size()))
-        micro_batch.number_layer(id(layer.module), key)
+        (q, k, v), micro_batch = (layer.q_THD, layer.k_TKD, layer.v_TKV), self.micro_batch
+        key = PlanKey(self.window, HeadShape(1, 1, q.shape[2], v.shape[2], q.element_size()))
+        micro_batch.number_layer(layer.layer, key)
         if (key, 0) not in micro_batch.planned:
             micro_batch.plan_all([key])
         # All three are in the graph: their projections add up gradients of all shares.
-        return q.new_zeros(q.shape[0], q.shape[2], 0, v.shape[3]) + q.sum() + k.sum() + v.sum()
+        return q.new_zeros(q.shape[0], 0, v.shape[2]) + q.sum() + k.sum() + v.sum()
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:

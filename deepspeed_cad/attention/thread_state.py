@@ -117,6 +117,11 @@ def hooks_save_tensors() -> bool:
     return _top_saved_tensors_default_hooks(True) is not None
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward: layers that attend then are run again, by activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _same(one: tuple[Any, Any], other: tuple[Any, Any] | None) -> bool:
     """Whether both are the same pair of hooks: there is no way to ask how many are there."""
     return other is not None and one[0] is other[0] and one[1] is other[1]

@@ -7,7 +7,7 @@ without one, are served. So every rank starts the same exchanges in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,18 +78,17 @@ class StageMicroBatch:
     """While its forward runs."""
     backward: Phase | None = None
     """While its backward runs."""
-    _calls: dict[int, TickCall] = field(default_factory=dict)
+    _calls: dict[Hashable, TickCall] = field(default_factory=dict)
     """By attention module."""
 
     def attend(self, layer: LayerInput) -> torch.Tensor:
-        """O [B, S, H, V] of one layer."""
+        """O [T, H, V] of one layer."""
         rows = layer.rows()
-        call = self._call(layer, rows)
-        return call(*rows, layer.sinks_H).unflatten(0, (layer.batch, layer.width))
+        return self._call(layer, rows)(*rows, layer.sinks_H)
 
     def _call(self, layer: LayerInput, given: Rows) -> TickCall:
         """A new call in a forward, and the same one where a layer is recomputed in the backward."""
-        known, phase, label = self._calls.get(id(layer.module)), self.forward, layer.label
+        known, phase, label = self._calls.get(layer.layer), self.forward, layer.label
         if known is not None:
             if phase is not None:
                 raise CADError(
@@ -112,5 +111,5 @@ class StageMicroBatch:
                 raise CADError(f"{label}: its backward runs outside of that of its micro-batch")
             return self.backward.enter(number, label)
 
-        call = self._calls[id(layer.module)] = TickCall(setup, backward)
+        call = self._calls[layer.layer] = TickCall(setup, backward)
         return call

@@ -205,7 +205,7 @@ class PipelineBinding:
             self._check.see(window, given)
 
     def attend(self, layer: LayerInput) -> torch.Tensor:
-        """O [B, S, H, V] of one layer."""
+        """O [T, H, V] of one layer."""
         if self.running is None:
             raise CADError(
                 f"{layer.label} ran outside of train_batch and eval_batch, where its documents are not known"

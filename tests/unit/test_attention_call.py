@@ -52,7 +52,8 @@ class Layer(torch.nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.descriptor.attend(LayerInput(self, q, k, v, MaskRule(1.0), sinks, LABEL))
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        return self.descriptor.attend(LayerInput(self, *rows, MaskRule(1.0), sinks, LABEL))[None]
 
 
 def inputs(rows: int, dtype: torch.dtype = torch.float64, spread: float = 1.0) -> list[torch.Tensor]:
@@ -117,12 +118,7 @@ def test_attention_runs_in_the_dtype_of_autocast() -> None:
 def checkpointed(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
     """A layer that is run again in its backward, as transformers does it."""
 
-    def run(*inputs: torch.Tensor) -> torch.Tensor:
-        o = layer(*inputs)
-        layer.micro_batch.in_forward = False  # what follows is a recompute
-        return change(o)
-
-    found = checkpoint(run, *given, use_reentrant=False)
+    found = checkpoint(run_whole, layer, change, *given, use_reentrant=False)
     assert isinstance(found, torch.Tensor)
     return found
 

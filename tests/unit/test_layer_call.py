@@ -10,16 +10,21 @@ from deepspeed_cad.integrations import pipeline
 from deepspeed_cad.integrations.layer_call import read_call
 
 from deepspeed_cad.attention.layer import LayerInput, LayerKind
-from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.pipeline.step import Alone
 from deepspeed_cad.planner.plan import HeadShape
 
 
-def layer(keys: int = 6) -> LayerInput:
-    """Q and K in fp32, as rotary embeddings leave them under autocast, V in bf16."""
-    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, keys, 8)
-    return LayerInput(torch.nn.Module(), q, k, k.bfloat16(), MaskRule(1.0, 5), None, "Attention of layer 3")
+def heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q and K in fp32, as rotary embeddings leave them under autocast, V in bf16; [B, heads, S, D]."""
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    return q, k, k.bfloat16()
+
+
+def layer() -> LayerInput:
+    """The same as a layer hands it on."""
+    return read_call(torch.nn.Module(), *heads(), 5, 1.0, 0.0, None, None, {})
 
 
 class Stage:
@@ -33,14 +38,15 @@ class Stage:
 
     def attend(self, layer: LayerInput) -> Any:
         self.seen.append(layer.rule.window)
+        return layer.q_THD
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_layer_of_a_pipeline_shows_its_mask(window: int | None) -> None:
     """Where it makes one; the window of the mask is that of the layer."""
-    given, stage = layer(), Stage()
-    setattr(given.module, pipeline._BINDING, stage)
-    tensors = (given.module, given.q_BHSD, given.k_BKSD, given.v_BKSV)
+    module, stage = torch.nn.Module(), Stage()
+    setattr(module, pipeline._BINDING, stage)
+    tensors = module, *heads()
     mask = pipeline.window_mask(mask_function=len, **({} if window is None else {"local_size": window}))
     pipeline.pipeline_attention(*tensors, mask)
     pipeline.pipeline_attention(*tensors, None, sliding_window=window)
@@ -67,20 +73,21 @@ def test_the_first_look_at_a_pipeline_sees_layers_as_autocast_makes_them() -> No
 
 def test_rows_are_of_the_dtype_of_attention_and_heads_contiguous() -> None:
     given = layer()
-    strided = given.k_BKSD.transpose(2, 3).contiguous().transpose(2, 3)
+    strided = given.k_TKD.transpose(1, 2).contiguous().transpose(1, 2)
     with torch.autocast("cpu", torch.bfloat16):
-        rows = given._replace(k_BKSD=strided).rows()
+        rows = given._replace(k_TKD=strided).rows()
     assert {x.dtype for x in rows} == {torch.bfloat16} and all(x.stride(-1) == 1 for x in rows)
-    assert torch.equal(rows.k_TKD, given.k_BKSD[0].transpose(0, 1).bfloat16())
+    assert torch.equal(rows.k_TKD, given.k_TKD.bfloat16())
 
 
 def test_what_a_layer_asks_for_is_read() -> None:
-    given, sinks = layer(), torch.zeros(4)
+    sinks, tensors = torch.zeros(4), heads()
     module = torch.nn.Module()
     module.layer_idx = 7  # type: ignore[assignment]
-    tensors = (given.q_BHSD, given.k_BKSD, given.v_BKSV)
     read = read_call(module, *tensors, 3, None, 0.0, 50.0, sinks, {"position_ids": None})
-    assert read == LayerInput(module, *tensors, MaskRule(8**-0.5, 3, 50.0), sinks, "Module of layer 7")
+    assert read[:1] + read[4:] == (module, MaskRule(8**-0.5, 3, 50.0), sinks, "Module of layer 7")
+    for rows, given in zip(read[1:4], tensors):
+        assert torch.equal(rows, given[0].transpose(0, 1))
     assert read_call(module, *tensors, None, 2, 0.0, None, None, {}).rule == MaskRule(2.0)
 
 
@@ -92,6 +99,11 @@ def test_what_a_layer_asks_for_is_read() -> None:
     ],
 )
 def test_what_cannot_be_reproduced_is_refused(dropout: float, others: dict[str, Any], text: str) -> None:
-    given = layer()
     with pytest.raises(CADUnsupportedError, match=text):
-        read_call(torch.nn.Module(), given.q_BHSD, given.k_BKSD, given.v_BKSV, None, None, dropout, None, None, others)
+        read_call(torch.nn.Module(), *heads(), None, None, dropout, None, None, others)
+
+
+def test_a_cache_is_refused() -> None:
+    q, k, v = heads()
+    with pytest.raises(CADError, match="12 keys for 6 queries: a KV cache is in use"):
+        read_call(torch.nn.Module(), q, torch.cat([k, k], 2), torch.cat([v, v], 2), None, None, 0.0, None, None, {})

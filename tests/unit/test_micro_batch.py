@@ -111,7 +111,7 @@ def test_waves_that_memory_asks_for_run_in_turn(limit: float, waves: int, planne
     assert (setup.aside is one.aside) is beside
 
 
-def test_a_layer_is_called_once_per_forward() -> None:
+def test_a_layer_is_called_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     one = micro_batch([[6]])
     made: list[Any] = []
     call = one.call(7, 0, lambda: made.append(1) or object(), LABEL)  # type: ignore[arg-type, func-returns-value, return-value]
@@ -119,8 +119,10 @@ def test_a_layer_is_called_once_per_forward() -> None:
     assert one.call(8, 0, object, LABEL) is not call  # type: ignore[arg-type]
     with pytest.raises(CADError, match=f"{LABEL} was called twice in one forward"):
         one.call(7, 0, object, LABEL)  # type: ignore[arg-type]
-    one.in_forward = False  # now it is a recompute
+    monkeypatch.setattr("deepspeed_cad.attention.microbatch.in_backward", lambda: True)  # now it is a recompute
     assert one.call(7, 0, object, LABEL) is call and made == [1]  # type: ignore[arg-type]
+    with pytest.raises(CADError, match=f"{LABEL} runs in a backward, but did not in the forward"):
+        one.call(9, 0, object, LABEL)  # type: ignore[arg-type]
 
 
 def descriptor(one: MicroBatch) -> MaskDescriptor:
@@ -136,23 +138,19 @@ def inputs(batch: int, width: int) -> list[torch.Tensor]:
 
 
 def attend(mask: MaskDescriptor, given: list[torch.Tensor], module: torch.nn.Module | None = None) -> torch.Tensor:
-    q, k, v = given
-    return mask.attend(LayerInput(module or torch.nn.Module(), q, k, v, MaskRule(0.5), None, LABEL))
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in given)
+    o_THV = mask.attend(LayerInput(module or torch.nn.Module(), *rows, MaskRule(0.5), None, LABEL))
+    return o_THV.unflatten(0, (given[0].shape[0], given[0].shape[2]))
 
 
 @pytest.mark.parametrize(
-    "cut, widths, text",
-    [
-        (True, (6, 6), "not inside a decoder layer that was cut"),
-        (False, (6, 9), "9 keys for 6 queries: a KV cache"),
-        (False, (5, 5), "got 5 tokens where its micro-batch has 6"),
-    ],
+    "cut, width, text",
+    [(True, 6, "not inside a decoder layer that was cut"), (False, 5, "got 5 tokens where its micro-batch has 6")],
 )
-def test_mistakes_name_the_layer(cut: bool, widths: tuple[int, int], text: str) -> None:
+def test_mistakes_name_the_layer(cut: bool, width: int, text: str) -> None:
     one = micro_batch([[6]], [3] if cut else None)
-    q, k = inputs(1, widths[0]), inputs(1, widths[1])
     with pytest.raises(CADError, match=f"{LABEL}.*{text}"):
-        attend(descriptor(one), [q[0], k[1], k[2]])
+        attend(descriptor(one), inputs(1, width))
 
 
 def test_batch_rows_are_documents_of_their_own() -> None:
@@ -198,7 +196,7 @@ def test_nano_batches_of_a_document(at: int) -> None:
     assert (one.counts.forwards, one.counts.backwards) == (2, 2)
     assert not one._first_keys
     for i in range(2):
-        setup = one._calls[id(module), i].setup
+        setup = one._calls[module, i].setup
         assert (setup.nano_batch, setup.label, setup.aside) == (i, LABEL, one.aside)
         assert setup.schedule is one.schedule(one.keys[0], i)
 

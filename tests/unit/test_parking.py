@@ -316,12 +316,7 @@ def offloaded(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *giv
 
 
 def reentrant(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-    def run(*inputs: torch.Tensor) -> torch.Tensor:
-        o = layer(*inputs)
-        layer.micro_batch.in_forward = False
-        return change(o)
-
-    found = checkpoint(run, *given, use_reentrant=True)
+    found = checkpoint(run_whole, layer, change, *given, use_reentrant=True)
     assert isinstance(found, torch.Tensor)
     return found
 

@@ -1,0 +1,225 @@
+"""Core attention as a function: `deepspeed_cad.open`, for models that no host framework knows.
+
+In: where documents of a micro-batch begin, then Q, K and V of each layer. Out: O. A plan is gathered and made on the
+look-ahead thread, so it may be asked for while the micro-batch before it trains; the first `attend` waits for it.
+
+`T` tokens of this rank; `H` and `K` its query and key heads, `D` and `V` their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_cad.ahead.documents import Announcement, read_documents
+from deepspeed_cad.attention.layer import LayerInput
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADError
+from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.request import read_environment
+from deepspeed_cad.session import Session, open_session
+from deepspeed_cad.shares import replica_of_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def open(
+    config: CADConfig | dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+) -> CAD:
+    """CAD for one model of your own; every rank calls it, after torch.distributed is initialised.
+
+    `config`: a CADConfig, the "cad" block as a dict, or None for what the launcher asks for, else the defaults.
+    `device`: where attention runs; None: this process's GPU, or the CPU where there is none. `mesh`: of all ranks,
+    where some divide the heads of a micro-batch among them: those along an axis "tp". Raises CADConfigError for a bad
+    configuration or mesh.
+    """
+    checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
+    if config is None and (request := read_environment()) is not None:
+        checked = request.config
+    whole = checked.overlap not in ("interleave", "pingpong")
+    fits = {"overlap": whole, "verify": not checked.verify, "documents": checked.documents != "deal",
+            "enabled": checked.enabled}  # fmt: skip
+    for key in (key for key, fit in fits.items() if not fit):
+        raise CADConfigError(
+            f'"{key}" is {getattr(checked, key)!r}: deepspeed_cad.open has neither layers nor data that it could cut, '
+            "run twice, deal out or leave as they are. Leave the key out"
+        )
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    replica = None if mesh is None else replica_of_mesh(mesh, dist.get_rank(), dist.get_world_size())
+    return CAD(open_session(checked, torch.device(device), replica))
+
+
+class CAD:
+    """CAD for one model: plans its micro-batches, in the order in which it trains them."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.feed = session.open_feed("deepspeed_cad.open", cuts=False)
+        self._last: MicroBatch | None = None
+
+    def plan(
+        self,
+        cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+        position_ids: torch.Tensor | None = None,
+        *,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        layers: int = 1,
+        windows: Sequence[int | None] = (None,),
+    ) -> Step:
+        """The next micro-batch; every rank calls it once for each, in the same order.
+
+        Args:
+            cu_seqlens: [documents + 1] cumulative lengths of this rank's documents.
+            position_ids: [T], or [B, S] with T = B · S: a document begins where they are 0. A first position above 0
+                goes on with the last document of the rank before. Beside `cu_seqlens` it says only that.
+            heads: query heads H of this rank; if given, `attend` compares. So `kv_heads`, `head_dim` and `value_dim`
+                (None: `head_dim`).
+            kv_heads: K.
+            head_dim: D.
+            value_dim: V.
+            dtype: in which attention runs. With it and the sizes above the first micro-batch is planned ahead too;
+                later ones are planned for the layers that attended before.
+            layers: how many layers have each of these windows.
+            windows: of the layers, in tokens; None: no window.
+
+        Raises CADDataError where neither says where documents begin, or both contradict each other.
+        """
+        if self._last is not None:
+            self.feed.learn(self._last.layers)
+        sizes = (heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim)
+        if dtype is not None and None not in sizes:
+            shape = HeadShape(*sizes, dtype.itemsize)  # type: ignore[arg-type]
+            self.feed.learn({PlanKey(window, shape): layers for window in windows})
+        try:
+            mine = _read(cu_seqlens, position_ids)
+        except CADError as error:
+            self.feed.fail(error)
+        self.feed.announce(mine)
+        return Step(self, mine, sizes)
+
+    def take(self, mine: Announcement) -> MicroBatch:
+        """The micro-batch that was planned for a step whose first layer attends now."""
+        if self.feed.next_announced is not mine:
+            self.feed.fail(
+                CADDataError(
+                    f"rank {self.feed.rank}: a micro-batch that was planned before this one was never attended. Attend "
+                    "micro-batches in the order in which they were planned, each once"
+                )
+            )
+        self._last = self.feed.take(None)
+        self.session.count(self._last)
+        return self._last
+
+
+class Step:
+    """One micro-batch, for one forward of the model and its backward."""
+
+    def __init__(self, cad: CAD, mine: Announcement, sizes: tuple[int | None, ...]) -> None:
+        self._cad, self._mine, self._sizes = cad, mine, sizes
+        self._backward = torch.is_grad_enabled()
+        """Layers under reentrant checkpointing attend without gradients, and a backward comes all the same."""
+        self._masks: dict[int | None, MaskDescriptor] = {}
+        self._micro_batch: MicroBatch | None = None
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKV: torch.Tensor,
+        *,
+        layer: Hashable,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """O [T, H, V] of one layer, causal inside each document; all ranks attend their layers in the same order.
+
+        Args:
+            q_THD: queries of this rank's tokens.
+            k_TKD: their keys.
+            v_TKV: their values.
+            layer: which layer of the model this is, such as its number: by it activation checkpointing finds its call
+                again, and a second forward with the same plan is refused.
+            softmax_scale: of scores; None: 1 / √D.
+            window: a token sees itself and the window − 1 tokens before it; None: all before it.
+            softcap: scores become softcap · tanh(score / softcap).
+            sinks: [H] logits that take part in the softmax of every token.
+
+        Raises CADDataError for tensors that do not fit the plan, and CADError where the plan was used before.
+        """
+        label = f"layer {layer if isinstance(layer, int | str) else type(layer).__name__}"
+        self._check(label, q_THD, k_TKD, v_TKV, sinks)
+        if self._micro_batch is None:
+            self._micro_batch = self._cad.take(self._mine)
+        if window not in self._masks:
+            self._masks[window] = self._cad.session.descriptor(self._micro_batch, window, self._backward)
+        rule = MaskRule(q_THD.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, window, softcap)
+        o_THV = self._masks[window].attend(LayerInput(layer, q_THD, k_TKD, v_TKV, rule, sinks, label))
+        self._cad.session.say_first()
+        return o_THV
+
+    def _check(self, label: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        """Raise CADDataError for tensors that do not fit the plan or each other."""
+        tokens = self._mine.local.tokens
+        heads, kv_heads, head_dim, value_dim = self._sizes
+        expected = (tokens, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads, value_dim)
+        for name, x, sizes in zip(("q", "k", "v"), (q, k, v), expected):
+            if x.ndim != 3 or any(want not in (None, have) for want, have in zip(sizes, x.shape)):
+                raise self._misfit(f"{label}: {name} has shape {list(x.shape)}", _shape(sizes))
+            same = x.dtype == q.dtype or torch.is_autocast_enabled(x.device.type)
+            if not same or x.device.type != self._cad.session.device.type:
+                found = f"{label}: {name} is {x.dtype} on {x.device}"
+                raise self._misfit(found, f"{q.dtype} on {self._cad.session.device}")
+        if k.shape[1] != v.shape[1] or q.shape[1] % max(k.shape[1], 1) or k.shape[2] != q.shape[2]:
+            raise self._misfit(
+                f"{label}: q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}",
+                "as many heads of k as of v, a multiple of them of q, and q and k heads of one size",
+            )
+        if sinks is not None and sinks.shape != q.shape[1:2]:
+            raise self._misfit(f"{label}: sinks have shape {list(sinks.shape)}", f"[{q.shape[1]}], one of each head")
+        if torch.is_grad_enabled() and not self._backward and any(x.requires_grad for x in (q, k, v)):
+            raise CADError(f"{label}: this step was planned under torch.no_grad(), and now a backward is to come")
+
+    def _misfit(self, found: str, expected: str) -> CADDataError:
+        return CADDataError(f"rank {self._cad.feed.rank}, {found}; the plan of this micro-batch expects {expected}")
+
+
+def _shape(sizes: Sequence[int | None]) -> str:
+    named = zip(("tokens", "heads", "size"), sizes)
+    return f"[{', '.join(name if size is None else str(size) for name, size in named)}]"
+
+
+def _read(cu_seqlens: Any, position_ids: Any) -> Announcement:
+    """This rank's documents. Raises CADDataError."""
+    if cu_seqlens is None and position_ids is None:
+        raise CADDataError("plan was given neither cu_seqlens nor position_ids: it cannot know the documents")
+    positions = None if position_ids is None else torch.as_tensor(position_ids)
+    lengths = None if cu_seqlens is None else torch.as_tensor(cu_seqlens).cpu()
+    if positions is not None and positions.ndim > 2 and lengths is None and positions.shape[0] != 4:
+        raise CADDataError(
+            f"position_ids have shape {list(positions.shape)}: positions of several axes do not say where documents "
+            "begin. Pass cu_seqlens, or the positions of the text as the first of 4 axes"
+        )
+    tokens = 0 if lengths is None or not len(lengths) else int(lengths[-1])
+    batch, width = (1, tokens) if positions is None else (1, *positions.shape)[-2:]
+    if not batch * width:
+        return Announcement(LocalSegments.none(0))
+    given = {"inputs_embeds": np.empty((batch, width, 0)), "position_ids": positions, "cu_seqlens": lengths}
+    return read_documents(given)

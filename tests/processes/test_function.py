@@ -1,0 +1,384 @@
+"""`deepspeed_cad.open`: attention as a function, in 2 to 4 processes, compared with each document alone."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import training
+from pool import WorkerPool
+from ports import free_port
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed_cad
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import own_model
+
+BLOCK = {"granularity": 8, "tolerance": 0.05, "links": training.LINKS}
+UNEVEN = [[90], [30, 7, 1, 52], [20, 20, 50], [3, 87]]
+"""Lengths of the documents of each rank."""
+SPANNING = [[90], [40, 50], [70, 20], [90]]
+"""Likewise; the first of every rank but 0 goes on with the last of the rank before."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of a call, and sizes of heads."""
+
+    heads: int = 8
+    kv_heads: int = 4
+    dim: int = 16
+    value: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+
+
+OPTIONS = {
+    "plain": Asked(),
+    "one KV head": Asked(kv_heads=1),
+    "no groups": Asked(kv_heads=8),
+    "window": Asked(window=13),
+    "softcap": Asked(softcap=3.0),
+    "sinks": Asked(sinks=True),
+    "another value size, as MLA has": Asked(heads=4, kv_heads=4, dim=24, value=16, scale=0.3),
+    "all": Asked(window=21, softcap=2.0, scale=0.5, sinks=True, value=8),
+}
+
+
+def dense(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, *, softmax_scale: float | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """O [T, H, V] of one document, by the definition."""
+    k, v = (x.repeat_interleave(q_THD.shape[1] // x.shape[1], 1) for x in (k_TKD, v_TKV))
+    scores = torch.einsum("qhd,khd->hqk", q_THD, k) * (
+        q_THD.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    )
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    away = torch.arange(len(q_THD))[:, None] - torch.arange(len(q_THD))
+    hidden = (away < 0) | (away >= (len(q_THD) if window is None else window))
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q_THD), 1)], -1)
+    return torch.einsum("hqk,khv->qhv", scores.softmax(-1)[..., : len(q_THD)], v)
+
+
+class EachAlone:
+    """Stands for a step: each document of this rank attends by itself."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def attend(self, *rows: torch.Tensor, **given: Any) -> torch.Tensor:
+        return torch.cat([dense(*one, **given) for one in zip(*(x.split(self.lengths) for x in rows))])
+
+
+def options(rank: int, world: int, lengths: list[list[int]], spans: bool, block: dict[str, Any]) -> int:
+    """Every option, forward and backward, against whole documents; gives the layers that attended."""
+    cad = deepspeed_cad.open(block)
+    documents = [n for own in lengths[:world] for n in own]
+    positions = torch.cat([torch.arange(n) for n in lengths[rank]])
+    if spans:
+        documents = [lengths[0][0]]
+        for own in lengths[1:world]:
+            documents[-1] += own[0]
+            documents += own[1:]
+        stream = torch.cat([torch.arange(n) for n in documents])
+        positions = stream.split([sum(own) for own in lengths[:world]])[rank]
+    ends = torch.tensor([0, *lengths[rank]]).cumsum(0)
+    for asked in OPTIONS.values():
+        gen = torch.Generator().manual_seed(7)
+        make = partial(torch.randn, dtype=torch.float64, generator=gen)
+        sizes = [(asked.heads, asked.dim), (asked.kv_heads, asked.dim), (asked.kv_heads, asked.value)]
+        whole = [make(sum(documents), *size).requires_grad_() for size in sizes]
+        sinks = make(asked.heads).requires_grad_() if asked.sinks else None
+        do = make(sum(documents), asked.heads, asked.value)
+        given = {"softmax_scale": asked.scale, "window": asked.window, "softcap": asked.softcap, "sinks": sinks}
+        right = EachAlone(documents).attend(*whole, **given)
+        right.backward(do)
+
+        mine = [sum(own) for own in lengths[:world]]
+        rows = [x.detach().split(mine)[rank].requires_grad_() for x in whole]
+        own_sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
+        step = cad.plan(
+            None if spans else ends, positions if spans else None, heads=asked.heads, kv_heads=asked.kv_heads,
+            head_dim=asked.dim, value_dim=asked.value, dtype=torch.float64, windows=[asked.window],
+        )  # fmt: skip
+        for layer in range(2):
+            o = step.attend(*rows, layer=layer, **{**given, "sinks": own_sinks})
+            assert (o - right.split(mine)[rank]).abs().max() < 1e-10, asked
+        o.backward(do.split(mine)[rank])
+        for ours, theirs in zip(rows, whole):
+            assert (ours.grad - theirs.grad.split(mine)[rank]).abs().max() < 1e-10, asked
+        if own_sinks is not None and sinks is not None:
+            dist.all_reduce(own_sinks.grad)
+            assert (own_sinks.grad - sinks.grad).abs().max() < 1e-10
+    return cad.session.counts.forwards
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("spans", [False, True])
+def test_every_option_is_exact(workers: WorkerPool, world: int, spans: bool) -> None:
+    found = workers.run(options, world, SPANNING if spans else UNEVEN, spans, BLOCK)
+    assert found == [2 * len(OPTIONS)] * world
+
+
+def _with_server(rank: int, world: int, port: int, block: dict[str, Any]) -> Any:
+    return served.play(rank, world, port, block, _options_of_trainers)
+
+
+def _options_of_trainers(rank: int, world: int, block: dict[str, Any]) -> int:
+    return options(rank, world, UNEVEN, False, block)
+
+
+def test_reserved_servers(fresh_workers: WorkerPool) -> None:
+    block = {**BLOCK, "servers": {"reserved": 1}}
+    *trainers, server = fresh_workers.run(_with_server, 3, free_port(), block, joined=False, timeout=120.0)
+    assert trainers == [2 * len(OPTIONS)] * 2 and server.code == 0 and server.micro_batches == len(OPTIONS)
+
+
+# In a model
+
+
+def _straight(layer: torch.nn.Module, *given: Any, use_reentrant: bool) -> Any:
+    return layer(*given)
+
+
+def _reentrant(layer: torch.nn.Module, *given: Any, use_reentrant: bool) -> Any:
+    return checkpoint(layer, *given, use_reentrant=True)
+
+
+def _compiled(model: own_model.Decoder) -> None:
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+
+
+def _sharded(model: own_model.Decoder) -> None:
+    for layer in (*model.layers, model):
+        torch.distributed.fsdp.fully_shard(layer)
+
+
+WAYS: dict[str, tuple[Any, Callable[[own_model.Decoder], Any] | None]] = {
+    "as it is": (_straight, None),
+    "checkpointing": (checkpoint, None),
+    "reentrant checkpointing": (_reentrant, None),
+    "compiled": (_straight, _compiled),
+    "compiled, checkpointing": (checkpoint, _compiled),
+    "FSDP2": (checkpoint, _sharded),
+    "FSDP2, reentrant": (_reentrant, _sharded),
+}
+
+
+def _rows(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 64, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    return ids, torch.cat([torch.arange(n) for n in lengths])
+
+
+def _loss(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, step: Any) -> torch.Tensor:
+    return F.cross_entropy(model(ids, positions, step).double()[:-1], ids[1:], reduction="sum")
+
+
+def _model(dtype: torch.dtype = torch.float64) -> own_model.Decoder:
+    torch.manual_seed(1)
+    return own_model.Decoder(64, layers=3, width=64, heads=8, kv_heads=4).to(dtype)
+
+
+def train(rank: int, world: int, way: str) -> tuple[int, int]:
+    """Three micro-batches, each planned ahead; gives how often attention ran and was taken from what was kept."""
+    from torch._dynamo.utils import counters
+
+    run, wrap = WAYS[way]
+    model, reference = _model(), _model()
+    if wrap is not None:
+        wrap(model)
+    cad = deepspeed_cad.open(BLOCK)
+    lengths = [UNEVEN[(rank + turn) % len(UNEVEN)] for turn in range(3)]
+    plans = [cad.plan([0, *torch.tensor(lengths[0]).cumsum(0)])]
+    for turn, own in enumerate(lengths):
+        if turn < 2:
+            plans.append(cad.plan(position_ids=_rows(lengths[turn + 1], turn + 1)[1]))
+        rows = _rows(own, turn)
+        own_model.checkpoint = run
+        loss = _loss(model, *rows, plans[turn])
+        loss.backward()
+        own_model.checkpoint = _straight
+        expected = _loss(reference, *rows, EachAlone(own))
+        expected.backward()
+        assert abs(float(loss) - float(expected)) < 1e-9 * float(expected), way
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        grad, right = ours.grad, theirs.grad
+        if wrap is _sharded:
+            grad = grad.full_tensor()
+            dist.all_reduce(right)
+            right = right / world
+        assert (grad - right).abs().max() < 1e-10 * (1 + right.abs().max()), way
+    assert (counters["stats"]["calls_captured"] > 0) == ("compiled" in way)
+    counters.clear()
+    return cad.session.counts.forwards, cad.session.counts.replays
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_of_ones_own_is_exact(workers: WorkerPool, way: str) -> None:
+    """Three layers and micro-batches; what checkpointing runs again is taken from what was kept."""
+    again = 0 if WAYS[way][0] is _straight else 9
+    assert workers.run(train, 2, way, timeout=120.0) == [(9, again)] * 2
+
+
+def _autocast(rank: int, world: int) -> float:
+    """The error of a loss in bf16 with CAD, as a share of that without."""
+    own = UNEVEN[rank]
+    right = float(_loss(_model(), *_rows(own, 0), EachAlone(own)))
+    model, cad = _model(torch.float32), deepspeed_cad.open(BLOCK)
+    errors = []
+    for step in (EachAlone(own), cad.plan([0, *torch.tensor(own).cumsum(0)], dtype=torch.bfloat16)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = _loss(model, *_rows(own, 0), step)
+        loss.backward()
+        errors.append(abs(float(loss) - right))
+    assert [key.shape.bytes_per_element for key in cad.feed.keys | cad._last.layers] == [2]
+    return errors[1] / max(errors[0], 1e-4 * right)
+
+
+def test_autocast(workers: WorkerPool) -> None:
+    assert max(workers.run(_autocast, 2)) < 2
+
+
+# As many launches as by transformers
+
+
+def _count(rank: int, world: int, by: str) -> dict[str, int]:
+    """What attention of a model does in the second of two micro-batches: by transformers, or by the function."""
+    from deepspeed_cad.ahead.gather import Gatherer
+    from deepspeed_cad.kernels.torch_math import TorchMath
+    from deepspeed_cad.session import current_session
+
+    seen: Counter[str] = Counter()
+
+    def count(home: Any, name: str) -> None:
+        original = getattr(home, name)
+
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen[f"{home.__name__}.{name}"] += 1
+            return original(self, *args, **kwargs)
+
+        setattr(home, name, counted)
+        undo.append(lambda: setattr(home, name, original))
+
+    undo: list[Callable[[], None]] = []
+    for home, name in ((TorchMath, "forward"), (TorchMath, "backward"), (Gatherer, "gather")):
+        count(home, name)
+    own, ends = UNEVEN[rank], [0, *torch.tensor(UNEVEN[rank]).cumsum(0)]
+    if by == "transformers":
+        model = training.tiny_llama(num_hidden_layers=3)
+        deepspeed_cad.apply(model, BLOCK)
+    else:
+        model, cad = _model(), deepspeed_cad.open(BLOCK)
+    for _ in range(2):
+        seen.clear()
+        before = 0 if current_session() is None else current_session().transport.exchanges
+        if by == "transformers":
+            loss = training.loss_sum(model, training.pack(training.documents(own, 0)))
+        else:
+            loss = _loss(model, *_rows(own, 0), cad.plan(ends))
+        loss.backward()
+    seen["exchanges"] = current_session().transport.exchanges - before
+    for one in undo:
+        one()
+    return dict(seen)
+
+
+def test_as_many_launches_as_by_transformers(workers: WorkerPool) -> None:
+    """Kernels, exchanges and collectives of the host, of a model with the same layers and heads."""
+    ours, theirs = (workers.run(_count, 2, by) for by in ("function", "transformers"))
+    assert ours == theirs and ours[0]["exchanges"] == 4 * 3, ours
+
+
+# Mistakes
+
+
+def _mistake(rank: int, world: int, which: str) -> None:
+    cad = deepspeed_cad.open(BLOCK)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    q, k, v = make(90, 8, 16), make(90, 4, 16), make(90, 4, 16)
+    sizes = {"heads": 8, "kv_heads": 4, "head_dim": 16}
+    if which == "twice":
+        step = cad.plan([0, 90])
+        for _ in range(2):
+            step.attend(q, k, v, layer=0)
+    elif which == "twice, trained":
+        step = cad.plan([0, 90])
+        for _ in range(2):
+            step.attend(q, k, v, layer=0).sum().backward()
+    elif which == "never":
+        cad.plan([0, 90])
+        cad.plan([0, 90]).attend(q, k, v, layer=0)
+    elif which == "no layer":
+        cad.plan([0, 90]).attend(q, k, v)  # type: ignore[call-arg]
+    elif which == "no gradients":
+        with torch.no_grad():
+            step = cad.plan([0, 90])
+        step.attend(q, k, v, layer=0)
+    elif which == "another name in backward":
+        step, names = cad.plan([0, 90]), iter("ab")
+        again = lambda x: step.attend(x, k, v, layer=next(names)).sin()  # noqa: E731
+        checkpoint(again, q, use_reentrant=False).sum().backward()
+    elif which == "nothing":
+        cad.plan()
+    elif which == "axes":
+        cad.plan(position_ids=torch.zeros(3, 1, 90, dtype=torch.long))
+    elif which == "both":
+        cad.plan([0, 50, 90], torch.tensor([*range(40), *range(50)]))
+    elif which == "sinks":
+        cad.plan([0, 90]).attend(q, k, v, layer=0, sinks=make(4))
+    else:
+        shapes = {
+            "tokens": (make(89, 8, 16), k, v), "heads": (make(90, 4, 16), k, v), "axes of q": (q[None], k, v),
+            "values": (q, k, make(90, 4, 12)), "dtype": (q, k.float(), v.float()),
+        }  # fmt: skip
+        cad.plan([0, 90], **sizes).attend(*shapes[which], layer=3)
+
+
+MISTAKES = {
+    "twice": "layer 0 was called twice in one forward. Each forward needs a plan of its own",
+    "twice, trained": "layer 0 was called twice in one forward",
+    "never": "a micro-batch that was planned before this one was never attended",
+    "no layer": "missing 1 required keyword-only argument: 'layer'",
+    "no gradients": "planned under torch.no_grad(), and now a backward is to come",
+    "another name in backward": "layer b runs in a backward, but did not in the forward",
+    "nothing": "neither cu_seqlens nor position_ids",
+    "axes": "positions of several axes do not say where documents begin. Pass cu_seqlens",
+    "both": "cu_seqlens and position_ids disagree",
+    "sinks": "sinks have shape [4]; the plan of this micro-batch expects [8]",
+    "tokens": "layer 3: q has shape [89, 8, 16]; the plan of this micro-batch expects [90, 8, 16]",
+    "heads": "layer 3: q has shape [90, 4, 16]; the plan of this micro-batch expects [90, 8, 16]",
+    "axes of q": "layer 3: q has shape [1, 90, 8, 16]; the plan of this micro-batch expects [90, 8, 16]",
+    "values": "layer 3: v has shape [90, 4, 12]; the plan of this micro-batch expects [90, 4, 16]",
+    "dtype": "layer 3: k is torch.float32 on cpu; the plan of this micro-batch expects torch.float64 on cpu",
+}
+
+
+@pytest.mark.parametrize("which", MISTAKES)
+def test_mistakes_are_named(workers: WorkerPool, which: str) -> None:
+    errors, _ = workers.try_run(_mistake, 2, which)
+    assert all(error is not None and MISTAKES[which] in error[1] for error in errors), errors
+
+
+@pytest.mark.parametrize("block", [{"overlap": "pingpong"}, {"verify": 1}, {"documents": "deal"}, {"enabled": False}])
+def test_keys_that_a_function_cannot_serve_are_refused(block: dict[str, Any]) -> None:
+    with pytest.raises(deepspeed_cad.CADConfigError, match=f'"{next(iter(block))}" is .*Leave the key out'):
+        deepspeed_cad.open(block)
