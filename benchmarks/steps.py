@@ -70,7 +70,7 @@ def by_tokens(step: Sequence[Layout], padded: bool) -> list[Layout]:
         costs = Costs(np.zeros(len(rows)), np.ones(ranks), np.ones(ranks))
         given = Step(rows.rank, np.zeros(len(rows), np.int64), rows.end, layout.tokens[:, None], padded)
         dealt = deal(given, costs, 0.05)
-        rank = rows.rank if dealt is None else dealt.rank
+        rank = rows.rank if dealt is None else dealt.pieces.rank
         found.append(lay([rows.end[rank == one].tolist() for one in range(ranks)], padded))
     return found
 

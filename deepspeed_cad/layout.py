@@ -266,7 +266,9 @@ def assemble(local: list[LocalSegments]) -> Layout:
     """Join what the ranks say into one layout.
 
     A segment that begins at position p > 0 goes on with the document before it: that of the segment before it on its
-    rank or, where it is its rank's first, the last document of the nearest rank before that has any. Pieces of a
+    rank or, where it is its rank's first, the last document of the nearest rank before that has any. Where that has one
+    token and the document before it ended at p, this one goes on: the token is the first of the other rank once more,
+    there for its label (ahead/move_documents.py). Pieces of a
     document may lie in any order on its ranks if it begins where its first row is, and together they must hold each of
     its rows once. Raises CADDataError, naming ranks and positions, where they do not.
     """
@@ -276,7 +278,13 @@ def assemble(local: list[LocalSegments]) -> Layout:
         np.concatenate([getattr(own, name) for own in local] or empty) for name in ("begin", "end", "offset")
     )
     rank = np.repeat(np.arange(len(local)), count)
-    segments = Segments(np.cumsum(begin == 0) - 1, begin, end, rank, offset)
+    document = np.cumsum(begin == 0) - 1
+    for at in np.flatnonzero(begin > 0).tolist():
+        before = at - 1
+        own = rank[before - 1] == rank[before] < rank[at]
+        copied = before > 0 and own and end[before] == 1 < begin[at] == end[before - 1]
+        document[at] = document[before - 1 if copied else before]
+    segments = Segments(document, begin, end, rank, offset)
     if len(begin) and begin[0] > 0:
         raise CADDataError(_starts_inside(int(rank[0]), int(begin[0]), "no rank before it has a document"))
     order = np.lexsort((begin, segments.document))

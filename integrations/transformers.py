@@ -24,6 +24,7 @@ from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad
 from deepspeed_cad.integrations.interleaved import Interleaving, interleave
 from deepspeed_cad.integrations.mask_check import is_due
 from deepspeed_cad.integrations.models import (
+    batch_rope,
     describe,
     is_mixture,
     refuse_checkpointing,
@@ -105,6 +106,8 @@ class Binding:
             )
         self.ways = Ways(self.feed.fail) if find_recurrent(find_decoder(model)) else None
         """How its layers that carry state are run; None where it has none."""
+        whole = self.ways or batch_rope(find_decoder(model).config) or session.config.verify
+        self.feed.cuts = not whole and session.config.overlap_used not in ("interleave", "pingpong")
 
     def install(self) -> None:
         """Switch the attention name, hook the decoder and cut its layers."""

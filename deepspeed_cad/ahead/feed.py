@@ -63,6 +63,8 @@ class Feed:
         """Kinds of layers seen so far, what the look-ahead plans for; and how many layers there are of each."""
         self.deals = False
         """Whether documents are dealt out to ranks before steps."""
+        self.cuts = False
+        """Whether these may be cut, and then lie on several ranks."""
         self.stays = ""
         """Why not, where it is asked for, and what would turn it on."""
         self.read_ahead = False

@@ -23,7 +23,7 @@ from deepspeed_cad.ahead.gather import Gatherer
 from deepspeed_cad.ahead.step_message import StepDocuments
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.deal import Dealt
+from deepspeed_cad.planner.deal import Dealt, Pieces
 
 LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
 """Fields that are the longest document's length. Like those of which documents are read they are computed again."""
@@ -76,6 +76,18 @@ class Fields:
     """What is computed again from lengths."""
     padded: bool
     """Whether samples travel, and not documents."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether documents may be cut: nothing but what is known is attached to tokens, targets among it."""
+        names = {one.name for one in self.per_token if not one.front}
+        known = len(names) == len(self.per_token) and names <= {"input_ids", POSITIONS, *TARGETS}
+        return known and POSITIONS in names and not names.isdisjoint(TARGETS)
+
+    @property
+    def carries(self) -> bool:
+        """Whether what is cut off takes along the token behind it, for its label: the target of the token before."""
+        return all(one.name != "shift_labels" for one in self.per_token)
 
     @property
     def bytes(self) -> int:
@@ -220,55 +232,68 @@ def move_documents(
         fields: of all of them, on all ranks.
         padding: what tokens of padding hold, on all ranks.
     """
-    rank, step = gatherer.rank, documents.step
+    rank, step, pieces = gatherer.rank, documents.step, dealt.pieces
     tokens = [fields.to_bytes(batch) for batch in batches]
-    arrived = _send(tokens, fields.bytes, documents, dealt, gatherer)
+    goes_on = pieces.end < step.length[pieces.document]
+    arrived = _send(tokens, fields, documents, pieces, pieces.end + (goes_on & fields.carries), gatherer)
     moved = []
     for micro_batch in range(step.tokens.shape[1]):
-        mine = np.flatnonzero((dealt.rank == rank) & (dealt.micro_batch == micro_batch))
-        own = np.unique(step.micro_batch[mine[step.rank[mine] == rank]])
-        if len(own) == 1 and np.array_equal(mine, np.flatnonzero((step.rank == rank) & (step.micro_batch == own[0]))):
-            moved.append(Moved(batches[own[0]], {}))
-            continue
-        pieces = [arrived[one] for one in mine.tolist()]
-        moved.append(_row(batches[0], pieces, fields, padding))
+        mine = pieces.order[(pieces.rank == rank)[pieces.order] & (pieces.micro_batch == micro_batch)[pieces.order]]
+        of = pieces.document[mine]
+        own = np.unique(step.micro_batch[of[step.rank[of] == rank]])
+        if len(own) == 1 and not (goes_on | (pieces.begin > 0))[mine].any():
+            if np.array_equal(of, np.flatnonzero((step.rank == rank) & (step.micro_batch == own[0]))):
+                moved.append(Moved(batches[own[0]], {}))
+                continue
+        carried = bool(goes_on[mine[-1]] and fields.carries)
+        moved.append(_row(batches[0], [arrived[one] for one in mine.tolist()], carried, fields, padding))
     return moved
 
 
 def _send(
-    tokens: Sequence[torch.Tensor], width: int, documents: StepDocuments, dealt: Dealt, gatherer: Gatherer
+    tokens: Sequence[torch.Tensor],
+    fields: Fields,
+    documents: StepDocuments,
+    pieces: Pieces,
+    stop: Ints,
+    gatherer: Gatherer,
 ) -> dict[int, torch.Tensor]:
-    """Bytes [tokens, B] of every document that this rank trains, by number of the document.
+    """Bytes [tokens, B] of every piece that this rank trains, by its number.
 
-    `tokens`: [N · T, B] bytes of this rank's micro-batches.
+    `tokens`: [N · T, B] bytes of this rank's micro-batches; `stop`: [pieces] of their tokens in their documents.
     """
-    rank, step, length = gatherer.rank, documents.step, documents.step.length
+    rank, home, width = gatherer.rank, documents.step.rank[pieces.document], fields.bytes
+    count = stop - pieces.begin
 
-    def own(document: int) -> torch.Tensor:
-        begin = int(documents.offset[document])
-        return tokens[int(step.micro_batch[document])][begin : begin + int(length[document])]
+    def own(piece: int) -> torch.Tensor:
+        document = int(pieces.document[piece])
+        begin = int(documents.offset[document] + pieces.begin[piece])
+        return tokens[int(documents.step.micro_batch[document])][begin : begin + int(count[piece])]
 
-    here = {one: own(one) for one in np.flatnonzero((step.rank == rank) & (dealt.rank == rank)).tolist()}
-    away = dealt.rank != step.rank
+    here = {one: own(one) for one in np.flatnonzero((home == rank) & (pieces.rank == rank)).tolist()}
+    away = pieces.rank != home
     if not away.any() or gatherer.group is None:
         return here
     ranks = range(gatherer.ranks)
-    outgoing = [np.flatnonzero(away & (step.rank == rank) & (dealt.rank == to)) for to in ranks]
-    incoming = [np.flatnonzero(away & (step.rank == of) & (dealt.rank == rank)) for of in ranks]
-    parts = [own(document) for to in outgoing for document in to.tolist()]
+    outgoing = [np.flatnonzero(away & (home == rank) & (pieces.rank == to)) for to in ranks]
+    incoming = [np.flatnonzero(away & (home == of) & (pieces.rank == rank)) for of in ranks]
+    parts = [own(piece) for to in outgoing for piece in to.tolist()]
     sent = torch.cat(parts) if parts else torch.empty(0, width, dtype=torch.uint8)
-    counts_out = [int(length[to].sum()) * width for to in outgoing]
-    counts_in = [int(length[of].sum()) * width for of in incoming]
+    counts_out = [int(count[to].sum()) * width for to in outgoing]
+    counts_in = [int(count[of].sum()) * width for of in incoming]
     arriving = np.concatenate(incoming).tolist()
-    received = torch.empty(int(length[arriving].sum()), width, dtype=torch.uint8)
+    received = torch.empty(int(count[arriving].sum()), width, dtype=torch.uint8)
     with Liveness.watch(gatherer.liveness, "the other ranks' documents"):
         dist.all_to_all_single(received.reshape(-1), sent.reshape(-1), counts_in, counts_out, group=gatherer.group)
-    pieces = received.split([int(length[one]) for one in arriving])
-    return here | dict(zip(arriving, pieces, strict=True))
+    return here | dict(zip(arriving, received.split([int(count[one]) for one in arriving]), strict=True))
 
 
-def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], fields: Fields, padding: Ints) -> Moved:
-    """A micro-batch of documents, in their order in the step; what is not per token is taken from `like`."""
+def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fields: Fields, padding: Ints) -> Moved:
+    """A micro-batch of documents, in their order in the step; what is not per token is taken from `like`.
+
+    `carried`: the last token is one that the next rank has, too. Its label is the target of the token before it, and it
+    is a document by itself.
+    """
     length = np.array([len(one) for one in pieces], np.int64)
     rows = len(pieces) if fields.padded else 1
     if fields.padded:
@@ -283,8 +308,11 @@ def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], fields: Fields, pa
     for field, column in zip(fields.per_token, tokens.split([one.bytes for one in fields.per_token], 1)):
         batch[field.name] = field.from_bytes(column, rows)
     if not fields.padded and "labels" in batch and "shift_labels" not in batch:
-        # The first document of a row may have come with a target there, which nothing before it predicts.
+        # The first token of a row has nothing before it that predicts it, whatever was before it elsewhere.
         batch["labels"][0, np.cumsum(length) - length] = IGNORED
+    if carried:
+        batch[POSITIONS][0, -1] = 0
+        length = np.append(length[:-1], [length[-1] - 1, 1])
     _derive(batch, like, fields, length)
     devices = {name: like[name].device for name in batch if isinstance(batch[name], torch.Tensor)}
     away = {name: device for name, device in devices.items() if device.type != "cpu"}

@@ -189,7 +189,8 @@ class StepAhead:
                 # Servers make attention even; what trainers do besides is their tokens.
                 costs = replace(costs, work=np.zeros_like(costs.work))
             hosts = crew.hosts if crew.several_hosts else None
-            self.last = dealt = deal(step, costs, feed.config.tolerance, hosts)
+            cuts = feed.cuts and fields.cuts and crew.servers is None
+            self.last = dealt = deal(step, costs, feed.config.tolerance, hosts, cuts)
             gatherer.agree(0 if dealt is None else dealt.fingerprint(), Subject(What.DEAL, feed.number, *at[:2]))
             if dealt is not None:
                 logger.debug("documents dealt out: the step takes %.3f of what it took", dealt.after / dealt.before)

@@ -88,7 +88,7 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
         tolerance=args.tolerance,
         offload_optimizer=args.offload_optimizer,
         loss="chunked" if args.loss == "chunked" else "whole",
-        deals=args.packing == "none",
+        deals=True,
     )
     if args.loss == "auto":
         kept = replace(setting, keep="device", recompute_attention=False)
@@ -117,6 +117,7 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
         f"{', '.join(map(str, cluster.sizes)) or cluster.per_host}, {machine.copies / 1e9:.0f} GB/s inside and "
         f"{machine.between / 1e9:.3g} between; tolerance {setting.tolerance:g}",
         f"rows of {_rows(args, full)}, {args.micro_batches} to a step",
+        "CAD deals documents out to all GPUs before a step where that gains, which was not measured on GPUs yet",
     ]
     if machine.like:
         measured = ", ".join(key for key in machine.sources if key != "published")
@@ -129,8 +130,10 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
 
 def _rows(args: argparse.Namespace, full: float) -> str:
     if args.packing != "none":
-        return f"{args.context} tokens packed {args.packing} are {full:.1%} full"
-    return f"{args.batch} documents of at most {args.context} tokens, dealt out by CAD"
+        return (
+            f"{args.context} tokens packed {args.packing} are {full:.1%} full"
+        )
+    return f"{args.batch} documents of at most {args.context} tokens"
 
 
 def make_cluster(given: str | None, ranks: int, machine: Machine) -> Cluster:

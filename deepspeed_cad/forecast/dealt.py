@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from deepspeed_cad.forecast.setting import Setting
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.layout import Layout, LocalSegments, assemble
 from deepspeed_cad.planner.deal import Costs, Step, deal
 
 
@@ -21,7 +21,8 @@ def deal_out(setting: Setting, step: Sequence[Layout], trainers: int | None = No
 
     `trainers`: beside so many seats serve the others, which have no documents; they make attention even by themselves.
     """
-    if not setting.deals or setting.pipeline > 1 or any(layout.segments.begin.any() for layout in step):
+    whole = setting.pipeline > 1 or setting.sharing > 1
+    if not setting.deals or whole or any(layout.segments.begin.any() for layout in step):
         return step
     ranks, work = (step[0].ranks if trainers is None else trainers), setting.work
     columns = [
@@ -36,15 +37,24 @@ def deal_out(setting: Setting, step: Sequence[Layout], trainers: int | None = No
     kernels = setting.machine.in_training * setting.shape.groups * setting.layers if trainers is None else 0.0
     each = (work.forward * (2 if setting.checkpointing else 1) + work.backward) * setting.layers + work.loss
     costs = Costs(setting.cost.of(0 * length, length) * kernels, np.full(ranks, each), np.ones(ranks))
-    found = deal(given, costs, setting.tolerance, setting.hosts)
+    found = deal(given, costs, setting.tolerance, setting.hosts, cuts=trainers is None)
     if found is None:
         return step
-    idle: list[list[int]] = [[] for _ in range(step[0].ranks - ranks)]
-    rows = [
-        [length[(found.rank == one) & (found.micro_batch == at)].tolist() for one in range(ranks)]
-        for at in range(len(step))
+    idle, pieces = [LocalSegments.none(0)] * (step[0].ranks - ranks), found.pieces
+    order = pieces.order
+
+    def row(rank: int, turn: int) -> LocalSegments:
+        own = order[(pieces.rank[order] == rank) & (pieces.micro_batch[order] == turn)]
+        begin, end = pieces.begin[own], pieces.end[own]
+        return LocalSegments(begin, end, np.cumsum(end - begin) - (end - begin), int((end - begin).sum()))
+
+    return [
+        replace(
+            assemble([*(row(rank, turn) for rank in range(ranks)), *idle]),
+            tokens=np.append(found.tokens[:, turn], np.zeros(len(idle), np.int64)),
+        )
+        for turn in range(len(step))
     ]
-    return [lay(own + idle, given.padded) for own in rows]
 
 
 def lay(rows: list[list[int]], padded: bool) -> Layout:

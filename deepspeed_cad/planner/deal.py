@@ -1,9 +1,10 @@
-"""Whole documents dealt out to ranks before a step, and the order of its micro-batches.
+"""Documents dealt out to ranks before a step, whole or cut, and the order of its micro-batches.
 
 Unpacked training gives each rank some documents, so ranks differ in tokens, and no attention that moves can fill what
 that leaves idle. Token ids travel for nothing. In: the documents of all micro-batches of an optimizer step, what a
-token costs outside attention, what each document's attention costs. Out: a rank and a micro-batch for each document.
-Pure, the same on every rank; training and the forecast ask it alike.
+token costs outside attention, what each document's attention costs. Out: a rank and a micro-batch for each document, or
+for each piece of one that is longer than what a rank should have. Pure, the same on every rank; training and the
+forecast ask it alike.
 
 A *row* is one micro-batch of one rank: its token buffer.
 """
@@ -11,18 +12,21 @@ A *row* is one micro-batch of one rank: its token buffer.
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.finish import common_finish
 from deepspeed_cad.planner.plan import Floats
 
 SHORTER = 0.01
 """Share of a step by which it must end earlier for documents to move. A choice: less is within what plans miss."""
+SLACK = 0.005
+"""Share of a row that may stay empty, or be too much, before a document is cut. A choice."""
 HALVINGS = 40
 """Of the range in which the cost of a row is looked for, where batches are padded: to a billionth of the widest row."""
 
@@ -41,26 +45,46 @@ class Step:
     padded: bool = False
     """Whether a row is a batch whose samples are padded to the longest."""
 
-    def tokens_of(self, rank: Ints, micro_batch: Ints) -> Ints:
+    def tokens_of(self, pieces: Pieces) -> Ints:
         """[ranks, micro-batches] of rows in which documents lie so."""
-        at = (rank, micro_batch)
+        at = (pieces.rank, pieces.micro_batch)
         tokens = np.zeros_like(self.tokens)
         if not self.padded:
-            np.add.at(tokens, at, self.length)
+            np.add.at(tokens, at, pieces.end - pieces.begin)
             return tokens
         count = np.zeros_like(tokens)
         np.add.at(count, at, 1)
-        np.maximum.at(tokens, at, self.length)
+        np.maximum.at(tokens, at, pieces.end)
         return tokens * count
 
     def sums(self, work: Floats) -> Floats:
         """[ranks, micro-batches] of what each document has, as loaded."""
-        return self._sums(work, self.rank, self.micro_batch)
-
-    def _sums(self, work: Floats, rank: Ints, micro_batch: Ints) -> Floats:
         found = np.zeros(self.tokens.shape)
-        np.add.at(found, (rank, micro_batch), work)
+        np.add.at(found, (self.rank, self.micro_batch), work)
         return found
+
+    def whole(self, rank: Ints, micro_batch: Ints) -> Pieces:
+        """Each document in one piece."""
+        return Pieces(np.arange(len(self.length)), np.zeros_like(self.length), self.length, rank, micro_batch)
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Documents, or parts of them, and where they are trained. An entry per piece, in the order of documents and of
+    their tokens. Pieces of a document lie in one micro-batch of consecutive ranks: where it goes on it is the last of
+    its row, where it went on the first."""
+
+    document: Ints
+    begin: Ints
+    end: Ints
+    rank: Ints
+    micro_batch: Ints
+
+    @property
+    def order(self) -> Ints:
+        """Of pieces, by rank, micro-batch and place in the row."""
+        ends = np.append(self.begin[1:] == 0, True)
+        return np.lexsort((self.document, ~ends, self.begin == 0, self.micro_batch, self.rank))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,16 +98,22 @@ class Costs:
     speed: Floats
     """[ranks] of attention; 0: runs none."""
 
-    def rows(self, step: Step, rank: Ints, micro_batch: Ints, tokens: Ints) -> tuple[Floats, Floats]:
-        """[ranks, micro-batches] outside attention, and in it."""
-        return tokens * self.each[:, None], step._sums(self.work, rank, micro_batch)
+    def rows(self, step: Step, pieces: Pieces, tokens: Ints) -> tuple[Floats, Floats]:
+        """[ranks, micro-batches] outside attention, and in it: of a piece by its share of query-key pairs."""
+        attention, length = np.zeros(step.tokens.shape), step.length[pieces.document].astype(np.float64)
+        share = (pieces.end**2 - pieces.begin**2) / np.maximum(length, 1.0) ** 2
+        np.add.at(attention, (pieces.rank, pieces.micro_batch), self.work[pieces.document] * share)
+        return tokens * self.each[:, None], attention
 
     def ends(self, before: Floats, attention: Floats) -> tuple[float, float]:
-        """When a step ends whose attention is balanced over ranks, and one where every rank runs its own."""
-        balanced = sum(
-            max(float(common_finish(own.sum(keepdims=True), begin, self.speed)[0]), float(begin.max()))
-            for begin, own in zip(before.T, attention.T)
-        )
+        """When a step ends whose attention is balanced over ranks, and one where every rank runs its own.
+
+        Until the last rank of a micro-batch comes to its attention the others have their own to run; what then is left
+        they share.
+        """
+        last = before.max(axis=0)
+        left = np.maximum(attention - (last - before) * self.speed[:, None], 0.0)
+        balanced = float((last + left.sum(axis=0) / self.speed.sum()).sum())
         per_work = np.divide(1.0, self.speed, out=np.zeros(len(self.speed)), where=self.speed > 0)
         alone = before + attention * per_work[:, None]
         return balanced, sum(map(float, alone.max(axis=0)))
@@ -98,8 +128,7 @@ class Costs:
 class Dealt:
     """Where every document of a step is trained."""
 
-    rank: Ints
-    micro_batch: Ints
+    pieces: Pieces
     tokens: Ints
     """[ranks, micro-batches] of the rows."""
     before: float
@@ -109,7 +138,7 @@ class Dealt:
 
     def fingerprint(self) -> int:
         """62-bit digest: equal on every rank, or something is wrong."""
-        text = np.ascontiguousarray(self.rank).tobytes() + np.ascontiguousarray(self.micro_batch).tobytes()
+        text = np.stack([getattr(self.pieces, field.name) for field in fields(Pieces)]).astype(np.int64).tobytes()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
@@ -124,16 +153,22 @@ def order_rows(rows: Floats) -> Ints:
     return heaviest[:, np.argsort(heaviest[0])]
 
 
-def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None) -> Dealt | None:
-    """Whole documents to ranks and micro-batches, so that all rows take as long; None where that gains nothing.
+def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, cuts: bool = False) -> Dealt | None:
+    """Documents to ranks and micro-batches, so that all rows take as long; None where that gains nothing.
 
     Longest first, each to the row that has least to do with it. On several hosts first to the host that has least, so
     that hosts are even and attention of a long document goes to ranks beside its own. Padded samples are dealt out in
     order of their lengths, so that similar ones meet. No row gets more tokens than the largest row had, none gets no
     document, and the step never ends later than with balanced attention alone. Documents move where it ends SHORTER,
     or where ranks, each with its own attention, end earlier by `tolerance` (a share of the step), so that less moves.
+    They are cut where it ends SHORTER still.
 
-    `hosts`: [ranks] number of each rank's; None: all share one.
+    Args:
+        step: all documents, as loaded.
+        costs: of tokens and documents.
+        tolerance: share of the step.
+        hosts: [ranks] number of each rank's; None: all share one.
+        cuts: whether documents may be cut, and then lie on several ranks.
     """
     ranks, micro_batches = step.tokens.shape
     if len(step.length) < step.tokens.size or step.tokens.size == 1:
@@ -141,29 +176,90 @@ def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None) 
     order = np.argsort(order_rows(step.sums(costs.work)), axis=1)
     loaded = order[step.rank, step.micro_batch]
     tokens = np.take_along_axis(step.tokens, np.argsort(order, axis=1), axis=1)
-    before = costs.rows(step, step.rank, loaded, tokens)
+    before = costs.rows(step, step.whole(step.rank, loaded), tokens)
     ends, alone = costs.ends(*before)
     least = (float(before[0].sum()) + float(before[1].sum())) / ranks
     if not step.padded and alone <= (1.0 + SHORTER) * least:
         return None
     best: Dealt | None = None
-    for work in (costs.work, np.zeros_like(costs.work)):
-        # By tokens alone where rows are too full for the other way.
-        by = Costs(work, costs.each, costs.speed)
-        found = _deal_samples(step, by) if step.padded else _deal_documents(step, by, hosts)
-        if found is None:
+
+    # By tokens alone where rows are too full for the other way.
+    by_tokens = Costs(np.zeros_like(costs.work), costs.each, costs.speed)
+    whole = [_deal_samples(step, by) if step.padded else _deal_documents(step, by, hosts) for by in (costs, by_tokens)]
+    for pieces in [*whole, _cut_documents(step, costs, hosts) if cuts and not step.padded else None]:
+        if pieces is None:
             continue
-        rank, micro_batch = found
-        held = step.tokens_of(rank, micro_batch)
-        after, own = costs.ends(*costs.rows(step, rank, micro_batch, held))
+        held = step.tokens_of(pieces)
+        after, own = costs.ends(*costs.rows(step, pieces, held))
         worth = after <= (1.0 - SHORTER) * ends or own <= alone - tolerance * ends
         if worth and after <= ends and (best is None or after < (1.0 - SHORTER) * best.after):
-            best = Dealt(rank, micro_batch, held, ends, after)
+            best = Dealt(pieces, held, ends, after)
     return best
 
 
-def _deal_documents(step: Step, costs: Costs, hosts: Ints | None) -> tuple[Ints, Ints] | None:
-    """Ranks and micro-batches of documents; None where rows are too full."""
+def _cut_documents(step: Step, costs: Costs, hosts: Ints | None) -> Pieces | None:
+    """Rows of equal seconds outside attention, on each host by itself; None where they have no room.
+
+    Documents go to the micro-batch and host that has least, then row after row is filled by the longest that fits.
+    Where none does the longest of all goes on in the next row.
+    """
+    ranks, micro_batches = step.tokens.shape
+    host = np.zeros(ranks, np.int64) if hosts is None else np.unique(hosts[:ranks], return_inverse=True)[1]
+    longest, each = int(step.length.max()), float(costs.each.mean())
+    count = int(host.max()) + 1
+    if (np.diff(host) < 0).any() or longest * count * micro_batches > int(step.length.sum()):
+        # A document that is cut lies on consecutive ranks, and one that is more than a host's share on several hosts.
+        host, count = np.zeros(ranks, np.int64), 1
+    seconds, size = costs.work + step.length * each, np.bincount(host)
+    heap = [(0.0, turn, one) for turn in range(micro_batches) for one in range(count)]
+    given: dict[tuple[int, int], list[int]] = {(turn, one): [] for _, turn, one in heap}
+    for document in np.argsort(-seconds, kind="stable").tolist():
+        load, turn, one = heappop(heap)
+        given[turn, one].append(document)
+        heappush(heap, (load + float(seconds[document]) / size[one], turn, one))
+    rows: list[tuple[int, int, int, int, int]] = []
+    for (turn, one), documents in given.items():
+        lengths = step.length[documents].tolist()
+        filled = _fill(lengths, (1.0 / costs.each[host == one]).tolist())
+        if filled is None:
+            return None
+        members = np.flatnonzero(host == one).tolist()
+        rows += [(documents[at], begin, end, members[row], turn) for at, begin, end, row in filled]
+    pieces = Pieces(*np.array(sorted(rows), np.int64).T)
+    # What a piece lacks of its document, the target of its last token, takes one more.
+    return pieces if step.tokens_of(pieces).max() < step.tokens.max() else None
+
+
+def _fill(lengths: Sequence[int], shares: Sequence[float]) -> list[tuple[int, int, int, int]] | None:
+    """Document, begin, end and row of pieces that fill rows by their shares; None where a row would stay empty."""
+    left = sorted(range(len(lengths)), key=lambda one: lengths[one])
+    sizes = [lengths[one] for one in left]
+    pieces: list[tuple[int, int, int, int]] = []
+    document, begin = -1, 0
+    tokens = sum(lengths)
+    for row, share in enumerate(shares):
+        level = math.ceil(tokens * share / sum(shares[row:]))
+        # Not cut behind its first token: that a copy of the next one follows must show (`layout.assemble`).
+        room, slack = level, max(int(SLACK * level), 1)
+        while room > 0 and (document >= 0 or left):
+            if document < 0:
+                at = bisect_right(sizes, room + slack) - 1
+                if at < 0 and room <= slack:
+                    break
+                sizes.pop(at)
+                document, begin = left.pop(at), 0
+            end = lengths[document] if lengths[document] - begin <= room + slack else begin + room
+            pieces.append((document, begin, end, row))
+            room -= end - begin
+            document, begin = (-1, 0) if end == lengths[document] else (document, end)
+        if room == level:
+            return None
+        tokens -= level - room
+    return pieces
+
+
+def _deal_documents(step: Step, costs: Costs, hosts: Ints | None) -> Pieces | None:
+    """Whole documents; None where rows are too full."""
     ranks, micro_batches = step.tokens.shape
     rank_of, turn_of = np.divmod(np.arange(step.tokens.size), micro_batches)
     whole = costs.work + step.length * float(costs.each.mean())
@@ -210,7 +306,7 @@ def _deal_documents(step: Step, costs: Costs, hosts: Ints | None) -> tuple[Ints,
         empty[row] = False
         heappush(groups, (total[at] / size[at], at))
         heappush(members[at], (load[row], row))
-    return rank_of[rows], turn_of[rows]
+    return step.whole(rank_of[rows], turn_of[rows])
 
 
 def _levels(floors: Floats, total: float, ranks: int, micro_batches: int) -> Floats:
@@ -225,8 +321,8 @@ def _levels(floors: Floats, total: float, ranks: int, micro_batches: int) -> Flo
     return levels
 
 
-def _deal_samples(step: Step, costs: Costs) -> tuple[Ints, Ints] | None:
-    """Ranks and micro-batches of samples; None where they do not fit. By length, cut so that rows cost alike."""
+def _deal_samples(step: Step, costs: Costs) -> Pieces | None:
+    """Samples; None where they do not fit. Ordered by length and cut so that rows cost alike."""
     ranks, count = step.tokens.shape[0], step.tokens.size
     most, each = int(step.tokens.max()), float(costs.each.mean())
     order = np.argsort(-step.length, kind="stable")
@@ -260,4 +356,4 @@ def _deal_samples(step: Step, costs: Costs) -> tuple[Ints, Ints] | None:
         low, high, begins = (middle, high, begins) if found is None else (low, middle, found)
     row = np.zeros(len(length), np.int64)
     row[order] = np.repeat(np.arange(count), np.diff(begins))
-    return row % ranks, row // ranks
+    return step.whole(row % ranks, row // ranks)

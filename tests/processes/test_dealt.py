@@ -97,7 +97,7 @@ def _shuffle(rank: int, world: int, seed: int, padded: bool) -> None:
     rows = step.rank * 2 + step.micro_batch
     if seed:
         rows = np.random.default_rng(seed).permutation(rows)
-    dealt = Dealt(rows // 2, rows % 2, step.tokens, 1.0, 1.0)
+    dealt = Dealt(step.whole(rows // 2, rows % 2), step.tokens, 1.0, 1.0)
     padding = next((one for one in paddings if len(one)), np.zeros(0, np.int64))
     group = dist.new_group(backend="gloo")
     moved = move_documents(
@@ -112,7 +112,7 @@ def _shuffle(rank: int, world: int, seed: int, padded: bool) -> None:
         if seed == 0:
             assert batch is batches[rank][micro_batch]
             continue
-        here = np.flatnonzero((dealt.rank == rank) & (dealt.micro_batch == micro_batch))
+        here = np.flatnonzero((dealt.pieces.rank == rank) & (dealt.pieces.micro_batch == micro_batch))
         own = step.length[here]
         real = batch["attention_mask"].bool()
         expected = np.concatenate([pieces[i] for i in here])
@@ -219,9 +219,10 @@ def test_losses_and_gradients_of_a_loop(workers: WorkerPool, accumulation: int, 
             assert np.abs(new["gradients"][name] - gradient).max() < 1e-10 * (1 + np.abs(gradient).max()), name
         assert old["figures"][before] == old["figures"][after] > 1.4
         assert new["figures"][before] == pytest.approx(old["figures"][before])
-        assert new["figures"][after] < 1.3
+        assert new["figures"][after] < (1.3 if padded else 1.1)
     tokens = [sum(rows * width for one in of for rows, width in one["rows"]) for of in (kept, dealt)]
-    assert tokens[1] < tokens[0] if padded else tokens[1] == tokens[0]
+    copies = 2 * 4  # a token for each document that goes on, two of three ranks in each of four micro-batches
+    assert tokens[1] < tokens[0] if padded else tokens[0] <= tokens[1] <= tokens[0] + copies
     most = [max(rows * width for one in of for rows, width in one["rows"]) for of in (kept, dealt)]
     assert most[1] < most[0]
 

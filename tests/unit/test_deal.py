@@ -11,7 +11,7 @@ from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.step_message import StepMessage, to_documents
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.layout import LocalSegments, segments_from_cumulative
+from deepspeed_cad.layout import LocalSegments, assemble, segments_from_cumulative
 from deepspeed_cad.planner.deal import Costs, Dealt, Step, deal, order_rows
 
 EACH = 20.0
@@ -32,14 +32,35 @@ def costs_of(step: Step, attention: float = 1.0) -> Costs:
 
 
 def check(step: Step, costs: Costs, dealt: Dealt) -> None:
-    """Each document lies once and in a row that is not longer than the longest, and none waits longer than before."""
+    """Each token lies once and in a row that is not longer than the longest, and none waits longer than before."""
     ranks, micro_batches = step.tokens.shape
     held = np.zeros((ranks, micro_batches), np.int64)
-    for rank in range(ranks):
-        for micro_batch in range(micro_batches):
-            own = step.length[(dealt.rank == rank) & (dealt.micro_batch == micro_batch)]
-            assert len(own), "every rank keeps a document in every micro-batch"
-            held[rank, micro_batch] = own.max() * len(own) if step.padded else own.sum()
+    pieces, lengths = dealt.pieces, []
+    for micro_batch in range(micro_batches):
+        rows = []
+        for rank in range(ranks):
+            mine = pieces.order[((pieces.rank == rank) & (pieces.micro_batch == micro_batch))[pieces.order]]
+            assert len(mine), "every rank keeps a document in every micro-batch"
+            begin, end = pieces.begin[mine], pieces.end[mine]
+            held[rank, micro_batch] = end.max() * len(mine) if step.padded else (end - begin).sum()
+            if end[-1] < step.length[pieces.document[mine[-1]]]:
+                # A copy of the token that comes next, for its label.
+                begin, end = np.append(begin, 0), np.append(end, 1)
+                assert held[rank, micro_batch] < step.tokens.max()
+            assert step.padded or (begin[1:] == 0).all()
+            offset = np.cumsum(end - begin) - (end - begin)
+            rows.append(LocalSegments(begin, end, offset, int((end - begin).sum())))
+        copies = sum(one.tokens for one in rows) - int(held[:, micro_batch].sum())
+        found = assemble(rows).segments
+        if not step.padded:
+            ends = np.zeros(int(found.document.max()) + 1, np.int64)
+            np.maximum.at(ends, found.document, found.end)
+            ends = np.sort(ends)
+            assert (ends[:copies] == 1).all()
+            lengths += ends[copies:].tolist()
+        else:
+            lengths += found.end.tolist()
+    assert sorted(lengths) == sorted(step.length.tolist())
     assert np.array_equal(held, dealt.tokens) and held.max() <= step.tokens.max()
     assert dealt.after <= dealt.before
     least = max(
@@ -51,7 +72,7 @@ def check(step: Step, costs: Costs, dealt: Dealt) -> None:
 def spread(step: Step, costs: Costs, dealt: Dealt) -> float:
     """The slowest rank over the mean, each with its own attention, summed over micro-batches."""
     alone = np.zeros(step.tokens.shape)
-    np.add.at(alone, (dealt.rank, dealt.micro_batch), costs.work)
+    np.add.at(alone, (dealt.pieces.rank, dealt.pieces.micro_batch), costs.work)
     alone += dealt.tokens * EACH
     return float(alone.max(axis=0).sum() / alone.mean(axis=0).sum())
 
@@ -68,17 +89,22 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps(), st.sampled_from([0.0, 1.0, 30.0]), st.sampled_from([None, [0, 0, 1, 1, 1]]), st.booleans())
-def test_whatever_is_dealt_is_whole(step: Step, attention: float, hosts: list[int] | None, slow: bool) -> None:
+@given(
+    steps(), st.sampled_from([0.0, 1.0, 30.0]), st.sampled_from([None, [0, 0, 1, 1, 1], [0, 1, 0, 1, 0]]),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_whatever_is_dealt_holds_each_token_once(
+    step: Step, attention: float, hosts: list[int] | None, slow: bool, cuts: bool
+) -> None:
     costs = costs_of(step, attention)
     if slow:
         costs = Costs(costs.work, costs.each * np.linspace(1.0, 2.0, len(costs.each)), costs.speed)
     host = None if hosts is None else np.array(hosts[: len(step.tokens)])
-    dealt = deal(step, costs, 0.05, host)
+    dealt = deal(step, costs, 0.05, host, cuts)
     if dealt is None:
         return
     check(step, costs, dealt)
-    again = deal(step, costs, 0.05, host)
+    again = deal(step, costs, 0.05, host, cuts)
     assert again is not None and again.fingerprint() == dealt.fingerprint()
 
 
@@ -110,11 +136,24 @@ def test_a_document_longer_than_any_share_has_its_rank_for_itself() -> None:
     step = step_of([[[1000, 30]], [[10, 10]], [[10, 10]], [[10, 20]]])
     dealt = deal(step, costs_of(step, 0.0), 0.05)
     assert dealt is not None and dealt.tokens.max() == 1000
-    assert (dealt.rank == dealt.rank[0]).sum() == 1
+    assert (dealt.pieces.rank == dealt.pieces.rank[0]).sum() == 1
     assert dealt.tokens.ravel().tolist()[1:] == pytest.approx([100 / 3] * 3, abs=7)
     step = step_of([[[100, 30], [20, 20, 20]], [[20] * 5, [20]]])
     dealt = deal(step, costs_of(step, 0.0), 0.05)
     assert dealt is not None and dealt.tokens[:, 0].tolist() == [100, 100] and dealt.tokens.max(axis=0).sum() <= 160
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("hosts", [None, np.arange(8) // 4])
+def test_documents_are_cut_where_they_are_longer_than_a_share(hosts: np.ndarray | None, micro_batches: int) -> None:
+    """One document a rank: no dealing makes such ranks even, a cut does. On hosts as far as none has more to do."""
+    rows = lengths_of(8, micro_batches, 1, 3)
+    step = step_of(rows)
+    costs = costs_of(step, 0.1)
+    whole, dealt = deal(step, costs, 0.05, hosts), deal(step, costs, 0.05, hosts, cuts=True)
+    assert dealt is not None and dealt.after < 0.8 * (dealt.before if whole is None else whole.after)
+    check(step, costs, dealt)
+    assert hosts is not None or (dealt.tokens.max(axis=0) <= dealt.tokens.mean(axis=0) + 2).all()
 
 
 def test_full_rows_stay() -> None:
@@ -143,7 +182,7 @@ def test_hosts_are_even_first() -> None:
         dealt = deal(step, costs, 0.05, hosts)
         assert dealt is not None
         work = costs.work + step.length * EACH
-        return np.bincount(at_home[dealt.rank], work, 2)
+        return np.bincount(at_home[dealt.pieces.rank], work, 2)
 
     apart, together = load_of_hosts(None), load_of_hosts(at_home)
     assert together.max() / together.mean() < apart.max() / apart.mean() - 0.02
