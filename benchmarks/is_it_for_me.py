@@ -81,7 +81,7 @@ def find_gain(sigma: float, ranks: int, context: int, link: float = 50.0) -> Gai
     """Mean over some steps of random documents."""
     machine, model = Machine.load("h200").with_links(None, link * 1e9), ModelShape()
     cost = Profile.load(SHIPPED / machine.profile).cost_for(seat_shape(model, 1))
-    setting = Setting(model, Cluster(ranks, min(ranks, HOST), machine), cost, sharding="zero3")
+    setting = Setting(model, Cluster(ranks, min(ranks, HOST), machine), cost, sharding="zero3", deals=True)
     documents = draw_documents(sigma, int(1.3 * (STEPS + 1) * ranks * context), context)
     steps = [[layout] for layout in islice(pack(documents, ranks, context, False), STEPS)]
     found = compare(setting, steps, (*OTHERS, "cad"))

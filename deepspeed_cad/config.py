@@ -124,7 +124,7 @@ class CADConfig:
     ranks and servers end with one error."""
 
     documents: str = "auto"
-    """What may happen to the documents of an optimizer step before its first forward. "auto": whole documents are dealt
+    """What may happen to the documents of an optimizer step before its first forward. "auto": documents are dealt
     out to ranks so that all have as much to do, where the loss is known to be divided by the targets of all ranks and
     no dropout falls on other tokens than without; elsewhere as "keep". "deal": dealt out in every training loop; you
     say that both do not matter. "keep": they stay on the rank that loaded them; with gradient accumulation the ranks

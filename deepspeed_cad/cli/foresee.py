@@ -130,9 +130,7 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
 
 def _rows(args: argparse.Namespace, full: float) -> str:
     if args.packing != "none":
-        return (
-            f"{args.context} tokens packed {args.packing} are {full:.1%} full"
-        )
+        return f"{args.context} tokens packed {args.packing} are {full:.1%} full"
     return f"{args.batch} documents of at most {args.context} tokens"
 
 

@@ -55,7 +55,7 @@ class Setting:
     """What the planner takes for the cost; None: `cost`. For planners that count pairs alone."""
     tolerance: float = 0.05
     deals: bool = False
-    """Whether CAD deals whole documents out to seats before each step."""
+    """Whether CAD deals documents out to seats before each step."""
     made: Mapping[int, Plan] = field(default_factory=dict, compare=False, repr=False)
     """Plans in place that were made already, by `id` of their layout, which lives as long."""
     loss: Loss = "chunked"
