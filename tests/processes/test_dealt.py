@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from model_cases import known_kind, tiny_model
 from pool import WorkerError, WorkerPool
 from trainers import losses_of, write_inputs
 
@@ -225,6 +227,66 @@ def test_losses_and_gradients_of_a_loop(workers: WorkerPool, accumulation: int, 
     assert tokens[1] < tokens[0] if padded else tokens[0] <= tokens[1] <= tokens[0] + copies
     most = [max(rows * width for one in of for rows, width in one["rows"]) for of in (kept, dealt)]
     assert most[1] < most[0]
+
+
+ONE_EACH = [[[300], [12]], [[20], [7, 5]], [[40], [90]], [[2], [3, 140]]]
+"""[rank][micro-batch]: documents that no dealing of whole ones makes even."""
+
+
+def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, Any], more: str) -> dict[str, Any]:
+    """Losses and gradients of two micro-batches of one step, and how many documents went on from the rank before."""
+    model = tiny_model(kind, **changes.pop("model", {}))
+    if changes.pop("checkpointing", False):
+        model.gradient_checkpointing_enable({"use_reentrant": changes.pop("use_reentrant", False)})
+    model = deepspeed_cad.apply(model, {**BLOCK, "documents": documents, **changes}).train()
+    batches = _rank_batches(ONE_EACH[rank], 10 * rank)
+    for batch in batches:
+        if more == "shift_labels":
+            batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        elif more:
+            batch[more] = batch["labels"].double()
+    seen, losses = [], []
+    for batch in deepspeed_cad.current_session().look_ahead(batches, model, accumulation=2, global_loss=True):
+        seen.append(int(batch["position_ids"][0, 0] > 0))
+        targets = batch.get("shift_labels", torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100))
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss.backward()
+        losses.append(float(loss.detach()))
+    total = torch.tensor([sum(losses)], dtype=torch.float64)
+    dist.all_reduce(total)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradient)
+        gradients[name] = gradient.numpy()
+    return {"loss": float(total), "gradients": gradients, "went on": sum(seen)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "more", "cut"),
+    [
+        ("llama", {}, "", True),
+        ("llama", {"checkpointing": True}, "shift_labels", True),
+        ("llama", {"checkpointing": True, "use_reentrant": True, "keep": "host"}, "", True),
+        ("mistral", {}, "", True),  # a window
+        ("gpt_oss", {}, "", True),  # sinks
+        ("llama", {}, "weight", False),
+        ("llama", {"overlap": "interleave"}, "", False),
+        ("llama", {"verify": 1}, "", False),
+        ("qwen3_next", {"model": {"layer_types": ["linear_attention", "full_attention"]}}, "", False),  # state
+    ],
+)
+def test_documents_that_are_cut(workers: WorkerPool, kind: str, changes: dict[str, Any], more: str, cut: bool) -> None:
+    if not known_kind(kind):
+        pytest.skip(f"transformers {version('transformers')} has no {kind}")
+    kept, dealt = (workers.run(_cut, 4, kind, documents, dict(changes), more) for documents in ("keep", "deal"))
+    assert (sum(one["went on"] for one in dealt) > 2) == cut and not any(one["went on"] for one in kept)
+    for old, new in zip(kept, dealt):
+        assert new["loss"] == pytest.approx(old["loss"], rel=1e-6 if kind in ("gpt_oss", "qwen3_next") else 1e-10)
+        for name, gradient in old["gradients"].items():
+            most = 1e-5 if kind in ("gpt_oss", "qwen3_next") else 1e-10
+            assert np.abs(new["gradients"][name] - gradient).max() < most * (1 + np.abs(gradient).max()), name
 
 
 def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int], str]:
