@@ -6,6 +6,7 @@ looked at but the model and what wraps its modules, so every rank finds the same
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,6 +71,12 @@ def _positions(decoder: nn.Module) -> str:
     return ""
 
 
+def _images(decoder: nn.Module) -> str:
+    if "deepstack_visual_embeds" in inspect.signature(decoder.forward).parameters:
+        return "features of images are added between its layers"
+    return ""
+
+
 ONE_AT_A_TIME = not hasattr(transformers.utils, "output_capturing")
 """Before that file was there, a forward replaced the forwards of its layers to record what they return."""
 
@@ -83,4 +90,6 @@ def records(decoder: nn.Module, given: Mapping[str, Any]) -> bool:
     return any(getattr(config, name, False) if given.get(name) is None else given[name] for name in names)
 
 
-_CHECKS: tuple[Callable[[nn.Module], str], ...] = (_sharding, _checkpointing, _layers, _positions)
+_CHECKS: tuple[Callable[[nn.Module], str], ...] = (
+    _sharding, _checkpointing, _layers, _positions, _images,
+)  # fmt: skip

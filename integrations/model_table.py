@@ -18,7 +18,11 @@ SUPPORTED: Final[frozenset[str]] = frozenset(
 )
 """`model_type` of every model that tests/test_models.py compares with its documents run alone."""
 
+BOTH_WAYS: Final = "tokens of an image see each other, later ones too, and CAD computes causal attention"
+
 REFUSED: Final[dict[str, str]] = {
+    "gemma3": BOTH_WAYS,
+    "paligemma": BOTH_WAYS,
     "diffllama": "differential attention calls the same attention module twice in one layer",
     "doge": "its attention mask is computed from the values, so that no plan can know it",
     "hrm_text": "it runs the same layers several times in one forward, and its prefix is not causal",
@@ -26,5 +30,10 @@ REFUSED: Final[dict[str, str]] = {
 }
 """`model_type` to reason, for models whose config and modules do not show why CAD cannot reproduce them."""
 
-TEXT_PATHS: Final[frozenset[str]] = frozenset({"qwen3_5", "qwen3_5_moe"})
-"""`model_type` of models of several modalities whose text path trains; batches with other inputs are refused."""
+SEEING: Final[frozenset[str]] = frozenset(
+    """
+    internvl llava llava_next mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
+    """.split()
+)
+"""`model_type` of models of several modalities whose decoder of text attends by CAD, images and videos in it;
+tests/processes/test_vision.py compares them likewise."""

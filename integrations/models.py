@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.model_table import REFUSED, SUPPORTED, TEXT_PATHS
+from deepspeed_cad.integrations.model_table import REFUSED, SEEING, SUPPORTED
 from deepspeed_cad.integrations.recurrent import CARRYING, find_recurrent
 from deepspeed_cad.integrations.structure import has_attention, text_part
 from torch import nn
@@ -65,7 +65,7 @@ def refuse_model(model: PreTrainedModel) -> None:
         if refusal is not None:
             raise refusal.error(model)
     kind = getattr(model.config, "model_type", "")
-    if kind not in SUPPORTED | TEXT_PATHS:
+    if kind not in SUPPORTED | SEEING:
         logger.warning(
             "deepspeed_cad: %s (%s) was never tested with CAD. It passes the checks of its structure, and the sampled "
             'check compares its attention mask with the plan while it trains ("check": "sampled")',
@@ -81,16 +81,17 @@ def _check_family(model: PreTrainedModel) -> Refusal | None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return Refusal("is_encoder_decoder is True", "an encoder and cross-attention do not fit causal documents")
+    reason = REFUSED.get(getattr(config, "model_type", ""))
     parts = sorted(name for name in vars(config) if name.endswith("_config") and _is_config(getattr(config, name)))
     other = [name for name in parts if name in ("text_config", "vision_config", "audio_config", "decoder_config")]
     if other:
         return Refusal(
             f"its config has {', '.join(other)}",
-            "models of several modalities use positions of several axes, cross-attention or attention that is not "
-            "causal inside an image",
+            reason
+            or "models of several modalities use cross-attention, or attention that is not causal inside an image, and "
+            "nobody tried this one",
             "Train its text decoder alone (its ...ForCausalLM class on the text config), or train without CAD",
         )
-    reason = REFUSED.get(getattr(config, "model_type", ""))
     return None if reason is None else Refusal(f'model_type is "{config.model_type}"', reason)
 
 
@@ -262,19 +263,6 @@ def refuse_checkpointing(decoder: nn.Module) -> None:
                     "TrainingArguments)"
                 )
             return
-
-
-_OTHER_INPUTS = re.compile(r"^(pixel_values|image_|video_|audio_|input_features|mm_encoder_outputs)")
-
-
-def refuse_other_inputs(given: Mapping[str, Any]) -> None:
-    """Raise CADUnsupportedError if a model is called with images, videos or sound."""
-    found = sorted(name for name, value in given.items() if _OTHER_INPUTS.match(name) and value is not None)
-    if found:
-        raise CADUnsupportedError(
-            f"the batch has {', '.join(found)}: images, videos and sound have positions of several axes and attention "
-            "that is not causal. CAD trains the text path of this model: leave such samples out, or train without CAD"
-        )
 
 
 def refuse_spanning(config: Any, recurrent: bool = False) -> None:

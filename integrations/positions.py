@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, Announcement, batch_shape
+from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, OF_TEXT, Announcement, batch_shape
 
 
 @dataclass(eq=False)
@@ -29,6 +29,8 @@ def compare_later(given: dict[str, Any], announced: Announcement) -> Unread | No
     if not isinstance(positions, torch.Tensor) or positions.device.type != "cuda" or mask is not None:
         return None
     batch, width = batch_shape(given)
+    if positions.ndim == 3 and positions.shape[0] == OF_TEXT:
+        positions = positions[0]
     if any(given.get(name) is not None for name in CUMULATIVE) or positions.shape != (batch, width):
         return None
     if announced.local.tokens != batch * width:

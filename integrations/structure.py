@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.model_table import TEXT_PATHS
+from deepspeed_cad.integrations.model_table import SEEING
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -40,7 +40,7 @@ def find_decoder(model: PreTrainedModel) -> torch.nn.Module:
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder of text inside a model of several modalities; the model itself where it has only text."""
-    if getattr(model.config, "model_type", "") not in TEXT_PATHS:
+    if getattr(model.config, "model_type", "") not in SEEING:
         return model
     decoder = find_decoder(model)
     return decoder if isinstance(decoder, PreTrainedModel) else model

@@ -29,7 +29,6 @@ from deepspeed_cad.integrations.models import (
     is_mixture,
     refuse_checkpointing,
     refuse_model,
-    refuse_other_inputs,
     refuse_spanning,
 )
 from deepspeed_cad.integrations.padding import Padding, counts, find_padding
@@ -279,15 +278,6 @@ class Binding:
             )
         micro_batch.padding = Padding(real, eager, self.session.device)
 
-    def refuse_inputs(self, model: torch.nn.Module) -> None:
-        """Stop where a model of several modalities is given more than text, before any of it runs."""
-        if model.training or self.called_with.get("past_key_values") is None:
-            try:
-                refuse_other_inputs(self.called_with)
-            except CADUnsupportedError as error:
-                self.called_with = {}
-                self.feed.fail(error)
-
     def _refuse(self, reason: str) -> NoReturn:
         """Stop on every rank: this one announced its micro-batch and cannot train it."""
         self.feed.fail(CADDataError(reason))
@@ -346,7 +336,6 @@ def _make_call(binding: Binding) -> Callable[..., Any]:
     def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is binding.model():
             binding.called_with = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-            binding.refuse_inputs(module)
 
     return call
 

@@ -15,6 +15,8 @@ of it:
 | `seq_idx` | documents, by number from 0 |
 | `position_ids` that start again | a document begins where they do |
 | that go on through every batch row | nothing |
+| the first of their four axes (text, time, height, width) | the same |
+| of three axes, all 0 again | nothing that transformers knows of: another argument must say so |
 
 Those that say something must say the same. Without any, each batch row is a document.
 """
@@ -37,6 +39,9 @@ CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 """Arguments that are cumulative lengths of documents."""
 MASK = "attention_mask"
 NUMBERING = "seq_idx"
+
+OF_TEXT = 4
+"""Axes of positions of which the first is that of text; with three there is none."""
 
 PADDING, GOES_ON, BEGINS = 0, 1, 2
 """What a row of the micro-batch is: padding, a token of the document before it, or the first token of one."""
@@ -103,7 +108,7 @@ def read_documents(given: Mapping[str, Any]) -> Announcement:
     real = np.ones((batch, width), bool) if not sources else sources[0].rows.reshape(batch, width) > 0
     runs = real.copy()
     runs[:, 1:] &= ~real[:, :-1]
-    positions, of_text = _read_positions(given.get("position_ids"), batch, width)
+    positions, of_text = _read_positions(given.get("position_ids"), real)
     local = segments_from_positions(positions, real)
     start_again = len(local.begin) > runs.sum()
     if sources and sources[0].documents:
@@ -265,15 +270,20 @@ def _refuse_ready_made(what: str, found: str) -> CADUnsupportedError:
     )
 
 
-def _read_positions(positions: Any, batch: int, width: int) -> tuple[np.ndarray, bool]:
-    """[batch, tokens] positions of text, and whether transformers takes documents from them."""
+def _read_positions(positions: Any, real: npt.NDArray[np.bool_]) -> tuple[np.ndarray, bool]:
+    """[batch, tokens] positions of text, and whether transformers takes documents from them; `real`: no padding."""
+    batch, width = real.shape
     array = np.arange(width)[None] if positions is None else _numpy(positions)
-    of_text = array.ndim != 3 or array.shape[0] != 3
-    if array.ndim == 3 and array.shape[0] == 4:
-        # Text, time, height and width.
+    if array.ndim == 3 and array.shape[0] == OF_TEXT:
         array = array[0]
-    elif not of_text and (array == array[:1]).all():
-        array = array[0]
+    of_text = array.ndim != 3
+    if not of_text:
+        if array.shape != (3, batch, width):
+            raise CADDataError(
+                f"position_ids has shape {array.shape}, but the micro-batch is [{batch}, {width}]: CAD reads positions "
+                "of text, of time, height and width, or of all four"
+            )
+        array = array[0] if (array == array[:1]).all() else _count_tokens(array, real)
     if array.ndim == 1:
         array = array[None]
     if array.ndim == 2 and array.shape[0] == 1:
@@ -281,6 +291,22 @@ def _read_positions(positions: Any, batch: int, width: int) -> tuple[np.ndarray,
     if array.ndim == 2 and array.shape != (batch, width):
         raise CADDataError(f"position_ids has shape {array.shape}, but the micro-batch is [{batch}, {width}]")
     return array, of_text
+
+
+def _count_tokens(axes: np.ndarray, real: npt.NDArray[np.bool_]) -> Ints:
+    """Positions of text [batch, tokens] by those of three axes: a document begins where all are 0."""
+    token = np.broadcast_to(np.arange(real.shape[1]), real.shape)
+    begins = real & (axes == 0).all(axis=0)
+    first = real & (real.cumsum(axis=1) == 1)
+    headless = np.argwhere(first & ~begins)
+    if len(headless):
+        row, column = headless[0]
+        raise CADDataError(
+            f"position_ids of three axes (time, height, width) are {axes[:, row, column].tolist()} at token {column} "
+            f"of batch row {row}, its first: which token of its document it is cannot be read from them. Put the "
+            "positions of the text before them as a first of four axes"
+        )
+    return token - np.maximum.accumulate(np.where(begins, token, 0), axis=1)
 
 
 def _rows(local: LocalSegments) -> npt.NDArray[np.int8]:

@@ -100,6 +100,10 @@ class RowCut:
                     return self._halves(value, 0)
                 if value.ndim == 4 and value.shape[0] == 1 and value.shape[2] == self.width:
                     return self._halves(value, 2)  # heads before tokens
+                if value.ndim >= 3 and value.shape[1:3] == (1, self.width):
+                    return self._halves(value, 2)  # axes of positions before rows
+            elif value.ndim >= 3 and value.shape[1:3] == (self.batch, self.width) and self._has_axes(value):
+                return self._halves(value, 1)
             elif value.ndim >= 2 and value.shape[0] == self.batch:
                 return self._halves(value, 0)
             return value, value
@@ -110,6 +114,10 @@ class RowCut:
             pairs_of = {key: self.split(item) for key, item in value.items()}
             return {k: a for k, (a, _) in pairs_of.items()}, {k: b for k, (_, b) in pairs_of.items()}
         return value, value
+
+    def _has_axes(self, value: torch.Tensor) -> bool:
+        """Of [X, batch, width, ...]: whether X are axes of positions, and not batch rows."""
+        return value.shape[0] != self.batch or not value.is_floating_point()
 
     def _halves(self, value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both of them; an empty one gets a row to run on, since models cannot run on none, and `join` drops it."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations.model_table import REFUSED, SUPPORTED, TEXT_PATHS
+from deepspeed_cad.integrations.model_table import REFUSED, SEEING, SUPPORTED
 from deepspeed_cad.integrations.models import (
     is_mixture,
     refuse_model,
@@ -268,4 +268,4 @@ def test_table_is_what_is_tested() -> None:
     assert {family.kind for family in FAMILIES} == SUPPORTED
     assert not SUPPORTED & REFUSED.keys()
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    assert not [kind for kind in SUPPORTED | REFUSED.keys() | TEXT_PATHS if f"`{kind}`" not in page]
+    assert not [kind for kind in SUPPORTED | REFUSED.keys() | SEEING if f"`{kind}`" not in page]

@@ -17,6 +17,7 @@ from deepspeed_cad.cli import main, progress
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
 from deepspeed_cad.cli.data.documents import REMEDY
 from deepspeed_cad.cli.data.lengths import BATCH
+from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.forecast.packing import TRL_BATCH, layouts, trl_rows
 
 datasets = pytest.importorskip("datasets")
@@ -383,16 +384,23 @@ SHAPE = {
             {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 99, "n_inner": 100},
             {"intermediate": 100, "kv_heads": 8},
         ),
-        ({"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text", "head_dim": 8}}, {}),
+        ({"model_type": "qwen2_5_vl", "text_config": LLAMA | {"model_type": "qwen2_5_vl_text"}}, {}),
+        ({"model_type": "llava", "text_config": LLAMA}, {}),
         (LLAMA | {"model_type": "of_our_own"}, {}),
         ({"model_type": "of_our_own", "text_config": LLAMA}, {}),
     ],
-    ids=["llama", "head_dim", "gpt2", "gpt2_inner", "text_config", "unknown", "unknown_text_config"],
+    ids=["llama", "head_dim", "gpt2", "gpt2_inner", "images", "images_llama", "unknown", "unknown_text_config"],
 )
 def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: dict[str, int]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vars(read_model_shape(str(tmp_path))) == SHAPE | change
     assert vars(read_model_shape(str(tmp_path / "config.json"))) == SHAPE | change
+
+
+def test_models_with_images_that_training_refuses(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "paligemma"}')
+    with pytest.raises(CADUnsupportedError, match="tokens of an image see each other"):
+        read_model_shape(str(tmp_path))
 
 
 def test_the_shape_without_transformers(tmp_path: Path, without: Callable[[str], None]) -> None:

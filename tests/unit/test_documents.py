@@ -251,7 +251,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask of another size": ({"attention_mask": torch.ones(1, 17)}, r"shape \(1, 17\), but the micro-batch is"),
     "positions of another size": ({"position_ids": ON[:, 1:]}, r"position_ids has shape \(1, 15\)"),
     "positions below 0": ({"position_ids": ON - 1}, "positions start at 0"),
-    "axes that differ": ({"position_ids": torch.stack([ON, ON, 2 * ON])}, "several axes"),
+    "axes that begin above 0": (
+        {"position_ids": torch.stack([ON, ON, ON + 1])}, r"are \[0, 0, 1\] at token 0 .* a first of four axes",
+    ),
+    "two axes": ({"position_ids": torch.stack([ON, ON])}, r"has shape \(2, 1, 16\), but .* time, height and width"),
     "three axes that start again": ({"position_ids": torch.stack([ON % 8] * 3)}, "three axes.*first of four axes"),
     "later tokens": (
         {"attention_mask": _shown(2, 4)},
@@ -267,6 +270,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "three axes of a mask": ({"attention_mask": BLOCKS[0]}, "two and of four axes"),
     "a mask for each kind of layer": ({"attention_mask": {"full_attention": BLOCKS}}, "a dict"),
 }  # fmt: skip
+
+
+SEEN = torch.stack([(ON % 8).clamp(max=3), ON % 8, ON % 8])
+"""Positions of two documents of 8 tokens whose last four are a row of an image."""
+
+
+@pytest.mark.parametrize(
+    ("told", "lengths"),
+    [
+        ({"position_ids": torch.cat([(ON % 8)[None], SEEN])}, [8, 8]),
+        ({"position_ids": SEEN, "cu_seq_lens_q": torch.tensor([0, 8, 16])}, [8, 8]),
+        ({"position_ids": SEEN, "attention_mask": 1 + (ON >= 8).long()}, [8, 8]),
+        ({"position_ids": SEEN[:, :, :8].expand(3, 1, 8), "tokens": 8}, [8]),
+        ({"position_ids": SEEN[:, :, :8].expand(3, 2, 8), "tokens": 8, "rows": 2}, [8, 8]),
+        ({"position_ids": torch.nn.functional.pad(SEEN[:, :, :8], (8, 0)), "attention_mask": (ON >= 8).long()}, [8]),
+    ],
+    ids=["text axis", "lengths", "numbers", "one document", "rows", "padded on the left"],
+)
+def test_documents_with_images(told: dict[str, Any], lengths: list[int]) -> None:
+    assert [(begin, end) for begin, end, _ in read(**told)] == [(0, length) for length in lengths]
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

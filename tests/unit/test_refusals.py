@@ -18,7 +18,7 @@ from deepspeed_cad.integrations.models import (
 from model_cases import NEW, known_kind, meta_model, tiny_config, tiny_model
 from pool import WorkerPool
 from torch import nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM, PreTrainedModel
 
 from deepspeed_cad.errors import CADUnsupportedError
 
@@ -72,6 +72,17 @@ def test_several_modalities_are_refused() -> None:
     model = meta_model("llama")
     model.config.vision_config = {"hidden_size": 4}
     with pytest.raises(CADUnsupportedError, match="vision_config: models of several modalities.*text decoder alone"):
+        refuse_model(model)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
+def test_models_whose_image_tokens_see_each_other_are_refused(kind: str) -> None:
+    text = tiny_config("gemma3_text" if kind == "gemma3" else "gemma").to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config={**vision, "image_size": 8, "patch_size": 4})
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(CADUnsupportedError, match="tokens of an image see each other, later ones too.*text decoder al"):
         refuse_model(model)
 
 

@@ -105,19 +105,21 @@ def _refuse(fields: dict[str, Any]) -> None:
     """
     try:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         from deepspeed_cad.integrations.models import refuse_model
     except ImportError:
         return
     try:
         config = AutoConfig.for_model(**fields)
-        for name, value in vars(config).items():
+        text = config.get_text_config()
+        for name, value in vars(text).items():
             if "drop" in name and isinstance(value, float):
-                setattr(config, name, 0.0)
-        config.num_hidden_layers = min(2, config.num_hidden_layers)
+                setattr(text, name, 0.0)
+        text.num_hidden_layers = min(2, text.num_hidden_layers)
+        kind = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
         with _quiet(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = kind.from_config(config)
     except Exception:  # a model with code of its own, or none that this transformers knows: nothing to ask
         return
     refuse_model(model)

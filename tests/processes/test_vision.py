@@ -1,0 +1,182 @@
+"""Models that see: packed documents with and without images and videos, against each document alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_cad.integrations.model_table import SEEING
+from model_cases import NEW, known_kind
+from pool import WorkerPool
+from training import LINKS
+from vision_cases import IMAGE, MODELS, Document, Seeing, alone, make_document, pack, tiny_seeing
+
+import deepspeed_cad
+from deepspeed_cad.errors import CADError
+
+DOCUMENTS = [[(150, 2, 1), (3, 0, 0), (39, 1, 0)], [(20, 0, 0), (40, 0, 0), (1, 0, 0), (60, 0, 0)]]
+"""Of each rank: tokens of text, images, videos. The second rank sees nothing."""
+SETTINGS = {"granularity": 16, "tolerance": 0.02, "links": LINKS}
+
+
+def _weights(number: int, length: int) -> torch.Tensor:
+    return torch.randn(length, 96, generator=torch.Generator().manual_seed(1000 + number), dtype=torch.float64)
+
+
+def _run(model: torch.nn.Module, given: dict[str, torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """Logits; gradients are left on the parameters."""
+    logits: torch.Tensor = model(**given, use_cache=False).logits[0]
+    (logits * weights).sum().backward()
+    return logits.detach()
+
+
+def _train(rank: int, world: int, case: Seeing, form: str, overlap: str, checkpoint: bool) -> dict[str, Any]:
+    reference, model = tiny_seeing(case), tiny_seeing(case)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    deepspeed_cad.apply(model, {**SETTINGS, "overlap": overlap})
+    of_rank: list[Document] = []
+    for place, (length, images, videos) in enumerate(DOCUMENTS[rank % 2]):
+        of_rank.append(make_document(case, reference, 10 * rank + place, length, images, videos))
+    weights = [_weights(10 * rank + place, document.length) for place, document in enumerate(of_rank)]
+    given = pack(case, of_rank, form)
+    for _ in range(2):
+        model.zero_grad()
+        logits = _run(model, given, torch.cat(weights))
+    expected = torch.cat([_run(reference, alone(one), own) for one, own in zip(of_rank, weights)])
+    gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    seen = [name for name in gradients if "visual" in name or "vision" in name]
+    assert bool(seen) == (rank % 2 == 0), "the first rank sees, and the second does not"
+    off = [
+        float((torch.zeros_like(p) if p.grad is None else p.grad).sub(gradients.get(name, 0)).abs().max()) / largest
+        for name, p in model.named_parameters()
+    ]
+    session = deepspeed_cad.current_session()
+    assert session is not None and session.transport is not None
+    return {
+        "logits": float((logits - expected).abs().max() / expected.abs().max()), "gradients": max(off),
+        "sent": session.transport.bytes_sent, "before": session.statistics.imbalance_before,
+        "after": session.statistics.imbalance,
+        "vision": {
+            getattr(module.config, "_attn_implementation", "")
+            for name, module in model.named_modules()
+            if ("visual" in name or "vision" in name) and hasattr(module, "config")
+        },
+    }  # fmt: skip
+
+
+def _check(found: list[dict[str, Any]], case: Seeing) -> None:
+    for one in found:
+        assert one["logits"] < case.tolerance and one["gradients"] < case.tolerance, found
+        assert "cad" not in one["vision"]
+    assert sum(one["sent"] for one in found) > 0 and found[0]["after"] < found[0]["before"]
+
+
+def _often(case: Seeing) -> Any:
+    return pytest.param(case, id=case.kind, marks=() if case.fast else pytest.mark.slow)
+
+
+def _need(case: Seeing) -> None:
+    if not known_kind(case.kind) or not NEW:
+        pytest.skip("this version of transformers has another interface to models that see")
+
+
+@pytest.mark.parametrize("case", [_often(case) for case in MODELS])
+def test_images_in_some_documents(workers: WorkerPool, case: Seeing) -> None:
+    """As ms-swift packs: positions of text, before those of the other axes where there are any."""
+    _need(case)
+    _check(workers.run(_train, 2, case, "text", "local_first", False), case)
+
+
+OF_AXES = next(case for case in MODELS if case.kind == "qwen2_5_vl")
+DEEPSTACK = next(case for case in MODELS if case.kind == "qwen3_vl")
+
+
+@pytest.mark.parametrize(
+    ("case", "form", "overlap", "checkpoint"),
+    [
+        (OF_AXES, "numbers", "local_first", True), (OF_AXES, "lengths", "pingpong", False),
+        (OF_AXES, "text", "interleave", True), (DEEPSTACK, "text", "interleave", False),
+    ],
+    ids=["numbers", "lengths", "interleave", "deepstack"],
+)  # fmt: skip
+def test_other_ways(workers: WorkerPool, case: Seeing, form: str, overlap: str, checkpoint: bool) -> None:
+    """As LLaMA-Factory packs (a mask that numbers documents), by cumulative lengths, and nano-batches."""
+    _need(case)
+    _check(workers.run(_train, 2, case, form, overlap, checkpoint), case)
+
+
+def test_four_ranks(workers: WorkerPool) -> None:
+    _need(DEEPSTACK)
+    _check(workers.run(_train, 4, DEEPSTACK, "text", "local_first", False), DEEPSTACK)
+
+
+def _blank(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The row with an image of zeros behind its documents, in none of them, for a rank that has no image."""
+    tokens, patches = 8, 32
+    ids = torch.full((1, tokens), IMAGE)
+    return {
+        **given, "input_ids": torch.cat([given["input_ids"], ids], 1),
+        "position_ids": torch.nn.functional.pad(given["position_ids"], (0, tokens)),
+        "attention_mask": torch.nn.functional.pad(given["attention_mask"], (0, tokens)),
+        "pixel_values": torch.zeros(patches, 96, dtype=torch.float64), "image_grid_thw": torch.tensor([[1, 4, 8]]),
+    }  # fmt: skip
+
+
+def _sharded(rank: int, world: int) -> float:
+    """FSDP2, with a vision tower that is gathered on its own: every rank must run it."""
+    from torch.distributed.fsdp import fully_shard
+
+    reference, model = tiny_seeing(OF_AXES), tiny_seeing(OF_AXES)
+    of_ranks = [
+        [
+            make_document(OF_AXES, reference, 10 * one + i, length, images, 0)
+            for i, (length, images, _) in enumerate(row)
+        ]
+        for one, row in enumerate(DOCUMENTS)
+    ]
+    for part in (*model.model.language_model.layers, model.model.visual, model):
+        fully_shard(part)
+    deepspeed_cad.apply(model, SETTINGS)
+    weights = [[_weights(10 * one + i, d.length) for i, d in enumerate(row)] for one, row in enumerate(of_ranks)]
+    given = pack(OF_AXES, of_ranks[rank], "numbers")
+    if rank == 1:
+        given = _blank(given)
+    own = torch.cat(weights[rank])
+    _run(model, given, torch.nn.functional.pad(own, (0, 0, 0, given["input_ids"].shape[1] - len(own))))
+    for documents, of_rank in zip(of_ranks, weights):
+        for document, weight in zip(documents, of_rank):
+            _run(reference, alone(document), weight)
+    expected = {name: p.grad / world for name, p in reference.named_parameters() if p.grad is not None}
+    largest = max(float(one.abs().max()) for one in expected.values())
+    return max(
+        float((p.grad.full_tensor() - expected.get(name, 0)).abs().max()) / largest
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    )
+
+
+def test_a_blank_image_where_a_rank_has_none(workers: WorkerPool) -> None:
+    _need(OF_AXES)
+    assert max(workers.run(_sharded, 2)) < OF_AXES.tolerance
+
+
+def _no_text_axis(rank: int, world: int) -> str:
+    model = tiny_seeing(OF_AXES)
+    deepspeed_cad.apply(model, SETTINGS)
+    documents = [make_document(OF_AXES, model, place, 30, 1 - rank, 0) for place in range(2)]
+    with pytest.raises(CADError) as error:
+        model(**pack(OF_AXES, documents, "none"), use_cache=False)
+    return str(error.value)
+
+
+def test_positions_without_a_text_axis_are_one_error_everywhere(workers: WorkerPool) -> None:
+    _need(OF_AXES)
+    for said in workers.run(_no_text_axis, 2):
+        assert "three axes (time, height, width) start again" in said and "first of four axes" in said
+
+
+def test_table_is_what_is_tested() -> None:
+    assert {case.kind for case in MODELS} == SEEING
