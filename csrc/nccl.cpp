@@ -61,17 +61,6 @@ __attribute__((visibility("default"))) int cad_nccl_exchange(void* communicator,
     return cad::check_nccl(ended, "ncclGroupEnd");
 }
 
-// 0 while the communicator is sound; else the error that one of its ranks met.
-__attribute__((visibility("default"))) int cad_nccl_check(void* communicator) {
-    const cad::Nccl* api = cad::nccl();
-    if (api == nullptr) return not_open();
-    int found = 0;
-    if (int code = cad::check_nccl(api->comm_get_async_error(communicator, &found), "ncclCommGetAsyncError")) {
-        return code;
-    }
-    return cad::check_nccl(found, "an exchange on the NCCL communicator");
-}
-
 // Leaves the communicator; `abort` stops what is under way instead of letting it finish.
 __attribute__((visibility("default"))) int cad_nccl_leave(void* communicator, int abort) {
     const cad::Nccl* api = cad::nccl();

@@ -44,7 +44,6 @@ extern "C" __attribute__((visibility("default"))) int cad_nccl_open(const char* 
         !find(library, api.get_unique_id, "ncclGetUniqueId") ||
         !find(library, api.comm_init_rank, "ncclCommInitRank") ||
         !find(library, api.comm_destroy, "ncclCommDestroy") || !find(library, api.comm_abort, "ncclCommAbort") ||
-        !find(library, api.comm_get_async_error, "ncclCommGetAsyncError") ||
         !find(library, api.group_start, "ncclGroupStart") || !find(library, api.group_end, "ncclGroupEnd") ||
         !find(library, api.send, "ncclSend") || !find(library, api.recv, "ncclRecv")) {
         return 1;

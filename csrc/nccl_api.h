@@ -20,7 +20,6 @@ struct Nccl {
     int (*comm_init_rank)(NcclComm*, int, NcclUniqueId, int);
     int (*comm_destroy)(NcclComm);
     int (*comm_abort)(NcclComm);
-    int (*comm_get_async_error)(NcclComm, int*);
     int (*group_start)();
     int (*group_end)();
     int (*send)(const void*, std::size_t, int, int, NcclComm, void*);

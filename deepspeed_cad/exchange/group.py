@@ -70,7 +70,6 @@ class OwnGroup:
 
 
 Group: TypeAlias = dist.ProcessGroup | OwnGroup
-"""What transports are made over."""
 
 
 def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, name: str, timeout_s: float) -> OwnGroup:
@@ -103,7 +102,7 @@ def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, n
 
 
 def nccl_options(limit: timedelta) -> Any:
-    """Of a group of torch's over which exchanges may go: ahead of attention, as the streams in messages.py, because
+    """Of a group of torch's over which exchanges may go: ahead of attention, as the streams in nccl.py, because
     behind it nothing would be hidden."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
@@ -112,12 +111,10 @@ def nccl_options(limit: timedelta) -> Any:
 
 
 def rank_of(group: Group) -> int:
-    """This process's rank in a group."""
     return group.rank if isinstance(group, OwnGroup) else dist.get_rank(group)
 
 
 def size_of(group: Group) -> int:
-    """How many ranks a group has."""
     return group.ranks if isinstance(group, OwnGroup) else dist.get_world_size(group)
 
 
@@ -129,7 +126,6 @@ def has_ways_apart(group: Group, may_change: bool) -> bool:
 
 
 def name_of(group: Group) -> str:
-    """The name by which torch knows a group."""
     return group.name if isinstance(group, OwnGroup) else str(group.group_name)
 
 

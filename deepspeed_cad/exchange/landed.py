@@ -56,8 +56,8 @@ from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, size_of
 from deepspeed_cad.exchange.landing import LandingArea, make_buffers
 from deepspeed_cad.exchange.lanes import Lanes
-from deepspeed_cad.exchange.messages import Messenger
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
+from deepspeed_cad.exchange.nccl import Messenger
 from deepspeed_cad.exchange.peers import find_peers
 from deepspeed_cad.exchange.placement import Placement, place, put_on_device
 from deepspeed_cad.exchange.rows import check_home, check_served

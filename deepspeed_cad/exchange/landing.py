@@ -119,7 +119,6 @@ class LandingArea:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """This rank's area, uint8."""
         return self._require().tensor
 
     def ensure(self, needed: Table, headroom: float = HEADROOM) -> bool:
@@ -130,7 +129,6 @@ class LandingArea:
         return grow_together([(self, needed)], headroom)
 
     def take(self, buffer: SymmetricBuffer, capacity: int) -> None:
-        """Land there from now on."""
         logger.info("landing area %s grows from %d to %d MiB", self.label, self.capacity >> 20, capacity >> 20)
         self._buffer, self.capacity = buffer, capacity
         self.last_operation = 0
@@ -142,7 +140,6 @@ class LandingArea:
         return self._require().tensor[begin : begin + size].view(dtype).view(rows, width)
 
     def release(self) -> None:
-        """Give the memory back."""
         self._buffer, self.capacity = None, 0
 
     def _require(self) -> SymmetricBuffer:

@@ -41,7 +41,6 @@ class OutLane:
         return self.give_back or self.dispatch
 
     def next_area(self) -> LandingArea:
-        """Where the next dispatch lands."""
         self.filled = 0 if self.give_back else 1 - self.filled
         return self.areas[self.filled]
 
@@ -94,14 +93,12 @@ class Lanes:
         return grow_together(needed, room.headroom)
 
     def areas(self) -> Iterator[LandingArea]:
-        """Of all lanes."""
         for out in self._out.values():
             yield from out.areas
         for back in self._back.values():
             yield back.area
 
     def release(self) -> None:
-        """Give all memory back."""
         for area in self.areas():
             area.release()
         self._out.clear()

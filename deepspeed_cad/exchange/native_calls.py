@@ -31,7 +31,6 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cad_nccl_unique_id": (ctypes.c_char_p,),
     "cad_nccl_join": (ctypes.c_char_p, _I, _I, ctypes.POINTER(_P)),
     "cad_nccl_exchange": (_P, _P, _L, _P),
-    "cad_nccl_check": (_P,),
     "cad_nccl_leave": (_P, _I),
 }
 
@@ -119,10 +118,6 @@ class NcclCalls:
     def exchange(self, stream: int, messages: Table) -> None:
         """Queue messages ([n, 4]: is_send, peer, address, bytes) as one group."""
         self._library.call("cad_nccl_exchange", self._communicator, stream, len(messages), _at(messages))
-
-    def check(self) -> None:
-        """Raise if the communicator met an error."""
-        self._library.call("cad_nccl_check", self._communicator)
 
     def leave(self, abort: bool = False) -> None:
         """Leave the communicator; harmless when called again, by any thread."""

@@ -1,26 +1,190 @@
-"""The carrier of the `nccl` transport: grouped sends and receives on a communicator and a stream of its own.
+"""Messages by NCCL: a communicator of all ranks of a group, apart from torch's, on a stream of its own. And the carrier
+of the `nccl` transport, across nodes too: the rows of a field to a peer are one message.
 
-Across nodes too. Rows travel as one message per peer and field. Between hosts, and beside reserved servers, what comes
-back has a communicator and a stream of its own: it crosses what is on its way out.
+In: tables of messages. Out: work queued on the stream. Ahead of the messages of an exchange, and in a call of their
+own, travel the numbers of the exchange (failure/identity.py), to whoever gets messages: if two ranks are in different
+exchanges, the sizes that they send and expect differ and NCCL may hang in the messages, but the numbers are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
+from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.arrival import wait_for
 from deepspeed_cad.exchange.carriers import Load
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity
+from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
-from deepspeed_cad.exchange.messages import TwoWays
+from deepspeed_cad.exchange.native_calls import (
+    NativeCallError,
+    NcclCalls,
+    Table,
+    UnreachedError,
+    new_unique_id,
+    open_nccl,
+)
+from deepspeed_cad.exchange.peers import open_store
 from deepspeed_cad.exchange.split import list_messages
 from deepspeed_cad.exchange.streams import leave_to_streams
-from deepspeed_cad.threads import start_daemon
+from deepspeed_cad.exchange.transfers import Transfers
+from deepspeed_cad.threads import run_aside, start_daemon
+
+NUMBER_BYTES = 8
+PRIORITY = -2
+"""Of the streams that messages run on: before all attention, which has 0 and -1. NCCL moves data by kernels, and those
+of a stream that is not ahead start only when all blocks of attention that was queued earlier have: the exchange would
+run behind what is there to hide it."""
+
+
+def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
+    """A communicator of the ranks of a group, apart from torch's. Collective; CADPeerError where a rank is missing."""
+    rank, ranks = rank_of(group), size_of(group)
+    # Through the job's store: a broadcast would make a communicator of torch's own first.
+    roll_call = RollCall(open_store(group, "nccl"), np.arange(ranks), rank, alarm)
+    unique_id, problem = "", ""
+    try:
+        library, _ = open_nccl()
+        unique_id = new_unique_id(library).hex() if rank == 0 else ""
+    except CADError as error:
+        problem = str(error)
+    # Nobody enters NCCL before all are here: it waits without an end for a rank that never comes.
+    roll_call.agree("opening NCCL", problem)
+    unique_id = roll_call.call("opening NCCL", unique_id)[0]
+    joined = run_aside("joining NCCL", lambda: NcclCalls(library, bytes.fromhex(unique_id), ranks, rank), device)
+    return _in_time(joined, alarm)
+
+
+def _in_time(joined: Future[NcclCalls], alarm: Alarm) -> NcclCalls:
+    """A communicator, or an error when time is up: NCCL cannot be interrupted while it joins ranks.
+
+    Its thread stays behind in NCCL where it must, and leaves the communicator that it gets too late. ServerLostError
+    where a server is lost.
+    """
+    try:
+        if alarm.liveness.patiently(joined.done, "opening NCCL", with_servers=True, timeout_s=alarm.timeout_s):
+            return joined.result()
+        raise UnreachedError(
+            f"NCCL did not join the ranks within {alarm.timeout_s:g} s, though all of them were there: they cannot "
+            "reach each other. Set NCCL_SOCKET_IFNAME to the network that connects the hosts; NCCL_DEBUG=INFO says more"
+        )
+    except (UnreachedError, CADPeerError):
+        joined.add_done_callback(_leave)
+        raise
+
+
+def _leave(late: Future[NcclCalls]) -> None:
+    if late.exception() is None:
+        late.result().leave(abort=True)
+
+
+class TwoWays:
+    """Messengers of one transport: for what goes out, and for what comes back."""
+
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm, apart: bool) -> None:
+        """Collective: every rank of the group makes one at the same time.
+
+        `apart`: each way has a communicator and a stream of its own, so that a wave comes back while the next is still
+        on its way out. All ranks start exchanges in the same order, so no two can wait for each other.
+        """
+        self.out = Messenger(group, device, alarm)
+        try:
+            self.back = Messenger(group, device, alarm) if apart else self.out
+        except BaseException:
+            self.out.leave()
+            raise
+
+    def leave(self) -> None:
+        try:
+            self.out.leave()
+        finally:
+            if self.back is not self.out:
+                self.back.leave()
+
+
+class Messenger:
+    """Sends and receives what belongs to exchanges of one transport, one behind the other."""
+
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
+        """Collective: every rank of the group makes one at the same time."""
+        self.device, self.alarm = device, alarm
+        self.rank, self.ranks = rank_of(group), size_of(group)
+        self.calls = join_ranks(group, device, alarm)
+        self.stream = torch.cuda.Stream(device, priority=PRIORITY)
+        self._numbers = torch.zeros(RING, dtype=torch.int64, device=device)
+        """Of this rank's exchanges, to be sent from here: as many as a ring holds, so none is overwritten too early."""
+
+    def exchange(
+        self,
+        identity: Identity,
+        messages: Table,
+        comparison: Comparison,
+        watchdog: Watchdog,
+        transfers: Transfers | None = None,
+    ) -> torch.cuda.Event | None:
+        """Queue the messages ([n, 4], see NcclCalls.exchange) of an exchange behind what the current stream holds now.
+
+        Gives what happens when they are over; None where there are none. `transfers` notes how long they took: from
+        when the numbers are here, which is when the ranks have met, so no waiting for a late rank is in it.
+        """
+        stream = self.stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        everybody = self.alarm.goes_on
+        if not len(messages) and not everybody:
+            return None
+        row = identity.index % RING
+        mine, theirs = self._numbers[row : row + 1], comparison.ring[row]
+        pairs = np.unique(messages[:, :2], axis=0)
+        if everybody:
+            # Who has an exchange behind it knows then that all ranks have come to it: passes are held as long.
+            pairs = np.array([(way, one) for way in (0, 1) for one in range(self.ranks) if one != self.rank], np.int64)
+        numbers = _number_messages(pairs, mine.data_ptr(), theirs.data_ptr())
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            mine.fill_(identity.number)
+        before = stream.record_event()
+        self._queue(identity, numbers, watchdog)
+        size = None if transfers is None else transfers.size_of_messages(messages)
+        known, done = (torch.cuda.Event(enable_timing=size is not None) for _ in range(2))
+        known.record(stream)
+        senders = numbers[numbers[:, 0] == 0, 1].tolist()
+        watchdog.track(before, known, identity, partial(comparison.arrived, identity, senders))
+        if len(messages):
+            self._queue(identity, messages, watchdog)
+        done.record(stream)
+        if transfers is not None and size is not None:
+            transfers.expect(known, done, size)
+        watchdog.track(known, done, identity)
+        return done
+
+    def leave(self) -> None:
+        """Leave the communicator and stop what is under way; harmless when called again.
+
+        Leaving in good order would wait for ranks that may be gone.
+        """
+        self.calls.leave(abort=True)
+
+    def _queue(self, identity: Identity, messages: Table, watchdog: Watchdog) -> None:
+        try:
+            # The first message between two ranks connects them, and the host waits for that inside the call.
+            with torch.cuda.device(self.device), watchdog.inside(identity):
+                self.calls.exchange(self.stream.cuda_stream, messages)
+        except NativeCallError as error:
+            raise self.alarm.explain(str(identity), error) from error
+
+
+def _number_messages(pairs: Table, mine: int, theirs: int) -> Table:
+    """A number to every rank that gets messages, and one from every rank that sends some ([n, 2]: is_send, peer)."""
+    address = np.where(pairs[:, 0] == 1, mine, theirs + pairs[:, 1] * NUMBER_BYTES)
+    return np.ascontiguousarray(
+        np.stack([pairs[:, 0], pairs[:, 1], address, np.full(len(pairs), NUMBER_BYTES)], axis=1), np.int64
+    )
 
 
 @dataclass(eq=False)
@@ -43,17 +207,13 @@ class UnderWay:
 
 
 class NcclCarrier:
-    """See the top of this file, and Carrier."""
+    """A Carrier. What comes back has a communicator of its own between hosts, and beside reserved servers."""
 
     name = "nccl"
     most_waves = 8
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm, several_hosts: bool = False) -> None:
-        """Collective: every rank of the group makes one at the same time, `several_hosts` alike.
-
-        Each way has a communicator of its own between hosts, and beside reserved servers, whose results come home while
-        the next nano-batch goes out.
-        """
+        """Collective: every rank of the group makes one at the same time, `several_hosts` alike."""
         self.group, self.device, self.alarm = group, device, alarm
         self.rank, self.ranks = rank_of(group), size_of(group)
         self.two_ways = has_ways_apart(group, alarm.liveness.may_change)
@@ -116,7 +276,6 @@ class NcclCarrier:
         under_way.arrived = []
 
     def close(self) -> None:
-        """Leave the communicator."""
         if not self.alarm.sounded:
             torch.cuda.synchronize(self.device)  # the watchdog ends what a dead peer never will
         try:

@@ -60,7 +60,6 @@ def find_peers(group: Group, alarm: Alarm, near: list[int] | None) -> PeerGroup:
 
 
 def whole_group(group: Group) -> PeerGroup:
-    """All ranks of a group."""
     members = np.arange(size_of(group))
     if isinstance(group, OwnGroup):
         _show(group.name, group.processes, group.store, {int(member): int(member) for member in members})
@@ -156,7 +155,6 @@ class MemoryStore(dist.Store):
         self._places: dict[tuple[str, str], int] = {}
 
     def set(self, key: str, value: str) -> None:
-        """Leave a value."""
         self._store.set(self._rename(key), value)
 
     def get(self, key: str) -> bytes:
@@ -165,7 +163,6 @@ class MemoryStore(dist.Store):
         return self._store.get(self._rename(key))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether values are there."""
         return self._store.check([self._rename(key) for key in keys])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

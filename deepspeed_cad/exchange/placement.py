@@ -37,7 +37,6 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def put_on_device(table: PlacementTable, device: torch.device) -> Placement:
-    """Upload a table."""
     target, begin, source = (upload(values, device) for values in (table.target, table.begin, table.source))
     return Placement(target, begin, source, table.depth)
 

@@ -59,7 +59,6 @@ def take(home: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of_kinds(schedule: Schedule, device: torch.device) -> tuple[KindRows, KindRows]:
-    """Of query slices and of key slices."""
     return _rows(schedule, QUERY, device), _rows(schedule, KEY, device)
 
 

@@ -25,8 +25,8 @@ from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
 from deepspeed_cad.exchange.landing import NoRoomError
-from deepspeed_cad.exchange.messages import Messenger, TwoWays
 from deepspeed_cad.exchange.native_calls import Table
+from deepspeed_cad.exchange.nccl import Messenger, TwoWays
 from deepspeed_cad.exchange.peers import open_store
 from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.exchange.rows import take

@@ -56,7 +56,6 @@ class Transfers:
         return self.size(out, into)
 
     def note(self, size: Size, seconds: float) -> None:
-        """A transfer ended."""
         with self._lock:
             self._sums[2 * size.kind : 2 * size.kind + 2] += round(seconds * 1e9), size.bytes
 

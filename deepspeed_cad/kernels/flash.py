@@ -114,7 +114,6 @@ def _accepted(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name."""
     return name in _accepted(function)
 
 

@@ -22,7 +22,6 @@ class TorchMath:
     name = "torch_math"
 
     def refuse(self, need: KernelNeed) -> str | None:
-        """Never refuses."""
         return None
 
     def forward(

@@ -24,8 +24,6 @@ LOADERS = 8
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """One micro-batch of this rank's loader."""
-
     inputs: Any
     labels: Any
     documents: LocalSegments
@@ -133,7 +131,6 @@ class Reader:
         return list(ahead)[:count]
 
     def drop(self, iterator: Iterator[Any] | None, count: int) -> None:
-        """The next micro-batches of a loader are about to be trained."""
         ahead = self._of(iterator)
         for _ in range(count):
             ahead.popleft()

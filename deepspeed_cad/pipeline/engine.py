@@ -51,7 +51,6 @@ def initialize_pipeline(
 
 
 def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
-    """Turn CAD on for an engine."""
     refuse_partitioned(engine)
     replica = find_replica(engine.module.topology(), engine.global_rank)
     session = open_session(config, torch.device(engine.device), replica)
@@ -83,7 +82,6 @@ def find_replica(topology: Any, rank: int) -> Replica | None:
 
 
 def _report_statistics(engine: PipelineEngine, session: Session) -> None:
-    """Write CAD's figures to the engine's monitor after every step."""
     train_batch = engine.train_batch
 
     @wraps(train_batch)

@@ -1,4 +1,5 @@
-"""A stage's part in the ticks of a round: the phase that runs, and the micro-batches between forward and backward.
+"""The ticks that all stages of a pipeline have in common, and a stage's part in those of a round: the phase that runs,
+and the micro-batches between forward and backward.
 
 In: the ticks of the program, which of them run a layer of this stage, and a way to set one up. A rank with a
 micro-batch enters its ticks one by one as its layers call attention; ticks between them, and all ticks of a rank
@@ -12,11 +13,54 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_cad.attention.layer import LayerInput, Rows
+from deepspeed_cad.attention.layer import LayerInput, LayerKind, Rows
 from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.pipeline.program import ProgramTick
 from deepspeed_cad.pipeline.tick_call import TickCall, serve_tick
+
+
+@dataclass(frozen=True)
+class ProgramTick:
+    """One tick: the stages whose next attention layer it runs. All other ranks serve."""
+
+    kind: LayerKind
+    stages: tuple[int, ...]
+
+
+def merge_stages(layers: Sequence[Sequence[LayerKind]]) -> tuple[ProgramTick, ...]:
+    """Which layers of all stages meet in which tick of a forward; a backward runs them from the last to the first.
+
+    `layers[s]`: those of stage s. A tick has one kind of layer, because one plan has one window and one head shape; a
+    stage that has no such layer at that point only serves. Stages with the same layers have one tick per layer; other
+    stages a shortest sequence that contains the layers of each in order, found stage by stage.
+    """
+    merged: list[ProgramTick] = []
+    for stage, own in enumerate(layers):
+        merged = _merge(merged, stage, list(own))
+    return tuple(merged)
+
+
+def _merge(ticks: list[ProgramTick], stage: int, own: list[LayerKind]) -> list[ProgramTick]:
+    """`ticks` with the layers of one more stage; layers that can share a tick do, as early as possible."""
+    # shared[i][j]: most ticks that ticks[i:] and own[j:] can have in common.
+    shared = [[0] * (len(own) + 1) for _ in range(len(ticks) + 1)]
+    for i in reversed(range(len(ticks))):
+        for j in reversed(range(len(own))):
+            alike = ticks[i].kind == own[j]
+            shared[i][j] = 1 + shared[i + 1][j + 1] if alike else max(shared[i + 1][j], shared[i][j + 1])
+    merged: list[ProgramTick] = []
+    i = j = 0
+    while i < len(ticks) or j < len(own):
+        if i < len(ticks) and j < len(own) and ticks[i].kind == own[j]:
+            merged.append(ProgramTick(ticks[i].kind, (*ticks[i].stages, stage)))
+            i, j = i + 1, j + 1
+        elif j == len(own) or (i < len(ticks) and shared[i + 1][j] >= shared[i][j + 1]):
+            merged.append(ticks[i])
+            i += 1
+        else:
+            merged.append(ProgramTick(own[j], (stage,)))
+            j += 1
+    return merged
 
 
 @dataclass(eq=False)
@@ -75,9 +119,7 @@ class StageMicroBatch:
     """A micro-batch on its way through one stage, from its forward to the end of its backward."""
 
     forward: Phase | None = None
-    """While its forward runs."""
     backward: Phase | None = None
-    """While its backward runs."""
     _calls: dict[Hashable, TickCall] = field(default_factory=dict)
     """By attention module."""
 

@@ -25,7 +25,7 @@ from deepspeed_cad.feedback.link_speeds import Speeds
 from deepspeed_cad.feedback.memory_limit import NO_LIMIT
 from deepspeed_cad.kernels.interface import Kernel
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
-from deepspeed_cad.pipeline.program import ProgramTick
+from deepspeed_cad.pipeline.phase import ProgramTick
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import Plan, PlanInput
@@ -36,8 +36,6 @@ BACKWARD_PAIRS = 5 / 7
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in the pipeline."""
-
     stage: int
     replica: int
 

@@ -38,8 +38,6 @@ class BackwardTicks(PipeInstruction):
 
 
 class LockstepSchedule(PipeSchedule):
-    """The instructions of one stage."""
-
     def __init__(self, rounds: Rounds, stage_id: int) -> None:
         super().__init__(rounds.micro_batches, rounds.stages, stage_id)
         self.rounds = rounds
@@ -48,7 +46,6 @@ class LockstepSchedule(PipeSchedule):
         return self.rounds.buffers(self.stage_id)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One list of instructions per round."""
         rounds, stage = self.rounds, self.stage_id
         first, last = stage == 0, stage == rounds.stages - 1
         for r in range(rounds.count):

@@ -25,9 +25,8 @@ from deepspeed_cad.integrations.mask_check import ForwardCheck, is_due
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.pipeline.data import Loaded, Reader
 from deepspeed_cad.pipeline.gather import all_are_ready, any_stage_has, gather_documents, gather_layers
-from deepspeed_cad.pipeline.phase import Phase, StageMicroBatch
+from deepspeed_cad.pipeline.phase import Phase, ProgramTick, StageMicroBatch, merge_stages
 from deepspeed_cad.pipeline.plans import Documents, Place, PlannedPhase, StepPlans
-from deepspeed_cad.pipeline.program import ProgramTick, merge_stages
 from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.session import Session
 
@@ -43,7 +42,6 @@ class Alone:
     seen: list[LayerKind]
 
     def attend(self, layer: LayerInput) -> torch.Tensor:
-        """As StageMicroBatch.attend."""
         self.seen.append(layer.kind(layer.rows()))
         return self.descriptor(layer.rule.window).attend(layer)
 
@@ -205,7 +203,6 @@ class PipelineBinding:
             self._check.see(window, given)
 
     def attend(self, layer: LayerInput) -> torch.Tensor:
-        """O [T, H, V] of one layer."""
         if self.running is None:
             raise CADError(
                 f"{layer.label} ran outside of train_batch and eval_batch, where its documents are not known"
@@ -229,7 +226,6 @@ class PipelineBinding:
 
     @property
     def _loads(self) -> bool:
-        """Whether this stage loads data."""
         return self.place.stage in (0, self.engine.num_stages - 1)
 
     def _refuse_abandoned(self) -> None:
@@ -258,7 +254,6 @@ class PipelineBinding:
         return worker.run(lambda: all_are_ready(gatherer, ready, step)) and plans.known
 
     def _gather(self, mine: list[Loaded] | None, count: int) -> Documents | None:
-        """Documents of all replicas now."""
         self._steps += 1
         step, worker = self._steps, self.session.worker
         documents = None if mine is None else [one.documents for one in mine]
@@ -268,7 +263,6 @@ class PipelineBinding:
     def _plan_step(
         self, program: tuple[ProgramTick, ...], mine: list[Loaded] | None, rounds: Rounds
     ) -> tuple[list[Loaded], StepPlans]:
-        """Begin to plan a step."""
         self._steps += 1
         documents = None if mine is None else [one.documents for one in mine]
         gather = partial(

@@ -39,7 +39,6 @@ def build_slices(tick: Tick, tasks: Ints, window: int | None = None) -> Slices:
 
 
 def schedule_rank(tick: Tick, slices: Slices, rank: int, groups: int, window: int | None = None) -> Schedule:
-    """The schedule of one rank."""
     table = slices.table
     mine_home, mine_server = table[:, HOME] == rank, table[:, SERVER] == rank
     local = slices.local[slices.local[:, 0] == rank]

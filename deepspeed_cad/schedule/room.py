@@ -73,7 +73,6 @@ def with_headroom(room: Room, needed: float) -> Room:
 
 
 def too_much(room: Room, needed: float, rank: int) -> CADError:
-    """The error where no cut of a tick fits."""
     needed, limit = needed * room.parts, room.limit * room.parts
     over = needed - limit
     return CADError(

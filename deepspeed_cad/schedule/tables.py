@@ -45,22 +45,18 @@ class Batch:
 
     @property
     def q_rows(self) -> int:
-        """Query rows of all sequences."""
         return int(self.cu_q[-1])
 
     @property
     def k_rows(self) -> int:
-        """Key rows of all sequences."""
         return int(self.cu_k[-1])
 
     @property
     def max_q(self) -> int:
-        """Longest query sequence."""
         return int(np.diff(self.cu_q).max())
 
     @property
     def max_k(self) -> int:
-        """Longest key sequence."""
         return int(np.diff(self.cu_k).max())
 
 

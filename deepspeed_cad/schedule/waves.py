@@ -55,7 +55,6 @@ class Cut(NamedTuple):
 
 
 WHOLE = Cut()
-"""One wave."""
 
 
 class Waves(NamedTuple):
@@ -64,7 +63,6 @@ class Waves(NamedTuple):
     cut: Cut
     """The same on every rank: whoever has the tasks and this makes the same waves."""
     schedules: tuple[Schedule, ...]
-    """By waves."""
 
 
 def schedule_waves(

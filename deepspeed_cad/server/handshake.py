@@ -39,8 +39,6 @@ LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class Door:
-    """Where a server listens."""
-
     address: str
     port: int
     token: str
@@ -53,8 +51,6 @@ class Door:
 
 
 class Listener:
-    """Where trainers reach this server."""
-
     def __init__(self, server: int, rendezvous: str, hosts: Iterable[str] = ()) -> None:
         """`rendezvous`: HOST:PORT of the job's store. `hosts`: of trainers that are not on this one."""
         self._server = server
@@ -142,8 +138,6 @@ class Listener:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection that has not yet shown the token."""
-
     connection: socket.socket
     name: str
     end: float

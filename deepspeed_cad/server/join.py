@@ -45,7 +45,6 @@ def join_servers(role: Split, config: CADConfig, device: torch.device) -> tuple[
 
 
 def open_board(meeting: Rendezvous, role: Split, config: CADConfig) -> Liveness:
-    """The error board of trainers and servers."""
     board = dist.PrefixStore("board", meeting.root)
     liveness = Liveness(board, role.rank, role.ranks, meeting.timeout_s / 2)
     liveness.may_change = may_change(config)

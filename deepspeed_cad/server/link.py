@@ -100,7 +100,6 @@ class ServerLink:
                     connection.shutdown(socket.SHUT_WR)
 
     def drop(self) -> None:
-        """Close the sockets of this process."""
         self._closing = True
         for connection in self._connections.values():
             connection.close()

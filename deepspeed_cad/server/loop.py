@@ -78,8 +78,6 @@ class Call:
 
 @dataclass(eq=False)
 class ServedMicroBatch:
-    """One micro-batch."""
-
     ticks: tuple[Tick, ...]
     schedules: dict[tuple[PlanKey, int], Future[tuple[Schedule, ...]]] = field(default_factory=dict)
     """By waves."""

@@ -85,7 +85,6 @@ class MicroBatchTold:
     def call(
         self, place: tuple[int, int], key: PlanKey, need: KernelNeed, rule: MaskRule, modes: Modes, has_sinks: bool
     ) -> CallOrders:
-        """Orders of one call."""
         layer, nano_batch = place
         kind = {
             "key": key_to_list(key),
@@ -105,7 +104,6 @@ class MicroBatchTold:
         return tell
 
     def tell(self, head: dict[str, Any]) -> None:
-        """An order of this micro-batch."""
         self._leader.tell({**head, "turn": self.turn})
 
 

@@ -68,8 +68,6 @@ def open_store(rendezvous: str, timeout_s: float) -> dist.Store:
 
 
 class Rendezvous:
-    """The meeting of one job."""
-
     def __init__(self, split: Split, timeout_s: float) -> None:
         self.split, self.timeout_s = split, timeout_s
         self.root = dist.PrefixStore(f"{PREFIX}/{split.attempt}", open_store(split.rendezvous, timeout_s))
@@ -117,7 +115,6 @@ class Rendezvous:
         return list(map(int, self.root.get(CAME).split())) if self.has([CAME]) else []
 
     def hear(self, rank: int) -> Hello:
-        """What a rank said when it came."""
         said = json.loads(self.root.get(f"hello/{rank}"))
         # Another version may say more; that it is another one is found by `compare`.
         return Hello(**{name: value for name, value in said.items() if name in Hello.__dataclass_fields__})
@@ -149,7 +146,6 @@ class Rendezvous:
             self.root.set(left, reason)
 
     def has(self, keys: list[str]) -> bool:
-        """Whether keys are there."""
         try:
             return self.root.check(keys)
         except (RuntimeError, OSError) as error:
@@ -201,7 +197,6 @@ def compare(said: list[Hello]) -> str:
 
 
 def hello(split: Split, config: CADConfig, version: str) -> Hello:
-    """What this process says of itself."""
     settings = json.loads(json.dumps(config.to_dict()))
     return Hello(split.rank, split.trainers, split.servers, version, settings, socket.gethostname())
 

@@ -32,7 +32,6 @@ class ServedPass:
     out: WavesOut
     serve: Serve
     served: int = 0
-    """Waves."""
     returned: int = 0
     """Of these, told to come back."""
     _ready: list[Returning] = field(default_factory=list)

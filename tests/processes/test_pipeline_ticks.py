@@ -22,8 +22,7 @@ from deepspeed_cad.exchange.packed import PackedTransport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, assemble
-from deepspeed_cad.pipeline.phase import Phase
-from deepspeed_cad.pipeline.program import ProgramTick
+from deepspeed_cad.pipeline.phase import Phase, ProgramTick
 from deepspeed_cad.pipeline.tick_call import TickCall
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule

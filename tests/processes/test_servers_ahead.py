@@ -8,6 +8,7 @@ that pass, and trainer 1 enters it only when the death has halted it. No time is
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,34 +21,30 @@ from pool import WorkerPool
 
 from deepspeed_cad.attention.surviving.call import SurvivingPass
 from deepspeed_cad.attention.surviving.passes import Passes
-from deepspeed_cad.exchange.carriers import ComparedFirst, UnderWay
+from deepspeed_cad.exchange.carriers import ComparedFirst, Load, UnderWay
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import compare
 
 
-def _start_at_once(
-    self: ComparedFirst, identity: Any, outgoing: torch.Tensor, to_peers: list[int], from_peers: list[int]
-) -> UnderWay:
+def _start_at_once(self: ComparedFirst, load: Load) -> UnderWay:
     self.alarm.check()
-    numbers = torch.zeros(len(to_peers), dtype=torch.int64)
-    mine, incoming = torch.tensor([identity.number]), torch.empty(sum(from_peers), dtype=torch.uint8)
+    numbers, mine = torch.zeros(self.group.size(), dtype=torch.int64), torch.tensor([load.identity.number])
     gathers = dist.all_gather(list(numbers.split(1)), mine, group=self.group, async_op=True)
-    data = dist.all_to_all_single(incoming, outgoing, from_peers, to_peers, group=self.group, async_op=True)
-    found = UnderWay(identity, outgoing, incoming, data, gathers)
+    found = replace(self.move(load), numbers=gathers)
     found.compared = lambda: compare(dict(enumerate(numbers.tolist())))  # type: ignore[attr-defined]
     return found
 
 
-_end = ComparedFirst.end
+_finish = ComparedFirst.finish
 
 
-def _finish_both(self: ComparedFirst, under_way: Any) -> torch.Tensor:
+def _finish_both(self: ComparedFirst, under_way: Any) -> list[torch.Tensor]:
     with Liveness.watch(self.alarm.liveness, str(under_way.identity), with_servers=True):
-        self._wait(under_way.numbers, under_way.identity)
+        self._wait([under_way.numbers], under_way.identity)
     if found := under_way.compared():
         self.alarm.stop(found)
         self.alarm.check()
-    return _end(self, under_way)
+    return _finish(self, under_way)
 
 
 _play, _die_at = change._play, change._die_at
@@ -58,7 +55,7 @@ def _play_ahead(
     *args: Any
 ) -> Any:  # fmt: skip
     """As a rank of test_servers_change.py; where a server dies, trainer 0 is ahead of trainer 1."""
-    kept = ComparedFirst.begin, ComparedFirst.end, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
+    kept = ComparedFirst.start, ComparedFirst.finish, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
     begin, start, undo = SurvivingPass.begin, SurvivingPass._begin, Passes.undo
     undone, begun, halted = [0], Path(folder, "begun"), [False]
     what, turn, layer = deaths[2][:3]
@@ -84,7 +81,7 @@ def _play_ahead(
         undo(self, entered)
         undone[0] += len(self._undone)
 
-    ComparedFirst.begin, ComparedFirst.end = _start_at_once, _finish_both  # type: ignore[method-assign]
+    ComparedFirst.start, ComparedFirst.finish = _start_at_once, _finish_both  # type: ignore[method-assign]
     if rank == 0:
         SurvivingPass._begin = start_first  # type: ignore[method-assign]
     if rank == 1:
@@ -97,7 +94,7 @@ def _play_ahead(
         return {**found, "undone": undone[0]} if isinstance(found, dict) else found
     finally:
         (
-            ComparedFirst.begin, ComparedFirst.end, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
+            ComparedFirst.start, ComparedFirst.finish, SurvivingPass.begin, SurvivingPass._begin, Passes.undo
         ) = kept  # type: ignore[method-assign]  # fmt: skip
         change._die_at = _die_at
 

@@ -405,18 +405,18 @@ def _apart(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict
 def _lose_last(folder: Path) -> None:
     """What comes back in the last exchange of a backward is lost, because the server dies before all of it is sent, but
     after trainer 0 has its part."""
-    finish = ComparedFirst.end
+    finish = ComparedFirst.finish
 
     def lose(self: ComparedFirst, under_way: Any) -> Any:
         if "return in the backward of micro-batch 1, layer 0" not in str(under_way.identity):
             return finish(self, under_way)
-        ComparedFirst.end = finish  # type: ignore[method-assign]
+        ComparedFirst.finish = finish  # type: ignore[method-assign]
         _await((folder / "through").exists)
         os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
         _await(_servers().why)
         raise ServerLostError(_servers().why())
 
-    ComparedFirst.end = lose  # type: ignore[method-assign]
+    ComparedFirst.finish = lose  # type: ignore[method-assign]
 
 
 def test_a_trainer_that_is_ahead_helps(workers: WorkerPool, tmp_path: Path) -> None:

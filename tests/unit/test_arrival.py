@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError, ServerLostError
-from deepspeed_cad.exchange import messages
+from deepspeed_cad.exchange import nccl
 from deepspeed_cad.exchange.arrival import Reader, wait_for
 from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.board import Liveness
@@ -177,7 +177,7 @@ def test_nobody_waits_for_a_lost_server_to_join_nccl() -> None:
     joined = run_aside("late", lambda: late.wait() and calls)
     side.losses.reason = "server 1 ended"
     with pytest.raises(ServerLostError, match="server 1"):
-        messages._in_time(joined, side.alarm)  # type: ignore[arg-type]
+        nccl._in_time(joined, side.alarm)  # type: ignore[arg-type]
     late.set()
     while not left:
         time.sleep(0.01)
@@ -233,14 +233,14 @@ def test_mapping_memory_ends_where_a_server_is_lost_or_never_comes() -> None:
         _gather(MemoryStore(dist.HashStore(), Side(timeout_s=0.2).alarm), 3, 0)
 
 
-class Queue(messages.Messenger):
+class Queue(nccl.Messenger):
     """Notes what it is to send, with events that are reached at once."""
 
     def __init__(self, alarm: Alarm) -> None:
         event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
         self.device, self.alarm, self.rank, self.ranks = torch.device("cpu"), alarm, 1, 4
         self.stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)
-        self._numbers, self.queued = torch.zeros(messages.RING, dtype=torch.int64), list[np.ndarray]()
+        self._numbers, self.queued = torch.zeros(nccl.RING, dtype=torch.int64), list[np.ndarray]()
 
     def _queue(self, identity: object, table: np.ndarray, dog: Watchdog) -> None:
         self.queued.append(table)
@@ -259,7 +259,7 @@ def test_who_may_lose_a_server_hears_of_all_ranks_in_every_exchange(
         monkeypatch.setattr(torch.cuda, name, fake)
     side = Side()
     side.board.losses = side.losses if goes_on else None
-    ring = torch.zeros(messages.RING, 4, dtype=torch.int64)
+    ring = torch.zeros(nccl.RING, 4, dtype=torch.int64)
     comparison = object.__new__(Comparison)
     comparison.ring, arrived = ring, []
     comparison.arrived = lambda identity, peers: arrived.append(peers)  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from check_transports import LANES, Round, make_schedules
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange import landed, landing, messages, strangers
+from deepspeed_cad.exchange import landed, landing, nccl, strangers
 from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
 from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.watchdog import Alarm
@@ -204,7 +204,7 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Iterator[Netwo
     monkeypatch.setattr(landed, "cuda_calls", lambda: calls)
     monkeypatch.setattr(landed, "find_peers", lambda group, alarm, near: group_of(group, near or [0] * group.size))
     monkeypatch.setattr(strangers, "open_store", lambda group, what: None)
-    monkeypatch.setattr(messages, "join_ranks", lambda group, device, alarm: Messages(network, group.rank))
+    monkeypatch.setattr(nccl, "join_ranks", lambda group, device, alarm: Messages(network, group.rank))
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     yield network
     # What a test leaves under way tells the allocator of stand-ins: that has to be over while torch's own is away.
@@ -339,7 +339,7 @@ def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeyp
         network.deliver()
         assert set(ways) == {way}
         ways.clear()
-    one_host = messages.TwoWays(group(0, 2), CPU, Alarm(0, None, 1.0), apart=False)
+    one_host = nccl.TwoWays(group(0, 2), CPU, Alarm(0, None, 1.0), apart=False)
     assert one_host.out is one_host.back
 
 
@@ -366,7 +366,7 @@ def test_what_cannot_start_leaves_the_communicator(network: Network, monkeypatch
     def broken(*_: object) -> None:
         raise RuntimeError("no symmetric memory")
 
-    monkeypatch.setattr(messages, "join_ranks", join)
+    monkeypatch.setattr(nccl, "join_ranks", join)
     monkeypatch.setattr(landed, "make_buffers", broken)
     with pytest.raises(RuntimeError, match="no symmetric memory"):
         landing_transport(0, 2, near=[0, 0])

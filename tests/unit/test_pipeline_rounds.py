@@ -23,8 +23,8 @@ from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.pipeline.engine import _make_eval_batch, _make_train_batch
+from deepspeed_cad.pipeline.phase import ProgramTick, merge_stages
 from deepspeed_cad.pipeline.plans import Place, StepPlans, phase_layout, tick_cost
-from deepspeed_cad.pipeline.program import ProgramTick, merge_stages
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.session import Session

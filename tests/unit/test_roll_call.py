@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange import landing, messages
+from deepspeed_cad.exchange import landing, nccl
 from deepspeed_cad.exchange.failure import patience, roll_call
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
@@ -164,34 +164,34 @@ class Nccl:
 
 
 @pytest.fixture()
-def nccl(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def joining(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     store = dist.HashStore()
-    monkeypatch.setattr(messages, "open_store", lambda group, what: dist.PrefixStore(what, store))
+    monkeypatch.setattr(nccl, "open_store", lambda group, what: dist.PrefixStore(what, store))
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(messages, "NcclCalls", Nccl)
-    monkeypatch.setattr(messages, "open_nccl", lambda: ("library", 0))
-    monkeypatch.setattr(messages, "new_unique_id", lambda library: b"the id")
+    monkeypatch.setattr(nccl, "NcclCalls", Nccl)
+    monkeypatch.setattr(nccl, "open_nccl", lambda: ("library", 0))
+    monkeypatch.setattr(nccl, "new_unique_id", lambda library: b"the id")
     return monkeypatch
 
 
 def join(rank: int, timeout_s: float = 60.0) -> Any:
     alarm = Alarm(rank, None, timeout_s)
-    return messages.join_ranks(SimpleNamespace(rank=rank), CPU, alarm)  # type: ignore[arg-type]
+    return nccl.join_ranks(SimpleNamespace(rank=rank), CPU, alarm)  # type: ignore[arg-type]
 
 
-def test_ranks_join_by_the_id_of_the_first(nccl: pytest.MonkeyPatch) -> None:
+def test_ranks_join_by_the_id_of_the_first(joining: pytest.MonkeyPatch) -> None:
     assert [one.given for one in on_ranks(join, 2)] == [(b"the id", 2, 0), (b"the id", 2, 1)]
 
 
-def test_a_rank_without_nccl_is_named_by_all(nccl: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_nccl_is_named_by_all(joining: pytest.MonkeyPatch) -> None:
     def missing() -> tuple[object, int]:
         if threading.current_thread() is not threading.main_thread() and next(turns):
             raise NativeCallError("no NCCL library")
         return "library", 0
 
     turns = iter([False, True])
-    nccl.setattr(messages, "open_nccl", missing)
+    joining.setattr(nccl, "open_nccl", missing)
     for error in on_ranks(join, 2):
         assert isinstance(error, CADError) and "opening NCCL failed on 1 of 2 ranks" in str(error), error
 
@@ -201,7 +201,7 @@ def test_joining_ends_in_time_and_what_comes_too_late_is_left() -> None:
     late = SimpleNamespace(leave=lambda abort: left.append(abort))
     joined = run_aside("late", lambda: may_join.wait() and late)
     with pytest.raises(NativeCallError, match="within 0.1 s, though all of them were there.*NCCL_SOCKET_IFNAME"):
-        messages._in_time(joined, Alarm(0, None, 0.1))  # type: ignore[arg-type]
+        nccl._in_time(joined, Alarm(0, None, 0.1))  # type: ignore[arg-type]
     assert not left
     may_join.set()
     while not left:

@@ -120,7 +120,6 @@ class Liveness:
 
     @property
     def others(self) -> list[int]:
-        """The watched ranks but this one."""
         return [rank for rank in self.watched if rank != self.rank]
 
     @classmethod

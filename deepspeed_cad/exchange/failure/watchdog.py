@@ -84,7 +84,6 @@ class Alarm:
         return str(self._describe(self._waited_for, RuntimeError(self._sign), patience_s=0.0))
 
     def check(self) -> None:
-        """Raise if the alarm was sounded."""
         if self.sounded:
             raise self.explain(self._waited_for, RuntimeError(self._sign))
 
