@@ -11,7 +11,6 @@ In: what says whether an exchange is there, and the alarm. Out: nothing, or Serv
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -42,18 +41,11 @@ def wait_for(reached: Callable[[], bool], alarm: Alarm, watchdog: Watchdog, wait
         )  # fmt: skip
 
 
-class Numbers(Protocol):
-    """Begins to copy the numbers that ranks wrote, one of each, to the host."""
-
-    def __call__(self) -> Event:
-        """What happens when they are there."""
-
-
 class Reader:
     """Reads, on the host, how far all ranks have come by the numbers that they write in this rank's device memory."""
 
-    def __init__(self, host_R: torch.Tensor, begin: Numbers) -> None:
-        """`host_R`: where `begin` copies the numbers to."""
+    def __init__(self, host_R: torch.Tensor, begin: Callable[[], Event]) -> None:
+        """`begin` starts to copy the numbers, one of each rank, to `host_R`; gives what happens when they are there."""
         self._host_R, self._begin = host_R, begin
         self._copied: Event | None = None
         self.least = 0

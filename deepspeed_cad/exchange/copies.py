@@ -1,15 +1,21 @@
 """Which rows an exchange copies where: pure tables, made once per schedule and used by every layer.
 
 In: a `Schedule`. Out: `PushTable`s (what this rank copies into the landing areas of its peers), `LandingPlan`s (where
-each field begins there) and `PlacementTable`s (where rows that came back belong). Numpy only; tests run whole exchanges
-on these tables without a GPU.
+each field begins there) and `PlacementTable`s (where rows that came back belong). Where only some ranks are neighbours,
+whose memory this one reaches: `near_part`, the schedule of the neighbours alone, and `FarPart`s, the messages to and
+from all others. Both parts fill the same buffers, and every slice is in one of them. Tests run whole exchanges on these
+tables without a GPU.
+
+A message is a run of rows that lie one behind the other at the server. Both ends cut the same runs, because they see
+the slices between them in the same order; so nothing is unpacked on arrival, and nothing packed on the way back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints
@@ -148,3 +154,91 @@ def placements(schedule: Schedule, kind: int) -> PlacementTable:
     order = np.argsort(index, kind="stable")
     target, first = np.unique(index[order], return_index=True)
     return PlacementTable(target, np.append(first, len(index)).astype(np.int64), source[order])
+
+
+@dataclass(frozen=True, eq=False)
+class FarPart:
+    """Messages of one kind (query or key rows) between this rank and those that are not its neighbours.
+
+    Tables have a row per message: peer, first row, rows.
+    """
+
+    home_index: Ints
+    """row × groups + group of every row that leaves this rank as a home: packed in this order."""
+    packed: Ints
+    """As a home; rows count within what is packed."""
+    landed: Ints
+    """The same messages on their way back: rows of the landing area at home."""
+    served: Ints
+    """As a server, both ways: rows of the group-major buffer."""
+
+
+def near_part(schedule: Schedule, members: Ints) -> Schedule:
+    """What moves between the ranks `members` (ascending, this one among them), which are numbered from 0 there.
+
+    Its buffers have room for all rows, also those that other ranks send; only rows per rank, slices and rank numbers
+    differ from those of `schedule`.
+    """
+    if len(members) == schedule.ranks:
+        return schedule
+
+    def among(table: Ints) -> Ints:
+        chosen = table[np.isin(table[:, HOME], members) & np.isin(table[:, SERVER], members)]
+        for column in (HOME, SERVER):
+            chosen[:, column] = np.searchsorted(members, chosen[:, column])
+        return chosen
+
+    return replace(
+        schedule,
+        rank=int(np.searchsorted(members, schedule.rank)),
+        ranks=len(members),
+        sends=among(schedule.sends),
+        receives=among(schedule.receives),
+        own=among(schedule.own),
+        served_rows=schedule.served_rows[members],
+        landed_rows=schedule.landed_rows[members],
+    )
+
+
+def far_part(schedule: Schedule, members: Ints, kind: int) -> FarPart:
+    """What moves between this rank and all but `members`."""
+    sends, receives = (
+        table[(table[:, KIND] == kind) & ~np.isin(table[:, column], members)]
+        for table, column in ((schedule.sends, SERVER), (schedule.receives, HOME))
+    )
+    begins = np.cumsum(sends[:, ROWS]) - sends[:, ROWS]
+    cuts = _cut(sends, SERVER)
+    return FarPart(
+        home_index=schedule.home_index(sends, kind),
+        packed=_runs(sends, SERVER, begins, cuts),
+        landed=_runs(sends, SERVER, sends[:, STAGE_ROW], cuts),
+        served=_runs(receives, HOME, receives[:, SERVER_ROW], _cut(receives, HOME)),
+    )
+
+
+def list_messages(runs: list[tuple[Ints, Ints]], sent: list[torch.Tensor], into: list[torch.Tensor]) -> Ints:
+    """[messages, 4]: is_send, peer, address, bytes; of each field the runs that go out of a tensor, and those that
+    arrive in another."""
+    tables = [np.zeros((0, 4), np.int64)]
+    for ways, source, target in zip(runs, sent, into, strict=True):
+        width = target.shape[1] * target.element_size()
+        for is_send, tensor, rows in ((1, source, ways[0]), (0, target, ways[1])):
+            address = tensor.data_ptr() + rows[:, 1] * width
+            tables.append(np.stack([np.full(len(rows), is_send), rows[:, 0], address, rows[:, 2] * width], axis=1))
+    found = np.concatenate(tables)
+    return np.ascontiguousarray(found[found[:, 3] > 0], np.int64)
+
+
+def _cut(slices: Ints, peer: int) -> Ints:
+    """Where runs begin: slices with the same peer that follow each other in the server's buffer make one."""
+    if not len(slices):
+        return np.zeros(0, np.int64)
+    before, after = slices[:-1], slices[1:]
+    joined = (before[:, peer] == after[:, peer]) & (before[:, SERVER_ROW] + before[:, ROWS] == after[:, SERVER_ROW])
+    return np.flatnonzero(np.concatenate([[True], ~joined]))
+
+
+def _runs(slices: Ints, peer: int, begins: Ints, cuts: Ints) -> Ints:
+    if not len(slices):
+        return np.zeros((0, 3), np.int64)
+    return np.stack([slices[cuts, peer], begins[cuts], np.add.reduceat(slices[:, ROWS], cuts)], axis=1)

@@ -46,6 +46,7 @@ from deepspeed_cad.exchange.copies import (
     PushTable,
     address_fields,
     dispatch_pushes,
+    near_part,
     placements,
     plan_landing,
     return_pushes,
@@ -59,9 +60,7 @@ from deepspeed_cad.exchange.lanes import Lanes
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
 from deepspeed_cad.exchange.nccl import Messenger
 from deepspeed_cad.exchange.peers import find_peers
-from deepspeed_cad.exchange.placement import Placement, place, put_on_device
-from deepspeed_cad.exchange.rows import check_home, check_served
-from deepspeed_cad.exchange.split import near_part
+from deepspeed_cad.exchange.placement import Placement, check_home, check_served, place, put_on_device
 from deepspeed_cad.exchange.strangers import Strangers
 from deepspeed_cad.exchange.streams import leave_to_streams
 from deepspeed_cad.exchange.transfers import Transfers

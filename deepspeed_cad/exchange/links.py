@@ -63,14 +63,7 @@ def measure_links(transport: Transport, device: torch.device, rank: int, hosts: 
     """Time dispatches of Q, K and V, first inside hosts and then between them. Collective: every rank calls it.
 
     The figures are those of the slowest rank of each kind, because a plan ends when its slowest rank does: figures
-    that only the mean rank reaches would promise too much to the others.
-
-    Args:
-        transport: carries the data; nothing is under way on it.
-        device: of the tensors that travel.
-        rank: this one, in the group of the transport.
-        hosts: the number of every rank's host.
-        gather: tells numbers among the ranks of the transport.
+    that only the mean rank reaches would promise too much to the others. Nothing is under way on the transport.
     """
     sent = transport.bytes_sent
     speeds: dict[bool, float | None] = {}

@@ -18,7 +18,7 @@ import torch
 
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.arrival import wait_for
-from deepspeed_cad.exchange.carriers import Load
+from deepspeed_cad.exchange.copies import list_messages
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
@@ -31,8 +31,8 @@ from deepspeed_cad.exchange.native_calls import (
     new_unique_id,
     open_nccl,
 )
+from deepspeed_cad.exchange.packed import Load, PackedTransport
 from deepspeed_cad.exchange.peers import open_store
-from deepspeed_cad.exchange.split import list_messages
 from deepspeed_cad.exchange.streams import leave_to_streams
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.threads import run_aside, start_daemon
@@ -232,20 +232,14 @@ class NcclCarrier:
         identity, packed, counts = load.identity, load.packed, load.counts
         self._comparison.newest = identity.index
         arrived = [rows.new_empty(int(received.sum()), rows.shape[1]) for rows, (_, received) in zip(packed, counts)]
-        messages = [np.zeros((0, 4), np.int64)]
-        for out, into, (sent, received) in zip(packed, arrived, counts):
-            width = out.shape[1] * out.element_size()
-            for is_send, tensor, rows in ((True, out, sent), (False, into, received)):
-                runs = np.stack([np.arange(self.ranks), np.cumsum(rows) - rows, rows], axis=1)[rows > 0]
-                messages.append(list_messages(is_send, runs, tensor.data_ptr(), width))
+        runs = [(self._run_of_each(sent), self._run_of_each(received)) for sent, received in counts]
         way = self.messages.back if load.is_return else self.messages.out
         under_way = UnderWay(identity, None, packed, arrived, torch.cuda.current_stream(self.device), way.stream)
         if self.alarm.goes_on:
             going = {one for one in self._unfinished if one.done is None or not one.done.query()}
             self._unfinished = {under_way, *going}
-        under_way.done = way.exchange(
-            identity, np.ascontiguousarray(np.concatenate(messages)), self._comparison, self._watchdog, load.transfers
-        )
+        table = list_messages(runs, packed, arrived)
+        under_way.done = way.exchange(identity, table, self._comparison, self._watchdog, load.transfers)
         self.stream = way.stream
         return under_way
 
@@ -275,6 +269,10 @@ class NcclCarrier:
             under_way.producer.wait_event(current.record_event())
         under_way.arrived = []
 
+    def _run_of_each(self, rows: Table) -> Table:
+        """[peers, 3]: peer, first row and rows of what goes to each, or comes from it, one behind the other."""
+        return np.stack([np.arange(self.ranks), np.cumsum(rows) - rows, rows], axis=1)
+
     def close(self) -> None:
         if not self.alarm.sounded:
             torch.cuda.synchronize(self.device)  # the watchdog ends what a dead peer never will
@@ -302,3 +300,8 @@ class NcclCarrier:
 
         start_daemon("leaves NCCL", leave, self.device)
         return lambda: None
+
+
+def nccl_transport(group: Group, device: torch.device, alarm: Alarm, several_hosts: bool = False) -> PackedTransport:
+    """The `nccl` transport. Collective: every rank of the group opens it at the same time, `several_hosts` alike."""
+    return PackedTransport(NcclCarrier(group, device, alarm, several_hosts), device)

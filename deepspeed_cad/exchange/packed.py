@@ -1,42 +1,80 @@
 """The transports `nccl` and `c10d`: rows are packed, travel as one message per peer, and are put into place on arrival.
 
 For ranks without access to each other's memory, and for CPUs. In: schedules and tensors. Out: the same as by any other
-transport. What moves the packed rows is a `Carrier` (carriers.py, nccl.py). Every exchange takes its buffers from
+transport. What moves the packed rows, and with them the numbers of exchanges (failure/identity.py), is a `Carrier`:
+here those of torch.distributed, in nccl.py one with a communicator of its own. Every exchange takes its buffers from
 torch's allocator and gives them back, so nano-batches and waves need no memory of their own.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from deepspeed_cad.exchange.carriers import Carrier, Collectives, ComparedFirst, Load
-from deepspeed_cad.exchange.failure.identity import Moment, Register
-from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.group import Group
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, Moment, Register, compare
+from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
+from deepspeed_cad.exchange.group import Group, OwnGroup, abort, processes_of, rank_of, size_of
 from deepspeed_cad.exchange.native_calls import Table
-from deepspeed_cad.exchange.nccl import NcclCarrier
-from deepspeed_cad.exchange.placement import place
-from deepspeed_cad.exchange.rows import KindRows, rows_of_kinds, take
+from deepspeed_cad.exchange.placement import KindRows, place, rows_of_kinds, take
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Dispatched, Outgoing, Returned, Returning, UnderWay
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room
 
 
-def c10d_transport(group: Group, device: torch.device, alarm: Alarm) -> PackedTransport:
-    """The `c10d` transport: torch.distributed's own collectives on a process group of CAD's own."""
-    carrier = ComparedFirst(group, alarm) if device.type == "cpu" else Collectives(group, device, alarm)
-    return PackedTransport(carrier, device)
+@dataclass(frozen=True, eq=False)
+class Load:
+    """What an exchange moves."""
+
+    identity: Identity
+    packed: list[torch.Tensor]
+    """[rows, width] of every field, ordered by peer."""
+    counts: list[tuple[Table, Table]]
+    """Of each, its rows to every peer and from it."""
+    is_return: bool
+    transfers: Transfers | None
+    """Notes how long it took, where the carrier can tell."""
 
 
-def nccl_transport(group: Group, device: torch.device, alarm: Alarm, several_hosts: bool = False) -> PackedTransport:
-    """The `nccl` transport. Collective: every rank of the group opens it at the same time, `several_hosts` alike."""
-    return PackedTransport(NcclCarrier(group, device, alarm, several_hosts), device)
+class Carrier(Protocol):
+    """Moves packed rows."""
+
+    name: str
+    alarm: Alarm
+    most_waves: int
+    two_ways: bool
+    """These two as a Transport has them."""
+    stream: torch.cuda.Stream | None
+    """Where the newest transfer ends, if that is one stream: for timelines."""
+
+    def start(self, load: Load) -> Any:
+        """Begin to move an exchange; gives what the other methods take."""
+
+    def finish(self, parcel: Any) -> list[torch.Tensor]:
+        """What arrived, [rows, width] of every field, complete for work queued after this call.
+
+        A dead peer is a CADPeerError that names it.
+        """
+
+    def release(self, parcel: Any) -> None:
+        """What arrived has been read, by work queued before this call."""
+
+    def close(self) -> None:
+        """Nothing is under way any more."""
+
+    def abandon(self) -> Callable[[], None]:
+        """See Transport.abandon."""
 
 
 class PackedTransport:
@@ -125,3 +163,163 @@ class PackedTransport:
         if found is None:
             found = self._kinds[schedule] = rows_of_kinds(schedule, self.device)
         return found
+
+
+@dataclass(eq=False)
+class GroupTransfer:
+    """One exchange by collectives of torch."""
+
+    identity: Identity
+    packed: list[torch.Tensor]
+    """Held until the exchange is over."""
+    arrived: list[torch.Tensor]
+    data: list[dist.Work]
+    """One for each field."""
+    numbers: dist.Work | None = None
+    """Is over when the numbers are there; None where they were compared before."""
+
+
+class GroupCarrier(ABC):
+    """Collectives of torch on CAD's process group: one gathers the numbers, then one for each field moves its rows."""
+
+    name = "c10d"
+    group: dist.ProcessGroup
+    alarm: Alarm
+    stream: torch.cuda.Stream | None = None
+    two_ways = False
+    most_waves = 1
+    """Both ways share one queue of collectives, so nothing comes back before all is out; and where one starts on a CPU,
+    the host waits for the numbers of all ranks."""
+
+    def move(self, load: Load) -> GroupTransfer:
+        """Begin to move the rows of all fields, as bytes: not every backend knows every type."""
+        arrived = [rows.new_empty(int(into.sum()), rows.shape[1]) for rows, (_, into) in zip(load.packed, load.counts)]
+        data = [
+            dist.all_to_all_single(
+                into.view(torch.uint8), rows.view(torch.uint8), received.tolist(), sent.tolist(), group=self.group,
+                async_op=True,
+            )
+            for into, rows, (sent, received) in zip(arrived, load.packed, load.counts, strict=True)
+        ]  # fmt: skip
+        return GroupTransfer(load.identity, load.packed, arrived, data)
+
+    def release(self, parcel: GroupTransfer) -> None:  # noqa: B027
+        """See Carrier."""
+
+    @abstractmethod
+    def start(self, load: Load) -> GroupTransfer:
+        """See Carrier."""
+
+    @abstractmethod
+    def finish(self, parcel: GroupTransfer) -> list[torch.Tensor]:
+        """See Carrier."""
+
+
+class ComparedFirst(GroupCarrier):
+    """Collectives of gloo: once the numbers are compared, others move the data.
+
+    Where exchanges differ, so may the sizes of what they move, and gloo ends a process whose buffer is too small; so no
+    data move before. The host waits for the numbers where an exchange starts: what is under way then is the data.
+    """
+
+    def __init__(self, group: Group, alarm: Alarm) -> None:
+        self.group, self.alarm = processes_of(group), alarm
+        self._owner: Group = group
+
+    def start(self, load: Load) -> GroupTransfer:
+        """See Carrier. Ranks have met when data starts to move, so a transfer lasts from then on."""
+        self.alarm.check()
+        identity = load.identity
+        numbers, mine = torch.zeros(self.group.size(), dtype=torch.int64), torch.tensor([identity.number])
+        with Liveness.watch(self.alarm.liveness, str(identity), with_servers=True):
+            self._wait([dist.all_gather(list(numbers.split(1)), mine, group=self.group, async_op=True)], identity)
+            if found := compare(dict(enumerate(numbers.tolist()))):
+                self.alarm.stop(found)
+                self.alarm.check()
+            begun, under_way = time.perf_counter(), self.move(load)
+        transfers, widths = load.transfers, [rows.shape[1] * rows.element_size() for rows in load.packed]
+        if transfers is not None and under_way.data:
+            sent, received = (
+                sum(counts[way] * width for counts, width in zip(load.counts, widths, strict=True)) for way in (0, 1)
+            )
+            if (size := transfers.size(sent, received)) is not None:
+                # Noted when the end comes, not when somebody waits for it.
+                ended = torch.futures.collect_all([work.get_future() for work in under_way.data])
+                ended.add_done_callback(lambda _: transfers.note(size, time.perf_counter() - begun))
+        return under_way
+
+    def finish(self, parcel: GroupTransfer) -> list[torch.Tensor]:
+        self.alarm.check()
+        with Liveness.watch(self.alarm.liveness, str(parcel.identity), with_servers=True):
+            self._wait(parcel.data, parcel.identity)
+        return parcel.arrived
+
+    def close(self) -> None:
+        """The process group belongs to the session."""
+
+    def abandon(self) -> Callable[[], None]:
+        assert isinstance(self._owner, OwnGroup)
+        self._owner.abandon()
+        del self.group, self._owner
+        return lambda: None
+
+    def _wait(self, works: list[dist.Work], identity: Identity) -> None:
+        for work in works:
+            self.alarm.liveness.patiently(work.is_completed, str(identity), identity.index, with_servers=True)
+            work.wait()
+
+
+class Collectives(GroupCarrier):
+    """Collectives of a backend for GPUs.
+
+    Where exchanges differ, so may the sizes of what they move, and these may hang; the numbers are there by then, and
+    the error is known. What hangs is aborted, and the group with it.
+    """
+
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
+        self.group, self.device, self.alarm = processes_of(group), device, alarm
+        self.rank, self.ranks = rank_of(group), size_of(group)
+        ring = torch.zeros(RING, self.ranks, dtype=torch.int64, device=device)
+        self._comparison = Comparison(ring, self.rank)
+        self._watchdog = Watchdog(alarm, partial(abort, group, device), device, self._comparison)
+
+    def start(self, load: Load) -> GroupTransfer:
+        self.alarm.check()
+        identity = load.identity
+        row = self._comparison.ring[identity.index % RING]
+        self._comparison.newest = identity.index
+        mine = torch.full((1,), identity.number, dtype=torch.int64, device=self.device)
+        with Liveness.watch(self.alarm.liveness, str(identity)), self._watchdog.inside(identity):
+            numbers = dist.all_gather_into_tensor(row, mine, group=self.group, async_op=True)
+            return replace(self.move(load), numbers=numbers)
+
+    def finish(self, parcel: GroupTransfer) -> list[torch.Tensor]:
+        self.alarm.check()
+        label, current = parcel.identity, torch.cuda.current_stream(self.device)
+        before, known, after = (torch.cuda.Event() for _ in range(3))
+        before.record(current)
+        with Liveness.watch(self.alarm.liveness, str(label)):
+            if parcel.numbers is not None:
+                parcel.numbers.wait()
+            known.record(current)
+            for work in parcel.data:
+                work.wait()
+            after.record(current)
+        others = np.flatnonzero(np.arange(self.ranks) != self.rank).tolist()
+        self._watchdog.track(before, known, label, partial(self._comparison.arrived, label, others))
+        self._watchdog.track(known, after, label)
+        return parcel.arrived
+
+    def close(self) -> None:
+        self._watchdog.close()
+
+    def abandon(self) -> Callable[[], None]:
+        """Raise CADError: of collectives on GPUs nothing can be given up while a server is waited for, and no session
+        that may lose one takes them (server/surviving/members.py)."""
+        raise CADError("transport c10d cannot be given up on GPUs")
+
+
+def c10d_transport(group: Group, device: torch.device, alarm: Alarm) -> PackedTransport:
+    """The `c10d` transport: torch.distributed's own collectives on a process group of CAD's own."""
+    carrier = ComparedFirst(group, alarm) if device.type == "cpu" else Collectives(group, device, alarm)
+    return PackedTransport(carrier, device)

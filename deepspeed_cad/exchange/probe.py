@@ -27,7 +27,8 @@ from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
 from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.links import Links, measure_links
 from deepspeed_cad.exchange.native_calls import UnreachedError, cuda_calls, open_nccl, peer_reach, symmetric_memory
-from deepspeed_cad.exchange.packed import c10d_transport, nccl_transport
+from deepspeed_cad.exchange.nccl import nccl_transport
+from deepspeed_cad.exchange.packed import c10d_transport
 from deepspeed_cad.exchange.transport import Transport
 
 logger = logging.getLogger("deepspeed_cad")

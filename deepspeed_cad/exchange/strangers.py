@@ -14,13 +14,13 @@ area before has been used by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.copies import FarPart, far_part, list_messages
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group, rank_of, size_of
@@ -28,20 +28,10 @@ from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.nccl import Messenger, TwoWays
 from deepspeed_cad.exchange.peers import open_store
-from deepspeed_cad.exchange.placement import upload
-from deepspeed_cad.exchange.rows import take
-from deepspeed_cad.exchange.split import FarPart, far_part, list_messages
+from deepspeed_cad.exchange.placement import take, upload
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 from deepspeed_cad.schedule.room import BACK, OUT, Room, lane_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class _Far:
-    """A FarPart and, on the device, what packs its rows."""
-
-    part: FarPart
-    home: torch.Tensor
 
 
 class Strangers:
@@ -58,32 +48,25 @@ class Strangers:
         self._room: dict[tuple[int, ...], int] = {}
         """Bytes that landing areas of every host were made for, the same on all ranks; see `_growing`."""
         self._roll_call = RollCall(open_store(group, "room"), np.arange(len(near)), rank_of(group), alarm)
-        self._far: WeakKeyDictionary[Schedule, tuple[_Far, _Far]] = WeakKeyDictionary()
+        self._far: WeakKeyDictionary[Schedule, list[tuple[FarPart, torch.Tensor]]] = WeakKeyDictionary()
+        """Of query and of key rows; and on the device, what packs them."""
 
     def outgoing(
         self, schedule: Schedule, fields: list[Outgoing], landed: list[torch.Tensor]
     ) -> tuple[Messenger, Table, list[torch.Tensor]]:
         """The messages of a dispatch, by which way they go, and what they read; `landed`: where they arrive here."""
         far = self._look_up(schedule)
-        packed = [take(f.home, far[f.kind].home) for f in fields]
-        table = []
-        for f, rows, area in zip(fields, packed, landed):
-            width = area.shape[1] * area.element_size()
-            table.append(list_messages(True, far[f.kind].part.packed, rows.data_ptr(), width))
-            table.append(list_messages(False, far[f.kind].part.served, area.data_ptr(), width))
-        return self.messages.out, _joined(table), packed
+        packed = [take(f.home, far[f.kind][1]) for f in fields]
+        runs = [(far[f.kind][0].packed, far[f.kind][0].served) for f in fields]
+        return self.messages.out, list_messages(runs, packed, landed), packed
 
     def returning(
         self, schedule: Schedule, fields: list[Returning], landed: list[torch.Tensor]
     ) -> tuple[Messenger, Table, list[torch.Tensor]]:
         """The same of a return."""
-        far = self._look_up(schedule)
-        table = []
-        for f, area in zip(fields, landed):
-            width = area.shape[1] * area.element_size()
-            table.append(list_messages(True, far[f.kind].part.served, f.served.data_ptr(), width))
-            table.append(list_messages(False, far[f.kind].part.landed, area.data_ptr(), width))
-        return self.messages.back, _joined(table), []
+        parts = [self._look_up(schedule)[f.kind][0] for f in fields]
+        runs = [(part.served, part.landed) for part in parts]
+        return self.messages.back, list_messages(runs, [f.served for f in fields], landed), []
 
     def make_room(self, grow: Callable[[], None], schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
         """Each host grows by itself (`grow`); where any does, all hosts hear whether it could. See Transport."""
@@ -120,16 +103,9 @@ class Strangers:
         """Leave the communicators and stop what is under way; harmless when called again."""
         self.messages.leave()
 
-    def _look_up(self, schedule: Schedule) -> tuple[_Far, _Far]:
+    def _look_up(self, schedule: Schedule) -> list[tuple[FarPart, torch.Tensor]]:
         found = self._far.get(schedule)
         if found is None:
-            found = self._far[schedule] = (self._build(schedule, QUERY), self._build(schedule, KEY))
+            parts = [far_part(schedule, self._members, kind) for kind in (QUERY, KEY)]
+            found = self._far[schedule] = [(part, upload(part.home_index, self.device)) for part in parts]
         return found
-
-    def _build(self, schedule: Schedule, kind: int) -> _Far:
-        part = far_part(schedule, self._members, kind)
-        return _Far(part, upload(part.home_index, self.device))
-
-
-def _joined(tables: list[Table]) -> Table:
-    return np.ascontiguousarray(np.concatenate([np.zeros((0, 4), np.int64), *tables]))

@@ -26,7 +26,7 @@ from deepspeed_cad.integrations.recurrent import find_recurrent
 from deepspeed_cad.pipeline.refusals import refuse_block, refuse_deepspeed, refuse_module, refuse_partitioned
 from deepspeed_cad.pipeline.schedule import BackwardTicks, ForwardTicks, LockstepSchedule
 from deepspeed_cad.pipeline.step import PipelineBinding
-from deepspeed_cad.session import Session, open_session
+from deepspeed_cad.session import open_session
 from deepspeed_cad.shares import Replica
 
 logger = logging.getLogger("deepspeed_cad")
@@ -69,7 +69,6 @@ def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     engine.dynamic_shape = engine.module.dynamic_shape = True
     engine.train_batch = _make_train_batch(binding, engine.train_batch)
     engine.eval_batch = _make_eval_batch(binding, engine.eval_batch)
-    _report_statistics(engine, session)
     return binding
 
 
@@ -79,18 +78,6 @@ def find_replica(topology: Any, rank: int) -> Replica | None:
         return None
     place = topology.get_coord(rank)
     return Replica(tuple(topology.filter_match(pipe=place.pipe, data=place.data)))
-
-
-def _report_statistics(engine: PipelineEngine, session: Session) -> None:
-    train_batch = engine.train_batch
-
-    @wraps(train_batch)
-    def train_and_report(data_iter: Any = None) -> Any:
-        loss = train_batch(data_iter)
-        write_statistics(engine, session)
-        return loss
-
-    engine.train_batch = train_and_report
 
 
 def _make_ticks(binding: PipelineBinding, run: Callable[..., None], backward: bool) -> Callable[..., None]:
@@ -137,6 +124,7 @@ def _make_train_batch(binding: PipelineBinding, original: Callable[..., Any]) ->
         except BaseException as error:
             binding.stop(error)
             raise
+        write_statistics(engine, binding.session)
         return loss
 
     return train_batch

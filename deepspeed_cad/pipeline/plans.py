@@ -159,15 +159,14 @@ class StepPlans:
         if self.plans.config.documents == "in_order":
             self.order = [list(range(len(own))) for own in given]
         else:
-            self.order = order_micro_batches([[self._work(one, kinds) for one in own] for own in given])
+            costs = [(self.plans.cost.cost_for(kind.shape), kind) for kind in kinds]
+            work = [
+                [sum(float(cost.of(one.begin, one.end, kind.window).sum()) * kind.shape.groups for cost, kind in costs)
+                 for one in own] for own in given
+            ]  # fmt: skip
+            self.order = order_micro_batches(work)
         self._documents = [[own[m] for m in order] for own, order in zip(given, self.order, strict=True)]
         return True
-
-    def _work(self, one: LocalSegments, kinds: Sequence[PlanKey]) -> float:
-        return sum(
-            float(self.plans.cost.cost_for(key.shape).of(one.begin, one.end, key.window).sum()) * key.shape.groups
-            for key in kinds
-        )
 
     def _agree(self, step: int) -> None:
         if self._documents is not None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed_cad.errors import CADConfigError
-
 
 @dataclass(frozen=True)
 class Rounds:
@@ -24,12 +22,6 @@ class Rounds:
 
     stages: int
     micro_batches: int
-
-    def __post_init__(self) -> None:
-        if self.stages < 1 or self.micro_batches < 1:
-            raise CADConfigError(
-                f"a pipeline of {self.stages} stages and {self.micro_batches} micro-batches; expected 1 or more of each"
-            )
 
     @property
     def count(self) -> int:
@@ -51,11 +43,6 @@ class Rounds:
     def has_backward(self, round_: int) -> bool:
         """Whether any stage runs backward in a round."""
         return any(self.backward(round_, stage) is not None for stage in range(self.stages))
-
-    @property
-    def ticks(self) -> int:
-        """Forward and backward ticks of a step, of one layer: 2 (M + P − 1)."""
-        return sum(self.has_forward(r) + self.has_backward(r) for r in range(self.count))
 
     def in_flight(self, stage: int) -> int:
         """Most micro-batches whose activations a stage holds at a time."""

@@ -87,14 +87,7 @@ def run_backward(
 ) -> Gradients:
     """dQ, dK and dV of this rank's rows; runs the backward of what this rank serves in this tick.
 
-    Args:
-        setup: of the backward tick.
-        do_THV: gradient of O.
-        q_THD: queries, as in the forward.
-        k_TKD: keys.
-        v_TKV: values.
-        o_THV: the forward's O, sinks folded in.
-        lse_TH: the forward's LSE, likewise.
+    O and LSE are those of the forward, sinks folded in.
     """
     own = Gradients(*new_gradients(setup.schedule, q_THD, k_TKD, v_TKV))
     landing = new_landing(setup, own, k_TKD, v_TKV)

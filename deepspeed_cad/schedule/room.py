@@ -44,12 +44,9 @@ class Room(NamedTuple):
 
 
 def lane_bytes(waves: Sequence[Ints], row: tuple[int, int], lanes: int) -> list[Ints]:
-    """[ranks] bytes that land at most in each of the places that waves take in turn.
+    """[ranks] bytes that land at most in each of the `lanes` places that waves take in turn.
 
-    Args:
-        waves: rows of every rank ([ranks, 2]), by waves.
-        row: bytes of a query and of a key row.
-        lanes: how many places there are.
+    `waves`: rows of every rank ([ranks, 2]). `row`: bytes of a query and of a key row.
     """
     each = [rows @ np.array(row, np.int64) for rows in waves]
     return [np.max(each[lane::lanes], axis=0) for lane in range(min(lanes, len(each)))]

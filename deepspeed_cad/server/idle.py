@@ -17,14 +17,8 @@ def advise(
     trainers: int,
     where: str = f"trainer 0 for {{}} of {EVERY} micro-batches",
 ) -> str:
-    """What idle ranks mean; empty where neither are idle for long.
-
-    Args:
-        servers_idle: share of their time in which servers did not attend.
-        trainers_idle: share of its time in which trainer 0, or the mean trainer, waited for exchanges.
-        servers: how many are reserved.
-        trainers: how many ranks train.
-        where: of whom and what `trainers_idle` is, with a place for it.
+    """What idle ranks mean; empty where neither are idle for long. Shares of time in which servers did not attend, and
+    trainer 0, or the mean trainer, waited for exchanges; `where` says which, with a place for the share.
     """
     shares = f"servers were idle for {servers_idle:.0%} and {where.format(f'{trainers_idle:.0%}')}"
     if servers_idle > IDLE and trainers_idle > IDLE:

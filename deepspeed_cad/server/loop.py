@@ -91,14 +91,7 @@ class Loop:
     def __init__(
         self, device: torch.device, choose: Callable[[KernelNeed], Kernel], worker: Worker, budget: int | None
     ) -> None:
-        """A server that has no group yet.
-
-        Args:
-            device: where it computes.
-            choose: gives the kernel for a need.
-            worker: makes schedules ahead.
-            budget: most bytes to hold for backward; None: no limit.
-        """
+        """A server that has no group yet. `worker` makes schedules ahead; `budget`: most bytes to hold for backward."""
         self.device, self.worker, self.budget = device, worker, budget
         self.rank = -1
         """In the present group."""

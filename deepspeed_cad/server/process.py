@@ -197,9 +197,7 @@ class _Server:
         return reason
 
     def _budget(self) -> int | None:
-        if self.device.type != "cuda":
-            return None
-        return int(torch.cuda.mem_get_info(self.device)[0] * BUDGET_SHARE)
+        return int(torch.cuda.mem_get_info(self.device)[0] * BUDGET_SHARE) if self.device.type == "cuda" else None
 
     def _end_with_trainers(self) -> None:
         """A thread that ends the process soon after the trainers did, where it is stuck in a GPU or an exchange."""

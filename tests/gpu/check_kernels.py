@@ -10,9 +10,8 @@ import torch
 from lines import Found, Lines, Place
 
 from deepspeed_cad.attention.serve import fold_sinks
-from deepspeed_cad.exchange.placement import Placement
+from deepspeed_cad.exchange.placement import Placement, take
 from deepspeed_cad.exchange.placement import place as bring
-from deepspeed_cad.exchange.rows import take
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.registry import KERNELS
 from deepspeed_cad.kernels.torch_math import TorchMath

@@ -16,9 +16,8 @@ from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
-from deepspeed_cad.exchange.carriers import ComparedFirst
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.packed import PackedTransport
+from deepspeed_cad.exchange.packed import ComparedFirst, PackedTransport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, assemble

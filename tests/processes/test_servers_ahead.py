@@ -21,12 +21,12 @@ from pool import WorkerPool
 
 from deepspeed_cad.attention.surviving.call import SurvivingPass
 from deepspeed_cad.attention.surviving.passes import Passes
-from deepspeed_cad.exchange.carriers import ComparedFirst, Load, UnderWay
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import compare
+from deepspeed_cad.exchange.packed import ComparedFirst, GroupTransfer, Load
 
 
-def _start_at_once(self: ComparedFirst, load: Load) -> UnderWay:
+def _start_at_once(self: ComparedFirst, load: Load) -> GroupTransfer:
     self.alarm.check()
     numbers, mine = torch.zeros(self.group.size(), dtype=torch.int64), torch.tensor([load.identity.number])
     gathers = dist.all_gather(list(numbers.split(1)), mine, group=self.group, async_op=True)

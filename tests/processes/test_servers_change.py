@@ -20,7 +20,7 @@ from test_servers import _family
 
 import deepspeed_cad
 from deepspeed_cad.errors import ServerLostError
-from deepspeed_cad.exchange.carriers import ComparedFirst
+from deepspeed_cad.exchange.packed import ComparedFirst
 from deepspeed_cad.server import loop, process
 from deepspeed_cad.server.launch import start_server
 from deepspeed_cad.server.rendezvous import take_place

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,15 +24,14 @@ from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landed, landing, nccl, strangers
-from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
+from deepspeed_cad.exchange.copies import dispatch_pushes, far_part, list_messages, near_part, return_pushes
 from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.peers import PeerGroup
-from deepspeed_cad.exchange.rows import take
-from deepspeed_cad.exchange.split import far_part, list_messages, near_part
+from deepspeed_cad.exchange.placement import take
 from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.schedule import KEY, QUERY, SERVER
@@ -83,10 +83,18 @@ def test_every_row_goes_one_way_there_and_back(near: list[int], seed: int) -> No
                 assert [expected[row] for row in range(first, first + rows)] == index
 
 
+def at_address(address: int, width: int) -> Any:
+    """A tensor with rows of so many bytes."""
+    return SimpleNamespace(data_ptr=lambda: address, shape=(0, width), element_size=lambda: 1)
+
+
 def test_messages_have_addresses_in_bytes() -> None:
     runs = np.array([[2, 10, 3], [0, 0, 1]])
-    assert list_messages(True, runs, 1000, 8).tolist() == [[1, 2, 1080, 24], [1, 0, 1000, 8]]
-    assert list_messages(False, runs, 1000, 0).shape == (0, 4)
+    nothing = at_address(0, 0)
+    found = list_messages(
+        [(runs, runs[:1]), (runs, runs)], [at_address(1000, 8), nothing], [at_address(5000, 8), nothing]
+    )
+    assert found.tolist() == [[1, 2, 1080, 24], [1, 0, 1000, 8], [0, 2, 5080, 24]]
 
 
 class Stream:
@@ -326,10 +334,10 @@ def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeyp
     transports = [landing_transport(rank, 2, near=[0, 1]) for rank in range(2)]
     for transport in transports:
         for way in ("out", "back"):
-            nccl = getattr(transport.strangers.messages, way).calls
-            exchange = nccl.exchange
+            calls_of = getattr(transport.strangers.messages, way).calls
+            exchange = calls_of.exchange
             monkeypatch.setattr(
-                nccl, "exchange", lambda *given, way=way, exchange=exchange: ways.append(way) or exchange(*given)
+                calls_of, "exchange", lambda *given, way=way, exchange=exchange: ways.append(way) or exchange(*given)
             )
     plans = make_schedules(2, 1, 300)
     both = [Round(plans, rank, 0, 0, CPU) for rank in range(2)]

@@ -28,8 +28,7 @@ from deepspeed_cad.exchange.copies import (
     return_pushes,
 )
 from deepspeed_cad.exchange.native_calls import CudaCalls, NativeCallError, cuda_calls
-from deepspeed_cad.exchange.placement import place, put_on_device
-from deepspeed_cad.exchange.rows import take
+from deepspeed_cad.exchange.placement import place, put_on_device, take
 from deepspeed_cad.schedule import (
     GROUP,
     HOME,

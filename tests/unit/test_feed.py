@@ -15,8 +15,8 @@ from deepspeed_cad.ahead.gather import Said, State, Subject, What
 from deepspeed_cad.ahead.step import StepAhead
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.carriers import ComparedFirst
 from deepspeed_cad.exchange.failure.identity import Identity
+from deepspeed_cad.exchange.packed import ComparedFirst
 from deepspeed_cad.layout import segments_from_cumulative
 from deepspeed_cad.shares import Shares
 

@@ -24,7 +24,7 @@ from deepspeed_cad.exchange.failure.identity import (
     describe,
 )
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.packed import nccl_transport
+from deepspeed_cad.exchange.nccl import nccl_transport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.schedule import QUERY, Schedule
 

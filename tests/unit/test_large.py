@@ -7,15 +7,14 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from test_exchange_mixed import at_address
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.attention.serve import keys_by_group
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.copies import address_fields, dispatch_pushes, plan_landing, return_pushes
+from deepspeed_cad.exchange.copies import address_fields, dispatch_pushes, list_messages, plan_landing, return_pushes
 from deepspeed_cad.exchange.native_calls import CudaCalls
-from deepspeed_cad.exchange.placement import Placement, place
-from deepspeed_cad.exchange.rows import take
-from deepspeed_cad.exchange.split import list_messages
+from deepspeed_cad.exchange.placement import Placement, place, take
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, QUERY, ROWS, SERVER_ROW, build_slices, schedule_rank
 
@@ -60,7 +59,8 @@ def test_tables_of_an_exchange() -> None:
         [(QUERY, 1 << 45, GROUPS * ROW_BYTES, ROW_BYTES, ROW_BYTES)] * 2, np.array([0, 1 << 46]), plan
     )
     assert fields[1, 6] == (1 << 46) + 3 * (LONG - 64) * ROW_BYTES
-    sizes = list_messages(True, np.array([[1, 2 * LONG, LONG]]), 1 << 44, ROW_BYTES)
+    far = at_address(1 << 44, ROW_BYTES)
+    sizes = list_messages([(np.array([[1, 2 * LONG, LONG]]), np.zeros((0, 3), int))], [far], [far])
     assert sizes.tolist() == [[1, 1, (1 << 44) + 2 * LONG * ROW_BYTES, LONG * ROW_BYTES]]
 
 

@@ -17,7 +17,7 @@ from deepspeed_cad.ahead.plan import Learned
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS, CostModel
-from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.kernels.interface import MaskRule
@@ -66,13 +66,9 @@ def test_every_micro_batch_runs_once_and_after_what_it_needs(stages: int, count:
 @pytest.mark.parametrize(("stages", "count"), [(1, 1), (2, 8), (4, 2), (3, 9)])
 def test_as_many_ticks_as_1f1b(stages: int, count: int) -> None:
     rounds = Rounds(stages, count)
-    assert rounds.ticks == 2 * (count + stages - 1)
+    ticks = sum(rounds.has_forward(r) + rounds.has_backward(r) for r in range(rounds.count))
+    assert ticks == 2 * (count + stages - 1)
     assert [rounds.in_flight(s) for s in range(stages)] == [min(count, 2 * (stages - 1 - s) + 1) for s in range(stages)]
-
-
-def test_impossible_rounds() -> None:
-    with pytest.raises(CADConfigError, match="0 micro-batches"):
-        Rounds(2, 0)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.nccl import NcclCarrier, UnderWay
 from deepspeed_cad.exchange.packed import PackedTransport
-from deepspeed_cad.exchange.rows import rows_of_kinds
+from deepspeed_cad.exchange.placement import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import MaskRule

@@ -144,7 +144,9 @@ class Comparison:
         if self._arrived:
             # First what is to be compared, then the copy: everything in the list lies in the ring when it is read.
             self._reading = [self._arrived.popleft() for _ in range(len(self._arrived))]
-            self._begin_copy()
+            with torch.cuda.stream(self._stream):
+                self._host.copy_(self.ring, non_blocking=True)
+                self._copied = self._stream.record_event()
         return ""
 
     def finish(self, patience_s: float = 5.0) -> str:
@@ -155,11 +157,6 @@ class Comparison:
 
         found = wait_until(ask, patience_s, longest_pause_s=EXCHANGE_PAUSE_S)
         return found if isinstance(found, str) else ""
-
-    def _begin_copy(self) -> None:
-        with torch.cuda.stream(self._stream):
-            self._host.copy_(self.ring, non_blocking=True)
-            self._copied = self._stream.record_event()
 
     def _compare(self) -> str:
         rows, started = self._host.tolist(), self.newest
