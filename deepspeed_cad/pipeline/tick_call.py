@@ -11,17 +11,17 @@ rows of its own. `T` query rows and key rows at home; other shapes as in serve.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deepspeed_cad.attention.backward import Gradients, finish_back, new_landing, sinks_gradient, with_packed_heads
+from deepspeed_cad.attention.call import AttentionCall, Unused
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import Kept, as_received, version_of
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.overlap import run_alone, run_tasks
-from deepspeed_cad.attention.parked import Parked, is_saved_plainly
+from deepspeed_cad.attention.parked import is_saved_plainly
 from deepspeed_cad.attention.serve import (
     HomeRows,
     by_group,
@@ -36,7 +36,6 @@ from deepspeed_cad.attention.serve import (
     run_served_backward,
 )
 from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
 
@@ -150,67 +149,45 @@ def serve_tick(setup: CallSetup, kind: LayerKind, backward: bool) -> None:
     run_backward(setup, torch.zeros_like(o), q, k, v, o, lse)
 
 
-@dataclass(eq=False)
-class TickCall:
-    """One layer of one micro-batch on this rank: its forward tick, what it leaves, and its backward tick."""
+class TickCall(AttentionCall):
+    """One layer of one micro-batch on this rank: its forward tick, what it leaves, and its backward tick.
 
-    forward: CallSetup
-    backward: Callable[[], CallSetup]
-    """Begins this layer's backward tick; called when its gradient is there."""
-    kept: Kept | None = None
-    """O, LSE and sinks, from the forward until the backward ran; this rank keeps nothing of what it served."""
-    parked: Parked | None = None
-    """The same, where it is parked; `kept` is there when it came back."""
-    released: bool = False
-    _saved_plainly: bool = False
+    From the forward until the backward ran it keeps, or parks, O, LSE and sinks, and nothing of what it served.
+    """
+
+    def __init__(self, forward: CallSetup, backward: Callable[[], CallSetup]) -> None:
+        """`backward` begins this layer's backward tick; called when its gradient is there."""
+        super().__init__(forward)
+        self.backward = backward
 
     def __call__(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, sinks_H: torch.Tensor | None = None
+        self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
         """O [T, H, V]. A second call is that of a checkpointed layer: it gets the O of the first, and no tick runs."""
         self._saved_plainly = is_saved_plainly()
-        o: torch.Tensor = _Attend.apply(self, q_THD, k_TKD, v_TKV, sinks_H)
+        o: torch.Tensor = _Attend.apply(self, q_THD, k_UKD, v_UKV, sinks_H)
         return o
 
     def attend(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, sinks_H: torch.Tensor | None
     ) -> torch.Tensor:
         """O of the forward, which this call keeps with its LSE."""
-        if self.released:
-            raise CADError(
-                f"{self.forward.label}: it ran again after its backward (retain_graph=True?); what attention keeps is "
-                "freed as soon as its backward ran"
-            )
-        self._take()
-        if self.kept is not None:
-            self.forward.counts.replays += 1
-            return self.kept.o_THV
-        parking = self.forward.modes.parking
-        if parking is not None:
-            parking.settle()
-        o, lse = run_forward(self.forward, q_THD, k_TKD, v_TKV)
+        if not isinstance(self.state, Unused):
+            kept = self.take()
+            self.setup.counts.replays += 1
+            return kept.o_THV
+        if self.parking is not None:
+            self.parking.settle()
+        o, lse = run_forward(self.setup, q_THD, k_TKD, v_TKV)
         if sinks_H is not None:
             o, lse = fold_sinks(o, lse, sinks_H)
         kept = Kept(o, lse, (), None if sinks_H is None else sinks_H.clone(), version_of(o))
         # Saved plainly, O stays for the layer behind attention, and LSE alone is not worth the way.
-        if parking is None or self._saved_plainly:
-            self.kept = kept
+        if self._saved_plainly:
+            self.state = kept
         else:
-            self.parked = Parked(parking, kept, (), self.forward.label, saved_plainly=False)
+            self.keep(kept, ())
         return o
-
-    def _take(self) -> None:
-        """Have what is parked on the device."""
-        if self.parked is not None and self.kept is None and not self.released:
-            self.kept = self.parked.take()
-
-    def release(self) -> Kept:
-        """What this call holds no longer. Raises CADError where it holds nothing."""
-        self._take()
-        if self.kept is None:
-            raise CADError(f"{self.forward.label}: a second backward through the same forward is not supported")
-        kept, self.kept, self.released = self.kept, None, True
-        return kept
 
 
 class _Attend(torch.autograd.Function):
@@ -227,11 +204,12 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: TickCall = ctx.call
         q, k, v = ctx.saved_tensors
-        kept = call.release()
-        kept.check_unchanged(call.forward.label)
-        if call.parked is not None:
-            call.parked.fetch()
+        kept, parked = call.take(), call.parked
+        call.end()
+        kept.check_unchanged(call.setup.label)
+        if parked is not None:
+            parked.fetch()
         do = with_packed_heads(do)
         dq, dk, dv = run_backward(call.backward(), do, q.detach(), k.detach(), v.detach(), kept.o_THV, kept.lse_TH)
-        dsinks = sinks_gradient(call.forward, kept, do) if ctx.needs_input_grad[4] else None
+        dsinks = sinks_gradient(call.setup, kept, do) if ctx.needs_input_grad[4] else None
         return None, dq, dk, dv, dsinks

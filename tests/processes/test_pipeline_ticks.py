@@ -12,6 +12,7 @@ import torch.distributed as dist
 from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, check_fields, expected_of, rows_of, worst_error
 from pool import WorkerPool
 
+from deepspeed_cad.attention.call import Released
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.parking import Parking
@@ -93,11 +94,15 @@ def _run(
             call(leaves["q"], leaves["k"], leaves["v"], sink)
         if lot is not None:
             lot.settle()
-            assert call.kept is None and call.parked is not None and call.parked.is_away
+            assert call.parked is not None and call.state is call.parked and call.parked.is_away
     o = call(leaves["q"], leaves["k"], leaves["v"], sink)
     o.backward(mine["do"])
     backward.finish()
-    assert transport.exchanges == 4 * cut.waves and counts.replays == int(checkpointed) and call.kept is None
+    assert (
+        transport.exchanges == 4 * cut.waves
+        and counts.replays == int(checkpointed)
+        and isinstance(call.state, Released)
+    )
     return worst_error(rank, expected_of(layout, rule, sink, dtype), o, leaves, sink)
 
 
