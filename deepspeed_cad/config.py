@@ -23,6 +23,7 @@ _CHOICES: dict[str, tuple] = {
     "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
     "keep": ("device", "host"),
     "documents": ("auto", "deal", "keep", "in_order"),
+    "forward_only": ("local", "balanced"),
     "look_ahead": (0, 1),
     "check": ("sampled", "off"),
     "on_server_failure": ("stop", "continue"),
@@ -130,6 +131,13 @@ class CADConfig:
     say that both do not matter. "keep": they stay on the rank that loaded them; with gradient accumulation the ranks
     but 0 train their micro-batches in another order, so that heavy ones of all ranks meet. "in_order": every rank keeps
     its loader's order, too. See docs/steps.md."""
+
+    forward_only: str = "local"
+    """How forwards without backward attend: evaluation, log-probabilities of an old policy or a reference. "local":
+    each rank attends its own documents, so a rank may evaluate alone; the Trainer's evaluation, forwards in its steps
+    and prepared loaders of Accelerate are balanced where every rank is known to run as many. "balanced": all ranks run
+    all such forwards together, and documents may span ranks. Generation is local either way. See
+    docs/forward-only.md."""
 
     look_ahead: int = 1
     """How many steps ahead lengths are gathered and plans made, in a background thread. 0: plan at the forward pass."""

@@ -8,7 +8,7 @@ as much as about 250 pairs, and the four terms predict the measured kernels over
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,11 @@ class CostModel:
         keys = end - window_start(begin, window)
         cost = self.pair * count_pairs(begin, end, window) + self.row * rows + self.key * keys + self.task
         return np.where(rows > 0, cost, 0.0)
+
+    def of_forward(self, share: float) -> CostModel:
+        """The cost of the forward alone; `share`: of the forward in the cost of pairs and rows. Keys cost in backward
+        only, and what one byte costs is counted where passes are timed."""
+        return replace(self, pair=self.pair * share, row=self.row * share, key=0.0, task=self.task * share)
 
 
 TICKS_PER_LOAD = 2

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,8 @@ class Session:
         """Of the job that train; those of the CAD group are `group_ranks`."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._statistics = Statistics()
+        self.forward_only = Statistics()
+        """Of forwards without backward that all ranks ran together: only what is counted with each micro-batch."""
         self._read: dict[str, Statistics] = {}
         self._said: set[str] = set()
         """Lines of which each is said once, by what they are about; warnings by their text."""
@@ -83,6 +85,10 @@ class Session:
         self.counts = CallCounts()
         self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         """What integrations attached to which model."""
+        self.references: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+        """The same of models that are only looked at."""
+        self.decoders: WeakSet[torch.nn.Module] = WeakSet()
+        """Of all of these, and of models that keep their attention."""
         self.feeds: list[Feed] = []
         self.groups = open_groups(config, device, replica, self.rank, self.ranks)
         self.liveness, self.servers, self.shares = self.groups.liveness, self.groups.servers, self.groups.shares
@@ -215,6 +221,8 @@ class Session:
             if self.transport is not None:
                 self.transport.close()
         finally:
+            for reference in self.references.values():
+                reference.remove()
             self.leave("")
             self.groups.close()
 
@@ -247,6 +255,10 @@ class Session:
         self.feeds.append(Feed(self.plans, fingerprint, number=len(self.feeds)))
         return self.feeds[-1]
 
+    def open_reference_feed(self, fingerprint: str) -> Feed:
+        """The same of a model that is only looked at, perhaps not on every rank."""
+        return Feed(self.plans, fingerprint, None)
+
     def find_binding(self, model: torch.nn.Module) -> Any:
         """What was bound to a model, through any wrapper, or None."""
         return next((self.bindings[module] for module in model.modules() if module in self.bindings), None)
@@ -255,6 +267,9 @@ class Session:
         self, loader: Any, model: torch.nn.Module, *, accumulation: int | None = None, global_loss: bool = False
     ) -> LookAheadLoader:
         """A loader for a training loop of one's own that arranges and announces each step while the one before trains.
+
+        Under no_grad, or with a model in eval mode, it gives its batches out as they are; with `"forward_only":
+        "balanced"` ranks may then have unequal numbers of them: at its end this rank attends for those that have more.
 
         `accumulation`: micro-batches per optimizer step; None: what a DeepSpeed engine says, else 1. `global_loss`
         states that the loss is a sum over tokens, divided by one number for the whole step of all ranks: documents may
@@ -268,12 +283,15 @@ class Session:
         if accumulation is None:
             accumulation = int(says()) if callable(says) else 1
         trained = (lambda: int(engine.micro_steps)) if hasattr(model, "micro_steps") else None
-        return LookAheadLoader(loader, binding.feed, accumulation, trained)
+        return LookAheadLoader(loader, binding.feed, accumulation, trained, binding)
 
     # Statistics
 
-    def count(self, micro_batch: MicroBatch) -> None:
-        """Count a micro-batch that is about to be trained."""
+    def count(self, micro_batch: MicroBatch, trained: bool = True) -> None:
+        """Count a micro-batch whose forward begins; `trained`: a backward follows."""
+        if not trained:
+            self.forward_only.add(micro_batch)
+            return
         if self.servers.at_start and self.rank == 0 and self._statistics.micro_batches % EVERY == 0:
             self._look_for_idle()
         self._statistics.add(micro_batch)

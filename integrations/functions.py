@@ -40,6 +40,8 @@ class Scope:
     micro_batch: MicroBatch | None
     """None: the model runs the attention it had before CAD (generation with a cache)."""
     training: bool = False
+    shared: bool = False
+    """Other ranks take part in its attention; so in all training."""
     unread: Unread | None = None
     empty: bool = False
     """This rank has no tokens: the model runs on one row of padding, which is taken out of its output."""

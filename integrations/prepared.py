@@ -3,7 +3,8 @@
 In: the class `accelerate.data_loader.DataLoaderShard`, whose iteration is wrapped once per process. A loader stays what
 it is; only its iterator changes, and only where it is seen that its batches are trained as they are: CAD is on for one
 model, the first batch of the epoch was its next training forward, unchanged, on every rank. So loaders of evaluation,
-loaders that a script only looks at, and batches that a script shortens or joins go straight through.
+loaders that a script only looks at, and batches that a script shortens or joins go straight through; of loaders that
+give every rank as many batches, forwards without backward are balanced.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from deepspeed_cad.integrations.forward_only import given_out
 
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.ahead.loader import LookAheadLoader
@@ -46,13 +49,22 @@ class PreparedIterator:
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
         self.loader, self._plain = loader, batches
         self._binding: Binding | None = None
+        self._even = _gives_as_many(loader)
+        self._counted = (0, 0)
+        """Training forwards, and those without backward that ranks ran together, before the first batch."""
         self._batches = self._announced()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._follow()
+            raise
+        given_out(batch if self._even else None)
+        return batch
 
     def plain(self) -> Iterator[Any]:
         """The batches, for somebody else to announce; only before the first was taken."""
@@ -72,10 +84,11 @@ class PreparedIterator:
             first = next(self._plain)
         except StopIteration:
             return
-        before = 0 if binding is None else binding.trained
+        if binding is not None:
+            self._counted = binding.trained, binding.looked
         yield first
         # Every rank gets here after its first step, or none does: evaluation and looking around train nothing.
-        if binding is None or binding.announcer is not None or binding.trained != before + 1:
+        if binding is None or binding.announcer is not None or binding.trained != self._counted[0] + 1:
             yield from self._plain
         elif not binding.feed.agree_to_announce(_reads(binding, first)):
             yield from self._plain
@@ -86,6 +99,13 @@ class PreparedIterator:
             finally:
                 # Also where the script breaks off: the iterator goes with its loop.
                 self.drop()
+
+    def _follow(self) -> None:
+        """The epoch is over: attend for ranks that have more of it, where it was one of forwards without backward."""
+        binding = self._binding
+        if binding is not None and binding.trained == self._counted[0] and binding.looked > self._counted[1]:
+            self._counted = binding.trained, binding.looked
+            binding.follow()
 
     def _find_binding(self) -> Binding | None:
         """The model that may train these batches, if there is one only, and plans can be made ahead."""
@@ -116,6 +136,12 @@ class _Rest:
     @end_of_dataloader.setter
     def end_of_dataloader(self, value: bool) -> None:
         self._loader.end_of_dataloader = value
+
+
+def _gives_as_many(loader: Any) -> bool:
+    """Whether a prepared loader is known to give every rank as many batches."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return type(sampler).__name__ == "BatchSamplerShard" and bool(getattr(sampler, "even_batches", False))
 
 
 def _reads(binding: Binding, batch: Any) -> bool:

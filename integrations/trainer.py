@@ -1,7 +1,8 @@
 """The Hugging Face Trainer: its steps are arranged and announced ahead, and its log shows CAD's statistics.
 
 In: the class `transformers.Trainer`, wrapped once per process at class level, so that TRL's and other trainers that
-derive from it are served too. A trainer whose model is not bound, and evaluation, go straight through.
+derive from it are served too. Inside a step all ranks run the same forwards, and in an evaluation in which they have as
+many batches: those without backward are balanced. A trainer whose model is not bound goes straight through.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
+from deepspeed_cad.integrations.forward_only import in_step
 from deepspeed_cad.integrations.prepared import PreparedIterator
 
 from deepspeed_cad.ahead.feed import Feed
@@ -35,6 +37,8 @@ _AHEAD = "_deepspeed_cad_ahead"
 def install_trainer_hooks(module: ModuleType) -> None:
     """Wrap the Trainer of the module `transformers.trainer`. Idempotent; called when a model is bound."""
     _wrap(module.Trainer, "get_batch_samples", _wrap_get_batch_samples)
+    _wrap(module.Trainer, "training_step", _wrap_training_step)
+    _wrap(module.Trainer, "evaluation_loop", _wrap_evaluation_loop)
     _wrap(module.Trainer, "log", _wrap_log)
 
 
@@ -118,6 +122,36 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         return samples, count
 
     return get_batch_samples
+
+
+def _wrap_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _binding_of(self) is None:
+            return original(self, *args, **kwargs)
+        with in_step():
+            return original(self, *args, **kwargs)
+
+    return training_step
+
+
+def _wrap_evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        binding = _binding_of(self)
+        # All ranks are here: the Trainer gathers their losses.
+        if binding is None or binding.session.group_ranks == 1 or not binding.feed.as_many(_count(dataloader)):
+            return original(self, dataloader, *args, **kwargs)
+        with in_step():
+            return original(self, dataloader, *args, **kwargs)
+
+    return evaluation_loop
+
+
+def _count(loader: Any) -> int | None:
+    """How many batches a loader has, where it knows."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _refuse_trainer(trainer: Any) -> None:

@@ -20,6 +20,7 @@ import torch
 from deepspeed_cad.integrations import borders as borders_of
 from deepspeed_cad.integrations.alternating import alternate
 from deepspeed_cad.integrations.borders import Borders, find_borders
+from deepspeed_cad.integrations.forward_only import are_shared, generates, install_generation_hooks
 from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad_mask, running
 from deepspeed_cad.integrations.interleaved import Interleaving, interleave
 from deepspeed_cad.integrations.mask_check import is_due
@@ -32,8 +33,9 @@ from deepspeed_cad.integrations.models import (
     refuse_spanning,
 )
 from deepspeed_cad.integrations.padding import Padding, counts, find_padding
-from deepspeed_cad.integrations.positions import compare_later, no_rows, one_row, plain_mask
+from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
+from deepspeed_cad.integrations.references import watch_for_references
 from deepspeed_cad.integrations.shares import find_replica, refuse_parts_of_heads
 from deepspeed_cad.integrations.structure import (
     decoder_layers,
@@ -55,7 +57,7 @@ from deepspeed_cad.integrations.verify import (
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from _deepspeed_cad_waiter import when_imported
-from deepspeed_cad.ahead.documents import MASK, batch_shape, read_documents
+from deepspeed_cad.ahead.documents import MASK, Announcement, batch_shape, read_documents
 from deepspeed_cad.ahead.step import NOT_STATED, settle
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.config import CADConfig
@@ -70,19 +72,27 @@ logger = logging.getLogger("deepspeed_cad")
 class Binding:
     """CAD on one model: its hooks, its feed of micro-batches, and the attention it had before."""
 
-    def __init__(self, model: PreTrainedModel, session: Session) -> None:
-        self.session = session
+    def __init__(self, model: PreTrainedModel, session: Session, reference: bool = False) -> None:
+        """`reference`: it is only looked at, and keeps its attention where it is trained."""
+        self.session, self.reference = session, reference
         self.model = weakref.ref(model)
         self.decoder = weakref.ref(find_decoder(model))
-        self.original = model.config._attn_implementation or default_attention(model.config)
+        before = model.config._attn_implementation
+        # The config of a copy of a model for which CAD is on has our name.
+        self.original = default_attention(model.config) if before in (None, NAME) else before
         self.ulysses = Ulysses(self.original, session) if session.shares.pieces else None
-        self.feed = session.open_feed(describe(model))
-        settle(self.feed, model, NOT_STATED)
+        self.feed = session.open_reference_feed(describe(model)) if reference else session.open_feed(describe(model))
+        if not reference:
+            settle(self.feed, model, NOT_STATED)
         self.forwards = 0
         self.called_with: dict[str, Any] = {}
         """Arguments of the whole model while its forward runs; empty where only its decoder is called."""
         self.trained = 0
         """Training forwards so far."""
+        self.looked = 0
+        """Forwards without backward so far that all ranks ran together."""
+        self._follows: MicroBatch | None = None
+        """What other ranks have and this one attends without rows of its own."""
         self.last_read: LocalSegments | None = None
         """Documents of this rank in the last of them."""
         self.announcer: Any = None
@@ -126,8 +136,10 @@ class Binding:
         if decoder is not model:
             model.register_forward_pre_hook(_make_call(self), with_kwargs=True)
             model.register_forward_hook(_make_return(self), always_call=True)
-        decoder.register_forward_pre_hook(_make_enter(self), with_kwargs=True)
-        decoder.register_forward_hook(_make_leave(self), with_kwargs=True, always_call=True)
+        self._hooks = (
+            decoder.register_forward_pre_hook(_make_enter(self), with_kwargs=True),
+            decoder.register_forward_hook(_make_leave(self), with_kwargs=True, always_call=True),
+        )
         layers = decoder_layers(decoder) or torch.nn.ModuleList()
         if self.session.config.overlap_used in ("interleave", "pingpong"):
             for layer in layers:
@@ -144,9 +156,21 @@ class Binding:
         if self.ways is not None:
             keep_whole(decoder)
             watch_state(decoder, layers)
+        self.session.decoders.add(decoder)
+        if self.reference:
+            return
         if self.session.tracer is not None:
             self.session.tracer.watch_layers(layers)
+        watch_for_references(decoder, bind_reference)
         self.session.bind(model, self)
+
+    def remove(self) -> None:
+        """Give a reference its own attention back."""
+        model = self.model()
+        if model is not None:
+            for hook in self._hooks:
+                hook.remove()
+            text_part(model).set_attn_implementation(self.original)
 
     def enter(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Before the decoder's forward: find the micro-batch and its plan."""
@@ -154,50 +178,87 @@ class Binding:
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("output_attentions"):
             raise CADUnsupportedError("output_attentions=True: attention that runs elsewhere has no weights to return")
-        training = decoder.training
-        if not training and (self.ulysses is not None or given.get("past_key_values") is not None):
+        training, unread = decoder.training and torch.is_grad_enabled(), None
+        cached = given.get("past_key_values") is not None or generates()
+        shared = training or (not cached and (self._follows is not None or are_shared(self.session, given)))
+        if self.reference and torch.is_grad_enabled():
+            running.set(Scope(self, None))
+            return {}
+        if not shared and (cached or self.ulysses is not None):
             running.set(Scope(self, None, in_pieces=self.ulysses is not None))
             return {}
-        if training and any(getattr(m, "gradient_checkpointing", False) for m in self._checkpointed):
-            refuse_checkpointing(decoder)
-        unread = None
-        if not training:
-            micro_batch = self.session.plans.open_local(read_documents(given).local)
+        if training:
+            micro_batch, unread = self._take(decoder, given)
+        elif shared:
+            micro_batch = self._look(given)
         else:
-            # Without gradients it is another look at data that is trained, or none of it: a reference's answer in DPO.
-            queued = torch.is_grad_enabled()
-            announced = self.feed.next_announced if queued else None
-            if announced is not None and (unread := compare_later(given, announced)) is not None:
-                micro_batch = self.feed.take(None)
-            else:
-                try:
-                    mine = self.feed.read(given)
-                except CADError as error:
-                    self.feed.fail(error)
-                micro_batch = self.feed.take(mine, queued)
-                announced = mine
-            if queued:
-                self.trained += 1
-                self.last_read = announced.local
-            self.session.count(micro_batch)
-        if training and micro_batch.layout.segments.begin.any():
-            refuse_spanning(getattr(decoder, "config", None), self.ways is not None)
+            micro_batch = self.session.plans.open_local(read_documents(given).local)
+        if shared:
+            self.session.count(micro_batch, training)
+            if micro_batch.layout.segments.begin.any():
+                refuse_spanning(getattr(decoder, "config", None), self.ways is not None)
         empty = 0 in batch_shape(given)
         if not empty and self.ulysses is None:
             self._look_at_padding(micro_batch, given)
         ready_made = getattr(given.get(MASK), "ndim", 2) == 4
         shown = int(micro_batch.local().end.max(initial=0)) if ready_made else 0
-        running.set(Scope(self, micro_batch, training, unread, empty, shown=shown))
-        if training and torch.is_grad_enabled() and self.verified < self.session.config.verify:
+        running.set(Scope(self, micro_batch, training, shared, unread, empty, shown=shown))
+        if training and self.verified < self.session.config.verify:
             of = self.session.config.verify
             self._check = micro_batch.check = open_check(micro_batch, self.verified, of, self.feed.fail)
             self.verified += 1
         changed = plain_mask(given)
-        if training and "use_cache" in names:
+        if (shared or decoder.training) and "use_cache" in names:
             changed["use_cache"] = False
         if self.ways is not None:
             changed |= self._hand_borders(micro_batch, (1, 1) if empty else batch_shape(given))
         return changed | (one_row(given) if empty else {})
+
+    def _take(self, decoder: torch.nn.Module, given: dict[str, Any]) -> tuple[MicroBatch, Unread | None]:
+        """The micro-batch of a training forward, and what is compared later where it was not read."""
+        if any(getattr(m, "gradient_checkpointing", False) for m in self._checkpointed):
+            refuse_checkpointing(decoder)
+        announced, unread = self.feed.next_announced, None
+        if announced is not None and (unread := compare_later(given, announced)) is not None:
+            micro_batch = self.feed.take(None)
+        else:
+            announced = self._read(given)
+            micro_batch = self.feed.take(announced)
+        self.trained += 1
+        self.last_read = announced.local
+        return micro_batch, unread
+
+    def _look(self, given: dict[str, Any]) -> MicroBatch:
+        """The micro-batch of a forward without backward that all ranks run together."""
+        self.looked += 1
+        following, self._follows = self._follows, None
+        if following is not None:
+            return following
+        micro_batch = self.feed.look(self._read(given))
+        assert micro_batch is not None  # this rank has one
+        return micro_batch
+
+    def _read(self, given: dict[str, Any]) -> Announcement:
+        try:
+            return self.feed.read(given)
+        except CADError as error:
+            self.feed.fail(error)
+
+    def looks_at_loader(self) -> bool:
+        """Whether a pass over a loader that begins now is one of forwards without backward."""
+        model = self.model()
+        return model is not None and not (model.training and torch.is_grad_enabled())
+
+    def follow(self) -> None:
+        """This rank has no further forward without backward: attend for ranks that have, until none has any."""
+        model = self.model()
+        if model is None or self.session.config.forward_only != "balanced" or self.session.group_ranks == 1:
+            return
+        nothing = torch.zeros(1, 0, dtype=torch.long, device=self.session.device)
+        with torch.no_grad():
+            while (found := self.feed.look(None)) is not None:
+                self._follows = found
+                model(input_ids=nothing)
 
     def _hand_borders(self, micro_batch: MicroBatch, shape: tuple[int, int]) -> dict[str, Any]:
         """Arguments by which layers that carry state learn where documents begin."""
@@ -217,7 +278,7 @@ class Binding:
         check: Check = scope.micro_batch.check
         if not can_run_alone(scope.micro_batch):
             return
-        running.set(Scope(self, scope.micro_batch, scope.training, alone=check))
+        running.set(Scope(self, scope.micro_batch, scope.training, scope.shared, alone=check))
         try:
             if borders_of.NAME in kwargs:
                 found, ways = kwargs[borders_of.NAME]
@@ -298,11 +359,12 @@ class Binding:
             scope.micro_batch.check.end_forward(output, is_mixture(getattr(self.decoder(), "config", None)))
             if not self.called_with:
                 self.end_model(output)
-        if output is None and scope.training:  # the forward raised
+        if output is None and scope.shared:  # the forward raised
             self.feed.forward_raised(scope.micro_batch, sys.exc_info()[1])
+        if scope.shared:
+            self.feed.learn(scope.micro_batch.layers)
         if scope.training:
             self.forwards += 1
-            self.feed.learn(scope.micro_batch.layers)
             if output is not None:
                 self.session.say_first()
         if scope.unread is not None:
@@ -372,11 +434,24 @@ def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = No
     bound: Binding | None = session.bindings.get(inner)
     if bound is not None:
         return bound
+    reference = session.references.pop(find_decoder(inner), None)
+    if reference is not None:
+        reference.remove()
     binding = Binding(inner, session)
     binding.install()
     when_imported("transformers.trainer", _install_trainer_hooks)
     when_imported("accelerate.data_loader", _install_loader_hooks)
+    when_imported("transformers.generation.utils", install_generation_hooks)
     return binding
+
+
+def bind_reference(decoder: torch.nn.Module, session: Session) -> None:
+    """Give a model that is only looked at the attention of CAD. Raises CADUnsupportedError where it has none."""
+    if isinstance(decoder, PreTrainedModel):
+        refuse_model(decoder)
+        binding = Binding(decoder, session, reference=True)
+        binding.install()
+        session.references[decoder] = binding
 
 
 def _install_loader_hooks(loaders: types.ModuleType) -> None:

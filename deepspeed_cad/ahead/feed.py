@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,12 @@ from deepspeed_cad.ahead.gather import Said, State, Subject, What
 from deepspeed_cad.ahead.plan import Plans
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
-from deepspeed_cad.layout import Ints
+from deepspeed_cad.layout import Ints, LocalSegments
+
+Found = TypeVar("Found", MicroBatch, MicroBatch | None)
+
+NOTHING = Announcement(LocalSegments.none(0))
+"""Of a rank that has no further micro-batch and attends for the others."""
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -53,9 +58,14 @@ class End:
 class Feed:
     """The micro-batches of one model, in the order in which it trains them."""
 
-    def __init__(self, plans: Plans, fingerprint: str, number: int = 0) -> None:
-        """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one."""
-        self.plans, self.fingerprint, self.number = plans, fingerprint, number
+    def __init__(self, plans: Plans, fingerprint: str, number: int | None = 0) -> None:
+        """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one.
+
+        None for a model that is only looked at, such as a reference: ranks may have other ones of these, so it gets a
+        number when all ranks first run it together.
+        """
+        self.plans, self.fingerprint, self.number = plans, fingerprint, number or 0
+        self._numbered = number is not None
         self.gatherer, self.worker, self.config = plans.gatherer, plans.worker, plans.config
         self.rank, self.shares = self.gatherer.rank, self.gatherer.shares
         self.replicas = len(self.shares.replicas)
@@ -73,7 +83,7 @@ class Feed:
         """What is different about the micro-batches of a step, in words; empty where they come as they were loaded."""
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
         self._epoch = self._index = self._step = self._asked = 0
-        self._counted = dict.fromkeys((What.FORWARD, What.LOOK), 0)
+        self._forwards = self._looks = 0
         self._unannounced = 0
         """Training forwards in a row that no loader had announced."""
         self._ends: dict[int, End] = {}
@@ -89,10 +99,17 @@ class Feed:
 
     def agree_to_announce(self, here: bool) -> bool:
         """Whether the batches of a loader reach the model as they are, on every rank; asked by every rank."""
+        return all(self._ask_all(int(here)))
+
+    def as_many(self, batches: int | None) -> bool:
+        """Whether the loaders of all ranks have as many batches; None: not known. Asked by every rank."""
+        counts = self._ask_all(-1 if batches is None else batches)
+        return counts[0] >= 0 and len(set(counts)) == 1
+
+    def _ask_all(self, value: int) -> list[int]:
         number, self._asked = self._asked, self._asked + 1
         subject = Subject(What.LOADER, self.number, index=number)
-        said = self.worker.run(lambda: self.gatherer.gather(subject, value=int(here)))
-        return all(one.value for one in said)
+        return [one.value for one in self.worker.run(lambda: self.gatherer.gather(subject, value=value))]
 
     def begin_epoch(self) -> None:
         """The loader starts again: what was announced but not trained is dropped, here and on the other ranks."""
@@ -176,15 +193,10 @@ class Feed:
 
     # What forwards say
 
-    def take(self, mine: Announcement | None, queued: bool = True) -> MicroBatch:
-        """The planned micro-batch of this forward. `mine` is None where it is the announced one, unread.
-
-        `queued` is false for a forward that is none of the announced ones; it is the same on every rank.
-        """
-        if self.plans.abandoned:
-            # Also where plans were ready before: this rank's part of an exchange is missing, so no later one pairs up.
-            raise CADPeerError(self.plans.abandoned)
-        if self._ahead and queued:
+    def take(self, mine: Announcement | None) -> MicroBatch:
+        """The planned micro-batch of this training forward. `mine` is None where it is the announced one, unread."""
+        self._refuse_abandoned()
+        if self._ahead:
             announced, future = self._ahead.popleft()
             self._unannounced = 0
             if mine is not None and not announced.local.same_as(mine.local):
@@ -199,9 +211,38 @@ class Feed:
         elif mine is None:
             raise CADError("no micro-batch was announced")
         else:
-            if queued:
-                self._plans_at_forward()
-            future = self._gather_now(mine, What.FORWARD if queued else What.LOOK)
+            self._plans_at_forward()
+            future = self._gather_now(mine)
+        return self._wait(future)
+
+    def look(self, mine: Announcement | None) -> MicroBatch | None:
+        """The planned micro-batch of a forward without backward, which all ranks run together; none is announced.
+
+        `mine` is None where this rank has no further one and attends for those that have; None where no rank has.
+        """
+        self._refuse_abandoned()
+        if not self._numbered:
+            self.plans.references += 1
+            self.number, self._numbered = -self.plans.references, True
+        index, keys = self._looks, dict(self.keys)
+        self._looks += 1
+
+        def job() -> MicroBatch | None:
+            said = self._gather(Subject(What.LOOK, self.number, index=index), None if mine is None else mine.to_array())
+            if all(one.state == State.ENDED for one in said):
+                return None
+            all_ranks = [Announcement.from_array(one.payload) if len(one.payload) else NOTHING for one in said]
+            return self.plans.open(all_ranks, keys, self.number, backward=False)
+
+        return self._wait(self.worker.submit(job))
+
+    def _refuse_abandoned(self) -> None:
+        if self.plans.abandoned:
+            # Also where plans were ready before: this rank's part of an exchange is missing, so no later one pairs up.
+            raise CADPeerError(self.plans.abandoned)
+
+    def _wait(self, future: Future[Found]) -> Found:
+        """The micro-batch that a job on the look-ahead thread plans, ready for its forward."""
         self.worker.trains_here()
         try:
             micro_batch = self.worker.wait(future, "document lengths and plan")
@@ -209,9 +250,10 @@ class Feed:
             # This rank stops here; those that wait for it in an exchange learn why.
             self.abandon(error)
             raise
-        if self.gatherer.liveness is not None:
-            self.gatherer.liveness.take(micro_batch.turn)
-        micro_batch.calls.prepare()
+        if micro_batch is not None:
+            if self.gatherer.liveness is not None:
+                self.gatherer.liveness.take(micro_batch.turn)
+            micro_batch.calls.prepare()
         return micro_batch
 
     def learn(self, layers: dict[PlanKey, int]) -> None:
@@ -274,12 +316,12 @@ class Feed:
             )
         self.abandon(error)
 
-    def _gather_now(self, mine: Announcement, what: What) -> Future[MicroBatch]:
-        index, keys = self._counted[what], dict(self.keys)
-        self._counted[what] += 1
+    def _gather_now(self, mine: Announcement) -> Future[MicroBatch]:
+        index, keys = self._forwards, dict(self.keys)
+        self._forwards += 1
 
         def job() -> MicroBatch:
-            said = self._gather(Subject(what, self.number, index=index), mine.to_array())
+            said = self._gather(Subject(What.FORWARD, self.number, index=index), mine.to_array())
             return self.plans.open([Announcement.from_array(one.payload) for one in said], keys, self.number)
 
         return self.worker.submit(job)

@@ -36,7 +36,7 @@ class What(IntEnum):
     FORWARD = 2
     """Documents of a micro-batch that no loader announced: its forward did."""
     LOOK = 3
-    """Documents of a forward without gradients, which is none of the trained ones."""
+    """Documents of a forward without backward."""
     STEP = 4
     """Documents of all micro-batches of an optimizer step."""
     DEAL = 5
@@ -44,7 +44,7 @@ class What(IntEnum):
     PLAN = 6
     """The fingerprint of a plan."""
     LOADER = 7
-    """Whether the batches of a loader reach the model as they are."""
+    """Whether the batches of a loader reach the model as they are, or how many they are."""
     LAYERS = 8
     """Attention layers of a pipeline's stages."""
 
@@ -53,12 +53,12 @@ _WORDS = {
     What.CHOICE: "choice of transport",
     What.LENGTHS: "document lengths",
     What.FORWARD: "document lengths at the forward",
-    What.LOOK: "document lengths at the forward without gradients",
+    What.LOOK: "document lengths at the forward without backward",
     What.STEP: "documents of the step",
     What.DEAL: "deal of documents",
     What.PLAN: "plan",
     What.LAYERS: "attention layers of pipeline stages",
-    What.LOADER: "answers whether a loader's batches are trained as they are",
+    What.LOADER: "answers about a loader's batches",
 }
 
 
@@ -68,7 +68,8 @@ class Subject:
 
     what: What
     model: int = 0
-    """Which of the process's models, in the order in which CAD was turned on for them."""
+    """Which of the process's models, in the order in which CAD was turned on for them; below 0: of those that are only
+    looked at, in the order in which all ranks first ran them."""
     epoch: int = 0
     """How often the model's loader was started."""
     index: int = 0
@@ -78,7 +79,9 @@ class Subject:
         words = _WORDS[self.what]
         if self.what == What.CHOICE:
             return words
-        model = f" of model {self.model}" if self.model else ""
+        model = f" of model {self.model}" if self.model > 0 else ""
+        if self.model < 0:
+            model = f" of reference model {-self.model - 1}"
         if self.what in (What.LENGTHS, What.STEP, What.DEAL):
             unit = "micro-batch" if self.what == What.LENGTHS else "step"
             return f"{words} of {unit} {self.index} in epoch {self.epoch}{model}"

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.step import Step, StepAhead
 from deepspeed_cad.errors import CADDataError
+
+
+class Follower(Protocol):
+    """A model of which a pass over a loader may be one of forwards without backward."""
+
+    def looks_at_loader(self) -> bool:
+        """Whether a pass that begins now is."""
+
+    def follow(self) -> None:
+        """At its end: attend for ranks that have more, where ranks run such forwards together."""
 
 
 class LookAheadLoader:
@@ -16,16 +26,26 @@ class LookAheadLoader:
     `accumulation`: micro-batches per optimizer step; those of one step may be given out in another order, or with
     documents of other ranks (see step.py), those of different steps never are. `trained`: says how many
     micro-batches were trained before an epoch starts, where steps go on from one epoch into the next (DeepSpeed).
+    `follower`: the model, which may be looked at with the loader's batches instead of trained.
     """
 
     def __init__(
-        self, loader: Any, feed: Feed, accumulation: int = 1, trained: Callable[[], int] | None = None
+        self,
+        loader: Any,
+        feed: Feed,
+        accumulation: int = 1,
+        trained: Callable[[], int] | None = None,
+        follower: Follower | None = None,
     ) -> None:
-        self._loader, self._feed = loader, feed
+        self._loader, self._feed, self._follower = loader, feed, follower
         self._accumulation, self._trained = accumulation, trained
         self._steps = StepAhead(feed, accumulation)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._follower is not None and self._follower.looks_at_loader():
+            yield from self._loader
+            self._follower.follow()
+            return
         self._feed.begin_epoch()
         source = _Source(self._loader)
         begun = 0 if self._trained is None else self._trained() % self._accumulation

@@ -37,7 +37,7 @@ from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.begin import begin_in_place
-from deepspeed_cad.planner.constants import WAVES, WAVES_IN_TURN
+from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVES, WAVES_IN_TURN
 from deepspeed_cad.planner.cut import LINEAR_PAIRS, PlanLayers, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.deal import Costs
 from deepspeed_cad.planner.plan import Floats, HeadShape, Plan, PlanInput
@@ -58,6 +58,8 @@ class Gathered:
     seconds: Floats | None
     """[trainers] per token outside attention; None: not known."""
     links: Speeds | None
+    backward: bool = True
+    """Whether a backward follows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +110,8 @@ class Plans:
         self._speeds_at_start = crew.speeds
         self.turn = 0
         """Micro-batches opened so far, the same on all ranks: the number of the next one."""
+        self.references = 0
+        """Models that are only looked at and that all ranks have run together."""
         self.abandoned = ""
         """Why this rank trains no further micro-batch. In words: an error has its frames, and while it is held whatever
         a layer has open in them stays open, such as the hooks of activation checkpointing in torch below 2.13."""
@@ -115,17 +119,20 @@ class Plans:
         """Models whose layers cannot alternate nano-batches."""
         self._said: set[str] = set()
 
-    def open(self, announcements: list[Announcement], keys: Mapping[PlanKey, int], model: int = 0) -> MicroBatch:
+    def open(
+        self, announcements: list[Announcement], keys: Mapping[PlanKey, int], model: int = 0, backward: bool = True
+    ) -> MicroBatch:
         """A micro-batch of all replicas, planned for layers of the given kinds. Runs on the look-ahead thread.
 
         `announcements`: of all ranks; `keys`: how many layers there are of each kind; `model`: which of those that
-        have CAD trains it.
+        have CAD trains it; `backward`: whether one follows its forward.
         """
         # One look: servers may change meanwhile, and then the micro-batch is planned again before it is used.
         crew = self.crew
         announcements = of_replicas(announcements, self.gatherer.shares)
         layout = assemble([announcement.local for announcement in announcements])
-        seconds, cut = self._seconds(model), None
+        # What lies between attentions is measured while training, forward and backward together.
+        seconds, cut = self._seconds(model) if backward else None, None
         if self.config.overlap_used in ("interleave", "pingpong") and model not in self.uncut:
             spare = 0 if crew.servers is None else crew.servers.at_start
             unit = np.array([announcement.unit for announcement in announcements] + [1] * spare)
@@ -136,7 +143,7 @@ class Plans:
         turn, self.turn = self.turn, self.turn + 1
         # Nothing else may change what is learned: plans are made on this thread and at the forward, on every rank in
         # another order.
-        gathered = Gathered(turn, layout, None if cut is None else cut[: crew.trainers], seconds, self.links)
+        gathered = Gathered(turn, layout, None if cut is None else cut[: crew.trainers], seconds, self.links, backward)
         widened, ticks, at = self._ticks(gathered, crew)
         micro_batch = MicroBatch(
             self.gatherer.shares.replica, widened, ticks, self.device, self._planner(gathered, crew, widened),
@@ -160,8 +167,9 @@ class Plans:
 
     def _planner(self, gathered: Gathered, crew: Crew, layout: Layout) -> Callable[[Tick, PlanKey], Plan]:
         return partial(
-            self.plan_tick, crew=crew, starts=cache(partial(self._starts, gathered, crew, layout)), links=gathered.links
-        )
+            self.plan_tick, crew=crew, starts=cache(partial(self._starts, gathered, crew, layout)),
+            links=gathered.links, backward=gathered.backward,
+        )  # fmt: skip
 
     def _renew(self, gathered: Gathered, micro_batch: MicroBatch) -> None:
         """Plan a micro-batch for the servers that there are now, if they are others than it was planned for."""
@@ -175,12 +183,15 @@ class Plans:
         )  # fmt: skip
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
-        """A micro-batch that this rank attends alone: evaluation. Raises CADDataError if documents span ranks."""
+        """A micro-batch that this rank attends alone, such as one of evaluation. Raises CADDataError where documents
+        span ranks."""
         inside = local.begin[local.begin > 0]
         if len(inside):
             raise CADDataError(
-                f"evaluation runs attention on each rank alone, but a document of rank {self.gatherer.rank} "
-                f"starts at position {int(inside[0])}: evaluate on whole documents"
+                f"a forward without backward runs attention on each rank alone, but a document of rank "
+                f"{self.gatherer.rank} starts at position {int(inside[0])}, so it began on another rank. Set "
+                '"forward_only": "balanced", with which all ranks run such forwards together, or give each rank whole '
+                "documents"
             )
         layout = assemble([local])
         return MicroBatch(
@@ -195,11 +206,12 @@ class Plans:
         crew: Crew,
         starts: Callable[[Tick, PlanKey], Starts | None] = lambda tick, key: None,
         links: Speeds | None = None,
+        backward: bool = True,
     ) -> Plan:
         """The plan of one tick for layers of one kind.
 
         `starts`, `links`: when ranks begin, and speeds of links, as they were known when the micro-batch was gathered;
-        None: links as the costs say.
+        None: links as the costs say. `backward`: whether one follows.
         """
         known = starts(tick, key)
         base = None if known is None else known.begin
@@ -208,11 +220,13 @@ class Plans:
         if crew.transport is None or not crew.transport.two_ways:
             turns = None
         cost = self.cost if links is None else self.cost.with_links(*links)
+        of_layer = cost.cost_for(key.shape)
+        of_layer = of_layer if backward else of_layer.of_forward(FORWARD_SHARE)
         plan = make_plan(
             PlanInput(
-                tick, key.shape, cost.cost_for(key.shape), key.window, self.config.tolerance,
+                tick, key.shape, of_layer, key.window, self.config.tolerance,
                 self.config.granularity, base_load=base, speed=crew.speeds, hosts=crew.hosts, waves=waves,
-                alternation=turns,
+                alternation=turns, backward=backward,
             )
         )  # fmt: skip
         if base is None:

@@ -125,7 +125,8 @@ def finish_times(problem: PlanInput, work: Floats, flows: Flows, waves: int = 1)
     # Backward: dO goes out, and Q, K and V once more, which servers do not keep; dQ, dK and dV come home.
     again = Trip(o.home + qkv.home, o.server + qkv.server, every)
     total = np.zeros(len(work))
-    for share, out, back in ((FORWARD_SHARE, qkv, o), (1.0 - FORWARD_SHARE, again, qkv)):
+    passes = ((FORWARD_SHARE, qkv, o), (1.0 - FORWARD_SHARE, again, qkv)) if problem.backward else ((1.0, qkv, o),)
+    for share, out, back in passes:
         turns = problem.alternation
         if turns is not None:
             turns = turns._replace(later=turns.later * share)

@@ -88,6 +88,8 @@ class PlanInput:
     """In how many waves that what moves may go: the plan takes the number with which it ends first."""
     alternation: Alternation | None = None
     """Where this tick takes turns with another one beside reserved servers; None: it is alone."""
+    backward: bool = True
+    """Whether a backward follows; without one, `cost` is that of the forward alone."""
 
     @cached_property
     def floors(self) -> Floats:
