@@ -170,6 +170,11 @@ class Case:
         return self.world + self.servers + len(self.comes)
 
     @property
+    def looks_together(self) -> bool:
+        """Whether all ranks run forwards without backward together."""
+        return self.block.get("forward_only") == "balanced"
+
+    @property
     def goes_on(self) -> bool:
         """Whether trainers go on without a server."""
         return self.block.get("on_server_failure") == "continue"

@@ -66,7 +66,7 @@ def _draw_loop(rng: random.Random, seed: int, worlds: tuple[int, int], reserved:
     if block.get("documents") == "deal" and rng.random() < 0.7:
         forms = ("row",)
     slow = model in HYBRIDS
-    return Case(
+    case = Case(
         seed, world, 1 + (rng.random() < 0.4) if reserved else 0, 0, model,
         dtype="fp32" if model in DENSE and rng.random() < 0.3 or model == "gemma2" else "fp64",
         checkpoint=checkpoint, ddp=ddp, block=block, ahead=ahead,
@@ -77,6 +77,9 @@ def _draw_loop(rng: random.Random, seed: int, worlds: tuple[int, int], reserved:
         documents=rng.choice([1, 3, 5]) if slow else rng.choice([1, 3, 8]),
         evaluate=rng.choice([0, 0, 1, 2, 2]), look=rng.choice([0, 0, 0, 1, 2]), gradients=rng.choice([1, 2, 3]),
     )  # fmt: skip
+    if case.look:
+        block["forward_only"] = "balanced"
+    return case
 
 
 def _draw_forms(rng: random.Random, model: str, world: int) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def may(case: Case) -> list[set[str]]:
     everywhere = plant.rank == ALL or case.world == 1
     here = [everywhere or rank == plant.rank for rank in range(case.world)]
     # Where all ranks look, one of them does not look more often.
-    looks = everywhere or (case.look > 0 and plant.at % case.look == 0)
+    looks = everywhere or not case.looks_together or (case.look > 0 and plant.at % case.look == 0)
     if plant.kind == "break" or (plant.kind == "look" and looks):
         return ends
     if plant.kind == "skip":

@@ -195,17 +195,19 @@ class _Player:
         case = self.case
         if case.evaluate and at % case.evaluate == 0:
             self.inner.eval()
-            for again in range(self.rank + 1):
-                batch = self.whole(500 + again)
+            for again in range(1 if case.looks_together else self.rank + 1):
+                batch = self.look_at(500 + again)
                 self.compare("evaluation", epoch, at, self.loss(self.inner, batch), batch)
             self.inner.train()
         if (case.look and at % case.look == 0) or case.hits(self.rank, epoch, at, "look"):
-            batch = micro_batch(case, self.rank, 600 + at)
+            batch = self.look_at(600 + at)
             with torch.no_grad():
                 self.compare("a look", epoch, at, self.loss(self.inner, batch), batch)
 
-    def whole(self, index: int) -> dict[str, torch.Tensor]:
-        """A micro-batch whose documents lie on this rank alone."""
+    def look_at(self, index: int) -> dict[str, torch.Tensor]:
+        """A micro-batch without backward; where ranks run these alone, its documents lie on this rank."""
+        if self.case.looks_together:
+            return micro_batch(self.case, self.rank, index)
         forms = tuple(form for form in self.case.forms if form != "stream") or ("row",)
         return micro_batch(replace(self.case, forms=forms), self.rank, index)
 

@@ -35,7 +35,7 @@ import deepspeed_cad
 
 EPOCH = 20
 """Micro-batches that each epoch trains."""
-BLOCK = {"granularity": 16, "tolerance": 0.02, "timeout_s": 60.0}
+BLOCK = {"granularity": 16, "tolerance": 0.02, "timeout_s": 60.0, "forward_only": "balanced"}
 RSS_MIB = 8.0
 """How much resident memory may grow after warming up: what allocators keep, not what 10,000 micro-batches would."""
 CAUGHT_AT = 7

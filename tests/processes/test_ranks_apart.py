@@ -27,8 +27,8 @@ def _loader(rank: int, model: torch.nn.Module, count: int, accumulation: int = 1
     return deepspeed_cad.current_session().look_ahead(batches, model, accumulation=accumulation)
 
 
-def _model(**changes: Any) -> torch.nn.Module:
-    return deepspeed_cad.apply(training.tiny_llama(**changes), BLOCK).train()
+def _model(block: dict[str, Any] = BLOCK, **changes: Any) -> torch.nn.Module:
+    return deepspeed_cad.apply(training.tiny_llama(**changes), block).train()
 
 
 def _step(
@@ -141,7 +141,7 @@ def test_ranks_that_are_only_slow_are_waited_for(workers: WorkerPool, ahead: boo
 
 def _look_alone(rank: int, world: int) -> None:
     """Rank 1 does a forward without gradients after its last batch but one was announced."""
-    model, reference = _model(), training.tiny_llama()
+    model, reference = _model({**BLOCK, "forward_only": "balanced"}), training.tiny_llama()
     for i, batch in enumerate(_loader(rank, model, 3)):
         if rank == 1 and i == 2:
             with torch.no_grad():
@@ -231,7 +231,7 @@ def _loader_raises(rank: int, world: int) -> None:
         (
             _look_alone,
             (),
-            ["rank 0 ", "forward of micro-batch 2, layer 0", "rank 1 waits for", "forward without gradients number 0"],
+            ["rank 0 ", "forward of micro-batch 2, layer 0", "rank 1 waits for", "forward without backward number 0"],
         ),
         pytest.param(
             _catch,

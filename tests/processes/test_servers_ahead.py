@@ -127,7 +127,7 @@ def test_what_one_trainer_had_begun_alone_begins_again(
 @pytest.mark.parametrize("what", ["dispatch", "backward dispatch"])
 def test_while_several_micro_batches_are_in_flight(workers: WorkerPool, tmp_path: Path, what: str) -> None:
     """Their forwards ran with the server: what begins again may have to attend once more first."""
-    change._run(workers, 2, 2, {2: change._moment(what, 1)}, tmp_path, train=change._many)
+    change._run(workers, 2, 2, {2: change._moment(what, 1)}, tmp_path, train=change._many, forward_only="balanced")
 
 
 @pytest.mark.slow

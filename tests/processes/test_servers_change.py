@@ -360,7 +360,7 @@ def _many(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[
 )
 def test_several_micro_batches_in_flight(workers: WorkerPool, tmp_path: Path, what: str, turn: int) -> None:
     """Those whose forward ran with the server attend again before their backward."""
-    found = _run(workers, 2, 2, {2: _moment(what, turn)}, tmp_path, train=_many)
+    found = _run(workers, 2, 2, {2: _moment(what, turn)}, tmp_path, train=_many, forward_only="balanced")
     if _runs_again(what, 2):
         assert found[0]["repeated"] > 0
 
