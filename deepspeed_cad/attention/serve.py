@@ -19,8 +19,10 @@ from deepspeed_cad.schedule import Batch
 
 def fold_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of a softmax with one more logit per head that has no value: sinks [H] or [rows, H]."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype))
-    return (o * torch.exp(lse - total).unsqueeze(-1).to(o.dtype)), total
+    # On a CPU the last numbers of a vector loop round otherwise than those before them, by where they lie: not in fp64.
+    wide = torch.float64 if lse.device.type == "cpu" else lse.dtype
+    total = torch.logaddexp(lse.to(wide), sinks.to(wide))
+    return o * torch.exp(lse.to(wide) - total).unsqueeze(-1).to(o.dtype), total.to(lse.dtype)
 
 
 def new_outputs(

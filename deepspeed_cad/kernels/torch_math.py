@@ -2,6 +2,10 @@
 
 Memory is bounded by working through the query rows in blocks; probabilities are recomputed from the LSE in backward.
 All of it is done in fp32, in fp64 for fp64 inputs, also under autocast. Shapes as in interface.py.
+
+The forward gives a row the same bits however its document is cut. Matrix products and vector loops of a CPU sum in
+another order where sizes differ, so all are done in tiles that begin at multiples of TILE from the first key: tensors
+in which a row takes part have the same sizes, and the row the same place in them, whichever other rows are there.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ import torch
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
 
 BLOCK_ELEMENTS = 1 << 22
-"""Most scores that are held at once, per head group."""
+"""Most scores that are held at once in backward, per head group."""
+TILE = 64
+"""Rows of a tile, and keys whose number is rounded up to it: a multiple of what any CPU computes as one vector."""
 
 
 class TorchMath:
@@ -38,14 +44,28 @@ class TorchMath:
         o_QHV = q_QHD.new_empty(q_QHD.shape[0], heads, v_KGV.shape[2])
         lse_QH = torch.empty(q_QHD.shape[0], heads, dtype=work, device=q_QHD.device)
         with _autocast_off(q_QHD):
-            for rows, keys, shift in _blocks(sequences):
-                q_GRD = q_QHD[rows].to(work).unflatten(1, (-1, share)).permute(1, 2, 0, 3)
-                k_GKD, v_GKV = (x[keys].to(work).transpose(0, 1).unsqueeze(1) for x in (k_KGD, v_KGV))
-                score, _ = _scores(q_GRD, k_GKD, rule, shift)
-                lse = torch.logsumexp(score, dim=-1)
-                o = torch.exp(score - lse.unsqueeze(-1)) @ v_GKV
-                o_QHV[rows] = o.permute(2, 0, 1, 3).flatten(1, 2).to(o_QHV.dtype)
-                lse_QH[rows] = lse.permute(2, 0, 1).flatten(1, 2)
+            for i in range(len(sequences.host_q) - 1):
+                q0, q1 = int(sequences.host_q[i]), int(sequences.host_q[i + 1])
+                k0, k1 = int(sequences.host_k[i]), int(sequences.host_k[i + 1])
+                if q1 == q0:
+                    continue
+                first = (k1 - k0) - (q1 - q0)
+                k_GKD, v_GKV = (_in_tiles(x[k0:k1], 0, work).transpose(0, 1).contiguous() for x in (k_KGD, v_KGV))
+                q_GRD = _in_tiles(q_QHD[q0:q1], first % TILE, work).unflatten(1, (-1, share))
+                for row in range(0, len(q_GRD), TILE):
+                    at = first - first % TILE + row  # of the tile among the keys
+                    low = 0 if rule.window is None else max(0, (at - rule.window + 1) // TILE * TILE)
+                    here = slice(max(at - first, 0), min(at - first + TILE, q1 - q0))
+                    inside = slice(here.start + first - at, here.stop + first - at)
+                    for group in range(heads // share):
+                        q_SRD = q_GRD[row : row + TILE, group].transpose(0, 1).contiguous()
+                        k_KD, v_KV = (x[group, low : at + TILE] for x in (k_GKD, v_GKV))
+                        score, _ = _scores((q_SRD.flatten(0, 1) @ k_KD.T).unflatten(0, (share, -1)), rule, at - low)
+                        lse = torch.logsumexp(score, dim=-1)
+                        o = (torch.exp(score - lse.unsqueeze(-1)).flatten(0, 1) @ v_KV).unflatten(0, (share, -1))
+                        to = slice(q0 + here.start, q0 + here.stop), slice(group * share, (group + 1) * share)
+                        o_QHV[to] = o[:, inside].transpose(0, 1).to(o_QHV.dtype)
+                        lse_QH[to] = lse[:, inside].T
         return o_QHV, lse_QH
 
     def backward(
@@ -72,7 +92,7 @@ class TorchMath:
                 )
                 k, v = (x[keys].to(work).transpose(0, 1).unsqueeze(1) for x in (k_KGD, v_KGV))
                 lse = lse_QH[rows].to(work).unflatten(1, (-1, share)).permute(1, 2, 0)
-                score, slope = _scores(q, k, rule, shift)
+                score, slope = _scores(q @ k.transpose(-1, -2), rule, shift)
                 p = torch.exp(score - lse.unsqueeze(-1))
                 dv_KGV[keys] += (p.transpose(-1, -2) @ do).sum(1).transpose(0, 1)
                 ds = p * (do @ v.transpose(-1, -2) - (do * o).sum(-1, keepdim=True))
@@ -105,11 +125,20 @@ def _blocks(sequences: Sequences) -> Iterator[tuple[slice, slice, int]]:
             yield slice(row, stop), slice(k0, k1 - (q1 - stop)), shift
 
 
-def _scores(
-    q_GRD: torch.Tensor, k_GKD: torch.Tensor, rule: MaskRule, shift: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Masked scores [G, heads per group, rows, keys], and the slope of the soft-cap where there is one."""
-    score = q_GRD @ k_GKD.transpose(-1, -2) * rule.scale
+def _in_tiles(x_RGD: torch.Tensor, before: int, work: torch.dtype) -> torch.Tensor:
+    """Rows with `before` rows of zeros in front of them, and as many behind as fill the last tile."""
+    rows = before + len(x_RGD)
+    tiles = x_RGD.new_zeros((rows + TILE - 1) // TILE * TILE, *x_RGD.shape[1:], dtype=work)
+    tiles[before:rows] = x_RGD
+    return tiles
+
+
+def _scores(product: torch.Tensor, rule: MaskRule, shift: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Masked scores [..., rows, keys] of Q K^T, and the slope of the soft-cap where there is one.
+
+    `shift`: of the first row among the keys.
+    """
+    score = product * rule.scale
     slope = None
     if rule.softcap is not None:
         bent = torch.tanh(score / rule.softcap)
