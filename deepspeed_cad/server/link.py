@@ -22,7 +22,6 @@ from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.server.orders import BUSY, LEAVE
-from deepspeed_cad.server.surviving.board import write_board
 from deepspeed_cad.server.wire import MOST_REASON, Frame, Inboxes, encode
 from deepspeed_cad.threads import start_daemon
 
@@ -144,7 +143,7 @@ class ServerLink:
             # Said at once: a launcher may end this process before it meets the error itself.
             sys.stderr.write(f"deepspeed_cad: rank {self.rank}: server {server} ended: {reason}\n")
             sys.stderr.flush()
-            write_board(self.liveness, f"error/{server}", reason)
+            self.liveness.write(f"error/{server}", reason)
 
 
 def _in_words(error: OSError) -> str:

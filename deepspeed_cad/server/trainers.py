@@ -16,7 +16,7 @@ from typing import Any
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.server.orders import BUSY, FAILED, LEAVE, REGROUP
-from deepspeed_cad.server.surviving.board import GIVEN_UP, write_board
+from deepspeed_cad.server.surviving.board import GIVEN_UP
 from deepspeed_cad.server.wire import MOST_REASON, Frame, Inboxes, encode
 from deepspeed_cad.threads import start_daemon
 
@@ -137,7 +137,7 @@ class TrainerLinks:
         died = isinstance(error, ConnectionError)
         # For the others, which may wait for it too.
         text = "its process died" if died else f"the connection to it is lost ({error})"
-        write_board(self.liveness, f"error/{trainer}", text)
+        self.liveness.write(f"error/{trainer}", text)
         how = "died, or ended by os._exit" if died else f"is not reached any more ({error})"
         self._end(f"the process of trainer {trainer} {how}")
 

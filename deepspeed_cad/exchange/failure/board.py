@@ -135,12 +135,12 @@ class Liveness:
         """This rank has stopped: leave a line for the others, the first one that there is reason for."""
         if not self._stopped:
             self._stopped = True
-            self._write(f"error/{self.rank}", message)
+            self.write(f"error/{self.rank}", message)
 
     def announce(self, reason: str) -> None:
         """This rank will stop when it has trained what it announced before: leave the reason."""
         self._said = reason
-        self._write(f"reason/{self.rank}", reason)
+        self.write(f"reason/{self.rank}", reason)
 
     def close(self) -> None:
         """This rank waits for nobody any more, and nobody need wait for it."""
@@ -152,18 +152,18 @@ class Liveness:
         either."""
         if not self._left:
             self._left = True
-            self._write(
+            self.write(
                 f"closed/{self.rank}", f"0 0 {reason}" if failed else f"{self.started()} {self.begun()} {reason}"
             )
 
     def move(self, place: Place | None) -> None:
         """Tell where this rank is that trains nothing; None: it trains again."""
-        self._write(f"place/{self.rank}", "" if place is None else json.dumps(place))
+        self.write(f"place/{self.rank}", "" if place is None else json.dumps(place))
 
     def drop(self, micro_batches: Iterable[int]) -> None:
         """This rank will never train these micro-batches, given by their turn, although they were announced."""
         self._dropped.extend(micro_batches)
-        self._write(f"dropped/{self.rank}", " ".join(map(str, self._dropped)))
+        self.write(f"dropped/{self.rank}", " ".join(map(str, self._dropped)))
 
     def take(self, micro_batch: int) -> None:
         """This rank trains the micro-batch of this turn."""
@@ -171,12 +171,12 @@ class Liveness:
 
     def block(self, collectives: int, subject: str) -> None:
         """This rank's training thread waits for a collective of its look-ahead thread: the n-th, about `subject`."""
-        self._write(f"blocked/{self.rank}", f"{self.started()} {collectives} {subject}")
+        self.write(f"blocked/{self.rank}", f"{self.started()} {collectives} {subject}")
 
     def stop(self, reason: str) -> None:
         """Tell every rank to stop, and why."""
         self.report(reason)
-        self._write("stop", reason)
+        self.write("stop", reason)
 
     # What others said
 
@@ -335,7 +335,8 @@ class Liveness:
         keys = {f"{kind}/{rank}": rank for rank in ranks}
         return {keys[key]: line for key, line in self.store.read([*keys]).items()}
 
-    def _write(self, key: str, text: str) -> None:
+    def write(self, key: str, text: str) -> None:
+        """Leave something under a key of the board, if that is still there."""
         # A store that is gone is no reason to fail again.
         with suppress(RuntimeError, OSError):
             self.store.set(key, text[:MOST])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from functools import partial
 
@@ -10,9 +9,6 @@ from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.server.rendezvous import Abandoned
-from deepspeed_cad.server.wire import MOST_REASON
-
-logger = logging.getLogger("deepspeed_cad")
 
 LEFT, ASKED, GIVEN_UP = "left", "asked", "given up"
 """The training has ended; a server that came later is asked in; trainers go on without a server."""
@@ -35,11 +31,3 @@ def look_for_end(liveness: Liveness) -> None:
         ended = True
     if ended or liveness.why_hopeless():
         raise Abandoned("the training ended before it came to a step that this server could take part in")
-
-
-def write_board(liveness: Liveness, key: str, text: str) -> None:
-    """Leave something under a key of the board, if that is still there."""
-    try:
-        liveness.store.set(key, text[:MOST_REASON])
-    except (RuntimeError, OSError) as error:
-        logger.debug("the board is gone: %s", error)

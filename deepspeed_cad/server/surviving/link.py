@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from deepspeed_cad.server.link import ServerLink
-from deepspeed_cad.server.surviving.board import GIVEN_UP, LEFT, write_board
+from deepspeed_cad.server.surviving.board import GIVEN_UP, LEFT
 from deepspeed_cad.server.wire import encode
 
 
@@ -44,7 +44,7 @@ class SurvivingLink(ServerLink):
                 self.liveness.report(reason)
             else:
                 self.liveness.close()
-            write_board(self.liveness, LEFT, reason)
+            self.liveness.write(LEFT, reason)
         super().leave(reason)
 
     def _check(self) -> None:
@@ -56,5 +56,5 @@ class SurvivingLink(ServerLink):
 
     def _note(self, server: int, reason: str) -> None:
         self.gone[server] = reason
-        write_board(self.liveness, f"{GIVEN_UP}/{server}", reason)
+        self.liveness.write(f"{GIVEN_UP}/{server}", reason)
         self.heard()
