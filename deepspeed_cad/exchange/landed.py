@@ -112,7 +112,7 @@ class _Tables:
     served_rows: Table
     """[members, 2]"""
     landed_rows: Table
-    placements: tuple[Placement, Placement]
+    placements: tuple[Placement, ...]
     prepared: dict[tuple[str, tuple[_Shape, ...]], _Prepared]
 
 
@@ -274,7 +274,7 @@ class LandingTransport:
         return landed
 
     def _place(
-        self, placements: tuple[Placement, Placement], fields: list[Returning], landed: list[torch.Tensor],
+        self, placements: tuple[Placement, ...], fields: list[Returning], landed: list[torch.Tensor],
         under_way: _Pushed,
     ) -> None:  # fmt: skip
         self._wait(under_way)
@@ -326,10 +326,7 @@ class LandingTransport:
                 return_pushes(near),
                 near.served_rows,
                 near.landed_rows,
-                (
-                    put_on_device(placements(schedule, QUERY), self.device),
-                    put_on_device(placements(schedule, KEY), self.device),
-                ),
+                tuple(put_on_device(placements(schedule, kind), self.device) for kind in (QUERY, KEY)),
                 {},
             )
         return tables
@@ -352,7 +349,7 @@ class LandingTransport:
             area.field(int(begin), int(rows[self.place, kind]), width, dtype)
             for begin, (kind, width, dtype) in zip(plan.offset[:, self.place], shapes)
         ]
-        made = _Prepared(area.generation, address_fields(sources, area.addresses, plan), landed)
+        made = _Prepared(area.generation, address_fields(sources, area.buffer.addresses, plan), landed)
         tables.prepared[area.label, shapes] = made
         return made
 
@@ -413,7 +410,7 @@ class LandingTransport:
             with torch.cuda.device(self.device), torch.cuda.stream(stream):
                 for area in self._lanes.areas():
                     if area.capacity:
-                        area.tensor.fill_(255)
+                        area.buffer.tensor.fill_(255)
                 for flags in (self._out.own_flags, self._back.own_flags):
                     self.calls.push(
                         stream.cuda_stream, everyone, nothing, no_slices, no_fields, flags, self._pushed + POISON

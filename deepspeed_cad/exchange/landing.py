@@ -113,13 +113,11 @@ class LandingArea:
         return self._buffer is not None and int(needed.max(initial=0)) <= self.capacity
 
     @property
-    def addresses(self) -> Table:
-        """[members]: where the area begins at each rank."""
-        return self._require().addresses
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self._require().tensor
+    def buffer(self) -> SymmetricBuffer:
+        """Its memory."""
+        if self._buffer is None:
+            raise CADError(f"landing area {self.label} was used before it was made, or after close()")
+        return self._buffer
 
     def ensure(self, needed: Table, headroom: float = HEADROOM) -> bool:
         """Have room for `needed` bytes ([members]); every rank passes the same numbers and grows at the same exchange.
@@ -137,15 +135,10 @@ class LandingArea:
     def field(self, begin: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """A field that landed here: [rows, width]."""
         size = rows * width * dtype.itemsize
-        return self._require().tensor[begin : begin + size].view(dtype).view(rows, width)
+        return self.buffer.tensor[begin : begin + size].view(dtype).view(rows, width)
 
     def release(self) -> None:
         self._buffer, self.capacity = None, 0
-
-    def _require(self) -> SymmetricBuffer:
-        if self._buffer is None:
-            raise CADError(f"landing area {self.label} was used before it was made, or after close()")
-        return self._buffer
 
 
 def grow_together(areas: list[tuple[LandingArea, Table]], headroom: float = HEADROOM) -> bool:
