@@ -9,7 +9,7 @@ micro-batch flattened row by row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,21 @@ class Tick:
     query_base: Ints
     key_base: Ints
 
+    def in_chunks(self, size: int) -> Tick:
+        """The same rows where a row may only read keys of its own chunk of `size` positions: a document each."""
+        query, key = _cut_at(self.query, size), _cut_at(self.key, size)
+        names = np.stack([key.document, key.begin // size])
+        _, first, number = np.unique(names, axis=1, return_index=True, return_inverse=True)
+        number = number.reshape(-1)
+        of = {name: place for place, name in enumerate(zip(*names[:, first].tolist()))}
+        wanted = [of[name] for name in zip(query.document.tolist(), (query.begin // size).tolist())]
+        read = np.isin(number, wanted)
+        # Documents are numbered from 0, those that nobody reads left out.
+        renumbered = np.cumsum(np.isin(np.arange(len(of)), wanted)) - 1
+        query = _counted_from(query, renumbered[_ints(wanted)], size)
+        key = _counted_from(key.select(read), renumbered[number[read]], size)
+        return replace(self, query=query, key=key)
+
     def rows(self) -> Layout:
         """The rows whose output is computed, as a layout of their own; segments may begin inside documents."""
         return Layout(self.ranks, self.query, self.query_tokens)
@@ -226,6 +241,23 @@ class Layout:
             size = own[:, 3] - own[:, 2]
             local.append(LocalSegments(own[:, 2], own[:, 3], np.cumsum(size) - size, tokens_per_rank))
         return assemble(local)
+
+
+def _cut_at(segments: Segments, size: int) -> Segments:
+    """Segments cut at every `size` positions of their documents."""
+    count = (segments.end - 1) // size - segments.begin // size + 1
+    of = np.repeat(np.arange(len(segments)), count)
+    chunk = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + (segments.begin // size)[of]
+    begin = np.maximum(segments.begin[of], chunk * size)
+    end = np.minimum(segments.end[of], (chunk + 1) * size)
+    offset = segments.offset[of] + begin - segments.begin[of]
+    return Segments(segments.document[of], begin, end, segments.rank[of], offset)
+
+
+def _counted_from(segments: Segments, document: Ints, size: int) -> Segments:
+    """Segments inside chunks with positions from the begin of these, which are `document`."""
+    start = segments.begin // size * size
+    return Segments(document, segments.begin - start, segments.end - start, segments.rank, segments.offset)
 
 
 def cut_stream(lengths: Ints, ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Ints:

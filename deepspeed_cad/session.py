@@ -399,15 +399,18 @@ class Session:
         """The kernels that were chosen, in the order in which layers needed them."""
         return list(dict.fromkeys(kernel.name for kernel in self._kernels.values()))
 
-    def descriptor(self, micro_batch: MicroBatch, window: int | None, backward: bool | None = None) -> MaskDescriptor:
-        """What a model's layers receive as their mask; `backward`: whether one will come, None: with gradients."""
+    def descriptor(
+        self, micro_batch: MicroBatch, window: int | None, backward: bool | None = None, chunk: int | None = None
+    ) -> MaskDescriptor:
+        """What a model's layers receive as their mask; `backward`: whether one will come, None: with gradients;
+        `chunk`: see MaskDescriptor."""
         # Without one nothing is kept for it.
         backward = torch.is_grad_enabled() if backward is None else backward
         modes = Modes(
             self.config.overlap != "none", self.config.recompute_attention or not backward,
             sinks_travel=self.servers.at_start > 0, returns=backward, parking=self.parking,
         )  # fmt: skip
-        return MaskDescriptor(micro_batch, window, self.kernel, modes)
+        return MaskDescriptor(micro_batch, window, self.kernel, modes, chunk=chunk)
 
 
 def current_session() -> Session | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed_cad.integrations.chunks import as_alone, chunk_of
 from deepspeed_cad.integrations.layer_call import read_call
 from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
 from deepspeed_cad.integrations.padding import Padding
@@ -68,7 +69,7 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
         name = scope.binding.original if scope is not None else default_attention(kwargs.get("config"))
         known = name in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
         return ALL_MASK_ATTENTION_FUNCTIONS[name if known else "sdpa"](*args, **kwargs)
-    window = kwargs.get("local_size")
+    window, chunk = kwargs.get("local_size"), chunk_of(kwargs)
     if scope.alone is not None:
         return Alone(scope.alone.documents, window, scope.binding.original, scope.micro_batch.padding)
     if window is not None and scope.shown > window:
@@ -81,13 +82,14 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
         )
     session = scope.binding.session
     local = scope.micro_batch.local(scope.part)
-    checks = session.config.check == "sampled" and (scope.training or not scope.binding.forwards)
+    # Where chunks begin in a packed row, the model's own mask does not know.
+    checks = chunk is None and session.config.check == "sampled" and (scope.training or not scope.binding.forwards)
     if checks and not is_of_a_piece(local, kwargs, session.shares.count):
         try:
             check_mask(local, window, kwargs, scope.binding.forwards)
         except CADError as error:
             scope.binding.feed.fail(error)
-    found = session.descriptor(scope.micro_batch, window)
+    found = session.descriptor(scope.micro_batch, None if chunk else window, chunk=chunk)
     if scope.binding.ulysses is not None:
         return scope.binding.ulysses.mask(found, window)
     return found if scope.part is None else found.interleave(scope.part)
@@ -136,6 +138,7 @@ def cad_attention(
     session = current_session()
     if session is not None and session.shares.count > 1:
         refuse_heads(module, query, key, s_aux)
+    query = as_alone(module, query, attention_mask)
     layer = read_call(module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
     check: Check | None = attention_mask.micro_batch.check
     o_THV = attention_mask.attend(layer) if check is None else check.attend(attention_mask.attend, layer)

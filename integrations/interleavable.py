@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
+from deepspeed_cad.integrations.chunks import KIND
 from deepspeed_cad.integrations.models import batch_rope, is_reentrant
 from deepspeed_cad.integrations.structure import decoder_layers
 from torch import nn
 
 ATTENTION_LAYERS = {
-    "full_attention", "sliding_attention", "attention", "full", "sliding", "dense", "sparse", "moe",
+    "full_attention", "sliding_attention", "attention", "full", "sliding", "dense", "sparse", "moe", KIND,
 }  # fmt: skip
 """Kinds of layers in which nothing but attention looks at other tokens."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed_cad.integrations.chunks import KIND, has_chunks
 from deepspeed_cad.integrations.model_table import REFUSED, SEEING, SUPPORTED
 from deepspeed_cad.integrations.recurrent import CARRYING, find_recurrent
 from deepspeed_cad.integrations.structure import has_attention, text_part
@@ -27,7 +28,9 @@ from deepspeed_cad.errors import CADUnsupportedError
 
 logger = logging.getLogger("deepspeed_cad")
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "full", "sliding", "dense", "sparse", "moe", "mlp"}
+LAYER_TYPES = {
+    "full_attention", "sliding_attention", "attention", "full", "sliding", "dense", "sparse", "moe", "mlp", KIND,
+}  # fmt: skip
 """Kinds of decoder layers that CAD reproduces (an MLP's kind is of no interest to attention)."""
 
 _LAYER_FIELDS = ("layer_types", "layers_block_type", "block_types", "attn_type_list", "hybrid_layer_pattern")
@@ -163,10 +166,10 @@ def _check_dropout(model: PreTrainedModel) -> Refusal | None:
 
 def _check_layers(model: PreTrainedModel) -> Refusal | None:
     config = model.config
-    if getattr(config, "attention_chunk_size", None):
+    if getattr(config, "attention_chunk_size", None) and not has_chunks(config):
         return Refusal(
             f"attention_chunk_size is {config.attention_chunk_size}",
-            "chunked attention cuts documents at fixed positions, which no plan of CAD describes",
+            "chunked attention cuts documents at fixed positions, and layer_types does not say in which layers",
         )
     recurrent = find_recurrent(model)
     for field in _LAYER_FIELDS:

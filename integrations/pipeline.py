@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from deepspeed_cad.integrations.chunks import chunk_of
 from deepspeed_cad.integrations.layer_call import read_call
 from deepspeed_cad.integrations.structure import name_layer
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -69,7 +70,9 @@ class Window:
 
 
 def window_mask(*args: Any, **kwargs: Any) -> Window:
-    """The mask function."""
+    """The mask function. Raises CADUnsupportedError for chunks."""
+    if chunk_of(kwargs) is not None:
+        raise CADUnsupportedError("layers of this model attend in chunks, which CAD does not plan in pipelines")
     return Window(kwargs.get("local_size"), kwargs)
 
 

@@ -20,6 +20,7 @@ import torch
 from deepspeed_cad.integrations import borders as borders_of
 from deepspeed_cad.integrations.alternating import alternate
 from deepspeed_cad.integrations.borders import Borders, find_borders
+from deepspeed_cad.integrations.chunks import has_chunks, refuse_beside_chunks
 from deepspeed_cad.integrations.forward_only import are_shared, generates, install_generation_hooks
 from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad_mask, running
 from deepspeed_cad.integrations.interleaved import Interleaving, interleave
@@ -80,6 +81,10 @@ class Binding:
         before = model.config._attn_implementation
         # The config of a copy of a model for which CAD is on has our name.
         self.original = default_attention(model.config) if before in (None, NAME) else before
+        self.chunked = has_chunks(text_part(model).config)
+        """Some of its layers attend in chunks."""
+        if self.chunked:
+            refuse_beside_chunks(session)
         self.ulysses = Ulysses(self.original, session) if session.shares.pieces else None
         self.feed = session.open_reference_feed(describe(model)) if reference else session.open_feed(describe(model))
         if not reference:
@@ -314,11 +319,12 @@ class Binding:
         model, rank = self.model(), self.session.rank
         counted = counts(real, self.called_with)
         mask = given.get(MASK)
-        if mask is None or mask.ndim == 4 or bool(mask.all()):
-            # Kernels that take cumulative lengths leave such rows undefined.
+        none_hidden = mask is None or (mask.ndim == 2 and bool(mask.all()))
+        if mask is None or none_hidden or mask.ndim == 4 or self.chunked:
+            # Kernels that take cumulative lengths leave such rows undefined, and chunks of them nobody defines.
             if counted:
                 rows = np.flatnonzero(~real)
-                where = "lie behind cu_seq_lens_q" if mask is None or mask.ndim == 2 else "are hidden by attention_mask"
+                where = "lie behind cu_seq_lens_q" if none_hidden else "are hidden by attention_mask"
                 self._refuse(
                     f"rank {rank}: {len(rows)} tokens from row {rows[0]} on {where} and in no document, but some of "
                     "their labels are not -100. Set these to -100, or make them a document"

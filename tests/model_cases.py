@@ -119,6 +119,11 @@ FAMILIES: tuple[Family, ...] = (
     Family("jetmoe"),
     Family("kolibri1", MIXED, FP32),
     Family("laguna", MIXED, FP32),
+    Family("llama4_text", {
+        "attention_chunk_size": 32, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
+        "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "moe_layers": [1],
+        "attn_temperature_tuning": True, "floor_scale": 16, "attn_scale": 0.1,
+    }, FP32),
     Family("longcat_flash", {
         **MLA, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2,
     }, FP32),

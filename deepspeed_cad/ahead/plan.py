@@ -195,7 +195,7 @@ class Plans:
             )
         layout = assemble([local])
         return MicroBatch(
-            0, layout, (layout.tick(),), self.device, lambda tick, key: _plan_alone(layout, key),
+            0, layout, (layout.tick(),), self.device, _plan_alone,
             lambda value, what: None, None, CallCounts(),
         )  # fmt: skip
 
@@ -241,7 +241,11 @@ class Plans:
         LINEAR_PAIRS a token.
         """
         # Before the first forward no kind of layer is known.
-        kinds = [(self.cost.cost_for(key.shape), key.window, layers * key.shape.groups) for key, layers in keys.items()]
+        # Of a document in chunks a row reads at most what it reads in a window as long.
+        kinds = [
+            (self.cost.cost_for(key.shape), key.window or key.chunk, layers * key.shape.groups)
+            for key, layers in keys.items()
+        ]
         kinds = kinds or [(PAIRS, None, 1)]
         work = np.zeros(len(documents.step.length))
         for cost, window, times in kinds:
@@ -356,7 +360,8 @@ class Plans:
         self.worker.run(lambda: self.gatherer.agree(value, Subject(What.PLAN, index=turn)))
 
 
-def _plan_alone(layout: Layout, key: PlanKey) -> Plan:
+def _plan_alone(tick: Tick, key: PlanKey) -> Plan:
+    layout = tick.rows()
     tasks = whole_rank_tasks(layout, key.shape.groups)
     load = PAIRS.of(layout.segments.begin, layout.segments.end, key.window).sum(keepdims=True)
     nothing = np.zeros(1, np.int64)

@@ -72,6 +72,7 @@ class MicroBatch:
     """What an integration compares attention calls with, where it verifies them."""
     planned: dict[tuple[PlanKey, int], PlannedTick] = field(default_factory=dict)
     """By kind of layer and tick; grows while the forward meets kinds that were not known."""
+    _in_chunks: dict[tuple[int, int], Tick] = field(default_factory=dict)
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[Hashable, int], AttentionCall] = field(default_factory=dict)
     _layers: dict[Hashable, int] = field(default_factory=dict)
@@ -113,9 +114,9 @@ class MicroBatch:
         """Plan every tick for the given kinds of layers and compare the plans with the other ranks."""
         digest = 0
         for key in keys:
-            for nano_batch, tick in enumerate(self.ticks):
+            for nano_batch in range(len(self.ticks)):
                 begin = time.perf_counter()
-                plan = self.make_plan(tick, key)
+                plan = self.make_plan(self.tick(key, nano_batch), key)
                 cut, schedules = self._in_waves(key, nano_batch, plan)
                 self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin, cut)
                 digest = (digest * 1000003 + plan.fingerprint() + len(schedules)) & ((1 << 62) - 1)
@@ -130,7 +131,13 @@ class MicroBatch:
     def _in_waves(self, key: PlanKey, nano_batch: int, plan: Plan) -> Waves:
         """This rank's schedules of a plan."""
         memory = NO_LIMIT if self.memory is None else self.memory
-        return memory.waves(self.ticks[nano_batch], plan, self.rank, key.window, key.shape)
+        return memory.waves(self.tick(key, nano_batch), plan, self.rank, key.window, key.shape)
+
+    def tick(self, key: PlanKey, nano_batch: int) -> Tick:
+        """The documents of a nano-batch as layers of one kind see them."""
+        if key.chunk is None:
+            return self.ticks[nano_batch]
+        return self._in_chunks.setdefault((key.chunk, nano_batch), self.ticks[nano_batch].in_chunks(key.chunk))
 
     def _with_room(self, key: PlanKey, nano_batch: int) -> tuple[Schedule, ...]:
         """This rank's schedules of a tick, for which all ranks have memory now."""
@@ -274,7 +281,7 @@ class MaskDescriptor:
     Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
     """
 
-    __slots__ = ("gradients", "interleaved", "kernel", "micro_batch", "modes", "nano_batch", "window")
+    __slots__ = ("chunk", "gradients", "interleaved", "kernel", "micro_batch", "modes", "nano_batch", "window")
 
     def __init__(
         self,
@@ -284,6 +291,7 @@ class MaskDescriptor:
         modes: Modes,
         nano_batch: int | None = None,
         interleaved: bool = False,
+        chunk: int | None = None,
     ) -> None:
         """What layers receive.
 
@@ -294,9 +302,10 @@ class MaskDescriptor:
             modes: how attention runs.
             nano_batch: the one that reads this; None where not cut.
             interleaved: the nano-batches alternate over the decoder, not inside a layer.
+            chunk: tokens of a document that see each other; None: all.
         """
         self.micro_batch, self.window, self.kernel, self.modes = micro_batch, window, kernel, modes
-        self.nano_batch, self.interleaved = nano_batch, interleaved
+        self.nano_batch, self.interleaved, self.chunk = nano_batch, interleaved, chunk
         self.gradients = torch.is_grad_enabled()
         """Around the layers: a layer without them is under reentrant checkpointing, or frozen."""
 
@@ -309,7 +318,9 @@ class MaskDescriptor:
         return self._part(nano_batch, True)
 
     def _part(self, nano_batch: int, interleaved: bool) -> MaskDescriptor:
-        return MaskDescriptor(self.micro_batch, self.window, self.kernel, self.modes, nano_batch, interleaved)
+        return MaskDescriptor(
+            self.micro_batch, self.window, self.kernel, self.modes, nano_batch, interleaved, self.chunk
+        )
 
     def row_cut(self, batch: int, width: int) -> RowCut:
         """How a layer's arguments are cut on this rank."""
@@ -349,7 +360,7 @@ class MaskDescriptor:
         micro_batch = self.micro_batch
 
         def build() -> AttentionCall:
-            key, need, rule = PlanKey(self.window, kind.shape), kernel_need(kind, q.device), layer.rule
+            key, need, rule = PlanKey(self.window, kind.shape, self.chunk), kernel_need(kind, q.device), layer.rule
             place = micro_batch.number_layer(layer.layer, key), nano_batch
             # Between two attentions of a layer that is cut lies attention of the other nano-batch.
             timed = self.modes.returns and (self.interleaved or self.nano_batch is None)
@@ -384,7 +395,7 @@ class MaskDescriptor:
         """O [T, 0, V] on a rank to which none of a layer's heads fell: it only plans, because ranks with other
         shares compare their plans, and all ranks of a job take part in every collective."""
         (q, k, v), micro_batch = (layer.q_THD, layer.k_TKD, layer.v_TKV), self.micro_batch
-        key = PlanKey(self.window, HeadShape(1, 1, q.shape[2], v.shape[2], q.element_size()))
+        key = PlanKey(self.window, HeadShape(1, 1, q.shape[2], v.shape[2], q.element_size()), self.chunk)
         micro_batch.number_layer(layer.layer, key)
         if (key, 0) not in micro_batch.planned:
             micro_batch.plan_all([key])

@@ -36,6 +36,8 @@ class PlanKey(NamedTuple):
 
     window: int | None
     shape: HeadShape
+    chunk: int | None = None
+    """Documents are cut every so many tokens, and a row reads keys of its own part; None: they are not."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,6 +47,34 @@ def test_a_stream_joins_again_at_rank_borders(own: list[int], ranks: int, per_ra
     assert found.tolist() == own
 
 
+def _read(query: Any, key: Any, size: int | None) -> dict[tuple[int, int], set[tuple[int, int]]]:
+    """By (rank, row) of each query the (rank, row) of the keys that it reads; `size`: inside chunks."""
+    rows = [
+        [(d, p, (rank, offset + p - b)) for d, b, e, rank, offset in part.to_array().tolist() for p in range(b, e)]
+        for part in (query, key)
+    ]
+    chunk = size or 10**6
+    return {
+        at: {there for e, q, there in rows[1] if e == d and q <= p and q // chunk == p // chunk}
+        for d, p, at in rows[0]
+    }  # fmt: skip
+
+
+@settings(max_examples=50)
+@given(lengths, st.integers(2, 4), st.integers(8, 40), st.integers(1, 50), st.booleans(), st.randoms())
+def test_chunks_are_documents(own: list[int], ranks: int, per_rank: int, size: int, zigzag: bool, rng: Any) -> None:
+    """Rows read the same keys at the same places as inside chunks of whole documents; also in a tick that was cut."""
+    own = own[: ranks * per_rank // 40]
+    layout = Layout.from_stream(own, ranks, per_rank, zigzag)
+    at = np.array([rng.randint(0, per_rank) for _ in range(ranks)])
+    for tick in (layout.tick(), *(layout.cut(at) if layout.can_cut(at) else ())):
+        chunks = tick.in_chunks(size)
+        assert _read(chunks.query, chunks.key, None) == _read(tick.query, tick.key, size)
+        documents = set(chunks.query.document.tolist())
+        assert documents == set(chunks.key.document.tolist()) == set(range(len(documents)))
+        assert (chunks.query.end <= size).all()
+
+
 @given(lengths, st.integers(2, 5), st.integers(8, 60), st.randoms())
 def test_a_cut_reads_no_key_behind_it(own: list[int], ranks: int, per_rank: int, rng: object) -> None:
     own = own[: ranks * per_rank // 40]

@@ -25,7 +25,7 @@ from deepspeed_cad.errors import CADUnsupportedError
 REFUSALS: list[tuple[str, str, dict[str, Any], str]] = [
     ("attention dropout", "llama", {"attention_dropout": 0.1}, r"attention_dropout is 0\.1.*attention_dropout=0\.0"),
     ("attention dropout of GPT-2", "gpt2", {"attn_pdrop": 0.1}, r"attn_pdrop is 0\.1"),
-    ("chunked attention", "llama4_text", {"attention_chunk_size": 32}, "attention_chunk_size is 32: chunked"),
+    ("chunks of no known layer", "llama", {"attention_chunk_size": 32}, "attention_chunk_size is 32: chunked"),
     ("linear attention alone", "qwen3_next", {}, "2 layers carry state from token to token and none attends"),
     ("state space", "mamba", {}, "layers carry state|layer_types has|state-space|is a Conv1d"),
     ("lightning attention", "minimax", {}, "layer_types has linear_attention"),
