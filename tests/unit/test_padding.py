@@ -62,7 +62,7 @@ def _seen(model: Any, batch: dict[str, torch.Tensor]) -> Any:
     assert session is not None
     found: list[Any] = []
     count = session.count
-    session.count = lambda micro_batch: (found.append(micro_batch), count(micro_batch))[1]  # type: ignore[method-assign, func-returns-value]
+    session.count = lambda micro_batch, *more: (found.append(micro_batch), count(micro_batch, *more))[1]  # type: ignore[method-assign, func-returns-value]
     model(**batch, use_cache=False)
     return found[-1].padding
 
