@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import training
+from engines import import_deepspeed
 
 
 class Embedding(torch.nn.Module):
@@ -55,6 +56,40 @@ class Head(torch.nn.Module):
 def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean over targets of one micro-batch."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def start() -> Any:
+    """DeepSpeed with CAD's hook, and its groups over gloo."""
+    deepspeed = import_deepspeed()
+    deepspeed.init_distributed("gloo")
+    return deepspeed
+
+
+def config(count: int, **changes: Any) -> dict[str, Any]:
+    """A JSON of steps of so many micro-batches."""
+    return {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": count,
+        "zero_allow_untested_optimizer": True, **changes,
+    }  # fmt: skip
+
+
+def summed_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Of all steps from now on, by name and layer, the mean of replicas; they take the place of the optimizer's."""
+    from deepspeed.runtime.pipe.schedule import OptimizerStep
+
+    engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
+    group, replicas = engine.grid.get_data_parallel_group(), engine.grid.get_data_parallel_world_size()
+    total = {name: torch.zeros_like(p) for name, p in engine.module.named_parameters()}
+
+    def add(engine: Any) -> None:
+        for name, p in engine.module.named_parameters():
+            if p.requires_grad:
+                torch.distributed.all_reduce(p.grad, group=group)
+                total[name] += p.grad / replicas
+                p.grad = None
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: add}
+    return total
 
 
 def layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+import training
+from pool import WorkerPool
+from ports import free_port
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.request import VARIABLE, Request
@@ -14,6 +17,8 @@ from deepspeed_cad.server import process
 from deepspeed_cad.server.launch import take_role
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.session import close_session
+
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 
 
 class Served(NamedTuple):
@@ -26,6 +31,15 @@ class Served(NamedTuple):
     most_held: int
     opened: int
     """Micro-batches that it remembers."""
+
+
+def run(workers: WorkerPool, trainers: int, servers: int, train: Callable[..., Any], *args: Any, **block: Any) -> Any:
+    """What trainers give, and what servers did, all of which end well and hold nothing; `block` beside the usual."""
+    given = {**BLOCK, "servers": {"reserved": servers}, **block}
+    results = workers.run(play, trainers + servers, free_port(), given, train, *args, joined=False)
+    for one in results[trainers:]:
+        assert one.code == 0 and one.held == 0 < one.most_held and one.micro_batches > 0 and one.opened <= 2, one
+    return results[:trainers], results[trainers:]
 
 
 def play(rank: int, world: int, port: int, block: dict[str, Any], train: Callable[..., Any], *args: Any) -> Any:

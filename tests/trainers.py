@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 import torch
 import training
 from torch.utils.data import Dataset
+
+import deepspeed_cad
+from deepspeed_cad.session import close_session
 
 LENGTHS = [[200], [24, 30, 40, 50, 56], [100] * 2, [1, 9, 190], [20] * 10, [150, 50], [200], [40] * 5]
 """Documents of each packed row; all rows have 200 tokens, as packing gives."""
@@ -59,6 +63,41 @@ def zero(stage: int) -> dict[str, Any]:
     }
 
 
+def training_arguments(folder: str, **changes: Any) -> Any:
+    """TrainingArguments of a run on CPUs that logs every step and saves nothing."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**settings(folder, **changes))
+
+
+def settings(folder: str, **changes: Any) -> dict[str, Any]:
+    """What all arguments of trainers have here."""
+    return {
+        "output_dir": folder, "use_cpu": True, "bf16": False, "per_device_train_batch_size": 1, "logging_steps": 1,
+        "save_strategy": "no", "report_to": [], "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+        "disable_tqdm": True, "optim": "adamw_torch",
+    } | changes  # fmt: skip
+
+
+def without_and_with(run: Callable[..., Any], *args: Any, **given: Any) -> tuple[Any, Any]:
+    """What run(cad, …) gives without CAD and with it, each as if it were the first in its process."""
+    found = []
+    for cad in (False, True):
+        start_anew()
+        found.append(run(cad, *args, **given))
+        assert (deepspeed_cad.current_session() is not None) == cad
+    start_anew()
+    return found[0], found[1]
+
+
+def start_anew() -> None:
+    """Without a session, and without the state that Accelerate keeps of a process."""
+    from accelerate.state import AcceleratorState
+
+    close_session()
+    AcceleratorState._reset_state(True)
+
+
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Rows stacked to [rows, tokens]."""
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -71,8 +110,6 @@ def losses_of(log_history: list[dict[str, Any]]) -> list[float]:
 
 def step_entry(loss: torch.Tensor) -> dict[str, Any]:
     """What the Trainer logs of a micro-batch, for loops of one's own: its loss and, where CAD is on, its statistics."""
-    import deepspeed_cad
-
     session = deepspeed_cad.current_session()
     return {"loss": float(loss.detach()), **({} if session is None else session.take_statistics("test").as_events())}
 
@@ -108,23 +145,27 @@ def assert_same_and_balanced(
     assert evaluations[0] == pytest.approx(evaluations[1], abs=1e-5), name
     steps = [entry for entry in cad if "loss" in entry]
     assert max(entry[AFTER] for entry in steps) <= 1.05, (name, steps)
-    assert sum(entry[BEFORE] for entry in steps) / len(steps) >= 1.2, (name, steps)
+    assert sum(entry[BEFORE] for entry in steps) / len(steps) >= 1.1, (name, steps)
     assert not any(key.startswith("cad/") for entry in [*plain, *cad] if "eval_loss" in entry for key in entry), name
     assert not any(key.startswith("cad/") for entry in plain for key in entry), name
 
 
-def write_inputs(folder: Path) -> None:
-    """A tiny checkpoint with a tokenizer in `model`, and texts of very different lengths in `data.jsonl`."""
+def tokenizer() -> Any:
+    """Of words w0 to w60."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{i}": i for i in range(61)} | {"<pad>": 61, "</s>": 62, "<unk>": 63}
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", eos_token="</s>", bos_token="</s>", unk_token="<unk>"
     )
-    tokenizer.save_pretrained(folder / "model")
+
+
+def write_inputs(folder: Path) -> None:
+    """A tiny checkpoint with a tokenizer in `model`, and texts of very different lengths in `data.jsonl`."""
+    tokenizer().save_pretrained(folder / "model")
     training.tiny_llama(torch.float32, pad_token_id=61, eos_token_id=62, bos_token_id=62).save_pretrained(
         folder / "model"
     )

@@ -22,6 +22,11 @@ def tiny_llama(dtype: torch.dtype = torch.float64, **changes: Any) -> LlamaForCa
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).to(dtype)
 
 
+def sdpa_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+    """The same as users of host frameworks load it."""
+    return tiny_llama(dtype, attn_implementation="sdpa", use_cache=False, **changes)
+
+
 def documents(lengths: list[int], seed: int) -> list[torch.Tensor]:
     """Token ids of documents."""
     gen = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""`Accelerator(kwargs_handlers=[CADPlugin(...)])`: DDP, DeepSpeed, accumulation, evaluation, save and resume, LoRA."""
+"""`Accelerator(kwargs_handlers=[CADPlugin(...)])`: DDP, DeepSpeed, accumulation, evaluation, LoRA, refusals."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import trainers
 import training
+from engines import import_deepspeed
+from launched import zero
 from pool import WorkerPool
 from torch.utils.data import DataLoader
 from trainers import BEFORE, BLOCK, STEPS, PackedRows, assert_same_and_balanced, collate, step_entry, unbalanced
 
-WORLD = 4
-
-
-def _model(**changes: Any) -> torch.nn.Module:
-    return training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False, **changes)
+WORLD = 2
 
 
 def _accelerator(cad: bool, **settings: Any) -> Any:
@@ -26,8 +25,27 @@ def _accelerator(cad: bool, **settings: Any) -> Any:
     return Accelerator(cpu=True, kwargs_handlers=handlers, **settings)
 
 
-def _loop(accelerator: Any, model: Any, rows: int = 1, evaluate: bool = False) -> list[dict[str, Any]]:
+def _run(
+    cad: bool, rows: int = 1, evaluate: bool = False, lora: dict[str, Any] | None = None, checkpoint: bool = False,
+    **settings: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
     """The loop of Accelerate's documentation; gives an entry for every micro-batch and for every evaluation."""
+    from accelerate import DeepSpeedPlugin
+    from accelerate.utils import TorchDynamoPlugin
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = training.sdpa_llama()
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if lora is not None:
+        model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **lora))
+    if "stage" in settings:
+        config = zero(settings.pop("stage"), stage3_param_persistence_threshold=0)
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+    if settings.pop("compiled", False):
+        torch._dynamo.reset()
+        settings["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=False)
+    accelerator = _accelerator(cad, **settings)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     accumulation = accelerator.gradient_accumulation_steps
     loader = DataLoader(PackedRows(WORLD * STEPS * rows * accumulation), batch_size=rows, collate_fn=collate)
@@ -49,124 +67,26 @@ def _loop(accelerator: Any, model: Any, rows: int = 1, evaluate: bool = False) -
     return found
 
 
-def _ddp(cad: bool) -> list[dict[str, Any]]:
-    return _loop(_accelerator(cad), _model())
-
-
-def _accumulation(cad: bool) -> list[dict[str, Any]]:
-    return _loop(_accelerator(cad, gradient_accumulation_steps=2), _model(), rows=2)
-
-
-def _evaluation(cad: bool) -> list[dict[str, Any]]:
-    return _loop(_accelerator(cad), _model(), evaluate=True)
-
-
-def _deepspeed(stage: int) -> Any:
-    def run(cad: bool) -> list[dict[str, Any]]:
-        from accelerate import DeepSpeedPlugin
-
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "zero_allow_untested_optimizer": True,
-        }
-        return _loop(_accelerator(cad, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)), _model())
-
-    return run
-
-
-def _lora(cad: bool) -> list[dict[str, Any]]:
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
-    model = get_peft_model(_model(), lora)
-    losses = _loop(_accelerator(cad), model)
-    assert not any(p.requires_grad for name, p in model.named_parameters() if "lora" not in name)
-    return losses
-
-
-def _frozen_inputs(cad: bool) -> list[dict[str, Any]]:
-    """LoRA of the last layer alone, under checkpointing: the hidden states of the first need no gradient."""
-    from peft import LoraConfig, get_peft_model
-
-    model = _model()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    lora = LoraConfig(r=4, target_modules=["o_proj"], layers_to_transform=[1], init_lora_weights=False)
-    return _loop(_accelerator(cad), get_peft_model(model, lora))
-
-
-def _compiled(cad: bool) -> list[dict[str, Any]]:
-    from accelerate.utils import TorchDynamoPlugin
-
-    torch._dynamo.reset()
-    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=False)
-    return _loop(_accelerator(cad, dynamo_plugin=plugin), _model())
-
-
-CASES = {
-    "DDP": _ddp, "accumulation, two rows": _accumulation, "evaluation": _evaluation, "ZeRO-1": _deepspeed(1),
-    "ZeRO-2": _deepspeed(2), "ZeRO-3": _deepspeed(3), "LoRA": _lora, "frozen inputs": _frozen_inputs,
-    "compiled": _compiled,
+CASES: dict[str, dict[str, Any]] = {
+    "DDP": {}, "accumulation, two rows": {"rows": 2, "gradient_accumulation_steps": 2},
+    "evaluation": {"evaluate": True}, "ZeRO-2": {"stage": 2}, "ZeRO-3": {"stage": 3},
+    "LoRA": {"lora": {"target_modules": ["q_proj", "v_proj"]}},
+    # LoRA of the last layer alone, under checkpointing: the hidden states of the first need no gradient.
+    "frozen inputs": {"lora": {"target_modules": ["o_proj"], "layers_to_transform": [1]}, "checkpoint": True},
+    "compiled": {"compiled": True},
 }  # fmt: skip
 
 
-def _compare(rank: int, world: int, names: list[str]) -> dict[str, Any]:
-    import deepspeed
-    from accelerate.state import AcceleratorState
-
-    import deepspeed_cad
-    from deepspeed_cad.session import close_session
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    found = {}
-    for name in names:
-        AcceleratorState._reset_state(True)
-        plain = CASES[name](False)
-        assert deepspeed_cad.current_session() is None
-        AcceleratorState._reset_state(True)
-        cad = CASES[name](True)
-        assert deepspeed_cad.current_session() is not None
-        found[name] = (plain, cad)
-        close_session()
-    return found
+def _compare(rank: int, world: int) -> dict[str, Any]:
+    import_deepspeed()
+    return {name: trainers.without_and_with(_run, **case) for name, case in CASES.items()}
 
 
 @pytest.mark.slow
 def test_same_losses_and_balance(fresh_workers: WorkerPool) -> None:
-    for found in fresh_workers.run(_compare, WORLD, [*CASES], timeout=140.0):
+    for found in fresh_workers.run(_compare, WORLD, timeout=140.0):
         for name, (plain, cad) in found.items():
             accumulated = 2 if "accumulation" in name else 1
             assert_same_and_balanced(name, plain, cad, losses=STEPS * accumulated)
             lengths = unbalanced(STEPS * accumulated, WORLD, rows=accumulated)
             assert [entry[BEFORE] for entry in cad if "loss" in entry] == pytest.approx(lengths), name
-
-
-def _refusals(rank: int, world: int) -> None:
-    from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.state import AcceleratorState
-    from deepspeed_cad.integrations.accelerate import CADPlugin
-
-    from deepspeed_cad.errors import CADConfigError, CADError, CADUnsupportedError
-
-    AcceleratorState._reset_state(True)
-    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        _accelerator(True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
-    AcceleratorState._reset_state(True)
-    with pytest.raises(CADConfigError, match="more than one CADPlugin"):
-        Accelerator(cpu=True, kwargs_handlers=[CADPlugin(), CADPlugin()])
-    AcceleratorState._reset_state(True)
-    accelerator = _accelerator(True)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    with pytest.raises(CADError, match="not active at the first optimizer step: no transformers model"):
-        optimizer.step()
-    AcceleratorState._reset_state(True)
-    Accelerator(cpu=True)  # one without the plugin, in the same process, is left alone
-
-
-@pytest.mark.slow
-def test_refusals(fresh_workers: WorkerPool) -> None:
-    fresh_workers.run(_refusals, 2, timeout=60.0)

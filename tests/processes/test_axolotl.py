@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import training
 from pool import WorkerPool
-from trainers import PackedRows, assert_same, collate, losses_of, write_inputs
+from trainers import PackedRows, assert_same, collate, losses_of, training_arguments, without_and_with, write_inputs
 
 pytest.importorskip("pydantic")
 
@@ -62,20 +61,16 @@ def test_keys_of_the_yaml() -> None:
         plugin.pre_model_load({"context_parallel_size": 2})
 
 
-def _train(folder: str, cad: bool) -> list[dict[str, Any]]:
-    from accelerate.state import AcceleratorState
-    from transformers import Trainer, TrainingArguments
+def _train(cad: bool, folder: str) -> list[dict[str, Any]]:
+    from transformers import Trainer
 
-    AcceleratorState._reset_state(True)
     cfg = {"cad": PLUGIN["cad"], "sample_packing": True}
     plugin = _plugin()
     plugin.pre_model_load(cfg)
-    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
-    arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, max_steps=4, per_device_train_batch_size=1, logging_steps=1,
-        save_strategy="no", report_to=[], disable_tqdm=True, learning_rate=1e-2, lr_scheduler_type="constant",
+    trainer = Trainer(
+        model=training.sdpa_llama(), args=training_arguments(folder, max_steps=4), train_dataset=PackedRows(16),
+        data_collator=collate,
     )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=PackedRows(16), data_collator=collate)
     if cad:
         plugin.post_trainer_create(cfg, trainer)
         for callback in plugin.add_callbacks_post_trainer(cfg, trainer):
@@ -84,8 +79,8 @@ def _train(folder: str, cad: bool) -> list[dict[str, Any]]:
     return trainer.state.log_history
 
 
-def _compare(rank: int, world: int, folder: str) -> list[list[dict[str, Any]]]:
-    return [_train(folder, False), _train(folder, True)]
+def _compare(rank: int, world: int, folder: str) -> Any:
+    return without_and_with(_train, folder)
 
 
 @pytest.mark.slow
@@ -123,11 +118,3 @@ def test_axolotl_itself(tmp_path) -> None:
     assert max(entry["cad/attention_max_over_mean_before"] for entry in steps) > 1.2
     assert max(entry["cad/attention_max_over_mean"] for entry in steps) < 1.05
     assert cad[-1]["cad/saved_s"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not INSTALLED, reason="axolotl is not installed")
-def test_a_key_that_does_not_exist_stops_axolotl(tmp_path) -> None:
-    write_inputs(tmp_path)
-    log, said = _run_axolotl(tmp_path, YAML | PLUGIN | {"cad": {"tolerence": 0.1}})
-    assert not log and "did you mean" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from engines import engine_config, import_deepspeed
 from model_cases import known_kind, tiny_model
 from pool import WorkerError, WorkerPool
-from trainers import losses_of, write_inputs
+from trainers import losses_of, settings, start_anew, tokenizer, training_arguments, without_and_with
 
 import deepspeed_cad
 from deepspeed_cad.ahead.documents import read_documents
@@ -363,42 +363,34 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = 
 
 
 def _trainer(cad: dict[str, Any] | None, folder: str, padded: bool = False, **changes: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
-    model = training.tiny_llama(torch.float64, attn_implementation="sdpa", use_cache=False)
+    model = training.sdpa_llama(torch.float64)
     model.loss_function = _loss
     if cad is not None:
         deepspeed_cad.apply(model, cad)
-    settings: dict[str, Any] = {
-        "output_dir": folder, "use_cpu": True, "num_train_epochs": 2, "per_device_train_batch_size": 4,
-        "logging_steps": 1, "save_strategy": "no", "report_to": [], "learning_rate": 1e-2, "disable_tqdm": True,
-        "lr_scheduler_type": "constant", "optim": "sgd", "gradient_accumulation_steps": 2, "bf16": False,
-    }  # fmt: skip
-    arguments = TrainingArguments(**{**settings, **changes})
+    given = {"num_train_epochs": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "sgd"}
     # The last batch of an epoch has 3 documents on rank 0 and 2 on rank 1; one step has a single micro-batch.
     data = {"train_dataset": _Samples(45), "eval_dataset": _Samples(8)}
+    arguments = training_arguments(folder, **given, **changes)
     return Trainer(model=model, args=arguments, data_collator=_collate(padded), **data)
 
 
-def _close() -> None:
-    from accelerate.state import AcceleratorState
-
-    from deepspeed_cad.session import close_session
-
-    close_session()
-    AcceleratorState._reset_state(True)
+def _train_all(trainer: Any, **given: Any) -> dict[str, Any]:
+    trainer.train(**given)
+    log = [one for one in trainer.state.log_history if "loss" in one]
+    dealt = [one for one in log if "cad/tokens_max_over_mean" in one]
+    return {
+        "losses": losses_of(log), "tokens": [one["cad/tokens_max_over_mean"] for one in dealt],
+        "weights": {name: value.detach().numpy().copy() for name, value in trainer.model.named_parameters()},
+        "before": [one["cad/tokens_max_over_mean_before"] for one in dealt],
+    }  # fmt: skip
 
 
 def _run(trainer: Any, **given: Any) -> dict[str, Any]:
-    trainer.train(**given)
-    log = [one for one in trainer.state.log_history if "loss" in one]
-    state = {name: value.detach().numpy().copy() for name, value in trainer.model.named_parameters()}
-    _close()
-    return {
-        "losses": losses_of(log), "weights": state,
-        "tokens": [one["cad/tokens_max_over_mean"] for one in log if "cad/tokens_max_over_mean" in one],
-        "before": [one["cad/tokens_max_over_mean_before"] for one in log if "cad/tokens_max_over_mean" in one],
-    }  # fmt: skip
+    found = _train_all(trainer, **given)
+    start_anew()
+    return found
 
 
 def _trainers(rank: int, world: int, folder: str, padded: bool) -> dict[str, Any]:
@@ -430,28 +422,24 @@ def test_trainer(fresh_workers: WorkerPool, tmp_path: Any, padded: bool) -> None
         assert after < (1.2 if padded else 1.05) and found["looked"]["tokens"] == found["auto"]["tokens"]
 
 
-def _sft(rank: int, world: int, folder: str, padding_free: bool) -> dict[str, Any]:
+def _sft(rank: int, world: int, folder: str, padding_free: bool) -> Any:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
     data = Dataset.from_dict({"input_ids": [one.tolist() for one in _Samples(24).documents]})
-    write_inputs(Path(folder) / str(rank))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(folder) / str(rank) / "model")
-    found = {}
-    for name in ("plain", "auto"):
-        model = training.tiny_llama(torch.float64, attn_implementation="sdpa", use_cache=False)
+
+    def run(cad: bool) -> dict[str, Any]:
+        model = training.sdpa_llama(torch.float64)
         model.loss_function = _loss
-        if name == "auto":
+        if cad:
             deepspeed_cad.apply(model, BLOCK)
         arguments = SFTConfig(
-            output_dir=folder, use_cpu=True, bf16=False, per_device_train_batch_size=4, padding_free=padding_free,
-            max_length=None, logging_steps=1, save_strategy="no", report_to=[], learning_rate=1e-2, optim="sgd",
-            gradient_checkpointing=False, disable_tqdm=True, gradient_accumulation_steps=1, num_train_epochs=1,
-            lr_scheduler_type="constant",
+            **settings(folder, per_device_train_batch_size=4, optim="sgd"), padding_free=padding_free, max_length=None,
+            gradient_checkpointing=False, gradient_accumulation_steps=1, num_train_epochs=1,
         )  # fmt: skip
-        found[name] = _run(SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer))
-    return found
+        return _train_all(SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer()))
+
+    return without_and_with(run)
 
 
 @pytest.mark.slow
@@ -459,7 +447,7 @@ def _sft(rank: int, world: int, folder: str, padding_free: bool) -> dict[str, An
 def test_trl(fresh_workers: WorkerPool, tmp_path: Any, padding_free: bool) -> None:
     pytest.importorskip("trl")
     for found in fresh_workers.run(_sft, 2, str(tmp_path), padding_free, timeout=140.0):
-        plain, dealt = found["plain"], found["auto"]
+        plain, dealt = found
         assert len(plain["losses"]) == 3 and dealt["losses"] == pytest.approx(plain["losses"], abs=2e-6)
         for key, value in plain["weights"].items():
             # TRL computes the loss in fp32, and one step changes weights by a hundredth of a gradient.
@@ -467,34 +455,31 @@ def test_trl(fresh_workers: WorkerPool, tmp_path: Any, padding_free: bool) -> No
         assert np.mean(dealt["tokens"]) < np.mean(dealt["before"]) - 0.02
 
 
-def _prepared(rank: int, world: int) -> dict[str, Any]:
-    """A loop with a prepared loader of Accelerate, by key: from the second micro-batch on documents are dealt out."""
+def _prepared(cad: bool) -> dict[str, Any]:
+    """Gradients of a loop with a prepared loader: from the second micro-batch on documents are dealt out."""
     from accelerate import Accelerator
     from deepspeed_cad.integrations.accelerate import CADPlugin
 
-    found: dict[str, Any] = {}
-    for name in ("plain", "deal"):
-        handlers = [CADPlugin(**BLOCK, documents="deal")] if name == "deal" else None
-        accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
-        model = training.tiny_llama(torch.float64, attn_implementation="sdpa", use_cache=False)
-        data = torch.utils.data.DataLoader(_Samples(32), batch_size=4, collate_fn=_collate(False))
-        model, loader = accelerator.prepare(model, data)
-        for batch in loader:
-            accelerator.backward(training.loss_sum(model, batch) / 100)
-        found[name] = {key: value.grad.numpy().copy() for key, value in model.module.named_parameters()}
-        if name == "deal":
-            found["figures"] = deepspeed_cad.current_session().statistics.as_events()
-        _close()
-    return found
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**BLOCK, documents="deal")] if cad else None)
+    data = torch.utils.data.DataLoader(_Samples(32), batch_size=4, collate_fn=_collate(False))
+    model, loader = accelerator.prepare(training.sdpa_llama(torch.float64), data)
+    for batch in loader:
+        accelerator.backward(training.loss_sum(model, batch) / 100)
+    if cad:
+        figures = deepspeed_cad.current_session().statistics.as_events()
+        assert figures["cad/tokens_max_over_mean"] < figures["cad/tokens_max_over_mean_before"] - 0.02
+    return {key: value.grad.numpy().copy() for key, value in model.module.named_parameters()}
+
+
+def _both_prepared(rank: int, world: int) -> Any:
+    return without_and_with(_prepared)
 
 
 @pytest.mark.slow
 def test_prepared_loader(fresh_workers: WorkerPool) -> None:
-    for found in fresh_workers.run(_prepared, 2, timeout=140.0):
-        for key, value in found["plain"].items():
-            assert np.abs(found["deal"][key] - value).max() < 1e-10 * (1 + np.abs(value).max()), key
-        before, after = "cad/tokens_max_over_mean_before", "cad/tokens_max_over_mean"
-        assert found["figures"][after] < found["figures"][before] - 0.02
+    for plain, dealt in fresh_workers.run(_both_prepared, 2, timeout=140.0):
+        for key, value in plain.items():
+            assert np.abs(dealt[key] - value).max() < 1e-10 * (1 + np.abs(value).max()), key
 
 
 def _staying(rank: int, world: int, folder: str) -> dict[str, str]:
@@ -508,21 +493,18 @@ def _staying(rank: int, world: int, folder: str) -> dict[str, str]:
             return super().compute_loss(*args, **kwargs)
 
     said: dict[str, list[str]] = {}
-    for name, changes in (
-        ("average", {"average_tokens_across_devices": False}), ("smoothing", {"label_smoothing_factor": 0.1}),
-        ("noise", {"neftune_noise_alpha": 0.0}), ("dropout", {}), ("own", {}), ("asked", {}), ("on", {}),
-    ):  # fmt: skip
+    for name in ("dropout", "own", "asked", "on"):
         said[name] = []
         session.notice = said[name].append
-        asked = {"documents": "deal"} if name in ("average", "asked") else {}
-        trainer = _trainer({**BLOCK, **asked}, folder, max_steps=1, **changes)
+        asked = {"documents": "deal"} if name == "asked" else {}
+        trainer = _trainer({**BLOCK, **asked}, folder, max_steps=1)
         if name in ("own", "asked"):
             trainer.__class__ = Own
         if name == "dropout":
             layer = trainer.model.model.layers[0]
             layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.1))
         trainer.train()
-        _close()
+        start_anew()
     session.notice = notice
     return {name: lines[0] if lines else "" for name, lines in said.items()}
 
@@ -532,11 +514,9 @@ def test_the_first_line_says_why_documents_stay(fresh_workers: WorkerPool, tmp_p
     said, other = fresh_workers.run(_staying, 2, str(tmp_path), timeout=140.0)
     assert not any(other.values())
     by_hand = 'where that does not matter, "documents": "deal" deals them out'
-    assert "average_tokens_across_devices is off" in said["average"] and by_hand not in said["average"]
-    assert "label_smoothing_factor" in said["smoothing"]
     assert "model.layers.0.mlp.1.p is 0.1" in said["dropout"] and by_hand in said["dropout"]
     assert "Own computes a loss of its own" in said["own"] and by_hand in said["own"]
-    for name in ("asked", "on", "noise"):
+    for name in ("asked", "on"):
         assert "documents are dealt out" in said[name] and "documents stay" not in said[name], name
 
 
@@ -548,21 +528,13 @@ ROWS = [[[160, 70, 50], [80, 80], SHORT], [SHORT[:3], SHORT[:4], [60, 30]]]
 
 def _engine(rank: int, world: int) -> dict[str, Any]:
     """A raw loop over two epochs of three micro-batches, two per step: steps go on from one epoch into the next."""
-    import deepspeed
-
-    from deepspeed_cad.session import close_session
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
+    deepspeed = import_deepspeed()
     found: dict[str, Any] = {}
     for name in ("keep", "in_order", "own loader", "deal"):
         model = training.tiny_llama(torch.float32)
         batches = _rank_batches(ROWS[rank], 10 * rank)
-        config = {
-            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-            "cad": {**BLOCK, "documents": "deal" if name == "own loader" else name},
-        }  # fmt: skip
+        cad = {**BLOCK, "documents": "deal" if name == "own loader" else name}
+        config = engine_config(1, gradient_accumulation_steps=2, cad=cad)
         given: dict[str, Any] = {}
         if name == "own loader":
             data = [one for other in ROWS for i, row in enumerate(other) for one in _rank_batches([row], i)]
@@ -586,7 +558,7 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
             "tokens": deepspeed_cad.current_session().statistics.tokens,
         }  # fmt: skip
         engine.destroy()
-        close_session()
+        start_anew()
     return found
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import alone, packed, run
+from engines import engine_config, import_deepspeed
+from hybrids import alone, packed
 from model_cases import FAMILIES, NEW, tiny_model
 from pool import WorkerPool
 
@@ -37,23 +38,14 @@ def _worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> f
 
 
 def _zero3(rank: int, world: int, kind: str, checkpoint: bool) -> float:
-    import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    import deepspeed_cad
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
+    deepspeed = import_deepspeed()
     model = _model(kind)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-        "cad": BLOCK,
-    }
+    config = engine_config(3, cad=BLOCK)
+    config["optimizer"]["params"]["lr"] = 0.0
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.train()
     for _ in range(2):
@@ -105,22 +97,3 @@ def test_fsdp2(workers: WorkerPool, kind: str, late: bool) -> None:
     """Turned on before sharding and after it, with checkpointing."""
     for worst in workers.run(_fsdp2, 2, kind, late):
         assert worst < 1e-4
-
-
-def _evaluate(rank: int, world: int, kind: str) -> float:
-    """The largest difference of logits, of documents that lie otherwise on each rank."""
-    import deepspeed_cad
-
-    family = next(one for one in FAMILIES if one.kind == kind)
-    model = tiny_model(kind, torch.float64, **family.changes).eval()
-    batch, lengths = packed(ROWS[rank]), ROWS[rank]
-    with torch.no_grad():
-        expected = alone(model, batch, lengths)[0]
-        got = run(deepspeed_cad.apply(model, BLOCK), batch, lengths)[0]
-    return float((got - expected).abs().max())
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
-def test_evaluation_on_every_rank(workers: WorkerPool, kind: str) -> None:
-    """State stays inside documents there, too: the layout has one rank, and the session several."""
-    assert max(workers.run(_evaluate, 2, kind)) < 1e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from pool import WorkerPool
 from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_cad
-from deepspeed_cad.errors import CADUnsupportedError
 
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = [[200, 31], [40, 9, 1, 70]]
@@ -81,43 +79,6 @@ def test_every_form_is_exact(workers: WorkerPool, form: str, overlap: str) -> No
     results = workers.run(_train, 2, form, overlap)
     assert sum(r["sent"] for r in results) > 0
     assert results[0]["after"] < 1.05
-
-
-def _scaled_by_the_batch(rank: int, world: int) -> str:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = deepspeed_cad.apply(training.tiny_llama(rope_parameters=rope), BLOCK)
-    training.loss_sum(model.train(), training.pack(training.documents(LENGTHS[rank], seed=rank))).backward()
-    part = deepspeed_cad.shard_stream(training.pack(training.documents([130, 90], seed=7)), rank, world)
-    with pytest.raises(CADUnsupportedError) as caught:
-        model(input_ids=part["input_ids"], position_ids=part["position_ids"])
-    return str(caught.value)
-
-
-def test_documents_of_a_model_scaled_by_the_batch_must_not_span_ranks(workers: WorkerPool) -> None:
-    """Every rank stops, also one whose own documents begin there."""
-    for text in workers.run(_scaled_by_the_batch, 2):
-        assert 'rope_type is "dynamic"' in text
-
-
-def _other_models(rank: int, world: int) -> None:
-    policy = training.tiny_llama()
-    before = copy.deepcopy(policy)
-    deepspeed_cad.apply(policy, BLOCK)
-    after = copy.deepcopy(policy)
-    session = deepspeed_cad.current_session()
-    batch = training.pack(training.documents([30], seed=rank))
-    if rank == 0:  # the others take no part, so nothing may be exchanged
-        for other in (before, after):
-            other.train()
-            expected, _ = training.alone(training.tiny_llama(), training.documents([30], seed=0))
-            assert abs(float(training.loss_sum(other, batch)) - expected) < 1e-8
-    assert session.transport.exchanges == 0
-    training.loss_sum(policy, batch).backward()
-    assert session.transport.exchanges > 0
-
-
-def test_other_models_are_untouched(workers: WorkerPool) -> None:
-    workers.run(_other_models, 2)
 
 
 def _ddp(rank: int, world: int, overlap: str) -> None:

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from engines import import_deepspeed
+from launched import zero
 from pool import WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
 from trainers import BLOCK
@@ -49,15 +51,6 @@ def _alone(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
 # DeepSpeed
 
 
-def _zero3(**changes: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **changes},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-
-
 OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 PARAMETERS = {"offload_param": {"device": "cpu", "pin_memory": False}}
 
@@ -89,20 +82,18 @@ def _tiles(model: Any) -> None:
 def _deepspeed(
     rank: int, config: dict[str, Any], block: dict[str, Any], tiled: bool, checkpointing: str, offload: bool
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    import deepspeed
     from torch.autograd.graph import save_on_cpu
 
-    import deepspeed_cad
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
-    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    deepspeed = import_deepspeed()
+    model = training.sdpa_llama()
     if tiled:
         _tiles(model)
     if checkpointing in ("reentrant", "non-reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config | {"cad": block})
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config | {"zero_force_ds_cpu_optimizer": False, "cad": block}
+    )
     engine.train()
     losses = []
     with contextlib.ExitStack() as stack:
@@ -133,7 +124,7 @@ def _fsdp2(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[f
 
     import deepspeed_cad
 
-    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    model = training.sdpa_llama()
     deepspeed_cad.apply(model, block)
     layers = list(model.get_decoder().layers)
     if checkpointing == "non-reentrant":
@@ -171,7 +162,7 @@ def _trl(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[flo
 
     # It asks torch for an accelerator, and a CPU is none.
     torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")  # type: ignore[assignment]
-    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    model = training.sdpa_llama()
     deepspeed_cad.apply(model, block)
     if checkpointing == "non-reentrant":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -197,22 +188,21 @@ def _trl(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[flo
 def _ds(
     tiled: bool = False, checkpointing: str = "", offload: bool = False, **changes: Any
 ) -> Callable[[int, dict[str, Any]], Any]:
-    return lambda rank, block: _deepspeed(rank, _zero3(**changes), block, tiled, checkpointing, offload)
+    return lambda rank, block: _deepspeed(
+        rank, zero(3, stage3_param_persistence_threshold=0, **changes), block, tiled, checkpointing, offload
+    )
 
 
 WAYS: dict[str, Callable[[int, dict[str, Any]], Any]] = {
     "ZeRO-3, optimizer offload": _ds(**OPTIMIZER),
-    "ZeRO-3, optimizer offload, checkpointing": _ds(checkpointing="non-reentrant", **OPTIMIZER),
     "ZeRO-3, both offloads, reentrant checkpointing": _ds(checkpointing="reentrant", **OPTIMIZER, **PARAMETERS),
     "ZeRO-3, tiled MLP and loss": _ds(tiled=True),
     "ZeRO-3, optimizer offload, tiled, checkpointing": _ds(True, "non-reentrant", **OPTIMIZER),
     "ZeRO-3, optimizer offload, tiled, checkpoints on the CPU": _ds(True, "non-reentrant", True, **OPTIMIZER),
-    "ZeRO-3, activations on the CPU": _ds(offload=True),
     "ZeRO-3, DeepSpeed's checkpointing on the CPU": _ds(checkpointing="deepspeed", **OPTIMIZER),
     "FSDP2, offload": lambda rank, block: _fsdp2(rank, block, ""),
     "FSDP2, offload, checkpointing": lambda rank, block: _fsdp2(rank, block, "non-reentrant"),
     "FSDP2, offload, offloaded layers": lambda rank, block: _fsdp2(rank, block, "offload wrapper"),
-    "TRL's activation offloading": lambda rank, block: _trl(rank, block, ""),
     "TRL's activation offloading, checkpointing": lambda rank, block: _trl(rank, block, "non-reentrant"),
 }
 REPLAYS = {name for name in WAYS if "checkpoint" in name}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import training
+from engines import engine_config, import_deepspeed
 from pool import WorkerPool
 
 import deepspeed_cad
@@ -91,23 +94,12 @@ def test_a_loader_is_read_ahead(workers: WorkerPool) -> None:
 
 
 def _engine(rank: int, world: int) -> None:
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
+    deepspeed = import_deepspeed()
     model = training.tiny_llama(torch.float32)
     data = [{"input_ids": torch.randint(0, 64, (96 if i % 2 else 30,))} for i in range(8)]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "csv_monitor": {"enabled": True, "output_path": f"{dist.get_rank()}", "job_name": "cad"},
-        "cad": BLOCK,
-    }
-    import os
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
-        config["csv_monitor"]["output_path"] = folder
+        monitor = {"enabled": True, "output_path": folder, "job_name": "cad"}
+        config = engine_config(0, csv_monitor=monitor, cad=BLOCK)
         engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=data)
         assert isinstance(loader, LookAheadLoader) and len(loader) == 4
         for batch in loader:

@@ -9,10 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_cad.integrations.model_table import REFUSED, SEEING, SUPPORTED
-from deepspeed_cad.integrations.models import (
-    is_mixture,
-    refuse_model,
-)
+from deepspeed_cad.integrations.models import is_mixture, refuse_model
 from model_cases import FAMILIES, NEW, Family, known_kind, tiny_config, tiny_model
 from pool import WorkerPool
 from training import LINKS
@@ -186,38 +183,7 @@ def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
     _check(workers.run(_whole_documents, 2, family, "interleave", "plain"), family)
 
 
-MODES = [
-    ("none", None), ("local_first", "plain"), ("interleave", None), ("interleave", "reentrant"), ("pingpong", "plain"),
-    ("pingpong", "reentrant"),
-]  # fmt: skip
-DENSE, MIXTURE = ("llama", "gemma2", "gpt2"), ("mixtral", "gpt_oss", "deepseek_v3")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap, checkpoint", MODES, ids=lambda value: str(value))
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in ("llama", "mixtral") else pytest.mark.long) for kind in DENSE + MIXTURE],
-)
-def test_overlap_and_checkpointing(workers: WorkerPool, kind: str, overlap: str, checkpoint: str | None) -> None:
-    """Without ping-pong, and under both kinds of checkpointing, which adds no attention calls."""
-    family = next(one for one in FAMILIES if one.kind == kind)
-    _need(family)
-    if checkpoint == "reentrant" and kind in MIXTURE:
-        pytest.skip("refused, see test_refusals.py")
-    plain = workers.run(_whole_documents, 2, family, overlap, None)
-    found = workers.run(_whole_documents, 2, family, overlap, checkpoint)
-    _check(found, family)
-    assert found[0]["calls"][:2] == plain[0]["calls"][:2] and found[0]["sent"] >= plain[0]["sent"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "llama",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt_oss", "deepseek_v3")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_documents_that_span_ranks(workers: WorkerPool, kind: str) -> None:
     """One document over both ranks."""
     family = next(one for one in FAMILIES if one.kind == kind)
@@ -238,29 +204,6 @@ def test_state_that_spans_ranks_is_refused(workers: WorkerPool) -> None:
     family = next(one for one in FAMILIES if one.kind == "lfm2")
     for said in workers.run(_state_over_ranks, 2, family):
         assert "begins on another rank than it ends" in said and "whole documents" in said
-
-
-HYBRIDS = ("qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["plain", pytest.param("reentrant", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in ("qwen3_5_text", "nemotron_h") else pytest.param(kind, marks=pytest.mark.long)
-        for kind in HYBRIDS
-    ],
-)
-def test_hybrids_under_checkpointing(workers: WorkerPool, kind: str, checkpoint: str) -> None:
-    """The recompute keeps state inside documents, and adds no attention calls."""
-    family = next(one for one in FAMILIES if one.kind == kind)
-    _need(family)
-    if checkpoint == "reentrant" and is_mixture(tiny_config(family.kind, **family.changes)):
-        pytest.skip("refused, see test_refusals.py")
-    found = workers.run(_whole_documents, 2, family, "local_first", checkpoint)
-    _check(found, family)
-    assert found[0]["calls"][0] == found[0]["calls"][1]
 
 
 def test_table_is_what_is_tested() -> None:

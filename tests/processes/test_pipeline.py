@@ -21,31 +21,13 @@ def _gradients(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
     """Losses of two steps, and the summed gradients of both, by name and layer, on this stage."""
     import deepspeed
-    from deepspeed.runtime.pipe.schedule import OptimizerStep
 
-    model = _model(frozen)
-    module = pipelines.by_hand(model, stages, parts, interval)
+    module = pipelines.by_hand(_model(frozen), stages, parts, interval)
     module.dynamic_shape = True
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": count,
-        "zero_allow_untested_optimizer": True, **changes,
-    }  # fmt: skip
-    if block is not None:
-        config["cad"] = block
+    config = pipelines.config(count, **changes) | ({} if block is None else {"cad": block})
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1.0)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
-    group, replicas = engine.grid.get_data_parallel_group(), engine.grid.get_data_parallel_world_size()
-    total = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-
-    def add(engine: Any) -> None:
-        for name, p in module.named_parameters():
-            if p.requires_grad:
-                torch.distributed.all_reduce(p.grad, group=group)
-                total[name] += p.grad / replicas
-                p.grad = None
-
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: add}
+    total = pipelines.summed_gradients(engine)
     losses = []
     for step in range(2):
         engine.train_batch(iter(pipelines.pairs(engine.grid.get_data_parallel_id(), count, step)))
@@ -72,14 +54,10 @@ def _in_one_process(replicas: int, count: int, frozen: bool = False) -> dict[str
 
 
 def _compare(rank: int, world: int, cases: list[tuple[int, int, dict[str, Any]]]) -> list[tuple[float, float]]:
-    import deepspeed
-
     import deepspeed_cad
     from deepspeed_cad.session import close_session
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    deepspeed_cad.install()
+    pipelines.start()
     found = []
     for stages, count, changes in cases:
         losses, own = _gradients(stages, count, BLOCK, **changes)
@@ -107,14 +85,11 @@ def test_two_stages(workers: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (1, [(1, 1, {}), (1, 3, {})]),
+        (1, [(1, 3, {})]),
         (2, [(1, 2, {}), (2, 1, {}), (2, 9, {})]),
-        (3, [(1, 2, {}), (3, 1, {}), (3, 2, {}), (3, 5, {})]),
-        (4, [(2, 1, {}), (2, 3, {}), (4, 1, {}), (4, 2, {}), (4, 9, {})]),
-        (6, [(2, 3, {}), (3, 1, {}), (3, 4, {})]),
+        (3, [(3, 2, {}), (3, 5, {})]),
+        (6, [(2, 3, {}), (3, 1, {})]),
         (8, [(4, 2, {}), (4, 6, {})]),
-        (9, [(3, 3, {})]),
-        (12, [(4, 1, {}), (4, 5, {})]),
     ],
     ids=lambda value: f"{value} ranks" if isinstance(value, int) else "",
 )
@@ -137,23 +112,11 @@ def test_what_stages_are_made_of(fresh_workers: WorkerPool) -> None:
 
 
 def _engine(stages: int, count: int, changes: dict[str, Any], block: dict[str, Any] | None, **model: Any) -> Any:
-    import deepspeed
-
-    import deepspeed_cad
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    deepspeed_cad.install()
+    deepspeed = pipelines.start()
     module = pipelines.by_hand(training.tiny_llama(torch.float32, num_hidden_layers=LAYERS, **model), stages)
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": count,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_allow_untested_optimizer": True, **changes,
-    }  # fmt: skip
-    if block is not None:
-        config["cad"] = block
-    else:
-        module.dynamic_shape = True
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    config = pipelines.config(count, optimizer=adam, **changes) | ({} if block is None else {"cad": block})
+    module.dynamic_shape = block is None
     engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
     return engine
 

@@ -47,20 +47,13 @@ NAMES = ["llama", "qwen3, tied", "qwen3, two kinds of layers", "mistral", "qwen3
 
 def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss of one step; the gradients of this stage; and the checkpoint after the step."""
-    import deepspeed
-
     import deepspeed_cad
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    deepspeed_cad.install()
+    deepspeed = pipelines.start()
     module = deepspeed_cad.to_pipeline(source, stages=2)
     before = module.named_weights()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": COUNT, "cad": BLOCK,
-        "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+    config = pipelines.config(COUNT, cad=BLOCK)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     replica = engine.grid.get_data_parallel_id()
     batches: list[Any] = [training.pack(pipelines.documents_of(replica, m)) for m in range(COUNT)]

@@ -59,16 +59,12 @@ def _divide(model: torch.nn.Module, share: int, group: Any) -> torch.nn.Module:
 
 
 def _train(rank: int, world: int) -> tuple[float, float]:
-    import deepspeed
-    from deepspeed.runtime.pipe.schedule import OptimizerStep
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     import deepspeed_cad
     from deepspeed_cad.errors import CADUnsupportedError
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    deepspeed_cad.install()
+    deepspeed = pipelines.start()
     replicas = world // SHARES // STAGES
     topology = PipeModelDataParallelTopology(num_pp=STAGES, num_mp=SHARES, num_dp=replicas)
     share = topology.get_coord(rank).model
@@ -77,24 +73,13 @@ def _train(rank: int, world: int) -> tuple[float, float]:
     model = _divide(training.tiny_llama(num_hidden_layers=4), share, group)
     module = pipelines.by_hand(model, STAGES, topology=topology)
     module.dynamic_shape = True
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": COUNT, "cad": BLOCK,
-        "zero_allow_untested_optimizer": True, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
-    }  # fmt: skip
+    whole_rows = {"pipe_partitioned": False, "grad_partitioned": False}
+    config = pipelines.config(COUNT, cad=BLOCK, pipeline=whole_rows)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     with pytest.raises(CADUnsupportedError, match='"pipe_partitioned": false, "grad_partitioned": false'):
         deepspeed.initialize(model=module, optimizer=optimizer, config={**config, "pipeline": {}})
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
-    total = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-
-    def add(engine: Any) -> None:
-        for name, p in module.named_parameters():
-            dist.all_reduce(p.grad, group=engine.grid.get_data_parallel_group())
-            total[name] += p.grad / replicas
-            p.grad = None
-
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: add}
+    total = pipelines.summed_gradients(engine)
     whole = training.tiny_llama(num_hidden_layers=4)
     for step in range(2):
         engine.train_batch(iter(pipelines.pairs(engine.grid.get_data_parallel_id(), COUNT, step)))

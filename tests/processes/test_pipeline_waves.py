@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pipelines
 import pytest
 import torch
 import training
@@ -17,15 +18,11 @@ COUNT = 3
 
 
 def _train(rank: int, world: int, stages: int, has: float, block: dict[str, Any]) -> dict[str, Any]:
-    import deepspeed
-
     import deepspeed_cad
     from deepspeed_cad.errors import CADError
     from deepspeed_cad.session import close_session
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    deepspeed_cad.install()
+    pipelines.start()
     try:
         with counted(has) as landing:
             _, own = _gradients(stages, COUNT, {**BLOCK, "links": training.LINKS, **block})

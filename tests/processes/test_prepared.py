@@ -9,7 +9,7 @@ import torch
 import training
 from pool import WorkerPool
 from torch.utils.data import DataLoader
-from trainers import BLOCK, PackedRows, collate
+from trainers import BLOCK, PackedRows, collate, training_arguments, without_and_with
 
 WORLD, ROWS = 2, 14
 
@@ -28,17 +28,15 @@ def _announcements(model: Any) -> list[int]:
 
 def _run(cad: bool, kind: str) -> dict[str, Any]:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration
     from deepspeed_cad.integrations.accelerate import CADPlugin
 
-    AcceleratorState._reset_state(True)
     torch.manual_seed(3)
     accelerator = Accelerator(
         cpu=True, kwargs_handlers=[CADPlugin(**BLOCK)] if cad else [], gradient_accumulation_steps=3,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )  # fmt: skip
-    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    model = training.sdpa_llama()
     loader = DataLoader(PackedRows(ROWS), batch_size=1, shuffle=True, collate_fn=collate)
     check = DataLoader(PackedRows(4, seed=50), batch_size=1, collate_fn=collate)
     model, optimizer, loader, check = accelerator.prepare(
@@ -77,16 +75,13 @@ def _run(cad: bool, kind: str) -> dict[str, Any]:
 
 
 def _compare(rank: int, world: int, kinds: list[str]) -> dict[str, Any]:
-    from deepspeed_cad.session import close_session
-
     found = {}
     for kind in kinds:
-        plain, ours = _run(False, kind), _run(True, kind)
+        plain, ours = without_and_with(_run, kind)
         assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-5), kind
         assert (ours["ends"], ours["synced"]) == (plain["ends"], plain["synced"]), kind
         assert (ours["weights"] - plain["weights"]).abs().max() < 1e-4, kind
         found[kind] = len(ours["announced"])
-        close_session()
     return found
 
 
@@ -102,17 +97,14 @@ def test_losses_ends_and_what_is_announced(fresh_workers: WorkerPool) -> None:
 
 def _trainer(rank: int, world: int, folder: str) -> tuple[int, int]:
     from deepspeed_cad.integrations.accelerate import CADPlugin, give_every_accelerator
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     import deepspeed_cad
 
     give_every_accelerator(CADPlugin(**BLOCK))
     model = deepspeed_cad.apply(training.tiny_llama(torch.float32, use_cache=False), BLOCK)
     announced = _announcements(model)
-    arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, max_steps=5, per_device_train_batch_size=1, save_strategy="no", report_to=[],
-        disable_tqdm=True,
-    )  # fmt: skip
+    arguments = training_arguments(folder, max_steps=5)
     Trainer(model=model, args=arguments, train_dataset=PackedRows(16), data_collator=collate).train()
     return len(announced), deepspeed_cad.current_session().statistics.micro_batches
 

@@ -149,11 +149,6 @@ def _look_alone(rank: int, world: int) -> None:
         _step(model, reference, rank, batch)
 
 
-def _nothing(rank: int, world: int) -> None:
-    """Starts the processes, which is not what is timed. A rank that ended before all are connected would break it."""
-    torch.distributed.barrier()
-
-
 def _train_all(rank: int, world: int) -> None:
     """Rank 1 has a fourth batch and trains it; rank 0 begins the next epoch."""
     model, reference = _model(), training.tiny_llama()
@@ -221,6 +216,14 @@ def _loader_raises(rank: int, world: int) -> None:
         raise
 
 
+def _nothing(rank: int, world: int) -> None:
+    """Starts the processes, which is not what is timed. A rank that ended before all are connected would break it."""
+    torch.distributed.barrier()
+
+
+AT_THE_NEXT = ["rank 0 ", "backward of micro-batch 2", "rank 1 waits for", "lengths at the forward number 3"]
+
+
 @pytest.mark.parametrize(
     ("function", "args", "words"),
     [
@@ -228,23 +231,9 @@ def _loader_raises(rank: int, world: int) -> None:
         (_break_alone, (), ["rank 0 left its loop before micro-batch 2", "break"]),
         (_catch, ("in the forward",), ["rank 1", "forward of micro-batch 2", "exception"]),
         # Those who wait in an exchange, and the one that waits for them elsewhere, name both.
-        (
-            _look_alone,
-            (),
-            ["rank 0 ", "forward of micro-batch 2, layer 0", "rank 1 waits for", "forward without backward number 0"],
-        ),
-        pytest.param(
-            _catch,
-            ("in the backward", False),
-            ["rank 0 ", "backward of micro-batch 2", "rank 1 waits for", "lengths at the forward number 3"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            _catch,
-            ("in the loss", False),
-            ["rank 0 ", "backward of micro-batch 2", "rank 1 waits for", "lengths at the forward number 3"],
-            marks=pytest.mark.slow,
-        ),
+        (_look_alone, (), ["rank 0 ", "forward of micro-batch 2, layer 0", "forward without backward number 0"]),
+        pytest.param(_catch, ("in the backward", False), AT_THE_NEXT, marks=pytest.mark.slow),
+        pytest.param(_catch, ("in the loss", False), AT_THE_NEXT, marks=pytest.mark.slow),
         pytest.param(_loader_raises, (), ["rank 1", "a torn file"], marks=pytest.mark.slow),
     ],
 )

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import training
+from engines import engine_config, import_deepspeed
 from pool import WorkerPool
 
 import deepspeed_cad
@@ -47,18 +49,6 @@ def test_after_a_common_call_absent_ranks_are_named(workers: WorkerPool, without
             assert said == "here"
 
 
-def _fails_inside(rank: int, world: int) -> str:
-    try:
-        with roll_call.together():
-            raise ValueError("of the call itself")
-    except ValueError as error:
-        return str(error)
-
-
-def test_an_error_of_the_call_itself_goes_through(workers: WorkerPool) -> None:
-    assert workers.run(_fails_inside, 2) == ["of the call itself"] * 2
-
-
 def _meet(rank: int, world: int, late: int) -> tuple[str, str]:
     """What a rank warned of, and its error; the late one comes when all others have said one or the other. Nobody is
     impatient before all but that one are here."""
@@ -97,23 +87,11 @@ def test_a_late_rank_is_awaited_and_named_in_a_warning(workers: WorkerPool) -> N
         assert ("for rank 1 to turn CAD on" in said) == (rank != 1), said
 
 
-def test_nobody_is_named_where_all_come(workers: WorkerPool) -> None:
-    assert workers.run(_meet, 2, -1) == [("", "")] * 2
-
-
 def _deepspeed(rank: int, world: int) -> str:
     """Rank 1 has the JSON without the block; it goes on alone, as where the package is not installed."""
-    import deepspeed
-    import training
-
+    deepspeed = import_deepspeed()
     patience.LATE_S = roll_call.LATE_S = 0.5
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    }
+    config = engine_config(1)
     model = training.tiny_llama()
     try:
         block = {} if rank == 1 else {"cad": {}}
@@ -138,8 +116,6 @@ def test_a_session_meets_before_it_opens_groups(workers: WorkerPool) -> None:
 
 
 def _session(rank: int, world: int) -> str:
-    import training
-
     patience.LATE_S = roll_call.LATE_S = 0.2
     if rank == 1:
         _wait_until_told([0])

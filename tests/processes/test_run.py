@@ -44,6 +44,7 @@ def test_four_processes_with_the_trainer(tmp_path) -> None:
         assert entry["cad/attention_max_over_mean"] < 1.05 < entry["cad/attention_max_over_mean_before"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_accelerate_launch(plain, tmp_path) -> None:
     flags = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", str(free_port())]
@@ -88,16 +89,6 @@ def test_not_active_by_the_first_step(tmp_path) -> None:
     line = _refused(tmp_path, "eval", "out.json")
     assert "not active at the first optimizer step" in line and "eval mode" in line and "--cad" in line
     assert not (tmp_path / "out.json").exists()
-
-
-@pytest.mark.slow
-def test_dispatch_batches(tmp_path) -> None:
-    assert "dispatch_batches=False" in _refused(tmp_path, "trainer", "out.json", "--dispatch")
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_be_switched(tmp_path) -> None:
-    assert "attention_dropout" in _refused(tmp_path, "accelerate", "out.json", "--heads-dropout", "0.1")
 
 
 @pytest.mark.slow

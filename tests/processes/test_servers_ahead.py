@@ -128,17 +128,3 @@ def test_what_one_trainer_had_begun_alone_begins_again(
 def test_while_several_micro_batches_are_in_flight(workers: WorkerPool, tmp_path: Path, what: str) -> None:
     """Their forwards ran with the server: what begins again may have to attend once more first."""
     change._run(workers, 2, 2, {2: change._moment(what, 1)}, tmp_path, train=change._many, forward_only="balanced")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("second", [pytest.param(("dispatch", 1), marks=pytest.mark.long), ("backward dispatch", 1)])
-def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tuple[str, int]) -> None:
-    """The second one mostly while passes begin again for the first."""
-    change._run(workers, 2, 2, {2: change._moment("dispatch", 1), 3: change._moment(*second)}, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["dispatch", pytest.param("return", marks=pytest.mark.long)])
-def test_in_waves(workers: WorkerPool, tmp_path: Path, what: str) -> None:
-    """More of them than have memory at once: some start only while others are served."""
-    change._run(workers, 2, 2, {2: change._moment(what, 1)}, tmp_path, waves=5)

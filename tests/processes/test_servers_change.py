@@ -16,7 +16,7 @@ import training
 from pool import WorkerPool
 from ports import free_port
 from served import play
-from test_servers import _family
+from test_servers import family_error
 
 import deepspeed_cad
 from deepspeed_cad.errors import ServerLostError
@@ -214,14 +214,13 @@ def _runs_again(what: str, trainers: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["interleave", pytest.param("local_first", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("what", "turn"), MOMENTS)
 @pytest.mark.parametrize(
-    ("trainers", "servers"),
-    [pytest.param(1, 1, marks=pytest.mark.long), pytest.param(2, 1, marks=pytest.mark.long), (2, 2)],
+    ("trainers", "servers", "overlap"),
+    [(2, 2, "interleave"), pytest.param(1, 1, "local_first", marks=pytest.mark.long)],
 )
 def test_a_server_dies_at_a_moment(
-    workers: WorkerPool, tmp_path: Path, trainers: int, servers: int, what: str, turn: int, overlap: str
+    workers: WorkerPool, tmp_path: Path, trainers: int, servers: int, overlap: str, what: str, turn: int
 ) -> None:
     found = _run(workers, trainers, servers, {trainers: _moment(what, turn)}, tmp_path, overlap=overlap)
     if _runs_again(what, trainers):
@@ -269,19 +268,10 @@ def test_modes(workers: WorkerPool, tmp_path: Path, block: dict[str, Any], what:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["interleave", pytest.param("local_first", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    ("what", "wave"),
-    [
-        pytest.param("dispatch served", 0, marks=pytest.mark.long),
-        ("return", 1),
-        pytest.param("dispatch", 3, marks=pytest.mark.long),
-        ("backward return", 2),
-    ],
-)
-def test_between_waves(workers: WorkerPool, tmp_path: Path, what: str, wave: int, overlap: str) -> None:
+@pytest.mark.parametrize(("what", "wave"), [("return", 1), ("backward return", 2)])
+def test_between_waves(workers: WorkerPool, tmp_path: Path, what: str, wave: int) -> None:
     """All waves of a pass run again, with others in the new plan."""
-    found = _run(workers, 2, 2, {3: (*_moment(what, 1), wave)}, tmp_path, overlap=overlap, waves=4)
+    found = _run(workers, 2, 2, {3: (*_moment(what, 1), wave)}, tmp_path, overlap="interleave", waves=4)
     if _runs_again(what, 2):
         assert found[0]["repeated"] > 0
 
@@ -366,7 +356,8 @@ def test_several_micro_batches_in_flight(workers: WorkerPool, tmp_path: Path, wh
 
 
 def _windows_and_sinks(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
-    assert _family(rank, trainers, block, "gpt_oss", {"sliding_window": 12}, "float64") < 1e-10
+    lengths = [[150, 3, 39], [20, 40, 1, 30, 37]][rank]
+    assert max(family_error(rank, block, "gpt_oss", {"sliding_window": 12}, [lengths] * 2)) < 1e-10
     return _found()
 
 

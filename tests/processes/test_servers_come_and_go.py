@@ -64,18 +64,6 @@ def test_one_that_hangs_is_dropped_and_ends_when_it_wakes(job: Job) -> None:
     assert codes.pop(hung) == 1 and set(codes.values()) == {0}
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_one_that_hangs_is_named_where_it_ends_all(job: Job) -> None:
-    for rank in range(3):
-        job.launch(rank, 3, "wait", "9", block={**BLOCK, "timeout_s": 20})
-    job.wait_for("rank0", "step 1")
-    job.processes["rank2"].send_signal(signal.SIGSTOP)
-    for name in ("rank0", "rank1"):
-        assert job.processes[name].wait(120) != 0
-        assert "server 2 ended: it has said nothing for 10 s" in job.said(name), job.said(name)
-
-
 @pytest.mark.slow
 def test_a_server_that_fails_is_dropped_with_its_reason(job: Job) -> None:
     block = {**GOES_ON, "servers": {"reserved": 1}}
@@ -98,19 +86,6 @@ def test_a_trainer_that_fails_ends_all_the_same(job: Job, how: str, reason: str)
     codes = job.ends("rank1")
     assert 0 not in codes.values() and codes["rank2"] == codes["rank3"] == 1
     assert reason in job.said("rank2") and "rank 1 stopped" in job.said("rank0"), job.said("rank0")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_trainer_and_a_server_die_together(job: Job) -> None:
-    for rank in range(4):
-        job.launch(rank, 4, "wait", "9", block={**GOES_ON, "servers": {"reserved": 2}, "timeout_s": 20})
-    job.wait_for("rank0", "step 1")
-    for name in ("rank1", "rank2"):
-        job.processes[name].send_signal(signal.SIGKILL)
-    codes = job.ends("rank0")
-    assert codes["rank0"] != 0 and codes["rank3"] == 1
-    assert "rank 1 stopped: its process died" in job.said("rank0"), job.said("rank0")
 
 
 @pytest.mark.long

@@ -10,14 +10,12 @@ import pytest
 import training
 from engines import engine_config, import_deepspeed, train_engine
 from pool import WorkerPool
-from ports import free_port
-from served import play
+from served import run
 
 import deepspeed_cad
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = {1: [[400]], 2: [[400], [40, 130, 9, 1, 120]]}
 """A document of one trainer is the whole micro-batch: the cut lies inside."""
 STEPS = 5
@@ -55,23 +53,10 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool, st
     }
 
 
-def _run(workers: WorkerPool, trainers: int, train: Any, *args: Any, **block: Any) -> tuple[list, Any]:
-    given = {**BLOCK, "servers": {"reserved": 1}, **block}
-    results = workers.run(play, trainers + 1, free_port(), given, train, *args, joined=False)
-    served = results[trainers]
-    assert served.code == 0 and served.held == 0 < served.most_held, served
-    return results[:trainers], served
-
-
+LONG = [pytest.mark.slow, pytest.mark.long]
 CASES = [
     (2, True, True),
-    *(
-        pytest.param(trainers, checkpoint, serve, marks=[pytest.mark.slow, pytest.mark.long])
-        for trainers in (1, 2)
-        for checkpoint in (False, True)
-        for serve in (True, False)
-        if (trainers, checkpoint, serve) != (2, True, True)
-    ),
+    *(pytest.param(*one, marks=LONG) for one in ((1, False, True), (1, True, False), (2, False, False))),
 ]
 
 
@@ -81,7 +66,7 @@ def test_same_as_each_document_alone(
 ) -> None:
     """Linear layers take far longer than what is called attention here: once that is known, trainers attend nothing."""
     cost = _profile(tmp_path, 1e-12)
-    results, _ = _run(workers, trainers, _train, checkpoint, STEPS, cost=cost, trainers_serve=serve)
+    results, _ = run(workers, trainers, 1, _train, checkpoint, STEPS, cost=cost, trainers_serve=serve)
     # Servers tell trainer 0 how long they attended.
     assert 0 < results[0]["idle"] < 1 and all(one["idle"] == 0 for one in results[1:])
     for result in results:
@@ -92,14 +77,11 @@ def test_same_as_each_document_alone(
 
 
 @pytest.mark.slow
-def test_trainers_attend_where_attention_takes_longer(workers: WorkerPool, tmp_path: Path) -> None:
-    results, _ = _run(workers, 2, _train, False, STEPS, cost=_profile(tmp_path, 1e-3))
-    assert max(results[0]["loads"][-1]) < 1.1 * sum(results[0]["loads"][-1]) / 3
-
-
-@pytest.mark.slow
-def test_costs_that_are_no_seconds_mean_equal_shares(workers: WorkerPool) -> None:
-    results, _ = _run(workers, 2, _train, False, STEPS, cost="pairs")
+@pytest.mark.parametrize("pair", [1e-3, None], ids=["seconds", "no seconds"])
+def test_trainers_attend_where_attention_takes_longer(workers: WorkerPool, tmp_path: Path, pair: float | None) -> None:
+    """Equal shares, as where costs are no seconds."""
+    cost = "pairs" if pair is None else _profile(tmp_path, pair)
+    results, _ = run(workers, 2, 1, _train, False, STEPS, cost=cost)
     assert max(results[0]["loads"][-1]) < 1.1 * sum(results[0]["loads"][-1]) / 3
 
 
@@ -127,7 +109,7 @@ def _zero(rank: int, trainers: int, block: dict[str, Any], stage: int) -> tuple[
     ("stage", "reason"), [pytest.param(1, "", marks=pytest.mark.long), (3, "ZeRO-3 shards the parameters")]
 )
 def test_zero(fresh_workers: WorkerPool, stage: int, reason: str) -> None:
-    results, _ = _run(fresh_workers, 2, _zero, stage)
+    results, _ = run(fresh_workers, 2, 1, _zero, stage)
     for plain, cad, found in results:
         assert found.startswith(reason) and bool(found) == bool(reason)
         assert cad == pytest.approx(plain, rel=1e-4) and cad[-1] < cad[0] - 0.02

@@ -15,7 +15,7 @@ import torch
 import training
 from pool import WorkerPool
 from ports import free_port
-from served import play
+from served import BLOCK, play, run
 
 import deepspeed_cad
 from deepspeed_cad.cli.trace import summary
@@ -23,15 +23,12 @@ from deepspeed_cad.feedback.memory_limit import ALL
 from deepspeed_cad.session import close_session
 from deepspeed_cad.trace.record import WARM_UP
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, "servers": {"reserved": 1}}
 LENGTHS = [[200, 31], [40, 9, 1, 70]]
 
 
 def _run(workers: WorkerPool, train: Any, **block: Any) -> list[Any]:
     """What two trainers beside one server give."""
-    results = workers.run(play, 3, free_port(), {**BLOCK, **block}, train, joined=False)
-    assert results[2].code == 0 and results[2].held == 0 < results[2].micro_batches, results[2]
-    return results[:2]
+    return run(workers, 2, 1, train, **block)[0]
 
 
 def _verified(rank: int, trainers: int, block: dict[str, Any]) -> list[str]:
@@ -142,7 +139,7 @@ def _refused(rank: int, trainers: int, block: dict[str, Any]) -> tuple[str, int]
 
 def test_memory_that_no_cut_fits_into_is_refused(workers: WorkerPool) -> None:
     """All trainers get one error with the figures before anything is exchanged; and its figure is enough."""
-    block = {**BLOCK, "overlap": "local_first", "memory": 1e-5}
+    block = {**BLOCK, "servers": {"reserved": 1}, "overlap": "local_first", "memory": 1e-5}
     first, second, server = workers.run(play, 3, free_port(), block, _refused, joined=False)
     (said, needed) = first
     assert second == first and needed == server.micro_batches == 0

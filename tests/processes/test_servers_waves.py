@@ -6,14 +6,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-import training
 from jobs import BLOCK, Job, job
 from landing import counted
-from model_cases import tiny_model
 from pool import WorkerPool
 from ports import free_port
+from served import BLOCK as USUAL
 from served import Served, play
+from test_servers import family_error
 
 import deepspeed_cad
 
@@ -45,7 +44,7 @@ def _play(rank: int, world: int, has: float, *args: Any) -> Counted:
 def _run(
     workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, has: float = float("inf"), **block: Any
 ) -> list[Counted]:
-    given = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, "servers": {"reserved": servers}, **block}
+    given = {**USUAL, "servers": {"reserved": servers}, **block}
     found = workers.run(_play, trainers + servers, has, free_port(), given, train, *args, joined=False)
     for one in found[trainers:]:
         served: Served = one.result
@@ -54,33 +53,14 @@ def _run(
     return found
 
 
-def _family(rank: int, trainers: int, block: dict[str, Any], kind: str, checkpoint: bool) -> dict[str, Any]:
+def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) -> dict[str, Any]:
     """The worst error of outputs and gradients against each document alone, relative."""
     changes = {"sliding_window": 12, "max_position_embeddings": 512, "num_key_value_heads": 4, "num_attention_heads": 8}
-    model, reference = (tiny_model(kind, torch.float64, **changes).train() for _ in range(2))
-    deepspeed_cad.apply(model, block)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    worst = max(
+        family_error(rank, block, "gpt_oss", changes, [LENGTHS[(rank + step) % 3] for step in range(2)], checkpoint)
+    )
     session = deepspeed_cad.current_session()
     assert session is not None
-    worst = 0.0
-    for step in range(2):
-        lengths = LENGTHS[(rank + step) % 3]
-        docs = [torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
-        model.zero_grad()
-        reference.zero_grad()
-        batch = training.pack(docs)
-        del batch["labels"]
-        logits = model(**batch, use_cache=False).logits[0]
-        logits.square().sum().backward()
-        for doc, part in zip(docs, logits.detach().split(lengths)):
-            found = reference(input_ids=doc[None], position_ids=torch.arange(len(doc))[None], use_cache=False).logits[0]
-            found.square().sum().backward()
-            worst = max(worst, float((part - found).abs().max() / found.abs().max()))
-        for ours, theirs in zip(model.parameters(), reference.parameters()) if docs else ():
-            if theirs.grad is not None:
-                scale = theirs.grad.abs().max().clamp(min=1e-3)
-                worst = max(worst, float((ours.grad - theirs.grad).abs().max() / scale))
     return {"worst": worst, "landing": session.statistics.landing_bytes}
 
 
@@ -115,7 +95,7 @@ def test_exact_within_the_limit(
     workers: WorkerPool, trainers: int, servers: int, kib: int, checkpoint: bool, block: dict[str, Any]
 ) -> None:
     """Sinks, a window in every second layer; head groups in waves of their own, and blocks of their rows."""
-    found = _run(workers, trainers, servers, _family, "gpt_oss", checkpoint, memory=kib * KIB, **block)
+    found = _run(workers, trainers, servers, _train, checkpoint, memory=kib * KIB, **block)
     _check(found, trainers, kib * 1024)
     assert all(0 < one.result["landing"] <= kib * 1024 for one in found[:trainers])
     assert found[0].waves[0] >= block.get("waves", 1)
@@ -123,14 +103,14 @@ def test_exact_within_the_limit(
 
 def test_more_at_once_without_a_limit(workers: WorkerPool) -> None:
     """What the limit is measured by: as much as this is more than any limit above."""
-    found = _run(workers, 1, 2, _family, "gpt_oss", False, overlap="local_first")
+    found = _run(workers, 1, 2, _train, False, overlap="local_first")
     assert {one.waves for one in found} == {(1, 1)} and max(one.most for one in found) > 260 * 1024
 
 
 def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> None:
     """Nothing is asked for, and not all is there: trainers cut again, servers hear of it and cut alike."""
     has = 450 * 1024
-    found = _run(workers, 2, 1, _family, "gpt_oss", False, has=has, overlap="local_first")
+    found = _run(workers, 2, 1, _train, False, has=has, overlap="local_first")
     _check(found, 2, has)
     assert found[0].tried > 4, "more often than there are plans"
 

@@ -13,7 +13,7 @@ STREAMS = ([150, 1, 33], [9] * 20, [300], [2, 2])
 """The last one leaves the third of three ranks without a token."""
 
 
-def _train(rank: int, world: int, overlap: str, zigzag: bool = False) -> None:
+def _train(rank: int, world: int, overlap: str, zigzag: bool) -> None:
     reference, model = training.tiny_llama(), training.tiny_llama()
     block = {
         "granularity": 16,
@@ -49,14 +49,12 @@ def _train(rank: int, world: int, overlap: str, zigzag: bool = False) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
-def test_training_on_parts_is_training_on_documents(workers: WorkerPool, overlap: str) -> None:
-    """Loss and gradients of documents that span ranks, against each document alone."""
-    workers.run(_train, 2, overlap)
-    workers.run(_train, 3, overlap)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_training_on_pieces_is_training_on_documents(workers: WorkerPool, world: int) -> None:
-    """The same where documents are reordered and dealt out in zigzag, and what moves goes in waves."""
-    workers.run(_train, world, "local_first", True)
+@pytest.mark.parametrize(
+    ("world", "overlap", "zigzag"),
+    [(2, "local_first", False), (3, "pingpong", False), (2, "local_first", True), (3, "local_first", True)],
+)
+def test_training_on_parts_is_training_on_documents(
+    workers: WorkerPool, world: int, overlap: str, zigzag: bool
+) -> None:
+    """Documents that span ranks; also reordered and dealt out in zigzag, where what moves goes in waves."""
+    workers.run(_train, world, overlap, zigzag)

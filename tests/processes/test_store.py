@@ -7,9 +7,6 @@ from datetime import timedelta
 import torch.distributed as dist
 from pool import WorkerPool
 
-from deepspeed_cad.exchange.failure.board import open_board
-from deepspeed_cad.exchange.peers import open_store
-
 BLOCK = {"granularity": 16, "timeout_s": 50.0, "links": {"inside": 100, "between": 10}}
 
 
@@ -31,22 +28,6 @@ def _train_on_a_tcp_store(rank: int, world: int, port: int) -> float:
 def test_the_time_out_of_the_job_stays(workers: WorkerPool) -> None:
     job = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert workers.run(_train_on_a_tcp_store, 2, job.port) == [60.0] * 2
-
-
-def test_a_board_and_meeting_places_leave_the_store_alone() -> None:
-    job = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=77))
-    dist.init_process_group("gloo", store=job, rank=0, world_size=1)
-    try:
-        group = dist.distributed_c10d._get_default_group()
-        before = job.timeout
-        board = open_board(group, 0, 1)
-        open_store(group, "nvlink").set("1/0", "here")
-        board.report("a line")
-        assert job.timeout == before
-        assert isinstance(board.explain("it", RuntimeError("gone")), RuntimeError)
-        assert job.timeout == before
-    finally:
-        dist.destroy_process_group()
 
 
 def _with_a_launcher_of_its_own(rank: int, world: int) -> list[int]:

@@ -7,17 +7,46 @@ from typing import Any
 import pytest
 import torch
 import training
+from engines import import_deepspeed
 from pool import WorkerPool
-from trainers import BLOCK, STEPS, Case, PackedRows, assert_same_and_balanced, collate, losses_of, zero
+from trainers import (
+    BLOCK,
+    STEPS,
+    PackedRows,
+    assert_same_and_balanced,
+    collate,
+    losses_of,
+    start_anew,
+    training_arguments,
+    without_and_with,
+    zero,
+)
 
-WORLD = 4
+WORLD = 2
 
 
-def _train(case: Case, cad: dict[str, Any] | None, folder: str) -> list[dict[str, Any]]:
-    """One run of the Trainer; gives what it logged."""
-    from transformers import Trainer, TrainingArguments
+def _trainer(
+    cad: bool, folder: str, kind: Any = None, rows: Any = None, stage: int | None = None, **changes: Any
+) -> Any:
+    """A Trainer on a new model, with CAD by its own key or by the JSON's."""
+    from transformers import Trainer
 
     import deepspeed_cad
+
+    model = training.sdpa_llama()
+    if stage is not None:
+        changes["deepspeed"] = {**zero(stage), **({"cad": BLOCK} if cad else {})}
+    elif cad:
+        deepspeed_cad.apply(model, changes.pop("block", BLOCK))
+    return (kind or Trainer)(
+        model=model, args=training_arguments(folder, **{"max_steps": STEPS, **changes}), data_collator=collate,
+        train_dataset=PackedRows(24) if rows is None else rows, eval_dataset=PackedRows(8, seed=50),
+    )  # fmt: skip
+
+
+def _train(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
+    """What a run of the Trainer logged."""
+    from transformers import Trainer
 
     counted: list[tuple[int | None, int]] = []
 
@@ -30,120 +59,64 @@ def _train(case: Case, cad: dict[str, Any] | None, folder: str) -> list[dict[str
                 counted.append((None if items is None else int(items), int((inputs["labels"] != -100).sum())))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
-    if case.deepspeed is None and cad is not None:
-        deepspeed_cad.apply(model, cad)
-    deepspeed = None if case.deepspeed is None else {**case.deepspeed, **({} if cad is None else {"cad": cad})}
-    settings: dict[str, Any] = {
-        "output_dir": folder, "use_cpu": True, "deepspeed": deepspeed, "max_steps": STEPS,
-        "per_device_train_batch_size": 1, "logging_steps": 1, "save_strategy": "no", "report_to": [],
-        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "disable_tqdm": True, "optim": "adamw_torch",
-    }  # fmt: skip
-    trainer = Counting(
-        model=model, args=TrainingArguments(**{**settings, **case.arguments}), train_dataset=PackedRows(16),
-        eval_dataset=PackedRows(8, seed=50), data_collator=collate,
-    )  # fmt: skip
+    trainer = _trainer(cad, folder, Counting, PackedRows(16), **changes)
     trainer.train()
-    if case.arguments.get("average_tokens_across_devices"):
-        _check_counts(counted, accumulates="gradient_accumulation_steps" in case.arguments)
+    if changes.get("average_tokens_across_devices"):
+        # The targets of all ranks, and of all micro-batches of a step.
+        targets = torch.tensor([own for _, own in counted])
+        torch.distributed.all_reduce(targets)
+        assert all(items is not None and items > targets[i] for i, (items, _) in enumerate(counted))
     return trainer.state.log_history
 
 
-def _check_counts(counted: list[tuple[int | None, int]], accumulates: bool) -> None:
-    """num_items_in_batch was the targets of all ranks, and of all micro-batches of a step."""
-    targets = torch.tensor([own for _, own in counted])
-    torch.distributed.all_reduce(targets)
-    assert all(items is not None and items >= targets[i] for i, (items, _) in enumerate(counted))
-    assert any(items > targets[i] for i, (items, _) in enumerate(counted)) == accumulates
-
-
-def _compare(rank: int, world: int, cases: list[Case], folder: str) -> dict[str, Any]:
-    import deepspeed
-    from accelerate.state import AcceleratorState
-
-    import deepspeed_cad
-    from deepspeed_cad.session import close_session
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
-    found = {}
-    for case in cases:
-        logged = {}
-        for name, block in (("plain", None), ("cad", BLOCK)):
-            AcceleratorState._reset_state(True)
-            logged[name] = _train(case, block, folder)
-            assert (deepspeed_cad.current_session() is None) == (block is None)
-            close_session()
-        found[case.name] = logged
-    return found
-
-
-def _check(found: dict[str, Any]) -> None:
-    for name, logged in found.items():
-        assert_same_and_balanced(name, logged["plain"], logged["cad"])
-        assert any("eval_loss" in entry for entry in logged["cad"]) == ("evaluation" in name)
-
-
-DEEPSPEED = [
-    Case("ZeRO-1, accumulation", zero(1), {"gradient_accumulation_steps": 2, "average_tokens_across_devices": True}),
-    Case("ZeRO-2, evaluation", zero(2), {"eval_strategy": "steps", "eval_steps": 2}),
-    Case("ZeRO-3", zero(3)),
-]
-
-
-@pytest.mark.slow
-def test_cad_block_in_the_deepspeed_json(fresh_workers: WorkerPool, tmp_path) -> None:
-    """Same losses for every ZeRO stage, statistics in the log, attention balanced."""
-    for found in fresh_workers.run(_compare, WORLD, DEEPSPEED, str(tmp_path), timeout=140.0):
-        _check(found)
-
-
-DDP = [
-    Case("DDP"),
-    Case("DDP, accumulation with a rest, several epochs", arguments={
-        "gradient_accumulation_steps": 3, "average_tokens_across_devices": True,
-    }),
-    Case("DDP, evaluation", arguments={"eval_strategy": "steps", "eval_steps": 2}),
-    Case("DDP, checkpointing, clipping", arguments={
+ACCUMULATION = {"gradient_accumulation_steps": 2, "average_tokens_across_devices": True}
+EVALUATION = {"eval_strategy": "steps", "eval_steps": 2}
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    "ZeRO-1, accumulation": {"stage": 1, **ACCUMULATION},
+    "ZeRO-2, evaluation": {"stage": 2, **EVALUATION},
+    "ZeRO-3": {"stage": 3},
+}
+DDP: dict[str, dict[str, Any]] = {
+    "DDP, accumulation with a rest, several epochs": {**ACCUMULATION, "gradient_accumulation_steps": 3},
+    "DDP, evaluation": EVALUATION,
+    "DDP, checkpointing": {
         "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    }),
-    Case("DDP, two rows", arguments={"per_device_train_batch_size": 2}),
-    Case("DDP, average of each device", arguments={"average_tokens_across_devices": False}),
-]  # fmt: skip
+    },
+    "DDP, two rows": {"per_device_train_batch_size": 2},
+    "DDP, average of each device": {"average_tokens_across_devices": False},
+}  # fmt: skip
 
 
-@pytest.mark.long
+def _compare(rank: int, world: int, cases: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+    import_deepspeed()
+    return {name: without_and_with(_train, folder, **case) for name, case in cases.items()}
+
+
 @pytest.mark.slow
-def test_trainer_with_ddp(fresh_workers: WorkerPool, tmp_path) -> None:
-    for found in fresh_workers.run(_compare, WORLD, DDP, str(tmp_path), timeout=140.0):
-        _check(found)
+@pytest.mark.parametrize("cases", [DEEPSPEED, pytest.param(DDP, marks=pytest.mark.long)], ids=["DeepSpeed", "DDP"])
+def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, cases: dict[str, dict[str, Any]]) -> None:
+    for found in fresh_workers.run(_compare, WORLD, cases, str(tmp_path), timeout=140.0):
+        for name, (plain, cad) in found.items():
+            assert_same_and_balanced(name, plain, cad)
+            assert any("eval_loss" in entry for entry in cad) == ("evaluation" in name)
 
 
 def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
     """The callback's figures; then what the Trainer's hook refuses, and batches that change on their way."""
-    from accelerate.state import AcceleratorState
     from deepspeed_cad.integrations.callback import CADCallback
     from torch.utils.data import IterableDataset
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     import deepspeed_cad
     from deepspeed_cad.errors import CADDataError, CADUnsupportedError
-    from deepspeed_cad.session import close_session
 
-    def trainer(data: Any, kind: type = Trainer, block: dict[str, Any] = BLOCK, **settings: Any) -> Any:
-        AcceleratorState._reset_state(True)
-        close_session()
-        model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
-        deepspeed_cad.apply(model, block)
-        arguments = TrainingArguments(
-            output_dir=folder, use_cpu=True, max_steps=4, per_device_train_batch_size=1, logging_steps=1,
-            save_strategy="no", report_to=[], disable_tqdm=True, **settings,
-        )  # fmt: skip
-        return kind(
-            model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[CADCallback()]
-        )  # fmt: skip
+    def trainer(*args: Any, **changes: Any) -> Any:
+        start_anew()
+        made = _trainer(True, folder, *args, **changes)
+        made.add_callback(CADCallback())
+        return made
 
-    first = trainer(PackedRows(16))
+    first = trainer()
     first.train()
     final = first.state.log_history[-1]
     statistics = deepspeed_cad.current_session().statistics
@@ -154,18 +127,18 @@ def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
             yield from (PackedRows(16)[i] for i in range(16))
 
     with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        trainer(Stream()).train()
-    trainer(Stream(), accelerator_config={"dispatch_batches": False}).train()
+        trainer(rows=Stream()).train()
+    trainer(rows=Stream(), accelerator_config={"dispatch_batches": False}).train()
 
     class Shortens(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(model, {k: v[:, :150] for k, v in inputs.items()}, *args, **kwargs)
 
     with pytest.raises(CADDataError, match='"look_ahead": 0'):
-        trainer(PackedRows(16), Shortens).train()
-    shortened = trainer(PackedRows(16), Shortens, {**BLOCK, "look_ahead": 0})
+        trainer(Shortens).train()
+    shortened = trainer(Shortens, block={**BLOCK, "look_ahead": 0})
     shortened.train()
-    assert len(losses_of(shortened.state.log_history)) == 4
+    assert len(losses_of(shortened.state.log_history)) == STEPS
     return final
 
 
@@ -174,21 +147,13 @@ def test_callback_and_refusals(fresh_workers: WorkerPool, tmp_path) -> None:
     for final in fresh_workers.run(_refusals, 2, str(tmp_path), timeout=100.0):
         assert 0 <= final["cad/still_waits_s"] < final["cad/would_have_waited_s"]
         assert final["cad/saved_s"] == pytest.approx(final["cad/would_have_waited_s"] - final["cad/still_waits_s"])
-        # 4 steps of 400 tokens on two layers are milliseconds of attention, not seconds and not nothing.
+        # 6 steps of 400 tokens on two layers are milliseconds of attention, not seconds and not nothing.
         assert 1e-5 < final["cad/saved_s"] < 5
 
 
 def _save_and_resume(rank: int, world: int, folder: str, stage: int | None) -> None:
     """Trainer checkpoints: 3 of 6 steps, and then the rest in a new Trainer, to the losses of runs in one go."""
-    import deepspeed
-    from accelerate.state import AcceleratorState
-    from transformers import Trainer, TrainingArguments
-
-    import deepspeed_cad
-    from deepspeed_cad.session import close_session
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
+    import_deepspeed()
     # Without CAD too, transformers 5.17 and older load optimizer states to args.device, which on a CPU with several
     # processes is "cpu:0"; torch.load knows no CPU with a number.
     torch.serialization.register_package(
@@ -196,18 +161,9 @@ def _save_and_resume(rank: int, world: int, folder: str, stage: int | None) -> N
     )
 
     def run(out: str, cad: bool, resume: str | None = None) -> list[dict[str, Any]]:
-        AcceleratorState._reset_state(True)
-        close_session()
-        model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
-        if stage is None and cad:
-            deepspeed_cad.apply(model, BLOCK)
-        json = None if stage is None else {**zero(stage), **({"cad": BLOCK} if cad else {})}
-        arguments = TrainingArguments(
-            output_dir=out, use_cpu=True, deepspeed=json, max_steps=STEPS, per_device_train_batch_size=1,
-            gradient_accumulation_steps=2, logging_steps=1, report_to=[], save_steps=3, learning_rate=1e-2,
-            lr_scheduler_type="constant", disable_tqdm=True, optim="adamw_torch",
-        )  # fmt: skip
-        trainer = Trainer(model=model, args=arguments, train_dataset=PackedRows(24), data_collator=collate)
+        start_anew()
+        saving = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+        trainer = _trainer(cad, out, stage=stage, **saving)
         trainer.train(resume_from_checkpoint=resume)
         return trainer.state.log_history
 
@@ -221,6 +177,6 @@ def _save_and_resume(rank: int, world: int, folder: str, stage: int | None) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [*(pytest.param(one, marks=pytest.mark.long) for one in (None, 2)), 3])
+@pytest.mark.parametrize("stage", [pytest.param(None, marks=pytest.mark.long), 3])
 def test_save_and_resume(fresh_workers: WorkerPool, tmp_path, stage: int | None) -> None:
     fresh_workers.run(_save_and_resume, WORLD, str(tmp_path), stage, timeout=100.0)

@@ -7,39 +7,23 @@ from typing import Any
 import pytest
 import torch
 import training
+from engines import import_deepspeed
 from pool import WorkerPool
-from trainers import BLOCK, STEPS, assert_same_and_balanced, zero
+from trainers import BLOCK, STEPS, assert_same_and_balanced, settings, tokenizer, without_and_with, zero
 
 pytest.importorskip("trl")
 
-WORLD = 4
+WORLD = 3
 LENGTHS = [180, 20, 60, 9, 120, 40, 200, 5, 30, 150, 70, 11, 90, 25, 160, 33]
 
 
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def _lora(**changes: Any) -> Any:
+    from peft import LoraConfig
 
-    words = {f"w{i}": i for i in range(62)} | {"<pad>": 62, "</s>": 63}
-    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="w0")
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **changes)
 
 
-def _model() -> Any:
-    return training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
-
-
-def _settings(folder: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "output_dir": folder, "use_cpu": True, "bf16": False, "max_steps": STEPS, "per_device_train_batch_size": 1,
-        "logging_steps": 1, "save_strategy": "no", "report_to": [], "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant", "disable_tqdm": True, "gradient_checkpointing": False,
-        "optim": "adamw_torch",
-    } | changes  # fmt: skip
-
-
-def _sft(folder: str, cad: bool, lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
+def _sft(cad: bool, folder: str, lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -47,18 +31,14 @@ def _sft(folder: str, cad: bool, lora: bool = False, **changes: Any) -> list[dic
 
     docs = training.documents(LENGTHS * 4, seed=0)
     data = Dataset.from_dict({"input_ids": [doc.tolist() for doc in docs]})
-    settings = _settings(folder, **{"max_length": 200, **changes})
-    model = _model()
+    model = training.sdpa_llama()
     if cad:
         deepspeed_cad.apply(model, BLOCK)
-    peft = None
-    if lora:
-        from peft import LoraConfig
-
-        peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    given = {"max_length": 200, "max_steps": STEPS, "gradient_checkpointing": False, **changes}
     trainer = SFTTrainer(
-        model=model, args=SFTConfig(**settings), train_dataset=data, processing_class=_tokenizer(), peft_config=peft
-    )
+        model=model, args=SFTConfig(**settings(folder, **given)), train_dataset=data, processing_class=tokenizer(),
+        peft_config=_lora(init_lora_weights=False) if lora else None,
+    )  # fmt: skip
     trainer.train()
     return trainer.state.log_history
 
@@ -72,31 +52,26 @@ def _values(model: Any) -> list[torch.Tensor]:
         return [p.detach().clone() for p in parameters]
 
 
-def _dpo(folder: str, cad: bool, lora: bool = False, stage: int | None = None, **changes: Any) -> list[dict[str, Any]]:
+def _dpo(cad: bool, folder: str, lora: bool = False, stage: int | None = None, **changes: Any) -> list[dict[str, Any]]:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     import deepspeed_cad
 
     def words(length: int, seed: int) -> str:
-        return " ".join(f"w{i % 62}" for i in training.documents([length], seed)[0].tolist())
+        return " ".join(f"w{i % 61}" for i in training.documents([length], seed)[0].tolist())
 
     rows = [(words(n, i), words(n // 2 + 3, 100 + i), words(n // 3 + 2, 200 + i)) for i, n in enumerate(LENGTHS * 2)]
     data = Dataset.from_dict(dict(zip(("prompt", "chosen", "rejected"), map(list, zip(*rows)))))
-    model, reference, peft = _model(), None, None
-    if lora:
-        from peft import LoraConfig
-
-        peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    else:
-        reference = _model()
+    model, reference = training.sdpa_llama(), None if lora else training.sdpa_llama()
     if stage is not None:
         changes["deepspeed"] = {**zero(stage), **({"cad": BLOCK} if cad else {})}
     elif cad:
         deepspeed_cad.apply(model, BLOCK)
+    given = {"max_length": 400, "max_steps": STEPS, "gradient_checkpointing": False, **changes}
     trainer = DPOTrainer(
-        model=model, ref_model=reference, args=DPOConfig(**_settings(folder, max_length=400, **changes)),
-        train_dataset=data, processing_class=_tokenizer(), peft_config=peft,
+        model=model, ref_model=reference, args=DPOConfig(**settings(folder, **given)), train_dataset=data,
+        processing_class=tokenizer(), peft_config=_lora() if lora else None,
     )  # fmt: skip
     before = _values(reference)
     trainer.train()
@@ -108,52 +83,29 @@ def _dpo(folder: str, cad: bool, lora: bool = False, stage: int | None = None, *
     return trainer.state.log_history
 
 
-CASES: dict[str, Any] = {
-    "packing": lambda folder, cad: _sft(folder, cad, packing=True, packing_strategy="bfd"),
-    "packing, accumulation": lambda folder, cad: _sft(folder, cad, packing=True, gradient_accumulation_steps=2),
-    "padding-free": lambda folder, cad: _sft(
-        folder, cad, padding_free=True, max_length=None, per_device_train_batch_size=4
-    ),
-    "padding": lambda folder, cad: _sft(folder, cad, per_device_train_batch_size=4),
-    "packing, LoRA, checkpointing": lambda folder, cad: _sft(
-        folder, cad, lora=True, packing=True, gradient_checkpointing=True
-    ),
-    "DPO": lambda folder, cad: _dpo(folder, cad, per_device_train_batch_size=2),
-    "DPO, ZeRO-2": lambda folder, cad: _dpo(folder, cad, stage=2, per_device_train_batch_size=2),
-    "DPO, ZeRO-3": lambda folder, cad: _dpo(folder, cad, stage=3, per_device_train_batch_size=2),
-    "DPO, LoRA as its own reference": lambda folder, cad: _dpo(folder, cad, lora=True, gradient_accumulation_steps=2),
+OFTEN: dict[str, Any] = {
+    "packing": (_sft, {"packing": True, "packing_strategy": "bfd"}),
+    "padding-free": (_sft, {"padding_free": True, "max_length": None, "per_device_train_batch_size": 4}),
+    "packing, LoRA, checkpointing": (_sft, {"lora": True, "packing": True, "gradient_checkpointing": True}),
+    "DPO": (_dpo, {"per_device_train_batch_size": 2}),
 }
+OTHER: dict[str, Any] = {
+    "packing, accumulation": (_sft, {"packing": True, "gradient_accumulation_steps": 2}),
+    "padding": (_sft, {"per_device_train_batch_size": 4}),
+    "DPO, LoRA as its own reference": (_dpo, {"lora": True, "gradient_accumulation_steps": 2}),
+}
+ZERO: dict[str, Any] = {"DPO, ZeRO-3": (_dpo, {"stage": 3, "per_device_train_batch_size": 2})}
+"""In processes of its own: transformers does not forget a DeepSpeed JSON."""
 
 
-def _compare(rank: int, world: int, names: list[str], folder: str) -> dict[str, Any]:
-    import deepspeed
-    from accelerate.state import AcceleratorState
-
-    import deepspeed_cad
-    from deepspeed_cad.session import close_session
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
-    found = {}
-    for name in names:
-        logged = []
-        for cad in (False, True):
-            AcceleratorState._reset_state(True)
-            logged.append(CASES[name](folder, cad))
-            assert (deepspeed_cad.current_session() is not None) == cad
-            close_session()
-        found[name] = logged
-    return found
-
-
-OFTEN = ("packing", "padding-free", "packing, LoRA, checkpointing", "DPO")
+def _compare(rank: int, world: int, cases: dict[str, Any], folder: str) -> dict[str, Any]:
+    import_deepspeed()
+    return {name: without_and_with(train, folder, **given) for name, (train, given) in cases.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["often", *(pytest.param(one, marks=pytest.mark.long) for one in ("other", "ZeRO"))])
-def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, kind: str) -> None:
-    """DeepSpeed's cases in processes of their own: transformers does not forget a DeepSpeed JSON."""
-    names = [name for name in CASES if ("ZeRO" if "ZeRO" in name else "often" if name in OFTEN else "other") == kind]
-    for found in fresh_workers.run(_compare, WORLD, names, str(tmp_path), timeout=140.0):
+@pytest.mark.parametrize("cases", [OFTEN, *(pytest.param(one, marks=pytest.mark.long) for one in (OTHER, ZERO))])
+def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, cases: dict[str, Any]) -> None:
+    for found in fresh_workers.run(_compare, WORLD, cases, str(tmp_path), timeout=140.0):
         for name, (plain, cad) in found.items():
             assert_same_and_balanced(name, plain, cad)

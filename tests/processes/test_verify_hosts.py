@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import training
+from engines import engine_config, import_deepspeed
 from pool import WorkerPool
 from torch.nn.parallel import DistributedDataParallel
-from trainers import BLOCK, PackedRows, collate, zero
+from trainers import BLOCK, PackedRows, collate, training_arguments, zero
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
@@ -89,16 +90,10 @@ def test_a_corrupted_exchange_is_found(workers: WorkerPool) -> None:
     assert "rank 0" in texts[1]
 
 
-def _deepspeed(rank: int, world: int, stage: int) -> list[str]:
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
+def _deepspeed(rank: int, world: int) -> list[str]:
+    deepspeed = import_deepspeed()
     said = _said()
-    config = {
-        **zero(stage), "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}, "cad": VERIFY,
-    }  # fmt: skip
+    config = engine_config(3, cad=VERIFY)
     model = training.tiny_llama(torch.float32)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
@@ -112,25 +107,21 @@ def _deepspeed(rank: int, world: int, stage: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_deepspeed(fresh_workers: WorkerPool, stage: int) -> None:
-    first, _ = fresh_workers.run(_deepspeed, 2, stage, timeout=120.0)
+def test_deepspeed(fresh_workers: WorkerPool) -> None:
+    first, _ = fresh_workers.run(_deepspeed, 2, timeout=120.0)
     assert len(first) == 2 and all("loss 4." in line and "dK" in line for line in first)
 
 
 def _trainer(rank: int, world: int, folder: str, stage: int | None) -> list[str]:
-    import deepspeed
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed_cad.install()
+    import_deepspeed()
     said = _said()
-    model = training.tiny_llama(torch.float32, attn_implementation="sdpa", use_cache=False)
+    model = training.sdpa_llama()
     if stage is None:
         deepspeed_cad.apply(model, VERIFY)
-    arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, max_steps=3, per_device_train_batch_size=1, save_strategy="no", report_to=[],
-        disable_tqdm=True, deepspeed=None if stage is None else {**zero(stage), "cad": VERIFY}, optim="adamw_torch",
+    arguments = training_arguments(
+        folder, max_steps=3, deepspeed=None if stage is None else {**zero(stage), "cad": VERIFY},
         gradient_checkpointing=stage is not None, gradient_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
     Trainer(model=model, args=arguments, train_dataset=PackedRows(16), data_collator=collate).train()

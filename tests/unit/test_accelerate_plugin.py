@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DataLoaderConfiguration, DistributedType, InitProcessGroupKwargs
 from deepspeed_cad.integrations import accelerate as ours
 from deepspeed_cad.integrations.accelerate import CADPlugin
 
@@ -126,9 +126,13 @@ def test_what_is_done_before_everything_is_wrapped(bound, kind, fsdp2: bool, blo
     assert prepare(Namespace(), model) == (json, models)
 
 
-def test_two_plugins() -> None:
+def test_an_accelerator_is_refused_when_it_is_made() -> None:
     with pytest.raises(CADConfigError, match="more than one CADPlugin"):
         Accelerator(cpu=True, kwargs_handlers=[CADPlugin(), CADPlugin()])
+    AcceleratorState._reset_state(True)
+    dispatches = DataLoaderConfiguration(dispatch_batches=True)
+    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
+        Accelerator(cpu=True, kwargs_handlers=[CADPlugin()], dataloader_config=dispatches)
 
 
 def test_every_accelerator_of_a_process_that_was_asked(bound) -> None:
