@@ -42,6 +42,17 @@ class Job:
             MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
         )  # fmt: skip
 
+    def launch_all(
+        self, world: int, *script: str, block: dict = BLOCK, first: str = "", who: int | None = None
+    ) -> None:
+        """Every rank; `first` before all or before `who` alone."""
+        for rank in range(world):
+            self.launch(rank, world, *script, block=block, first=first if who in (None, rank) else "")
+
+    def serve(self, name: str, *words: str) -> Script:
+        """A server that joins."""
+        return self.start(name, ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{self.port}", *words])
+
     def said(self, name: str) -> str:
         """What a process wrote."""
         return (self.folder / name).read_text()

@@ -25,7 +25,6 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +176,6 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0, help="another seed, other mutants")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after so long")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants tried at a time")
     parser.add_argument("--tests-seconds", type=float, default=60.0, help="most seconds of tests for one mutant")
     parser.add_argument("--tests", nargs="*", default=[], help="only these files of tests, from the root")
     parser.add_argument("--again", action="store_true", help="try those again that were not killed")
@@ -196,11 +194,10 @@ def main() -> None:
     waiting = [one for one in chosen if one.name not in results]
     about = f"Seed {args.seed}, {len(chosen)} mutants of {', '.join(args.rooms) or 'all rooms'}."
     say(f"{len(chosen)} mutants, {len(waiting)} of them not tried yet")
-    copies = [args.output / f"mutant{at}" for at in range(args.jobs)]
-    for copy in copies:
-        copy_checkout(copy)
+    copy = args.output / "mutant0"
+    copy_checkout(copy)
 
-    def attempt(mutant: Mutant, copy: Path) -> dict[str, Any]:
+    def attempt(mutant: Mutant) -> dict[str, Any]:
         facts = {
             "room": room_of(mutant.path),
             "line": mutant.line,
@@ -212,8 +209,10 @@ def main() -> None:
         tests = tests_for(mutant, coverage, args.tests_seconds)
         return facts | try_mutant(mutant, tests, coverage, copy)
 
-    for mutant, found in _side_by_side(waiting, copies, attempt, started + args.seconds):
-        results[mutant.name] = found
+    for mutant in waiting:
+        if time.monotonic() - started > args.seconds:
+            break
+        results[mutant.name] = found = attempt(mutant)
         if found["result"] != "killed":
             say(f"{found['result']}: {mutant.name} (line {mutant.line}, {found['seconds']:.0f} s)")
         write_report(args.output, results, about)
@@ -238,34 +237,6 @@ def _earlier(path: Path, chosen: list[Mutant], again: bool) -> dict[str, dict[st
         if one and one["digest"] == _file(mutant) and not (again and one["result"] != "killed"):
             kept[mutant.name] = one
     return kept
-
-
-def _side_by_side(
-    waiting: list[Mutant], copies: list[Path], attempt: Callable[[Mutant, Path], Any], until: float
-) -> Iterable[tuple[Any, Any]]:
-    """Results as they come. With several copies each mutant is tried in a process of its own."""
-    if len(copies) == 1:
-        for mutant in waiting:
-            if time.monotonic() > until:
-                return
-            yield mutant, attempt(mutant, copies[0])
-        return
-    free, running = list(copies), {}
-    queue = list(waiting)
-    while queue or running:
-        while queue and free and time.monotonic() <= until:
-            mutant, copy = queue.pop(0), free.pop()
-            pid = os.fork()
-            if not pid:
-                (copy / "result.json").write_text(json.dumps(attempt(mutant, copy)))
-                os._exit(0)
-            running[pid] = (mutant, copy)
-        if not running:
-            return
-        pid, _ = os.wait()
-        mutant, copy = running.pop(pid)
-        free.append(copy)
-        yield mutant, json.loads((copy / "result.json").read_text())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+from deepspeed_cad import shard_stream
+
 LINKS = {"inside": 100, "between": 10}
 """Given to CAD where a test does not ask how links are measured: that takes time, and exchanges that tests count."""
 
@@ -64,23 +66,56 @@ def alone(model: torch.nn.Module, docs: list[torch.Tensor]) -> tuple[float, dict
             loss = loss_sum(model, pack([doc]))
             loss.backward()
             total += float(loss.detach())
-    gradients = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-    }
+    found = gradients(model)
     model.zero_grad()
-    return total, gradients
+    return total, found
 
 
-def step_as_alone(model: torch.nn.Module, reference: torch.nn.Module, docs: list[torch.Tensor]) -> None:
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies; zeros where there is none."""
+    found = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in found.items()}
+
+
+def assert_gradients(model: torch.nn.Module, expected: dict[str, torch.Tensor], tolerance: float = 1e-10) -> None:
+    """Those of a model, relative to the largest of each parameter where that is above 1."""
+    for name, gradient in gradients(model).items():
+        assert (gradient - expected[name]).abs().max() < tolerance * (1 + expected[name].abs().max()), name
+
+
+def step_as_alone(
+    model: torch.nn.Module, reference: torch.nn.Module, docs: list[torch.Tensor], batch: Any = None
+) -> None:
     """Forward and backward of documents in one packed row: loss and gradients must be those of each document alone."""
-    loss = loss_sum(model, pack(docs))
+    loss = loss_sum(model, pack(docs) if batch is None else batch)
     loss.backward()
-    expected, gradients = alone(reference, docs)
+    expected, wanted = alone(reference, docs)
     assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
-    for name, parameter in model.named_parameters():
-        # Gradients of a rank are those of its own documents: serving others adds nothing to them.
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert (grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
+    # Gradients of a rank are those of its own documents: serving others adds nothing to them.
+    assert_gradients(model, wanted)
+    model.zero_grad()
+
+
+def stream_as_alone(
+    model: torch.nn.Module, reference: torch.nn.Module, docs: list[torch.Tensor], rank: int, world: int, **how: Any
+) -> None:
+    """Forward and backward of this rank's part of a stream: over all ranks those of each document alone."""
+    expected, wanted = alone(reference, docs)
+    targets = sum(len(doc) - 1 for doc in docs)
+    part = shard_stream(pack(docs), rank, world, **how)
+    output = model(**part, num_items_in_batch=targets)
+    logits = output.logits.flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, part["shift_labels"].flatten(), reduction="sum")
+    # The model's own loss takes the shifted targets as they are; it works in fp32.
+    assert abs(float(output.loss) * targets - float(total)) < 1e-5 * (1 + abs(float(total)))
+    total.backward()
+    total = total.detach().clone()
+    dist.all_reduce(total)
+    assert abs(float(total) - expected) < 1e-9 * max(1.0, expected)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad)
+    assert_gradients(model, wanted)
     model.zero_grad()
 
 
@@ -97,9 +132,7 @@ def sums_of_all_ranks(loader: Any, model: torch.nn.Module, together: int) -> dic
         rows.append(tuple(batch["input_ids"].shape))
     total = torch.tensor(losses, dtype=torch.float64).view(-1, together).sum(1)
     dist.all_reduce(total)
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        gradients[name] = parameter.grad.numpy()
-    return {"losses": total.tolist(), "gradients": gradients, "rows": rows}
+    found = gradients(model)
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+    return {"losses": total.tolist(), "gradients": {n: one.numpy() for n, one in found.items()}, "rows": rows}

@@ -13,6 +13,7 @@ from lines import Found, Lines, Place
 from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange import probe
+from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
@@ -58,13 +59,9 @@ def hold(place: Place, left: int) -> list[torch.Tensor]:
     return held
 
 
-def one_round(place: Place, transport: object, plans: list[Schedule], seed: int) -> int:
+def one_round(place: Place, transport: Transport, plans: list[Schedule], seed: int) -> int:
     """An exchange there and back; gives how many values are wrong."""
-    one = Round(plans, place.rank, seed, 0, place.device)
-    one.start(transport)  # type: ignore[arg-type]
-    one.serve(transport)  # type: ignore[arg-type]
-    one.collect()
-    return int(torch.stack(one.wrong).sum())
+    return int(torch.stack(Round(plans, place.rank, seed, 0, place.device).run(transport)).sum())
 
 
 def check_held(place: Place, name: str) -> Found:
@@ -133,10 +130,7 @@ def check_waves(place: Place, name: str) -> Found:
     held.clear()
     for wave in range(waves):
         one = Round([own[wave] for own in plans], place.rank, 3, 0, place.device, wave)
-        one.start(transport)
-        one.serve(transport)
-        one.collect()
-        wrong += int(torch.stack(one.wrong).sum())
+        wrong += int(torch.stack(one.run(transport)).sum())
     place.gather(None)
     grown = transport.landing_bytes - made
     transport.close()

@@ -57,7 +57,4 @@ def one_round(place: Place, transport: Any, plans: list[Any], moment: Moment) ->
     """There and back at one moment; gives the counts of wrong values."""
     one = Round(plans, place.rank, 1, 0, place.device)
     one.moment = moment
-    one.start(transport)
-    one.serve(transport)
-    one.collect()
-    return one.wrong
+    return one.run(transport)

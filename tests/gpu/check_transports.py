@@ -199,6 +199,13 @@ class Round:
             expected[index // GROUPS, index % GROUPS] = (server + 1.0).unsqueeze(1)
         self.wrong.append((self.lse_target != expected).sum())
 
+    def run(self, transport: Transport) -> list[torch.Tensor]:
+        """There and back; how many values of each field are wrong."""
+        self.start(transport)
+        self.serve(transport)
+        self.collect()
+        return self.wrong
+
     @staticmethod
     def factor(rank: int) -> float:
         return 1 + rank / 4
@@ -242,10 +249,7 @@ def check_links(transport: Transport, place: Place, agree: Agree) -> Found:
     transport.transfers = transfers = Transfers(place.rank, hosts, 1.0, 1.0)  # every transfer counts
     plans = make_schedules(place.ranks, 2, 900)
     for seed in range(3):
-        one = Round(plans, place.rank, seed, 0, place.device)
-        one.start(transport)
-        one.serve(transport)
-        one.collect()
+        Round(plans, place.rank, seed, 0, place.device).run(transport)
     place.synchronize()
     noted = np.sum([place.gather(transfers.take().tolist())], axis=(0, 1))
     # Peer copies, and torch's collectives on GPUs, are not timed.
@@ -297,10 +301,7 @@ def check_timeout(name: str, warm: bool, group: dist.ProcessGroup, place: Place,
     transport = probe.choose_transport(name, group, device, agree, timeout_s=6.0)  # NCCL connects in up to 3 s
     plans = make_schedules(ranks, 1, 300)
     for seed in range(3 if warm else 1):
-        one = Round(plans, rank, seed, 0, device)
-        one.start(transport)
-        one.serve(transport)
-        one.collect()
+        Round(plans, rank, seed, 0, device).run(transport)
     place.synchronize()
     agree(0)
     begun, verdict = time.perf_counter(), (True, "left the exchange out")

@@ -47,7 +47,11 @@ def _environment(folder: Path, **more: str) -> dict[str, str]:
     return env | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **more}
 
 
-# The request
+def _run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=_environment(folder, **more), capture_output=True, text=True,
+        timeout=250,
+    )  # fmt: skip
 
 
 # How a process ends
@@ -77,23 +81,17 @@ def _end(folder: Path, end: str, where: str, trains: str) -> subprocess.Complete
         + "\nsys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))",
     }
     (folder / "script.py").write_text(starts[where])
-    words = [sys.executable, "-m", "deepspeed_cad.run", "--cad", '{"tolerance": 0.2}', "script.py"]
-    return subprocess.run(words, cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=100)
+    return _run(folder, "-m", "deepspeed_cad.run", "--cad", '{"tolerance": 0.2}', "script.py")
 
 
+@pytest.mark.parametrize("without", [True, False])
 @pytest.mark.parametrize(("end", "where"), ENDS.values(), ids=ENDS)
-def test_a_process_that_trained_without_does_not_end_well(tmp_path, end: str, where: str) -> None:
-    done = _end(
-        tmp_path, end, where, "ProcessCheck.trained_without = f'without {ProcessCheck.asked} {ProcessCheck.made}'"
-    )
-    assert done.returncode == armed.EXIT_CODE, done.stderr
-    assert done.stderr.count("deepspeed_cad: rank 0: without ('--cad', 0.2) 1") == 1, done.stderr
-
-
-@pytest.mark.parametrize(("end", "where"), ENDS.values(), ids=ENDS)
-def test_a_process_that_did_not_is_left_alone(tmp_path, end: str, where: str) -> None:
-    done = _end(tmp_path, end, where, "")
-    assert done.returncode == 0 and "Traceback" not in done.stderr and "deepspeed_cad" not in done.stderr, done.stderr
+def test_a_process_that_trained_without_does_not_end_well(tmp_path, end: str, where: str, without: bool) -> None:
+    trains = "ProcessCheck.trained_without = f'without {ProcessCheck.asked} {ProcessCheck.made}'"
+    done = _end(tmp_path, end, where, trains if without else "")
+    assert done.returncode == (armed.EXIT_CODE if without else 0), done.stderr
+    said = done.stderr.count("deepspeed_cad: rank 0: without ('--cad', 0.2) 1")
+    assert said == without and "Traceback" not in done.stderr and ("deepspeed_cad" in done.stderr) == without
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os._exit(7)", 7), ("raise KeyError", 1)])
@@ -131,15 +129,13 @@ def test_every_accelerator_gets_the_plugin_of_the_request(tmp_path) -> None:
 
 def test_a_python_without_the_hook_warns(tmp_path) -> None:
     (tmp_path / "script.py").write_text("")
-    words = [sys.executable, "-S", "-m", "deepspeed_cad.run", "script.py"]
-    done = subprocess.run(words, cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True, timeout=100)
+    done = _run(tmp_path, "-S", "-m", "deepspeed_cad.run", "script.py")
     assert done.returncode == 0 and "the installed hook is not active" in done.stderr
 
 
 def test_disabled_is_not_armed(tmp_path) -> None:
     (tmp_path / "script.py").write_text("import os, sys; print(os._exit.__name__, type(sys.meta_path[0]).__name__)")
-    words = [sys.executable, "-S", "-m", "deepspeed_cad.run", "--cad", '{"enabled": false}', "script.py"]
-    done = subprocess.run(words, cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True, timeout=100)
+    done = _run(tmp_path, "-S", "-m", "deepspeed_cad.run", "--cad", '{"enabled": false}', "script.py")
     assert done.stdout.split()[0] == "_exit" and "runs without CAD" in done.stderr, done.stdout
 
 
@@ -157,13 +153,6 @@ for _ in range(3):
     except RuntimeError as error:  # a script that goes on whatever happens
         os.write(1, f"{type(error).__name__} on rank {rank}\\n".encode())
 """
-
-
-def _run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=_environment(folder, **more), capture_output=True, text=True,
-        timeout=250,
-    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -205,18 +194,8 @@ def _launched(way: str, folder: Path) -> subprocess.CompletedProcess[str]:
         return _run(folder, *sft, *two, **{VARIABLE: BLOCK})
     if way == "run":
         return _run(folder, "-m", "deepspeed_cad.run", "--cad", BLOCK, *sft, *two)
-    return _run(
-        folder,
-        "-m",
-        "deepspeed_cad.cli.accelerate_cad",
-        "launch",
-        "--cad",
-        BLOCK,
-        *two,
-        "-m",
-        "trl.scripts.sft",
-        *words,
-    )
+    launch = ["-m", "deepspeed_cad.cli.accelerate_cad", "launch", "--cad", BLOCK, *two]
+    return _run(folder, *launch, "-m", "trl.scripts.sft", *words)
 
 
 @pytest.mark.slow

@@ -61,8 +61,7 @@ def _train(rank: int, world: int, form: str, overlap: str) -> dict[str, Any]:
     loss.backward()
     expected, gradients = (told if form in told.FORMS else training).alone(reference, docs)
     assert abs(float(loss.detach()) - expected) < 1e-8
-    for name, p in model.named_parameters():
-        assert (p.grad - gradients[name]).abs().max() < 1e-9, name
+    training.assert_gradients(model, gradients, 1e-9)
     session = deepspeed_cad.current_session()
     return {"sent": session.transport.bytes_sent, "after": session.statistics.imbalance}
 
@@ -95,8 +94,7 @@ def _ddp(rank: int, world: int, overlap: str) -> None:
     for other in range(world):
         _, one = training.alone(reference, training.documents(LENGTHS[other], seed=other))
         gradients = {name: gradients.get(name, 0) + 3 * g / world for name, g in one.items()}
-    for name, p in model.named_parameters():
-        assert (p.grad - gradients[name]).abs().max() < 1e-9, name
+    training.assert_gradients(model, gradients, 1e-9)
     layers, parts = 2, 1 if overlap == "local_first" else 2
     assert session.transport.exchanges == 3 * layers * parts * 4
 

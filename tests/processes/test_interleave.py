@@ -35,16 +35,6 @@ def _reason(model: torch.nn.Module) -> str:
     return deepspeed_cad.current_session().find_binding(model).interleaving.reason
 
 
-def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in found.items()}
-
-
-def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-10) -> None:
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= tolerance * (1 + gradient.abs().max()), name
-
-
 # The order of exchanges
 
 
@@ -146,7 +136,7 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str, change
     everything = [doc for docs in batches for doc in docs]
     expected, gradients = training.alone(reference, everything)
     assert abs(sum(float(loss.detach()) for loss in losses) - expected) < 1e-8
-    _assert_close(_gradients(model), gradients, 1e-9)
+    training.assert_gradients(model, gradients, 1e-9)
     assert session.transport.bytes_sent > 0 or rank
     return _reason(model)
 
@@ -231,10 +221,10 @@ def _with_a_number(rank: int, world: int) -> str:
         model.model.__class__ = Counting
         _apply(model, overlap=overlap)
         model(**training.pack(training.documents(LENGTHS[0][rank], seed=rank))).loss.backward()
-        found.append(_gradients(model))
+        found.append(training.gradients(model))
         reason = _reason(model)
         close_session()
-    _assert_close(*found)
+    training.assert_gradients(model, found[0])
     return reason
 
 
@@ -253,10 +243,10 @@ def _with_dropout(rank: int, world: int) -> None:
         torch.manual_seed(rank)
         for seed in range(2):
             model(**training.pack(training.documents(LENGTHS[0][rank], seed=seed))).loss.backward()
-        found.append(_gradients(model))
+        found.append(training.gradients(model))
         assert not _reason(model)
         close_session()
-    _assert_close(found[1], found[0])
+    training.assert_gradients(model, found[0])
     torch.manual_seed(rank)
     assert not torch.equal(torch.rand(4), torch.rand(4))
 
@@ -278,7 +268,8 @@ def _compiled(rank: int, world: int) -> tuple[str, int]:
     docs = training.documents(LENGTHS[0][rank], seed=rank)
     for _ in range(2):
         training.loss_sum(run, training.pack(docs)).backward()
-    _assert_close(_gradients(model), {name: 2 * one for name, one in training.alone(reference, docs)[1].items()})
+    expected = {name: 2 * one for name, one in training.alone(reference, docs)[1].items()}
+    training.assert_gradients(model, expected)
     return _reason(model), counters["stats"]["calls_captured"]
 
 

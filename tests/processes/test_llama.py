@@ -121,9 +121,6 @@ def _evaluate(rank: int, world: int) -> None:
             with torch.enable_grad():
                 expected, _ = training.alone(reference, own)
             assert abs(float(training.loss_sum(model, training.pack(own))) - expected) < 1e-8
-            prompt = own[0][None]
-            theirs = reference.generate(prompt, max_new_tokens=5, do_sample=False)
-            assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), theirs)
     assert session.transport.exchanges == 0
     dist.barrier()
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import training
 from model_cases import tiny_model
 from pool import WorkerPool
@@ -46,10 +45,11 @@ SIZES = [
 @pytest.mark.parametrize(("trainers", "servers"), SIZES)
 def test_same_as_each_document_alone(workers: WorkerPool, trainers: int, servers: int) -> None:
     """Ranks without documents and documents of one token among them."""
-    results, _ = run(workers, trainers, servers, _train, None, 3)
+    results, served = run(workers, trainers, servers, _train, None, 3)
     for result in results:
         assert len(result["load"]) == trainers + servers and min(result["load"]) > 0
         assert result["after"] < 1.15  # of two parts each, cut at 16 rows
+    assert all(one.held == 0 for one in served)
 
 
 def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
@@ -75,9 +75,8 @@ def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
     other.backward()
     losses[0].backward()
     for model, wanted in ((models[0], (expected[0][0], expected[0][1])), (models[1], (expected[1][0],))):
-        for name, parameter in model.named_parameters():
-            whole = sum(gradients[name] for _, gradients in wanted)
-            assert (parameter.grad - whole).abs().max() < 1e-9 * (1 + whole.abs().max()), name
+        whole = {name: sum(gradients[name] for _, gradients in wanted) for name in wanted[0][1]}
+        training.assert_gradients(model, whole, 1e-9)
     del losses, looked, other
     # The first layer's attention needs no backward: what a server holds of it goes when the micro-batch does.
     for name, parameter in models[0].named_parameters():
@@ -131,19 +130,8 @@ def _stream(rank: int, trainers: int, block: dict[str, Any]) -> None:
     docs = training.documents([200, 3, 20, 18], seed=5)
     reference, model = training.tiny_llama(), training.tiny_llama()
     deepspeed_cad.apply(model, block).train()
-    batch = deepspeed_cad.shard_stream(training.pack(docs), rank, trainers)
     for _ in range(2):
-        model.zero_grad()
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
-        loss = torch.nn.functional.cross_entropy(logits, batch["shift_labels"][0], reduction="sum")
-        loss.backward()
-        total, gradients = loss.detach().clone(), {name: p.grad.clone() for name, p in model.named_parameters()}
-        for one in (total, *gradients.values()):
-            dist.all_reduce(one)
-    expected, wanted = training.alone(reference, docs)
-    assert abs(float(total) - expected) < 1e-8
-    for name, one in gradients.items():
-        assert (one - wanted[name]).abs().max() < 1e-9 * (1 + wanted[name].abs().max()), name
+        training.stream_as_alone(model, reference, docs, rank, trainers)
 
 
 @pytest.mark.slow

@@ -101,9 +101,7 @@ def _train(
         loss.backward()
         expected, gradients = training.alone(reference, own)
         assert abs(float(loss.detach()) - expected) < 1e-10 * max(1, expected)
-        for name, parameter in model.named_parameters():
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            assert (grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), (step, name)
+        training.assert_gradients(model, gradients)
         for name, parameter in reference.named_parameters():
             parameter.grad = gradients[name]
         for optimizer in optimizers:
@@ -301,13 +299,7 @@ def _loaded(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dic
     own = [training.documents(LENGTHS[trainers][(rank + step) % trainers], 100 * step + rank) for step in range(6)]
     loader = session.look_ahead([training.pack(one) for one in own], model)
     for docs, batch in zip(own, loader, strict=True):
-        model.zero_grad()
-        loss = training.loss_sum(model, batch)
-        loss.backward()
-        expected, gradients = training.alone(reference, docs)
-        assert abs(float(loss.detach()) - expected) < 1e-9
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad - gradients[name]).abs().max() < 1e-10 * (1 + gradients[name].abs().max()), name
+        training.step_as_alone(model, reference, docs, batch)
     return _found()
 
 
@@ -330,9 +322,8 @@ def _many(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[
     losses.append(training.loss_sum(model, training.pack(own[3])))
     for index in (1, 2, 0):
         losses[index].backward()
-    for name, parameter in model.named_parameters():
-        whole = sum(gradients[name] for _, gradients in (expected[0], expected[1], expected[3]))
-        assert (parameter.grad - whole).abs().max() < 1e-9 * (1 + whole.abs().max()), name
+    whole = {name: sum(expected[i][1][name] for i in (0, 1, 3)) for name in expected[0][1]}
+    training.assert_gradients(model, whole, 1e-9)
     return _found()
 
 

@@ -22,19 +22,14 @@ def _wait(what: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _serve(job: Job, name: str) -> None:
-    job.start(name, ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{job.port}"])
-
-
 @pytest.mark.slow
 def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
-    _serve(job, "first")
-    for rank in range(2):
-        job.launch(rank, 2, "until", "9", block=GOES_ON)
+    job.serve("first")
+    job.launch_all(2, "until", "9", block=GOES_ON)
     job.wait_for("rank0", "step 2")
     job.processes["first"].send_signal(signal.SIGKILL)
     job.wait_for("rank0", "server 2 ended: its process died. Training goes on with the trainers alone")
-    _serve(job, "second")
+    job.serve("second")
     job.wait_for("rank0", "server 3 came. Training goes on with server 3")
     job.wait_for("second", "server 3 is up")
     (job.folder / "stop").touch()
@@ -46,9 +41,8 @@ def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
 @pytest.mark.slow
 def test_one_that_hangs_is_dropped_and_ends_when_it_wakes(job: Job) -> None:
     for name in ("first", "second"):
-        _serve(job, name)
-    for rank in range(2):
-        job.launch(rank, 2, "until", "9", block={**GOES_ON, "servers": {"joined": 2}, "timeout_s": 20})
+        job.serve(name)
+    job.launch_all(2, "until", "9", block={**GOES_ON, "servers": {"joined": 2}, "timeout_s": 20})
     job.wait_for("rank0", "step 1")
     hung = next(name for name in ("first", "second") if "server 2 is up" in job.said(name))
     job.processes[hung].send_signal(signal.SIGSTOP)
@@ -68,8 +62,7 @@ def test_one_that_hangs_is_dropped_and_ends_when_it_wakes(job: Job) -> None:
 def test_a_server_that_fails_is_dropped_with_its_reason(job: Job) -> None:
     block = {**GOES_ON, "servers": {"reserved": 1}}
     fails = "from deepspeed_cad.server import process; process._Server._budget = lambda self: 4096"
-    for rank in range(3):
-        job.launch(rank, 3, "well", "9", block=block, first=fails if rank == 2 else "")
+    job.launch_all(3, "well", "9", block=block, first=fails, who=2)
     assert job.ends("rank0") == {"rank0": 0, "rank1": 0, "rank2": 1}
     assert "server 2 ended: server 2 holds 0 MiB" in job.said("rank0")
     assert "Training goes on with the trainers alone" in job.said("rank0")
@@ -81,8 +74,7 @@ def test_a_server_that_fails_is_dropped_with_its_reason(job: Job) -> None:
     [pytest.param("raise", "ValueError: no more data", marks=pytest.mark.long), ("kill", "trainer 1")],
 )
 def test_a_trainer_that_fails_ends_all_the_same(job: Job, how: str, reason: str) -> None:
-    for rank in range(4):
-        job.launch(rank, 4, how, "1", block={**GOES_ON, "servers": {"reserved": 2}})
+    job.launch_all(4, how, "1", block={**GOES_ON, "servers": {"reserved": 2}})
     codes = job.ends("rank1")
     assert 0 not in codes.values() and codes["rank2"] == codes["rank3"] == 1
     assert reason in job.said("rank2") and "rank 1 stopped" in job.said("rank0"), job.said("rank0")
@@ -93,10 +85,9 @@ def test_a_trainer_that_fails_ends_all_the_same(job: Job, how: str, reason: str)
 def test_a_server_that_comes_too_late_ends_well(job: Job) -> None:
     """Trainers are between two steps until it is there, and end without another one."""
     block = {**GOES_ON, "servers": {"reserved": 1}}
-    for rank in range(3):
-        job.launch(rank, 3, "pause", "9", block=block)
+    job.launch_all(3, "pause", "9", block=block)
     job.wait_for("rank0", "pause")
-    _serve(job, "late")
+    job.serve("late")
     assert job.processes["late"].wait(120) == 0
     assert "the training ended before it came to a step" in job.said("late")
     assert set(job.ends("rank0").values()) == {0}
@@ -104,9 +95,8 @@ def test_a_server_that_comes_too_late_ends_well(job: Job) -> None:
 
 @pytest.mark.slow
 def test_servers_that_come_need_a_job_that_lets_them(job: Job) -> None:
-    for rank in range(3):
-        job.launch(rank, 3, "wait", "9")
+    job.launch_all(3, "wait", "9")
     job.wait_for("rank0", "step 0")
-    _serve(job, "late")
+    job.serve("late")
     assert job.processes["late"].wait(120) == 2
     assert json.dumps({"joined": 1})[:9] in job.said("late") and '"on_server_failure": "continue"' in job.said("late")

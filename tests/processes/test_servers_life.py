@@ -26,8 +26,7 @@ __all__ = ["job"]
     ],
 )
 def test_trainers_that_fail_end_the_servers_with_the_reason(job: Job, how: str, who: int, reason: str) -> None:
-    for rank in range(3):
-        job.launch(rank, 3, how, str(who))
+    job.launch_all(3, how, str(who))
     codes = job.ends("rank0" if how == "early" else f"rank{who}")
     assert codes["rank2"] == 1 and codes[f"rank{1 - who}"] != 0, codes
     assert reason in job.said("rank2").split("server 2 ended:")[1]
@@ -37,16 +36,14 @@ def test_trainers_that_fail_end_the_servers_with_the_reason(job: Job, how: str, 
 @pytest.mark.slow
 def test_trainers_that_never_train_end_the_servers_well(job: Job) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)
-    for rank in range(3):
-        job.launch(rank, 3, "idle", "9")
+    job.launch_all(3, "idle", "9")
     assert set(job.ends("rank0").values()) == {0} and store.port == job.port
     assert "ended without having trained with CAD" in job.said("rank2")
 
 
 @pytest.mark.slow
 def test_all_end_well(job: Job) -> None:
-    for rank in range(3):
-        job.launch(rank, 3, "well", "9")
+    job.launch_all(3, "well", "9")
     assert set(job.ends("rank0").values()) == {0}
     assert "server 2 is done: 6 micro-batches served" in job.said("rank2")
     assert "CAD is on: 2 trainers and 1 reserved server" in job.said("rank0")
@@ -55,8 +52,7 @@ def test_all_end_well(job: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_dead_server_ends_the_training_with_its_name(job: Job, how: signal.Signals) -> None:
-    for rank in range(3):
-        job.launch(rank, 3, "wait", "9")
+    job.launch_all(3, "wait", "9")
     job.wait_for("rank0", "step 1")
     job.processes["rank2"].send_signal(how)
     codes = job.ends("rank2")
@@ -70,16 +66,12 @@ def test_a_dead_server_ends_the_training_with_its_name(job: Job, how: signal.Sig
 def test_a_server_of_another_launch_joins(job: Job, first: str) -> None:
     block = {**BLOCK, "servers": {"joined": 1}}
 
-    def serve() -> None:
-        job.start("server", ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{job.port}"])
-
     if first == "server":
-        serve()
+        job.serve("server")
         job.wait_for("server", "waits at most")
-    for rank in range(2):
-        job.launch(rank, 2, "well", "9", block=block)
+    job.launch_all(2, "well", "9", block=block)
     if first == "trainers":
-        serve()
+        job.serve("server")
     assert set(job.ends("rank0").values()) == {0}
     assert "server 2 is done: 6 micro-batches served" in job.said("server")
 
@@ -87,14 +79,12 @@ def test_a_server_of_another_launch_joins(job: Job, first: str) -> None:
 @pytest.mark.slow
 def test_a_server_with_another_configuration_or_one_too_many(job: Job) -> None:
     block = {**BLOCK, "servers": {"joined": 1}}
-    for rank in range(2):
-        job.launch(rank, 2, "wait", "9", block=block)
-    serve = ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{job.port}"]
-    other = job.start("other", [*serve, "--cad", json.dumps({**block, "granularity": 32})])
+    job.launch_all(2, "wait", "9", block=block)
+    other = job.serve("other", "--cad", json.dumps({**block, "granularity": 32}))
     assert other.wait(120) == 2 and 'another "cad" block than this server (granularity)' in job.said("other")
-    job.start("server", serve)
+    job.serve("server")
     job.wait_for("rank0", "step 1")
-    late = job.start("late", serve)
+    late = job.serve("late")
     assert late.wait(120) == 2 and "has its 1 servers already" in job.said("late")
     # The training that is under way goes on.
     job.wait_for("rank0", "step 20")
@@ -102,8 +92,7 @@ def test_a_server_with_another_configuration_or_one_too_many(job: Job) -> None:
 
 @pytest.mark.slow
 def test_two_launches_at_one_rendezvous(job: Job) -> None:
-    for rank in range(3):
-        job.launch(rank, 3, "wait", "9")
+    job.launch_all(3, "wait", "9")
     job.start(
         "again", ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK), SCRIPT, "wait", "9"], RANK=2, WORLD_SIZE=3,
         LOCAL_RANK=2, LOCAL_WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=job.port,
@@ -137,8 +126,7 @@ def test_reserved_ranks_without_the_launcher(job: Job) -> None:
     ],
 )
 def test_a_reservation_that_does_not_fit(job: Job, servers: dict, words: str) -> None:
-    for rank in range(2):
-        job.launch(rank, 2, "well", "9", block={**BLOCK, "servers": servers})
+    job.launch_all(2, "well", "9", block={**BLOCK, "servers": servers})
     assert set(job.ends("rank0").values()) == {2}
     for name in job.processes:
         assert words in job.said(name) and "Traceback" not in job.said(name)
@@ -174,8 +162,7 @@ BUDGET = "from deepspeed_cad.server import process; process._Server._budget = la
     ids=["forward", "backward", "budget"],
 )
 def test_a_server_out_of_memory_ends_all_with_its_reason(job: Job, first: str, words: str) -> None:
-    for rank in range(3):
-        job.launch(rank, 3, "wait", "9", first=first if rank == 2 else "")
+    job.launch_all(3, "wait", "9", first=first, who=2)
     codes = job.ends("rank2")
     assert codes["rank2"] == 1 and 0 not in codes.values(), codes
     for name in job.processes:
@@ -190,14 +177,13 @@ EARLY_WORLD = "import torch.distributed as d; d.init_process_group('gloo', store
 @pytest.mark.parametrize(
     ("who", "first", "words"),
     [
-        ([2], OTHER_VERSION, "has deepspeed_cad 9.9 and trainer 0"),
-        ([0, 1, 2], EARLY_WORLD, "torch.distributed is initialised already"),
+        (2, OTHER_VERSION, "has deepspeed_cad 9.9 and trainer 0"),
+        (None, EARLY_WORLD, "torch.distributed is initialised already"),
     ],
     ids=["version", "world"],
 )
-def test_what_does_not_fit_ends_all_with_the_same_words(job: Job, who: list[int], first: str, words: str) -> None:
-    for rank in range(3):
-        job.launch(rank, 3, "well", "9", first=first if rank in who else "")
+def test_what_does_not_fit_ends_all_with_the_same_words(job: Job, who: int | None, first: str, words: str) -> None:
+    job.launch_all(3, "well", "9", first=first, who=who)
     codes = job.ends("rank0")
     assert 0 not in codes.values(), codes
     for name in job.processes:
@@ -208,8 +194,7 @@ def test_what_does_not_fit_ends_all_with_the_same_words(job: Job, who: list[int]
 def test_a_script_with_a_world_of_its_own_numbers(job: Job) -> None:
     """The store is the launcher's, as under torchrun: a server hears there why the trainers ended."""
     store = torch.distributed.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)
-    for rank in range(3):
-        job.launch(rank, 3, "apart", "9")
+    job.launch_all(3, "apart", "9")
     codes = job.ends("rank0")
     assert codes == {"rank0": 2, "rank1": 2, "rank2": 1} and store.port == job.port
     for name in job.processes:

@@ -137,8 +137,7 @@ PackedTransport.make_room = make_room
     ids=["a limit that is too small", "no memory"],
 )
 def test_too_little_is_one_error_on_every_process(job: Job, block: dict[str, Any], first: str, says: str) -> None:
-    for rank in range(3):
-        job.launch(rank, 3, "well", "9", block={**BLOCK, **block}, first=first)
+    job.launch_all(3, "well", "9", block={**BLOCK, **block}, first=first)
     codes = job.ends("rank0")
     assert 0 not in codes.values(), codes
     for name in codes:

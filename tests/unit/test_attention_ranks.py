@@ -6,7 +6,6 @@ import gc
 import types
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import cases
@@ -21,7 +20,7 @@ from deepspeed_cad.attention.forward import HeldByAutograd, Kept
 from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.kernels.interface import MaskRule
-from deepspeed_cad.layout import Layout, Tick
+from deepspeed_cad.layout import Layout
 
 PLAIN = MaskRule(DIM**-0.5)
 SINKS = torch.linspace(-1, 2, HEADS, dtype=torch.float64)
@@ -40,9 +39,7 @@ def new_memory_is_nan() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["two", "a rank with no tokens", "documents over borders", "a tail of padding"])
 def test_every_mode_is_exact(name: str, local_first: bool, recompute: bool) -> None:
     ranks = Ranks(cases.layouts()[name], PLAIN, Modes(local_first, recompute), SINKS, seed=3)
-    outputs = ranks.forward()
-    ranks.backward(outputs)
-    assert max(ranks.errors(outputs).values()) < 1e-12
+    assert max(ranks.run().values()) < 1e-12
     for rank, counts in enumerate(ranks.counts):
         assert (counts.forwards, counts.backwards, counts.replays) == (1, 1, 0)
         assert counts.waits.seconds() >= 0
@@ -62,9 +59,7 @@ def test_every_mask_is_exact(
     name: str, cut: bool, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> None:
     ranks = Ranks(cases.layouts()[name], MaskRule(0.4, window, softcap), sinks=sinks, cut=cut, seed=5)
-    outputs = ranks.forward()
-    ranks.backward(outputs)
-    assert max(ranks.errors(outputs).values()) < 1e-12
+    assert max(ranks.run().values()) < 1e-12
 
 
 @pytest.mark.parametrize("waves", [1, 2])
@@ -85,9 +80,7 @@ def test_who_serves_nothing_lets_results_come_at_once(monkeypatch: pytest.Monkey
     for transport in ranks.network.transports:
         transport.two_ways = True
     assert [call.setup.schedule.serves for call in ranks.calls[0]] == [False, True, True]
-    outputs = ranks.forward()
-    ranks.backward(outputs)
-    assert max(ranks.errors(outputs).values()) < 1e-12
+    assert max(ranks.run().values()) < 1e-12
     assert sorted(passes) == [False] * len(ticks) + [True] * len(ticks), "forward and backward of trainer 0"
 
 
@@ -226,54 +219,3 @@ def tensors_of(calls: list[AttentionCall]) -> list[torch.Tensor]:
         elif hasattr(one, "__dict__"):
             todo += vars(one).values()
     return list(found.values())
-
-
-class Recorder:
-    """Stands where a tracer does: what it was told, in order."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
-
-    @contextmanager
-    def span(self, what: str, nano_batch: int, label: str, backward: bool, aside: bool = False) -> Iterator[None]:
-        self.told.append((what, nano_batch, backward, aside))
-        assert label == "layer on rank 0"
-        yield
-
-    def mark(self, what: str, nano_batch: int, backward: bool) -> None:
-        self.told.append((what, nano_batch, backward))
-
-    def exchange(
-        self, what: str, nano_batch: int, backward: bool, transport: Any, start: Any, wave: int = 0, **way: bool
-    ) -> Any:
-        assert way.get("is_return", False) == what.endswith("back")
-        self.told.append((what, nano_batch, backward, transport.name))
-        return start()
-
-
-@pytest.mark.parametrize("nano_batch", [0, 1])
-def test_what_the_timeline_is_told(nano_batch: int) -> None:
-    layout = Layout.from_rank_lengths([[30, 10], [20, 2]])
-    ticks = layout.cut(layout.tokens // 2)
-    ranks = Ranks(layout, PLAIN, cut=True, tasks=[whole_rank_tasks_of(tick) for tick in ticks])
-    told = ranks.counts[0].tracer = Recorder()  # type: ignore[assignment]
-    outputs = ranks.forward()
-    ranks.backward(outputs)
-
-    def one_way(backward: bool, out: str, back: str) -> list[tuple[Any, ...]]:
-        n = nano_batch
-        return [
-            ("dispatch", n, backward, False), (out, n, backward, "network"),
-            ("local", n, backward, False), ("wait", n, backward, False), ("served", n, backward, False),
-            ("return", n, backward, False), (back, n, backward, "network"), ("local", n, backward, False),
-            ("wait", n, backward, False), ("attention ends", n, backward),
-        ]  # fmt: skip
-
-    assert ranks.network.transports[0].nano_batches == [0, 0, 1, 1, 1, 1, 0, 0]
-    found = [one for one in told.told if one[1] == nano_batch]
-    assert found == one_way(False, "Q, K, V out", "O back") + one_way(True, "dO, Q, K, V out", "dQ, dK, dV back")
-
-
-def whole_rank_tasks_of(tick: Tick) -> np.ndarray:
-    """Every segment of a tick whole, at home."""
-    return np.array([(d, begin, end, 0, GROUPS, rank) for d, begin, end, rank, _ in tick.query.to_array()])

@@ -129,15 +129,3 @@ def test_rows_become_table_and_picture(tmp_path: Path) -> None:
         lines = copy.with_suffix(".md").read_text().splitlines()
         assert len([line for line in lines if line.startswith("|")]) == len(rows) + 2
         assert copy.with_suffix(".png").stat().st_size > 5000
-
-
-def test_power_of_every_mode(tmp_path: Path) -> None:
-    pairs = [(i, gpu) for i in range(6) for gpu in (0, 1)]
-    samples = [f"2026/01/01 10:00:0{i}.500, {gpu}, {1500 + 100 * gpu + 2 * i} MHz, {600 + i} W" for i, gpu in pairs]
-    (tmp_path / "clocks.csv").write_text("\n".join(samples))
-    steps = ["10:00:03.000000 pass 0, step 0, dp: 3.0 s", "10:00:06.000000 pass 0, step 0, cad: 2.0 s"]
-    (tmp_path / "train.log").write_text("\n".join(["other text", *steps]))
-    command = [sys.executable, ROOT / "benchmarks/power.py", tmp_path / "clocks.csv", tmp_path / "train.log"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert "| dp | 1502, 1602 | 601, 601 |" in run.stdout  # samples 0 to 2
-    assert "| cad | 1509, 1609 | 604, 604 |" in run.stdout  # samples 4 and 5

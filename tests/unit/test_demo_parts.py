@@ -10,13 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
-import demo  # noqa: E402
 import packing  # noqa: E402
-
-STEP = {
-    "step": 1, "loss": 2.5, "seconds": 0.5, demo.BEFORE: 1.5, demo.AFTER: 1.0,
-    "cad/sent_MiB": 3.25, "cad/planning_ms": 1.5, "load_before": [3.0, 1.0], "load": [2.0, 2.0],
-}  # fmt: skip
 
 
 def test_pack() -> None:
@@ -51,20 +45,3 @@ def test_reading(tmp_path: Path) -> None:
         packing.list_files([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="no text"):
         next(packing.tokenized([tmp_path / "c.bin"], lambda text, **_: {"input_ids": []}))
-
-
-def test_machines() -> None:
-    assert demo.choose_machine(0).processes == 4 and not demo.choose_machine(0).gpus
-    assert "nothing to balance" in demo.choose_machine(1).why and not demo.choose_machine(1).gpus
-    assert demo.choose_machine(8).processes == 8 and demo.choose_machine(8).gpus
-
-
-def test_tables_and_picture(tmp_path: Path) -> None:
-    off = [{**STEP, "loss": 2.25}]
-    assert "1.50" in demo.table_line(STEP) and "3.2" in demo.table_line(STEP)
-    assert len(demo.table_line(STEP)) == len(demo.HEADER.splitlines()[1])
-    assert demo.largest_difference([STEP], off) == 0.25
-    assert "2.5e-01" in list(demo.comparison([STEP], off))[-1]
-    pytest.importorskip("matplotlib")
-    demo.draw([STEP, {**STEP, "step": 2}], tmp_path / "load.png")
-    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")

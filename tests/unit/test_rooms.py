@@ -6,7 +6,6 @@ Imports for type checkers only are left out. A module is told by its installed n
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -193,29 +192,3 @@ def test_host_frameworks_reach_the_core_through_these_only() -> None:
     here = set(of("engine", "integrations"))
     ours = {name for module in here for name in imports(module) & set(modules())} - here
     assert ours - {"_deepspeed_cad_waiter"} == {f"deepspeed_cad.{name}" for name in THROUGH}
-
-
-# Test files have names of their own: pytest imports them by name, and refuses the second of two that share one.
-
-
-TESTS = Path(__file__).resolve().parents[1]
-
-
-def _imported_as(file: Path) -> str:
-    """The name of a test file's module: with its package, where it is in one."""
-    name, folder = file.stem, file.parent
-    while (folder / "__init__.py").is_file():
-        name, folder = f"{folder.name}.{name}", folder.parent
-    return name
-
-
-def _find_shared(folder: Path) -> list[list[str]]:
-    """Test files below a folder that would be imported by the same name."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for file in sorted({*folder.rglob("test_*.py"), *folder.rglob("*_test.py")}):
-        found[_imported_as(file)].append(file.relative_to(folder).as_posix())
-    return [files for files in found.values() if len(files) > 1]
-
-
-def test_no_two_test_files_share_a_name() -> None:
-    assert _find_shared(TESTS) == [], "rename one of each: pytest cannot collect both in one run"

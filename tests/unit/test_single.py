@@ -24,8 +24,7 @@ def _train(overlap: str) -> None:
     loss.backward()
     expected, gradients = training.alone(reference, docs)
     assert abs(float(loss.detach()) - expected) < 1e-8
-    for name, p in model.named_parameters():
-        assert (p.grad - gradients[name]).abs().max() < 1e-9, name
+    training.assert_gradients(model, gradients, 1e-9)
     session = deepspeed_cad.current_session()
     assert session is not None and session.transport is None and session.ranks == 1
     assert session.statistics.imbalance == pytest.approx(1.0)
