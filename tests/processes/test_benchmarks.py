@@ -115,7 +115,6 @@ def test_alst_and_cad_train_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_server_killed_in_mid_step(tmp_path: Path) -> None:
-    """The others end with its name."""
     command = [sys.executable, "benchmarks/killed_server.py", "--ranks", "2", "--limit", "60"]
     script = ["--cad", '{"granularity": 16}', "--output", str(tmp_path / "killed.json"), "--", "--tokens", "512", *TINY]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

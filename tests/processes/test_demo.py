@@ -29,7 +29,6 @@ def _run(*command: str) -> str:
 
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
-    """The whole demo, small: losses as without CAD, attention balanced, everything written."""
     data = tmp_path / "documents"
     data.mkdir()
     for index, words in enumerate([900, 40, 300, 20, 600, 80, 10, 500]):

@@ -70,7 +70,6 @@ def test_a_planted_exception_is_caught(workers: WorkerPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["dispatch served", "backward return"])
 def test_a_server_is_killed(workers: WorkerPool, what: str) -> None:
-    """Its process is gone, and trainers are right."""
     block = {**SMALL.block, "on_server_failure": "continue"}
     case = replace(SMALL, servers=1, block=block, fates=(Fate(0, "KILL", what, 1),))
     failure, played = run_case(workers, case)

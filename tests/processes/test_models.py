@@ -169,7 +169,6 @@ def _often(family: Family) -> Any:
 
 @pytest.mark.parametrize("family", map(_often, FAMILIES))
 def test_family(workers: WorkerPool, family: Family) -> None:
-    """Packed documents, ping-pong where the model can, two ranks."""
     _need(family)
     _check(workers.run(_whole_documents, 2, family, family.overlap, None), family)
 
@@ -185,7 +184,6 @@ def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_documents_that_span_ranks(workers: WorkerPool, kind: str) -> None:
-    """One document over both ranks."""
     family = next(one for one in FAMILIES if one.kind == kind)
     _check(workers.run(_spanning_documents, 2, family, "local_first"), family)
 
@@ -207,7 +205,6 @@ def test_state_that_spans_ranks_is_refused(workers: WorkerPool) -> None:
 
 
 def test_table_is_what_is_tested() -> None:
-    """SUPPORTED holds the families above, and nothing is both supported and refused."""
     assert {family.kind for family in FAMILIES} == SUPPORTED
     assert not SUPPORTED & REFUSED.keys()
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()

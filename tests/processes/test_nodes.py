@@ -121,7 +121,6 @@ def test_deepspeed_by_pdsh(nodes, hostfile: str, on_one_node: list[float], tmp_p
 @pytest.mark.slow
 @pytest.mark.long
 def test_slurm(nodes, on_one_node: list[float]) -> None:
-    """The batch script starts on the first node, with the variables of sbatch."""
     hosts, names, environment = nodes
     job = {
         "SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_JOB_NUM_NODES": "2",

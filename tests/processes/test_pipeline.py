@@ -76,7 +76,6 @@ def _compare(rank: int, world: int, cases: list[tuple[int, int, dict[str, Any]]]
 
 
 def test_two_stages(workers: WorkerPool) -> None:
-    """More micro-batches than stages; the smallest real pipeline."""
     workers.run(_compare, 2, [(2, 4, {})], timeout=60.0)
 
 

@@ -274,40 +274,36 @@ def test_reserved_servers_beside_shares_are_one_error_everywhere(fresh_workers: 
     assert errors[2] is not None and errors[2][0] not in ("Hung", "Died"), "the server ends without a loop"
 
 
-def _unnamed(rank: int, world: int) -> str:
-    """Heads that all ranks divide, on a mesh that does not say so."""
-    model = training.tiny_llama()
-    for layer in model.model.layers:
-        parallelize_module(layer, init_device_mesh("cpu", (world,)), _plan(4))
-    with pytest.raises(CADError) as error:
-        deepspeed_cad.apply(model, BLOCK)
-    return str(error.value)
-
-
-def test_parameters_on_a_mesh_without_names_are_not_guessed_about(workers: WorkerPool) -> None:
-    said = workers.run(_unnamed, SHARES)
-    assert len(set(said)) == 1 and re.search(r"lie on a mesh without names of shape \[2\].*mesh=mesh", said[0])
-
-
-def _uneven(rank: int, world: int, heads: int, kv_heads: int) -> str:
+def _refused(rank: int, world: int, heads: int, kv_heads: int, divided: int, names: tuple[str, ...] | None) -> str:
+    """Projections that ranks divide; `names` of the axes of their mesh."""
     model = training.tiny_llama(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (1, world) if names else (world,), mesh_dim_names=names)
     for layer in model.model.layers:
-        parallelize_module(layer, mesh["tp"], _plan(SHARES))
+        parallelize_module(layer, mesh["tp"] if names else mesh, _plan(divided))
     with pytest.raises(CADError) as error:
         deepspeed_cad.apply(model, BLOCK)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "words"),
+    ("world", "heads", "kv_heads", "divided", "names", "words"),
     [
-        (6, 6, "4 ranks divide q_proj of LlamaAttention of layer 0, which has 6 heads: each rank must have whole"),
-        (8, 2, "4 ranks divide k_proj .* which has 2 heads: .* or leave k_proj whole"),
+        (2, 8, 4, 4, None, r"lie on a mesh without names of shape \[2\].*mesh=mesh"),
+        (
+            4,
+            6,
+            6,
+            2,
+            ("dp", "tp"),
+            "4 ranks divide q_proj of LlamaAttention of layer 0, which has 6 heads: each rank must",
+        ),
+        (4, 8, 2, 2, ("dp", "tp"), "4 ranks divide k_proj .* which has 2 heads: .* or leave k_proj whole"),
     ],
 )
-def test_heads_that_ranks_cannot_divide(workers: WorkerPool, heads: int, kv_heads: int, words: str) -> None:
-    said = workers.run(_uneven, WORLD, heads, kv_heads)
+def test_heads_that_are_not_divided_well(
+    workers: WorkerPool, world: int, heads: int, kv_heads: int, divided: int, names: Any, words: str
+) -> None:
+    said = workers.run(_refused, world, heads, kv_heads, divided, names)
     assert len(set(said)) == 1 and re.search(words, said[0])
 
 

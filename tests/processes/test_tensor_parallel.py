@@ -21,7 +21,18 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from trainers import BLOCK, STEPS, PackedRows, assert_same_and_balanced, collate, step_entry
+from trainers import (
+    BLOCK,
+    STEPS,
+    PackedRows,
+    assert_same_and_balanced,
+    collate,
+    step_entry,
+    training_arguments,
+    without_and_with,
+)
+
+import deepspeed_cad
 
 WORLD, SHARES = 4, 2
 LENGTHS = [[300, 20], [40, 30, 9, 1, 50], [100, 100]]
@@ -45,29 +56,24 @@ AUTOTP: list[tuple[str, dict[str, Any], str | None, dict[str, int]]] = [
 ]
 
 
-def _autotp(rank: int, world: int) -> dict[str, Any]:
-    from deepspeed_cad.session import close_session, current_session
+def _train(cad: bool, rank: int, config: dict[str, Any], checkpoint: str | None, changes: dict[str, int]) -> Any:
+    """What the loop logged, and the first line of the session."""
+    config = {**config, "tensor_parallel": {"autotp_size": SHARES}}
+    rows = _rows(rank, STEPS * config["gradient_accumulation_steps"])
+    block = {"cad": BLOCK | {"granularity": 8}} if cad else {}
+    found = train_engine(config | block, checkpoint, rows, step_entry, **changes)
+    return found, deepspeed_cad.current_session().describe() if cad else ""
 
+
+def _autotp(rank: int, world: int) -> dict[str, Any]:
     import_deepspeed()
-    found = {}
-    for name, config, checkpoint, changes in AUTOTP:
-        config = {**config, "tensor_parallel": {"autotp_size": SHARES}}
-        count = STEPS * config["gradient_accumulation_steps"]
-        plain = train_engine(config, checkpoint, _rows(rank, count), step_entry, **changes)
-        cad = train_engine(
-            {**config, "cad": BLOCK | {"granularity": 8}}, checkpoint, _rows(rank, count), step_entry, **changes
-        )
-        session = current_session()
-        assert session is not None
-        found[name] = (plain, cad, session.describe())
-        close_session()
-    return found
+    return {name: without_and_with(_train, rank, *case) for name, *case in AUTOTP}
 
 
 @pytest.mark.slow
 def test_autotp(fresh_workers: WorkerPool) -> None:
     for found in fresh_workers.run(_autotp, WORLD, timeout=240.0):
-        for name, (plain, cad, line) in found.items():
+        for name, ((plain, _), (cad, line)) in found.items():
             assert_same_and_balanced(name, plain, cad, losses=STEPS * (2 if "accumulation" in name else 1))
             assert "2 replicas of 2 by tensor parallelism" in line
 
@@ -141,8 +147,6 @@ def _sequence_parallel(folder: str) -> torch.nn.Module:
 
 def _as_alone(rank: int, world: int, make: Callable[[str], torch.nn.Module], folder: str) -> dict[str, Any]:
     """Two steps of one model, whose mesh CAD reads from its parameters, against each document alone."""
-    import deepspeed_cad
-
     model = make(folder)
     deepspeed_cad.apply(model, BLOCK)
     model.train()
@@ -174,20 +178,16 @@ def test_models_on_a_mesh(fresh_workers: WorkerPool, make: Callable[[str], torch
     assert all(sum(one["sent"] for one in results[share::SHARES]) > 0 for share in range(SHARES))
 
 
-def _trainer(folder: str, cad: bool) -> list[dict[str, Any]]:
+def _trainer(cad: bool, folder: str) -> list[dict[str, Any]]:
     """The log of a Trainer, which makes Accelerate's ParallelismConfig(tp_size=...) of the model."""
-    from transformers import Trainer, TrainingArguments
-
-    import deepspeed_cad
+    from transformers import Trainer
 
     model = _loaded(folder, torch.float32)
     if cad:
         deepspeed_cad.apply(model, BLOCK)
-    arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=1, logging_steps=1,
-        gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=3, save_strategy="no", report_to=[],
-        learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True, optim="adamw_torch", max_grad_norm=0.0,
-    )  # fmt: skip
+    arguments = training_arguments(
+        folder, max_steps=STEPS, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=3, max_grad_norm=0.0
+    )
     trainer = Trainer(
         model=model, args=arguments, train_dataset=PackedRows(48), eval_dataset=PackedRows(4, seed=50),
         data_collator=collate,
@@ -196,7 +196,7 @@ def _trainer(folder: str, cad: bool) -> list[dict[str, Any]]:
     return trainer.state.log_history
 
 
-def _accelerate(folder: str, cad: bool) -> list[dict[str, Any]]:
+def _accelerate(cad: bool, folder: str) -> list[dict[str, Any]]:
     """A loop of Accelerate's with a plugin of ours."""
     from accelerate import Accelerator
     from accelerate.parallelism_config import ParallelismConfig
@@ -225,19 +225,11 @@ def _accelerate(folder: str, cad: bool) -> list[dict[str, Any]]:
     return found
 
 
-def _compare(rank: int, world: int, run: Callable[[str, bool], list[dict[str, Any]]], folder: str) -> list[Any]:
+def _compare(rank: int, world: int, run: Callable[[bool, str], list[dict[str, Any]]], folder: str) -> list[Any]:
     from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.state import AcceleratorState
-
-    from deepspeed_cad.session import current_session
 
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None  # it lets GPUs only
-    logs = []
-    for cad in (False, True):
-        AcceleratorState._reset_state(True)
-        logs.append(run(folder, cad))
-        assert (current_session() is not None) == cad
-    return logs
+    return list(without_and_with(run, folder))
 
 
 @pytest.mark.slow
@@ -249,7 +241,7 @@ def _compare(rank: int, world: int, run: Callable[[str, bool], list[dict[str, An
     ],
 )
 def test_host_frameworks(
-    fresh_workers: WorkerPool, run: Callable[[str, bool], list[dict[str, Any]]], tmp_path: Path
+    fresh_workers: WorkerPool, run: Callable[[bool, str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     training.tiny_llama(torch.float32).save_pretrained(tmp_path)
     for plain, cad in fresh_workers.run(_compare, WORLD, run, str(tmp_path), timeout=140.0):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import training
 from engines import engine_config, import_deepspeed
 from pool import WorkerPool
-from trainers import BLOCK
+from trainers import BLOCK, without_and_with
 
 WORLD, PIECES, STEPS = 4, 2, 3
 LENGTHS = [[300, 20], [40, 30, 9, 1, 80], [100, 100]]
@@ -213,21 +213,22 @@ def _accelerate(cad: bool) -> list[float]:
 
 
 def _compare(rank: int, world: int) -> list[list[float]]:
-    from accelerate.state import AcceleratorState
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from deepspeed_cad.session import current_session
+    import deepspeed_cad
 
     import_deepspeed()
-    own, found = ALL_ATTENTION_FUNCTIONS["sdpa"], []
-    for cad in (False, True):
-        AcceleratorState._reset_state(True)
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def run(cad: bool) -> list[float]:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = own
-        found.append(_accelerate(cad))
-        assert (current_session() is not None) == cad
-    session = current_session()
-    assert session is not None and session.shares.pieces and session.shares.count == PIECES
-    return found
+        losses = _accelerate(cad)
+        if cad:
+            shares = deepspeed_cad.current_session().shares
+            assert shares.pieces and shares.count == PIECES
+        return losses
+
+    return list(without_and_with(run))
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ LENGTHS = [7, 30, 1, 6]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_training(form: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Loss and gradients are those of each document alone; the run without CAD and the mask check agree."""
     docs = training.documents(LENGTHS, seed=1)
     expected, gradients = alone(training.tiny_llama(), docs)
     model = deepspeed_cad.apply(training.tiny_llama(), {"verify": 1}).train()

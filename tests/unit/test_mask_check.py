@@ -94,7 +94,6 @@ def spans(lengths: list[int]) -> list[int]:
 @pytest.mark.parametrize("window", [None, 1, 5, 500])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_masks_of_transformers_agree(window: int | None, batch: int) -> None:
-    """Packed positions, with and without a window, one batch row or several."""
     positions = [spans([40, 1, 13, 46])] * batch
     local = segments_from_positions(positions)
     given = given_by_transformers(positions, None, window)
@@ -142,7 +141,6 @@ WRONG: dict[str, tuple[Mask, int | None]] = {
 
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_masks_are_found(name: str) -> None:
-    """A difference inside a document is found at the first forward, and named."""
     function, window = WRONG[name]
     layout = Layout.from_rank_lengths([[300, 7, 200]])
     with pytest.raises(CADUnsupportedError, match="key position [0-9]+ to query position [0-9]+"):
@@ -150,7 +148,6 @@ def test_wrong_masks_are_found(name: str) -> None:
 
 
 def test_another_number_of_tokens() -> None:
-    """Tokens in front of the micro-batch (prompt tuning) are refused."""
     with pytest.raises(CADUnsupportedError, match="prompt or prefix"):
         check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(24, causal), 0)
 

@@ -18,7 +18,6 @@ from deepspeed_cad.errors import CADDataError
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_as_without_cad(attention: str, side: str, labels: str) -> None:
-    """Losses and gradients of padded batches are those of the model's own attention, whatever their labels are."""
     batch = padded([24, 9, 1], side, labels)
     # transformers' eager attention computes its softmax in fp32, also of masks that hold the lowest fp64.
     dtype = torch.float32 if attention == "eager" else torch.float64

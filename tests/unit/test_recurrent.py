@@ -178,7 +178,6 @@ def test_stock_leaks() -> None:
 )
 @pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("bamba", marks=pytest.mark.slow), "lfm2"])
 def test_batch_rows(kind: str, lengths: list[list[int]]) -> None:
-    """Whole rows, padded rows and packed rows."""
     model, batch = _tiny(kind), packed(lengths)
     expected = alone(model, batch, lengths)
     assert_same(run(_apply(model), batch, lengths), expected, FP32)

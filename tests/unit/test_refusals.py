@@ -50,7 +50,6 @@ REFUSALS: list[tuple[str, str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("kind, changes, reason", [pytest.param(*one[1:], id=one[0]) for one in REFUSALS])
 def test_refusal(kind: str, changes: dict[str, Any], reason: str) -> None:
-    """Each refused kind says why."""
     if not known_kind(kind):
         pytest.skip(f"this version of transformers has no {kind}")
     model = meta_model(kind, **changes)
@@ -68,7 +67,6 @@ def test_dropout_that_only_the_modules_remember_is_refused() -> None:
 
 
 def test_several_modalities_are_refused() -> None:
-    """Vision and audio wrappers, whatever their text decoder is."""
     model = meta_model("llama")
     model.config.vision_config = {"hidden_size": 4}
     with pytest.raises(CADUnsupportedError, match="vision_config: models of several modalities.*text decoder alone"):
@@ -88,7 +86,6 @@ def test_models_whose_image_tokens_see_each_other_are_refused(kind: str) -> None
 
 @pytest.mark.skipif(not NEW, reason="this version of transformers makes no such config without RoPE scaling")
 def test_text_decoder_with_cross_attention_is_refused() -> None:
-    """The text half of a vision model whose layers read the image."""
     from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaTextConfig
 
     config = MllamaTextConfig(
@@ -102,7 +99,6 @@ def test_text_decoder_with_cross_attention_is_refused() -> None:
 
 
 def test_encoder_decoder_is_refused() -> None:
-    """T5 and its relatives."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     with torch.device("meta"):
@@ -112,7 +108,6 @@ def test_encoder_decoder_is_refused() -> None:
 
 
 def test_shared_attention_module_is_refused() -> None:
-    """One attention module in two layers."""
     model = meta_model("llama")
     model.model.layers[1].self_attn = model.model.layers[0].self_attn
     with pytest.raises(CADUnsupportedError, match=r"layers\.1\.self_attn is the same module as model\.layers\.0"):
@@ -120,7 +115,6 @@ def test_shared_attention_module_is_refused() -> None:
 
 
 def test_code_that_bypasses_the_interface_is_refused() -> None:
-    """Remote code that claims the interface and does not import it."""
 
     class Attention(nn.Module):
         pass
@@ -137,7 +131,6 @@ def test_code_that_bypasses_the_interface_is_refused() -> None:
 
 
 def test_subclass_of_a_supported_model_is_not_refused() -> None:
-    """A user's class that only adds a head."""
 
     class Mine(LlamaForCausalLM):
         pass
@@ -189,7 +182,6 @@ def test_refusals_that_only_a_forward_can_see(workers: WorkerPool, run: Any, rea
 
 
 def test_arguments_that_change_attention_are_refused() -> None:
-    """Arguments of an attention call that CAD would otherwise ignore."""
     refuse_arguments("layer 0", {"position_ids": torch.zeros(1), "is_causal": False, "indices": None})
     for name in ("indices", "block_indices", "position_bias"):
         with pytest.raises(CADUnsupportedError, match=f"layer 0 passes {name}"):
