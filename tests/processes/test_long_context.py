@@ -32,7 +32,7 @@ def _batch(rank: int, step: int) -> list[torch.Tensor]:
     return training.documents(LENGTHS[(rank + step) % WORLD], seed=10 * step + rank)
 
 
-def _alone(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _alone(rank: int) -> Trained:
     """Losses of this rank and the weights at the end: every document alone, gradients averaged, plain SGD."""
     model = training.tiny_llama(torch.float32, attn_implementation="eager", use_cache=False)
     losses = []
@@ -46,6 +46,21 @@ def _alone(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
             dist.all_reduce(gradient)
             p.data -= LR * gradient / WORLD
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+"""Losses, and the weights at the end."""
+
+
+def _steps(rank: int, model: Any, update: Callable[[torch.Tensor], None], around: Any = contextlib.nullcontext) -> list:
+    """Losses of steps; `update` has the backward and the optimizer, `around` is entered for each forward."""
+    losses = []
+    for step in range(STEPS):
+        with around():
+            loss = model(**training.pack(_batch(rank, step)), use_cache=False).loss
+        update(loss)
+        losses.append(float(loss.detach()))
+    return losses
 
 
 # DeepSpeed
@@ -72,22 +87,17 @@ def _deepspeed_checkpointing(model: Any) -> Iterator[None]:
     checkpointing.copy_to_device = copy
 
 
-def _tiles(model: Any) -> None:
-    from tiling import TiledLoss, tile_mlps
-
-    tile_mlps(model, TILE)
-    TiledLoss(model, TILE)
-
-
 def _deepspeed(
     rank: int, config: dict[str, Any], block: dict[str, Any], tiled: bool, checkpointing: str, offload: bool
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+) -> Trained:
+    from tiling import TiledLoss, tile_mlps
     from torch.autograd.graph import save_on_cpu
 
     deepspeed = import_deepspeed()
     model = training.sdpa_llama()
     if tiled:
-        _tiles(model)
+        tile_mlps(model, TILE)
+        TiledLoss(model, TILE)
     if checkpointing in ("reentrant", "non-reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -95,17 +105,12 @@ def _deepspeed(
         model=model, optimizer=optimizer, config=config | {"zero_force_ds_cpu_optimizer": False, "cad": block}
     )
     engine.train()
-    losses = []
     with contextlib.ExitStack() as stack:
         if checkpointing == "deepspeed":
             stack.enter_context(_deepspeed_checkpointing(model))
         if offload:
             stack.enter_context(save_on_cpu())
-        for step in range(STEPS):
-            loss = engine(**training.pack(_batch(rank, step)), use_cache=False).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
+        losses = _steps(rank, engine, lambda loss: (engine.backward(loss), engine.step()))
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=True):
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine.destroy()
@@ -115,7 +120,7 @@ def _deepspeed(
 # FSDP2
 
 
-def _fsdp2(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _fsdp2(rank: int, block: dict[str, Any], checkpointing: str) -> Trained:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
         offload_wrapper,
@@ -140,13 +145,13 @@ def _fsdp2(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[f
         fully_shard(one, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    losses = []
-    for step in range(STEPS):
-        loss = model(**training.pack(_batch(rank, step))).loss
+
+    def update(loss: torch.Tensor) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+
+    losses = _steps(rank, model, update)
     weights = {n.replace("_checkpoint_wrapped_module.", ""): p.full_tensor() for n, p in model.named_parameters()}
     return losses, {name: p.detach().clone() for name, p in weights.items()}
 
@@ -154,7 +159,7 @@ def _fsdp2(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[f
 # TRL
 
 
-def _trl(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _trl(rank: int, block: dict[str, Any], checkpointing: str) -> Trained:
     """The context that SFTTrainer enters around its forward with `activation_offloading=True`."""
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
@@ -171,17 +176,16 @@ def _trl(rank: int, block: dict[str, Any], checkpointing: str) -> tuple[list[flo
     context = get_act_offloading_ctx_manager(
         model=model, use_pin_memory=False, use_streams=False, min_offload_size=1, max_fwd_stash_size=2
     )
-    losses = []
-    for step in range(STEPS):
-        with context:
-            loss = model(**training.pack(_batch(rank, step))).loss
+
+    def update(loss: torch.Tensor) -> None:
         loss.backward()
         for p in model.parameters():
             dist.all_reduce(p.grad)
             p.grad /= WORLD
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+
+    losses = _steps(rank, model, update, lambda: context)
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

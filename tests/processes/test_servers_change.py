@@ -249,47 +249,6 @@ def test_one_dies_after_another(workers: WorkerPool, tmp_path: Path, second: tup
     assert found[0]["changes"] in (1, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("block", "what"),
-    [
-        ({"overlap": "pingpong"}, "backward dispatch served"),
-        pytest.param({"overlap": "none"}, "backward dispatch served", marks=pytest.mark.long),
-        ({"trainers_serve": False}, "dispatch served"),
-        pytest.param({"look_ahead": 0}, "dispatch served", marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_modes(workers: WorkerPool, tmp_path: Path, block: dict[str, Any], what: str) -> None:
-    found = _run(workers, 2, 2, {3: _moment(what, 1)}, tmp_path, **block)
-    assert found[0]["repeated"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "wave"), [("return", 1), ("backward return", 2)])
-def test_between_waves(workers: WorkerPool, tmp_path: Path, what: str, wave: int) -> None:
-    """All waves of a pass run again, with others in the new plan."""
-    found = _run(workers, 2, 2, {3: (*_moment(what, 1), wave)}, tmp_path, overlap="interleave", waves=4)
-    if _runs_again(what, 2):
-        assert found[0]["repeated"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("checkpoint", "what"),
-    [
-        ("reentrant", "backward return"),
-        ("non-reentrant", "return"),
-        pytest.param("reentrant", "backward dispatch", marks=pytest.mark.long),
-        pytest.param("non-reentrant", "backward dispatch", marks=pytest.mark.long),
-    ],
-)
-def test_checkpointing(workers: WorkerPool, tmp_path: Path, checkpoint: str, what: str) -> None:
-    found = _run(workers, 2, 1, {2: _moment(what, 1)}, tmp_path, _nothing, checkpoint)
-    if _runs_again(what, 2):
-        assert found[0]["repeated"] > 0
-
-
 def _loaded(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
     """Micro-batches that a loader announces: what is planned ahead is planned for a server that is gone."""
     reference, model = training.tiny_llama(), training.tiny_llama()
@@ -301,13 +260,6 @@ def _loaded(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dic
     for docs, batch in zip(own, loader, strict=True):
         training.step_as_alone(model, reference, docs, batch)
     return _found()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", [pytest.param("open", marks=pytest.mark.long), "backward return"])
-def test_what_was_planned_ahead(workers: WorkerPool, tmp_path: Path, what: str) -> None:
-    found = _run(workers, 2, 2, {2: _moment(what, 2)}, tmp_path, train=_loaded)
-    assert found[0]["changes"] == 1
 
 
 def _many(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -327,35 +279,34 @@ def _many(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[
     return _found()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "turn"),
-    [
-        ("return", 3),
-        ("backward return", 0),
-        *(
-            pytest.param(*moment, marks=pytest.mark.long)
-            for moment in (("backward dispatch", 1), ("backward return", 3))
-        ),
-    ],
-)
-def test_several_micro_batches_in_flight(workers: WorkerPool, tmp_path: Path, what: str, turn: int) -> None:
-    """Those whose forward ran with the server attend again before their backward."""
-    found = _run(workers, 2, 2, {2: _moment(what, turn)}, tmp_path, train=_many, forward_only="balanced")
-    if _runs_again(what, 2):
-        assert found[0]["repeated"] > 0
-
-
 def _windows_and_sinks(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
     lengths = [[150, 3, 39], [20, 40, 1, 30, 37]][rank]
     assert max(family_error(rank, block, "gpt_oss", {"sliding_window": 12}, [lengths] * 2)) < 1e-10
     return _found()
 
 
+IN_FLIGHT = {"train": _many, "forward_only": "balanced"}
+MODES: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    (("backward dispatch served", 1), {"overlap": "pingpong"}), (("dispatch served", 1), {"trainers_serve": False}),
+    # All waves of a pass run again, with others in the new plan.
+    (("return", 1, 1), {"overlap": "interleave", "waves": 4}),
+    (("backward return", 1, 2), {"overlap": "interleave", "waves": 4}),
+    (("backward return", 1), {"checkpoint": "reentrant"}), (("return", 1), {"checkpoint": "non-reentrant"}),
+    (("backward return", 2), {"train": _loaded}),
+    # Those whose forward ran with the server attend again before their backward.
+    (("return", 3), IN_FLIGHT), (("backward return", 0), IN_FLIGHT),
+    (("backward dispatch served", 1), {"train": _windows_and_sinks}),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-def test_windows_and_sinks(workers: WorkerPool, tmp_path: Path) -> None:
-    found = _run(workers, 2, 2, {2: _moment("backward dispatch served", 1)}, tmp_path, train=_windows_and_sinks)
-    assert found[0]["repeated"] > 0
+@pytest.mark.parametrize(("moment", "mode"), MODES, ids=str)
+def test_in_every_mode(workers: WorkerPool, tmp_path: Path, moment: tuple[Any, ...], mode: dict[str, Any]) -> None:
+    what, turn, *wave = moment
+    mode = dict(mode)
+    args = (_nothing, mode.pop("checkpoint")) if "checkpoint" in mode else ()
+    found = _run(workers, 2, 2, {3: (*_moment(what, turn), *wave)}, tmp_path, *args, **mode)
+    assert found[0]["changes"] == 1 and (found[0]["repeated"] > 0 or not _runs_again(what, 2))
 
 
 def _apart(rank: int, trainers: int, block: dict[str, Any], folder: str) -> dict[str, Any]:
