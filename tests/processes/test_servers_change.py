@@ -300,7 +300,7 @@ MODES: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "mode"), MODES, ids=str)
+@pytest.mark.parametrize(("moment", "mode"), MODES, ids=lambda value: " ".join(map(str, value)))
 def test_in_every_mode(workers: WorkerPool, tmp_path: Path, moment: tuple[Any, ...], mode: dict[str, Any]) -> None:
     what, turn, *wave = moment
     mode = dict(mode)
