@@ -30,13 +30,15 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from plan_checks import check_coverage, check_cuts
 
 from deepspeed_cad import schedule
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
-from deepspeed_cad.planner.checks import check_coverage, check_cuts
 
 LLAMA_8B = HeadShape(32, 8, 128, 128, 2)
 PUBLISHED_TOLERANCE = "0.05"

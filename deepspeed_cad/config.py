@@ -295,18 +295,20 @@ def _check_links(config: CADConfig) -> None:
         what = f"{_show(unknown[0])} is not known" if unknown else f'"{missing[0]}" is missing'
         raise _bad("links", dict(links), allowed, f"Its key {what}.")
     for key in LINK_KEYS:
-        speed = links[key]
-        number = isinstance(speed, int | float) and not isinstance(speed, bool) and math.isfinite(speed)
-        if not number or not speed > 0:
-            raise _bad("links", dict(links), allowed, f'Its key "{key}" is {_show(speed)}; expected GB/s above 0.')
+        if not is_number(links[key]) or links[key] <= 0:
+            raise _bad("links", dict(links), allowed, f'Its key "{key}" is {_show(links[key])}; expected GB/s above 0.')
     object.__setattr__(config, "links", {key: float(links[key]) for key in LINK_KEYS})
 
 
 def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: Any) -> None:
     value = getattr(config, key)
-    types = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, types) or not math.isfinite(value) or not fits(value):
+    if not is_number(value) or (kind is int and not isinstance(value, int)) or not fits(value):
         raise _bad(key, value, allowed)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number; JSON's true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _bad(key: str, value: Any, allowed: str, reason: str = "") -> CADConfigError:

@@ -157,7 +157,7 @@ def say_what_to_expect(documents: Sequence[Sequence[int]], context: int, config:
         config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size, heads,
         config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // heads,
     )  # fmt: skip
-    steps = [foresee(layout, shape, PAIRS, 0.05) for layout in islice(pack(lengths, WORLD, context, False), 32)]
+    steps = [foresee(shape, PAIRS, 0.05, None, layout) for layout in islice(pack(lengths, WORLD, context, False), 32)]
     if WORLD > 1 and steps:
         before, after, gain = (
             np.mean([getattr(step, name) for step in steps]) for name in ("imbalance_before", "imbalance", "gain")

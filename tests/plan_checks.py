@@ -13,10 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from deepspeed_cad.cost import PAIRS, CostModel, count_pairs
-from deepspeed_cad.layout import Layout, Segments
+from deepspeed_cad.layout import Layout, Segments, Tick
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
 from deepspeed_cad.planner.alternation import alternate
-from deepspeed_cad.planner.checks import check_coverage, check_cuts
 from deepspeed_cad.planner.core import Solution
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 
@@ -130,6 +129,29 @@ def work_at_home(problem: PlanInput) -> np.ndarray:
     own, none = problem.tick.query, np.zeros(len(problem.tick.query), np.int64)
     tasks = np.stack([own.document, own.begin, own.end, none, none + problem.shape.groups, own.rank], 1)
     return work_of(problem, tasks[own.begin < own.end], joined=True)
+
+
+def check_coverage(tasks: np.ndarray, tick: Tick, groups: int) -> None:
+    """The tasks run every (query row, head group) of the tick exactly once, and nothing else."""
+    for _, begin, end, group, last_group, server in tasks.tolist():
+        assert begin < end and 0 <= group < last_group <= groups and 0 <= server < tick.ranks
+    for document in np.union1d(tick.query.document, tasks[:, 0]):
+        wanted = _homes(tick.query, document) >= 0
+        runs = np.zeros((groups, max(len(wanted), *tasks[:, 2])), np.int8)
+        for _, begin, end, group, last_group, _ in tasks[tasks[:, 0] == document]:
+            runs[group:last_group, begin:end] += 1
+        assert (runs[:, : len(wanted)] == wanted).all() and not runs[:, len(wanted) :].any(), f"document {document}"
+
+
+def check_cuts(tasks: np.ndarray, tick: Tick, granularity: int) -> int:
+    """How many row boundaries are neither on the granularity from a document's or segment's begin nor an end."""
+    wrong = 0
+    for document, *cuts in tasks[:, :3].tolist():
+        own = tick.query.select(tick.query.document == document)
+        for at in cuts:
+            inside = (own.begin <= at) & ((at - own.begin) % granularity == 0)
+            wrong += bool(at % granularity) and not (inside | (own.end == at)).any()
+    return wrong
 
 
 def _check_tasks(problem: PlanInput, tasks: np.ndarray) -> None:

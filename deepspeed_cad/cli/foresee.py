@@ -7,23 +7,34 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
+from deepspeed_cad.cli.plan import say, write
 from deepspeed_cad.cli.progress import Progress
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADDataError
-from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
+from deepspeed_cad.forecast import Cluster, Machine, Setting, modes_cad, seat_shape
+from deepspeed_cad.forecast.attention_seconds import of_documents
 from deepspeed_cad.forecast.bytes_held import activation_bytes, loss_bytes, state_bytes
-from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, say_need
+from deepspeed_cad.forecast.compare import MODES, THREADS, Comparison, compare, label, recommend, say_need
 from deepspeed_cad.forecast.compared import MEMORY, RUNS
+from deepspeed_cad.forecast.dealt import deal_out
 from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.outlook import StepOutlook, foresee
+from deepspeed_cad.forecast.packing import say_cut
 from deepspeed_cad.forecast.setting import check_split
 from deepspeed_cad.forecast.step import OUTSIDE, needed_bytes
 from deepspeed_cad.forecast.steps import for_fewer, make_steps
-from deepspeed_cad.planner.question import hosts_of_nodes
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.plan import Plan
+from deepspeed_cad.planner.question import hosts_of_nodes, read_cost
 
 HOST = 8
 """GPUs of a host where nothing is said and there are more."""
@@ -32,6 +43,107 @@ SWEEP_STEPS = 4
 DEFAULT = "llama-8b"
 """The model where none is named."""
 PAGE = "docs/is-it-for-me.md"
+
+
+def foresee_steps(args: argparse.Namespace) -> int:
+    """Read the data, foresee every mode, say what was found; returns the exit code."""
+    from deepspeed_cad.cli.data.checkpoint import read_model_shape
+    from deepspeed_cad.cli.data.lengths import check_places, read_lengths
+
+    check_options(args)
+    check_places(args.input)
+    modes, servers = wanted_modes(args)
+    with Progress("reading the model") as progress:
+        setting = read_setting(args, read_model_shape(args.model))
+        progress.tell("reading the data")
+        needed = int(1.3 * setting.seats * args.context * args.micro_batches * (args.steps + 1))
+        skipped: list[str] = []
+        lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, progress.tell)
+        rows = (args.context, args.packing, args.micro_batches)
+        steps = make_steps(lengths, setting, *rows, args.steps, args.batch)
+        if not steps:
+            raise CADDataError(
+                f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks "
+                f"with {args.context} tokens: give more data, fewer --ranks or a smaller --context"
+            )
+        progress.tell("planning")
+        setting, outlooks = _look_at(setting, steps)
+
+        def tell(mode: str, done: int, all_of_them: int) -> None:
+            progress.tell(f"{MODES[mode]}: step {done} of {all_of_them}")
+
+        fewer = for_fewer(lengths, setting, *rows, len(steps), args.batch)
+        comparison = compare(setting, steps, modes, servers, tell, fewer)
+        full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
+        rival, cad = comparison.best_rival, comparison.of("cad")
+        gains = [before / after for before, after in zip(rival.steps, cad.steps)] if rival and cad else []
+        outlooks = [replace(outlook, gain=gain) for outlook, gain in zip(outlooks, gains)] or outlooks
+        lines = [
+            *assumptions(args, setting, full),
+            *_about_data(lengths, outlooks if cad else [], args),
+            *([f"{len(skipped)} files skipped, the first: {skipped[0]}"] if skipped else []),
+            "",
+            *table(comparison, setting),
+        ]
+        say("\n".join(lines), args)
+        summary = {
+            "documents": len(lengths),
+            "tokens": sum(lengths),
+            "longest": max(lengths),
+            "skipped": skipped,
+            "ranks": args.ranks,
+            "context": args.context,
+            "packing": args.packing,
+            "full": full,
+            "gain": float(np.mean(gains)) if gains else None,
+            "steps": [asdict(outlook) for outlook in outlooks],
+            **comparison.to_json(),
+        }
+        write(summary, args)
+        if args.plot:
+            from deepspeed_cad.cli.picture import draw_outlook
+
+            draw_outlook(args.plot, *_columns(outlooks, "imbalance_before", "imbalance", "gain"))
+        if args.pictures:
+            for name in draw(comparison, setting, lengths, args, modes, progress):
+                say(f"drew {name}", args)
+    return 0
+
+
+def _look_at(setting: Setting, steps: Sequence[Sequence[Layout]]) -> tuple[Setting, list[StepOutlook]]:
+    """How even attention is in the first micro-batch of each step; and the setting with the plans that were made."""
+    layouts = [deal_out(setting, step)[0] for step in steps]
+    plans: list[Plan | None] = [None] * len(layouts)
+    with ThreadPoolExecutor(THREADS) as threads:
+        if setting.seats == setting.cluster.ranks:
+            # What every GPU holds is what plans are made for: modes need them again.
+            plans = list(threads.map(partial(modes_cad.plan_in_place, setting), layouts))
+            setting = replace(setting, made={id(layout): plan for layout, plan in zip(layouts, plans) if plan})
+        look = partial(foresee, setting.model, setting.cost, setting.tolerance, setting.hosts)
+        outlooks = list(threads.map(look, layouts, plans))
+    if setting.deals:
+        loaded = [of_documents(step[0], setting.cost).total for step in steps]
+        outlooks = [replace(one, imbalance_before=own.max() / own.mean()) for one, own in zip(outlooks, loaded)]
+    return setting, outlooks
+
+
+def _about_data(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace) -> list[str]:
+    """Lines on documents, and on how even attention is where CAD is foreseen."""
+    lines = [
+        f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}: "
+        + say_cut(lengths, args.context, args.packing)
+    ]
+    if outlooks:
+        before, after, took = _columns(outlooks, "imbalance_before", "imbalance", "planning_ms")
+        lines.append(
+            f"{len(outlooks)} steps: attention max/mean {np.mean(before):.3f} without CAD, at worst {max(before):.3f}; "
+            f"with it {np.mean(after):.3f}, at worst {max(after):.3f}; planned in {np.mean(took):.0f} ms"
+        )
+    return lines
+
+
+def _columns(outlooks: list[StepOutlook], *fields: str) -> list[list[float]]:
+    return [[getattr(outlook, field) for outlook in outlooks] for field in fields]
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -230,37 +342,39 @@ def draw(
     progress: Progress,
 ) -> list[str]:
     """Write four pictures into the folder --pictures; returns their names."""
-    from deepspeed_cad.forecast.picture import around, draw_curve, draw_step, sweep
+    from deepspeed_cad.cli.picture import around, draw_curves, draw_step, sweep
 
     folder = make_folder(args.pictures)
 
     def at(ranks: int, context: int, servers: int | None, modes: Sequence[str]) -> Comparison:
         # Of hosts that differ, the smallest stands for all.
         size = setting.cluster.per_host if args.ranks_per_node else HOST
-        cluster = Cluster(ranks, min(ranks, size), setting.machine)
-        other = replace(setting, cluster=cluster)
+        other = replace(setting, cluster=Cluster(ranks, min(ranks, size), setting.machine))
         need = other.seats * context * args.micro_batches * (SWEEP_STEPS + 1)
         # Where the data ends it begins again: the curve is about its lengths.
         data = lengths * (1 + need // sum(lengths))
         rows = (context, args.packing, args.micro_batches)
         steps = make_steps(data, other, *rows, SWEEP_STEPS, args.batch)
-        if not steps:
-            raise CADDataError(f"no step of {ranks} ranks with {context} tokens")
+        progress.tell(f"pictures: {ranks} GPUs, {context} tokens" + f", {servers} reserved" * bool(servers))
         return compare(other, steps, modes, servers, fewer=for_fewer(data, other, *rows, len(steps), args.batch))
 
-    ranks = around(args.ranks, 2 * setting.sharing * setting.pipeline, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4))
-    contexts = around(args.context, 1024, (1 / 4, 1 / 2, 1, 2, 4))
     curves: dict[str, tuple[str, list[int], Sequence[str], Callable[[int], Comparison]]] = {
-        "ranks": ("GPUs", ranks, names, lambda one: at(one, args.context, None, names)),
-        "context": ("tokens a GPU packs", contexts, names, lambda one: at(args.ranks, one, None, names)),
-    }
+        "ranks": (
+            "GPUs", around(args.ranks, 2 * setting.sharing * setting.pipeline, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)), names,
+            lambda one: at(one, args.context, None, names),
+        ),
+        "context": (
+            "tokens a GPU packs", around(args.context, 1024, (1 / 4, 1 / 2, 1, 2, 4)), names,
+            lambda one: at(args.ranks, one, None, names),
+        ),
+    }  # fmt: skip
     if setting.pipeline == 1 and setting.seats > 1:
         counts = sorted({max(1, setting.seats * share // 16) for share in (1, 2, 3, 4, 6, 8)} - {setting.seats})
         both = ["cad reserved", "cad"]
         curves["reserved"] = "reserved servers", counts, both, lambda one: at(args.ranks, args.context, one, both)
     draw_step(comparison, str(folder / "step.png"))
     for name, (over, values, modes, compared) in curves.items():
-        draw_curve(sweep(over, values, compared, modes, progress.tell), str(folder / f"{name}.png"))
+        draw_curves(over, sweep(values, compared, modes), str(folder / f"{name}.png"))
     return [str(folder / f"{name}.png") for name in ("step", *curves)]
 
 
@@ -275,7 +389,6 @@ def _speed(given: float | None, where: str) -> float | None:
 
 def _cost(given: str, machine: Machine, model: ModelShape, tensor: int) -> CostModel:
     """The attention cost of one head group: of the profile that is given, or the machine's own."""
-    from deepspeed_cad.planner.question import read_cost
     from deepspeed_cad.profiles.choice import SHIPPED  # brings torch
 
     path = str(SHIPPED / machine.profile) if given == "pairs" else given

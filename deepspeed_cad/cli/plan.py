@@ -10,19 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from deepspeed_cad.cli.data.documents import FIELDS
-from deepspeed_cad.errors import CADConfigError, CADDataError
+from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.distributions import NAMED
-from deepspeed_cad.forecast.outlook import StepOutlook, foresee
-from deepspeed_cad.forecast.packing import PACKINGS, say_cut
+from deepspeed_cad.forecast.packing import PACKINGS
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.question import KEYS, read_question
 
@@ -131,7 +125,9 @@ def main(args: argparse.Namespace) -> int:
         fields = _question(Path(args.input[0]), args.field)
         if fields is not None:
             return _plan_one(fields, args)
-    return _plan_data(args)
+    from deepspeed_cad.cli.foresee import foresee_steps
+
+    return foresee_steps(args)
 
 
 def _question(path: Path, field: str | None) -> dict[str, Any] | None:
@@ -140,12 +136,8 @@ def _question(path: Path, field: str | None) -> dict[str, Any] | None:
         return None
     try:
         with path.open(encoding="utf-8") as file:
-            first = next((line for line in file if line.strip()), "")
-            if (
-                not first
-                or first.lstrip().startswith("[")
-                or (_is_object(first) and any(line.strip() for line in file))
-            ):
+            first = next((line for line in file if line.strip()), "[")
+            if first.lstrip().startswith("[") or (_is_object(first) and any(line.strip() for line in file)):
                 return None
             file.seek(0)
             fields = json.load(file)
@@ -175,153 +167,34 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
     plan = make_plan(question.problem)
     answer = plan.to_json()
     answer["tasks"] = [[question.number[task[0]], *task[1:]] for task in answer["tasks"]]
-    _write(answer, args.output or ("-" if args.json else None))
+    write(answer, args)
     if args.plot:
-        from deepspeed_cad.planner.picture import draw_plan
+        from deepspeed_cad.cli.picture import draw_plan
 
         draw_plan(question.problem, plan, args.plot, question.number)
-    hottest = plan.received_bytes.max() / 2**20
-    _say(
-        f"attention max/mean {plan.imbalance_before:.3f} -> {plan.imbalance:.3f}, min/mean "
-        f"{_least(plan.load):.3f}; moved {plan.sent_bytes.sum() / 2**20:.1f} MiB in a layer's forward, "
-        f"{hottest:.1f} MiB to the hottest rank; {len(plan.tasks)} tasks in {plan.planning_ms:.2f} ms",
-        args,
-    )
-    for note in plan.notes:
-        _say(f"note: {note}", args)
-    return 0
-
-
-def _plan_data(args: argparse.Namespace) -> int:
-    from deepspeed_cad.cli.data.checkpoint import read_model_shape
-    from deepspeed_cad.cli.data.lengths import check_places, read_lengths
-    from deepspeed_cad.cli.foresee import assumptions, check_options, draw, read_setting, table, wanted_modes
-    from deepspeed_cad.cli.progress import Progress
-    from deepspeed_cad.forecast import modes_cad
-    from deepspeed_cad.forecast.attention_seconds import of_documents
-    from deepspeed_cad.forecast.compare import MODES, THREADS, compare
-    from deepspeed_cad.forecast.dealt import deal_out
-    from deepspeed_cad.forecast.steps import for_fewer, make_steps
-
-    check_options(args)
-    check_places(args.input)
-    modes, servers = wanted_modes(args)
-    with Progress("reading the model") as progress:
-        model = read_model_shape(args.model)
-        setting = read_setting(args, model)
-        progress.tell("reading the data")
-        needed = int(1.3 * setting.seats * args.context * args.micro_batches * (args.steps + 1))
-        skipped: list[str] = []
-        lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, progress.tell)
-        rows = (args.context, args.packing, args.micro_batches)
-        steps = make_steps(lengths, setting, *rows, args.steps, args.batch)
-        if not steps:
-            raise CADDataError(
-                f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks "
-                f"with {args.context} tokens: give more data, fewer --ranks or a smaller --context"
-            )
-        progress.tell("planning")
-        firsts = [deal_out(setting, step)[0] for step in steps]
-        with ThreadPoolExecutor(THREADS) as threads:
-            outlook = partial(foresee, model=model, cost=setting.cost, tolerance=args.tolerance, hosts=setting.hosts)
-            if setting.seats == args.ranks:
-                # What every GPU holds is what plans are made for: they are needed again below.
-                plan = partial(modes_cad.plan_in_place, setting)
-                plans = list(threads.map(plan, firsts))
-                setting = replace(setting, made={id(layout): one for layout, one in zip(firsts, plans, strict=True)})
-                outlooks = [outlook(layout, plan=one) for layout, one in zip(firsts, plans, strict=True)]
-            else:
-                outlooks = list(threads.map(outlook, firsts))
-
-        def tell(mode: str, done: int, all_of_them: int) -> None:
-            progress.tell(f"{MODES[mode]}: step {done} of {all_of_them}")
-
-        if setting.deals:
-            own = [of_documents(step[0], setting.cost).total for step in steps]
-            outlooks = [replace(one, imbalance_before=work.max() / work.mean()) for one, work in zip(outlooks, own)]
-        fewer = for_fewer(lengths, setting, *rows, len(steps), args.batch)
-        comparison = compare(setting, steps, modes, servers, tell, fewer)
-        full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
-        rival, cad = comparison.best_rival, comparison.of("cad")
-        if rival and cad:
-            gains = [before / after for before, after in zip(rival.steps, cad.steps, strict=True)]
-            outlooks = [replace(outlook, gain=gain) for outlook, gain in zip(outlooks, gains, strict=True)]
-        lines = [
-            *assumptions(args, setting, full),
-            *_about_data(lengths, outlooks if cad else [], args),
-            *([f"{len(skipped)} files skipped, the first: {skipped[0]}"] if skipped else []),
-            "",
-            *table(comparison, setting),
-        ]
-        _say("\n".join(lines), args)
-        summary = {
-            "documents": len(lengths),
-            "tokens": sum(lengths),
-            "longest": max(lengths),
-            "skipped": skipped,
-            "ranks": args.ranks,
-            "context": args.context,
-            "packing": args.packing,
-            "full": full,
-            "gain": float(np.mean([outlook.gain for outlook in outlooks])) if rival and cad else None,
-            "steps": [asdict(outlook) for outlook in outlooks],
-            **comparison.to_json(),
-        }
-        if args.output or args.json:
-            _write(summary, args.output or "-")
-        if args.plot:
-            _draw_outlook(outlooks, args.plot)
-        if args.pictures:
-            for name in draw(comparison, setting, lengths, args, modes, progress):
-                _say(f"drew {name}", args)
-    return 0
-
-
-def _about_data(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace) -> list[str]:
-    """Lines on documents, and on how even attention is where CAD is foreseen."""
+    least = plan.load.min() / plan.load.mean() if plan.load.any() else 1.0
     lines = [
-        f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}: "
-        + say_cut(lengths, args.context, args.packing)
+        f"attention max/mean {plan.imbalance_before:.3f} -> {plan.imbalance:.3f}, min/mean {least:.3f}; moved "
+        f"{plan.sent_bytes.sum() / 2**20:.1f} MiB in a layer's forward, {plan.received_bytes.max() / 2**20:.1f} MiB to "
+        f"the hottest rank; {len(plan.tasks)} tasks in {plan.planning_ms:.2f} ms",
+        *(f"note: {note}" for note in plan.notes),
     ]
-    if outlooks:
-        before, after, took = (
-            [getattr(outlook, field) for outlook in outlooks]
-            for field in ("imbalance_before", "imbalance", "planning_ms")
-        )
-        lines.append(
-            f"{len(outlooks)} steps: attention max/mean {np.mean(before):.3f} without CAD, at worst {max(before):.3f}; "
-            f"with it {np.mean(after):.3f}, at worst {max(after):.3f}; planned in {np.mean(took):.0f} ms"
-        )
-    return lines
+    say("\n".join(lines), args)
+    return 0
 
 
-def _draw_outlook(outlooks: list[StepOutlook], path: str) -> None:
-    from deepspeed_cad.planner.picture import draw_outlook
-
-    before, after, gains = (
-        [getattr(one, field) for one in outlooks] for field in ("imbalance_before", "imbalance", "gain")
-    )
-    draw_outlook(before, after, gains, path)
-
-
-def _write(answer: dict[str, Any], output: str | None) -> None:
-    if output is None:
-        return
-    text = json.dumps(answer)
+def write(answer: dict[str, Any], args: argparse.Namespace) -> None:
+    """The answer as JSON, to where options say."""
+    output = args.output or ("-" if args.json else None)
     if output == "-":
-        print(text)
-        return
-    try:
-        Path(output).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CADConfigError(f"--output: {output} cannot be written: {error.strerror}") from error
+        print(json.dumps(answer))
+    elif output:
+        try:
+            Path(output).write_text(json.dumps(answer) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CADConfigError(f"--output: {output} cannot be written: {error.strerror}") from error
 
 
-def _least(load: np.ndarray) -> float:
-    mean = float(load.mean()) if len(load) else 0.0
-    return float(load.min()) / mean if mean > 0 else 1.0
-
-
-def _say(text: str, args: argparse.Namespace) -> None:
+def say(text: str, args: argparse.Namespace) -> None:
     """Print for people: on stderr where stdout has JSON."""
     print(text, file=sys.stderr if args.json or args.output == "-" else sys.stdout)

@@ -16,7 +16,6 @@ they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch
     interleaved                         two parts that alternate beside reserved servers
     compared                            which predictions were compared with runs, and how far off they were
     outlook, compare                    one step's plan; all modes beside each other, and which one to take
-    picture                             one figure over another; charts
 """
 
 from deepspeed_cad.forecast.cluster import Cluster

@@ -14,7 +14,7 @@ from deepspeed_cad.forecast.attention_seconds import Both, Floats
 from deepspeed_cad.forecast.machine import Machine
 from deepspeed_cad.layout import Ints, Segments
 from deepspeed_cad.planner.constants import IN_PLACE, WAVE_SECONDS
-from deepspeed_cad.planner.finish import Routes, Trip, end_of_pass
+from deepspeed_cad.planner.finish import end_of_pass, find_trips
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Bools, Flows, Plan
 
 
@@ -98,23 +98,13 @@ def end_of_passes(
         waves: in how many parts an exchange goes.
         passes: layers.
     """
-    home, server, with_rows = flows.pairs.T
-    times = flows.bytes * per_byte[:, None]
-    host = np.zeros(len(flows.parts), np.int64) if hosts is None else hosts
-    where = np.where(host[home] == host[server], INSIDE, BETWEEN)
-    routes = Routes(home, server, where, np.clip(flows.parts, 1.0, waves))
-    every = np.ones(len(home), bool)
-    qkv = Trip(times[QKV_SENT], times[QKV_RECEIVED], every)
-    o = Trip(times[O_RECEIVED], times[O_SENT], with_rows > 0)
-    # Backward: dO goes out with Q, K and V; dQ, dK and dV come home.
-    out = Trip(qkv.home + o.home, qkv.server + o.server, every)
+    routes, trips = find_trips(flows, hosts, per_byte, waves)
     ends = []
-    for work, waits, begin, there, back in (
-        (own.forward, waiting.forward, start.forward, qkv, o),
-        (own.backward, waiting.backward, start.backward, out, qkv),
-    ):
+    forward = own.forward, waiting.forward, start.forward
+    backward = own.backward, waiting.backward, start.backward
+    for (work, waits, begin), (there, back) in zip((forward, backward), trips):
         # A server begins what it waits for when the last of its homes has come to it.
         begun = begin.copy()
-        np.maximum.at(begun, server, begin[home])
+        np.maximum.at(begun, routes.server, begin[routes.home])
         ends.append(end_of_pass(routes, there, back, begin + work - begun, waits, begun))
     return Both(*(end + (waves - 1) * WAVE_SECONDS * passes for end in ends))

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed_cad.config import is_number
 from deepspeed_cad.errors import CADConfigError
 
 SHIPPED = Path(__file__).parent / "machines"
@@ -120,7 +120,7 @@ class Machine:
         _check_keys(path, content["published"], set(PUBLISHED), set(PUBLISHED), "published: ")
         words = {"name", "profile", "like", "published", "sources"}
         for key, value in [*content["published"].items(), *((key, content[key]) for key in content.keys() - words)]:
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            if not is_number(value) or value <= 0:
                 raise CADConfigError(f"--machine: {path} has {key} {value!r}; expected a number above 0")
         if not is_like:
             return Machine(**content)

@@ -34,12 +34,7 @@ class StepOutlook:
 
 
 def foresee(
-    layout: Layout,
-    model: ModelShape,
-    cost: CostModel,
-    tolerance: float,
-    hosts: Ints | None = None,
-    plan: Plan | None = None,
+    model: ModelShape, cost: CostModel, tolerance: float, hosts: Ints | None, layout: Layout, plan: Plan | None = None
 ) -> StepOutlook:
     """Say what CAD gains on one step by its plan, which is made, of attention alone, where it is not given."""
     shape = HeadShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, 2)

@@ -34,8 +34,8 @@ def make_plan(problem: PlanInput) -> Plan:
     finish, waves = finish_best(problem, found.work, found.flows)
     return Plan(
         tasks=split_own_rows(problem.tick, found.tasks, problem.window, problem.granularity),
-        load=found.work / problem.divisors + problem.floors,
-        load_before=found.work_before / problem.divisors + problem.floors,
+        load=problem.ends(found.work),
+        load_before=problem.ends(found.work_before),
         sent_bytes=found.flows.sent,
         received_bytes=found.flows.received,
         finish=finish,

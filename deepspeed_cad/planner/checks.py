@@ -1,6 +1,6 @@
-"""Checks of a question to the planner and of its answer.
+"""Checks of a question to the planner.
 
-In: a `PlanInput`, or tasks. Out: nothing, or an error that names the field, the value and what is allowed.
+In: a `PlanInput`. Out: nothing, or an error that names the field, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
-from deepspeed_cad.errors import CADConfigError, CADError
-from deepspeed_cad.layout import Ints, Tick
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.layout import Segments
 from deepspeed_cad.planner.plan import PlanInput
 
 
@@ -68,19 +68,18 @@ def check_input(problem: PlanInput) -> None:
         value = getattr(problem.cost, name)
         if not math.isfinite(value) or value < 0:
             raise CADConfigError(f"cost.{name} is {value}; it must be a finite number of at least 0")
-    for name in ("query", "key"):
-        _check_segments(name, getattr(tick, name), ranks)
+    _check_segments("query", tick.query, ranks)
+    _check_segments("key", tick.key, ranks)
 
 
-def _check_segments(name: str, segments: object, ranks: int) -> None:
-    rank, begin, end = segments.rank, segments.begin, segments.end  # type: ignore[attr-defined]
+def _check_segments(name: str, segments: Segments, ranks: int) -> None:
+    document, rank, begin, end = segments.document, segments.rank, segments.begin, segments.end
     foreign = rank[(rank < 0) | (rank >= ranks)]
     if len(foreign):
         raise CADConfigError(f"a {name} segment lies on rank {int(foreign[0])} of a tick with {ranks} ranks")
     if (begin < 0).any() or (end < begin).any():
         at = int(np.flatnonzero((begin < 0) | (end < begin))[0])
         raise CADConfigError(f"{name} segment {at} is [{int(begin[at])}, {int(end[at])}): not an interval of positions")
-    document = segments.document  # type: ignore[attr-defined]
     order = np.lexsort((end, begin, document))
     same = document[order][1:] == document[order][:-1]
     overlap = same & (begin[order][1:] < end[order][:-1])
@@ -94,58 +93,3 @@ def _check_segments(name: str, segments: object, ranks: int) -> None:
         )
     if len(rank) and int(end.max()) >= 1 << 31:
         raise CADConfigError(f"a document of {int(end.max())} tokens is longer than the planner counts (2^31)")
-
-
-def check_coverage(tasks: Ints, tick: Tick, groups: int) -> None:
-    """Raise CADError unless the tasks cover every (query row, head group) of the tick exactly once."""
-    for row in tasks:
-        if not (row[1] < row[2] and 0 <= row[3] < row[4] <= groups and 0 <= row[5] < tick.ranks):
-            raise CADError(f"task {row.tolist()} is empty, or names head groups or a server that do not exist")
-    for document in np.union1d(tick.query.document, tasks[:, 0] if len(tasks) else []):
-        own = tick.query.document == document
-        wanted = _intervals(tick.query.begin[own], tick.query.end[own])
-        mine = tasks[tasks[:, 0] == document]
-        for group in range(groups):
-            here = mine[(mine[:, 3] <= group) & (group < mine[:, 4])]
-            order = np.argsort(here[:, 1], kind="stable")
-            begin, end = here[order, 1], here[order, 2]
-            if (begin[1:] < end[:-1]).any():
-                at = int(np.flatnonzero(begin[1:] < end[:-1])[0])
-                raise CADError(
-                    f"document {int(document)}, head group {group}: rows [{int(begin[at + 1])}, {int(end[at])}) are "
-                    "computed by two tasks"
-                )
-            covered = _intervals(begin, end)
-            if covered != wanted:
-                raise CADError(
-                    f"document {int(document)}, head group {group}: tasks cover rows {covered}, the tick has {wanted}"
-                )
-
-
-def check_cuts(tasks: Ints, tick: Tick, granularity: int) -> int:
-    """How many row boundaries are neither on the granularity from a document's or segment's begin nor an end."""
-    wrong = 0
-    by_document: dict[int, list[tuple[int, int]]] = {}
-    for document, begin, end in zip(tick.query.document, tick.query.begin, tick.query.end, strict=True):
-        by_document.setdefault(int(document), []).append((int(begin), int(end)))
-    for row in tasks:
-        segments = by_document.get(int(row[0]), [])
-        for at in (int(row[1]), int(row[2])):
-            fine = at % granularity == 0 or any(
-                at == end or (begin <= at and (at - begin) % granularity == 0) for begin, end in segments
-            )
-            wrong += not fine
-    return wrong
-
-
-def _intervals(begin: Ints, end: Ints) -> list[tuple[int, int]]:
-    """The union of intervals as a list of disjoint ones, in order; empty ones are dropped."""
-    joined: list[tuple[int, int]] = []
-    for low, high in sorted(zip(begin.tolist(), end.tolist(), strict=True)):
-        if low == high:
-            continue
-        if joined and low <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], high))
-        else:
-            joined.append((low, high))
-    return joined

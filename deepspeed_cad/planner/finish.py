@@ -95,7 +95,7 @@ def finish_best(problem: PlanInput, work: Floats, flows: Flows) -> tuple[Floats,
     if not len(flows.pairs):
         return finish_times(problem, work, flows), 1
     best, waves = finish_times(problem, work, flows, problem.waves[0]), problem.waves[0]
-    without = (problem.floors + work / problem.divisors).max()
+    without = problem.ends(work).max()
     for count in problem.waves[1:]:
         if best.max() <= without:
             break
@@ -107,31 +107,40 @@ def finish_best(problem: PlanInput, work: Floats, flows: Flows) -> tuple[Floats,
 
 def finish_times(problem: PlanInput, work: Floats, flows: Flows, waves: int = 1) -> Floats:
     """When each rank is done ([ranks]) if what moves goes in so many waves."""
-    base = problem.floors
-    seconds, waiting = work / problem.divisors, np.minimum(flows.waiting, work) / problem.divisors
+    base, ends = problem.floors, problem.ends(work)
     link = np.array([problem.cost.byte_inside, problem.cost.byte_between]) / TRAVELS
     if not len(flows.pairs) or not link.any():
-        return base + seconds
-    times = flows.bytes * link[:, None]
-    homes, servers = flows.pairs[:, 0], flows.pairs[:, 1]
-    host = np.zeros(len(work), np.int64) if problem.hosts is None else np.asarray(problem.hosts)
-    where = np.where(host[homes] == host[servers], INSIDE, BETWEEN)
-    routes = Routes(homes, servers, where, np.clip(flows.parts, 1.0, waves))
-    with_rows = flows.pairs[:, 2] > 0
-    every = np.ones(len(homes), bool)
+        return ends
+    seconds, waiting = work / problem.divisors, np.minimum(flows.waiting, work) / problem.divisors
+    routes, trips = find_trips(flows, problem.hosts, link, waves)
     begun = (waves - 1) * WAVE_SECONDS if problem.cost.unit == "seconds" else 0.0
-    qkv = Trip(times[QKV_SENT], times[QKV_RECEIVED], every)
-    o = Trip(times[O_RECEIVED], times[O_SENT], with_rows)
-    # Backward: dO goes out, and Q, K and V once more, which servers do not keep; dQ, dK and dV come home.
-    again = Trip(o.home + qkv.home, o.server + qkv.server, every)
     total = np.zeros(len(work))
-    passes = ((FORWARD_SHARE, qkv, o), (1.0 - FORWARD_SHARE, again, qkv)) if problem.backward else ((1.0, qkv, o),)
-    for share, out, back in passes:
+    shares = (FORWARD_SHARE, 1.0 - FORWARD_SHARE) if problem.backward else (1.0,)
+    for share, (out, back) in zip(shares, trips):
         turns = problem.alternation
         if turns is not None:
             turns = turns._replace(later=turns.later * share)
         total += end_of_pass(routes, out, back, seconds * share, waiting * share, base * share, turns) + begun
     return total
+
+
+def find_trips(
+    flows: Flows, hosts: Ints | None, per_byte: Floats, waves: int
+) -> tuple[Routes, tuple[tuple[Trip, Trip], tuple[Trip, Trip]]]:
+    """Who exchanges with whom; what moves there and back in forward, and in backward.
+
+    `per_byte`: [2] seconds inside a host and between hosts.
+    """
+    home, server, with_rows = flows.pairs.T
+    times = flows.bytes * per_byte[:, None]
+    host = np.zeros(len(flows.parts), np.int64) if hosts is None else np.asarray(hosts)
+    where = np.where(host[home] == host[server], INSIDE, BETWEEN)
+    every = np.ones(len(home), bool)
+    qkv = Trip(times[QKV_SENT], times[QKV_RECEIVED], every)
+    o = Trip(times[O_RECEIVED], times[O_SENT], with_rows > 0)
+    # Backward: dO goes out, and Q, K and V once more, which servers do not keep; dQ, dK and dV come home.
+    again = Trip(o.home + qkv.home, o.server + qkv.server, every)
+    return Routes(home, server, where, np.clip(flows.parts, 1.0, waves)), ((qkv, o), (again, qkv))
 
 
 def end_of_pass(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_cad.layout import Ints, Segments, Tick
+from deepspeed_cad.planner.plan import Bools
 
 
 def split_own_rows(tick: Tick, tasks: Ints, window: int | None, granularity: int) -> Ints:
@@ -19,16 +20,12 @@ def split_own_rows(tick: Tick, tasks: Ints, window: int | None, granularity: int
     tasks = _cut_behind(tick, tasks)
     if window is None or not len(tasks):
         return tasks
-    document, begin, end, _, _, server = tasks.T
+    document, _, end, _, _, server = tasks.T
     query, key = _begin_at(tick.query, document, end, server), _begin_at(tick.key, document, end, server)
     # The first of these rows that reads no key before those at home. The first rows of a document read no others.
     reads = np.where(key > 0, key + window - 1, 0)
     at = np.maximum(query, -(-reads // granularity) * granularity)
-    cut = (query >= 0) & (key >= 0) & (begin < at) & (at < end)
-    before, behind = tasks.copy(), tasks[cut]
-    before[cut, 2], behind[:, 1] = at[cut], at[cut]
-    both = np.concatenate([before, behind])
-    return both[np.lexsort(both.T[::-1])]
+    return _cut(tasks, at, (query >= 0) & (key >= 0))
 
 
 def _cut_behind(tick: Tick, tasks: Ints) -> Ints:
@@ -36,13 +33,16 @@ def _cut_behind(tick: Tick, tasks: Ints) -> Ints:
     document, begin, end, _, _, server = tasks.T
     first = np.minimum(end, np.maximum(begin, _held_from_0(tick.query, document, server)))
     at = np.minimum(first, _held_from_0(tick.key, document, server))
-    cut = (begin < at) & (at < end)
-    if not cut.any():
-        return tasks
+    return _cut(tasks, at)
+
+
+def _cut(tasks: Ints, at: Ints, chosen: Bools | bool = True) -> Ints:
+    """Tasks cut at a row of each, where it lies inside; of those that are chosen."""
+    cut = chosen & (tasks[:, 1] < at) & (at < tasks[:, 2])
     before, behind = tasks.copy(), tasks[cut]
     before[cut, 2], behind[:, 1] = at[cut], at[cut]
     both = np.concatenate([before, behind])
-    return both[np.lexsort(both.T[::-1])]
+    return both[np.lexsort(both.T[::-1])] if cut.any() else tasks
 
 
 def _held_from_0(where: Segments, document: Ints, rank: Ints) -> Ints:

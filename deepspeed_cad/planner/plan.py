@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -106,6 +105,10 @@ class PlanInput:
         """[ranks]: what work is divided by to become time; a rank of speed 0 has none."""
         return np.where(self.speeds > 0, self.speeds, 1.0)
 
+    def ends(self, work: Floats) -> Floats:
+        """[ranks]: when each is done with so much work, if transfers took no time."""
+        return self.floors + work / self.divisors
+
     def _per_rank(self, values: Floats | None, default: float) -> Floats:
         return np.full(self.tick.ranks, default) if values is None else np.ascontiguousarray(values, np.float64)
 
@@ -192,23 +195,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers."""
-        return {
-            "tasks": self.tasks.tolist(),
-            "load": self.load.tolist(),
-            "load_before": self.load_before.tolist(),
-            "sent_bytes": self.sent_bytes.tolist(),
-            "received_bytes": self.received_bytes.tolist(),
-            "finish": self.finish.tolist(),
-            "between_bytes": self.between_bytes,
-            "waves": self.waves,
-            "planning_ms": self.planning_ms,
-            "notes": list(self.notes),
-        }
-
-    def save(self, path: str) -> None:
-        """Write `to_json` to a file."""
-        with open(path, "w") as file:
-            json.dump(self.to_json(), file)
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "flows"}
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
 
 
 def _max_over_mean(load: Floats) -> float:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from deepspeed_cad.config import is_number
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints, Layout
+from deepspeed_cad.planner.checks import check_input
 from deepspeed_cad.planner.constants import TRAVELS
-from deepspeed_cad.planner.plan import Floats, HeadShape, PlanInput
+from deepspeed_cad.planner.plan import Bools, Floats, HeadShape, PlanInput
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +69,11 @@ def read_question(fields: Any) -> Question:
                 raise CADConfigError(f"unknown key {key!r}: did you mean {close[0]!r}? Known keys: {_known()}")
             logger.warning("key %r is not known and ignored; known keys: %s", key, _known())
     layout, number = _layout(fields)
-    heads = _integer(fields, "heads", None)
+    heads = _integer(fields, "heads")
     kv_heads = _integer(fields, "kv_heads", heads)
     if heads % kv_heads:
         raise CADConfigError(f"kv_heads is {kv_heads} and heads is {heads}: kv_heads must divide heads")
-    head_dim = _integer(fields, "head_dim", None)
+    head_dim = _integer(fields, "head_dim")
     value_dim = _integer(fields, "value_head_dim", head_dim)
     shape = HeadShape(heads, kv_heads, head_dim, value_dim, _integer(fields, "bytes_per_element", 2))
     layout, served = _servers(fields, layout)
@@ -80,57 +81,52 @@ def read_question(fields: Any) -> Question:
     if served is not None:
         speed = np.where(served, np.ones(layout.ranks) if speed is None else speed, 0.0)
     tolerance = fields.get("tolerance", PlanInput.tolerance)
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
-        raise CADConfigError(f"tolerance is {tolerance!r}; expected a share of the mean, from 0 up to 1")
-    window = None if fields.get("window") is None else _integer(fields, "window", None)
+    if not is_number(tolerance):
+        raise CADConfigError(f"tolerance is {tolerance!r}; expected {KEYS['tolerance']}")
     problem = PlanInput(
         tick=layout.tick(),
         shape=shape,
         cost=_with_links(read_cost(fields.get("cost", "pairs"), shape), fields.get("links")),
-        window=window,
+        window=None if fields.get("window") is None else _integer(fields, "window"),
         tolerance=float(tolerance),
         granularity=_integer(fields, "granularity", PlanInput.granularity),
         base_load=_numbers(fields, "base_load", layout.ranks, 0.0),
         speed=speed,
         hosts=_hosts(fields, layout.ranks),
     )
+    check_input(problem)
     return Question(problem, number)
 
 
 def _layout(fields: dict[str, Any]) -> tuple[Layout, list[int]]:
+    lists = fields.get("ranks")
     if "documents" in fields:
         lengths = _lengths(fields["documents"], "documents")
-        tokens = _integer(fields, "tokens_per_rank", None)
-        if isinstance(fields.get("ranks"), list):
+        tokens = _integer(fields, "tokens_per_rank")
+        if isinstance(lists, list):
             raise CADConfigError("documents and lists in ranks are both given: give one of them")
-        ranks = _integer(fields, "ranks", max(1, -(-sum(lengths) // tokens)))
-        return Layout.from_stream(lengths, ranks, tokens), [at for at, length in enumerate(lengths) if length]
-    lists = fields.get("ranks")
-    if not isinstance(lists, list) or not lists:
+        layout = Layout.from_stream(lengths, _integer(fields, "ranks", max(1, -(-sum(lengths) // tokens))), tokens)
+    elif isinstance(lists, list) and lists:
+        per_rank = [_lengths(own, f"ranks[{rank}]") for rank, own in enumerate(lists)]
+        layout, lengths = Layout.from_rank_lengths(per_rank), [length for own in per_rank for length in own]
+    else:
         raise CADConfigError(
             "neither documents (with tokens_per_rank and ranks) nor ranks as one list of lengths for each rank is given"
         )
-    per_rank = [_lengths(own, f"ranks[{rank}]") for rank, own in enumerate(lists)]
-    flat = [length for own in per_rank for length in own]
-    return Layout.from_rank_lengths(per_rank), [at for at, length in enumerate(flat) if length]
+    return layout, [at for at, length in enumerate(lengths) if length]
 
 
-def _servers(fields: dict[str, Any], layout: Layout) -> tuple[Layout, np.ndarray | None]:
+def _servers(fields: dict[str, Any], layout: Layout) -> tuple[Layout, Bools | None]:
     """The layout with ranks that only serve, and which ranks run tasks (None: all)."""
-    servers = fields.get("servers", "all")
+    servers, ranks = fields.get("servers", "all"), layout.ranks
     if servers == "all":
         return layout, None
-    if (
-        isinstance(servers, list)
-        and all(type(rank) is int and 0 <= rank < layout.ranks for rank in servers)
-        and servers
-    ):
-        return layout, np.isin(np.arange(layout.ranks), servers)
+    if isinstance(servers, list) and servers and all(type(rank) is int and 0 <= rank < ranks for rank in servers):
+        return layout, np.isin(np.arange(ranks), servers)
     if type(servers) is int and servers >= 0:
-        tokens = np.concatenate([layout.tokens, np.zeros(servers, np.int64)])
-        return Layout(layout.ranks + servers, layout.segments, tokens), None
+        return Layout(ranks + servers, layout.segments, np.pad(layout.tokens, (0, servers))), None
     raise CADConfigError(
-        f'servers is {servers!r}; expected "all", a list of ranks from 0 to {layout.ranks - 1} that run tasks, or a '
+        f'servers is {servers!r}; expected "all", a list of ranks from 0 to {ranks - 1} that run tasks, or a '
         "number of further ranks that only serve"
     )
 
@@ -171,12 +167,10 @@ def _hosts(fields: dict[str, Any], ranks: int) -> Ints | None:
         return np.array(hosts, np.int64)
     if per_node is None:
         return None
-    for one in per_node if isinstance(per_node, list) and per_node else [per_node]:
-        if type(one) is not int or one < 1:
-            raise CADConfigError(
-                f"ranks_per_node is {per_node!r}; expected a whole number of at least 1, or a list of them "
-                f"({KEYS['ranks_per_node']})"
-            )
+    if not all(type(one) is int and one >= 1 for one in (per_node if isinstance(per_node, list) else [per_node])):
+        raise CADConfigError(
+            f"ranks_per_node is {per_node!r}; expected whole numbers above 0: {KEYS['ranks_per_node']}"
+        )
     return hosts_of_nodes(per_node, ranks)
 
 
@@ -186,7 +180,7 @@ def _with_links(cost: CostModel, links: Any) -> CostModel:
     if not isinstance(links, dict) or not links or links.keys() - {"inside", "between"}:
         raise CADConfigError(f'links is {links!r}; expected {{"inside": GB/s, "between": GB/s}}, or one of the two')
     for key, value in links.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not is_number(value) or value <= 0:
             raise CADConfigError(f"links.{key} is {value!r}; expected GB/s above 0")
     return with_links(cost, links.get("inside"), links.get("between"))
 
@@ -196,21 +190,17 @@ def with_links(cost: CostModel, inside: float | None, between: float | None) -> 
 
     Raises CADConfigError where the costs of attention are not seconds, with which those of links could be compared.
     """
-    if inside is None and between is None:
-        return cost
-    if cost.unit != "seconds":
+    speeds = {"byte_inside": inside, "byte_between": between}
+    given: dict[str, Any] = {name: TRAVELS / (speed * GIGA) for name, speed in speeds.items() if speed is not None}
+    if given and cost.unit != "seconds":
         raise CADConfigError(
             f"links have speeds, but the cost of attention is in {cost.unit}: give a profile as cost, which "
             "`deepspeed-cad profile` writes"
         )
-    return replace(
-        cost,
-        byte_inside=cost.byte_inside if inside is None else TRAVELS / (inside * GIGA),
-        byte_between=cost.byte_between if between is None else TRAVELS / (between * GIGA),
-    )
+    return replace(cost, **given) if given else cost
 
 
-def _integer(fields: dict[str, Any], key: str, default: int | None) -> int:
+def _integer(fields: dict[str, Any], key: str, default: int | None = None) -> int:
     value = fields.get(key, default)
     if value is None:
         raise CADConfigError(f"{key} is missing: {KEYS[key]}")
@@ -230,16 +220,16 @@ def _lengths(values: Any, where: str) -> list[int]:
 
 def _numbers(fields: dict[str, Any], key: str, ranks: int, fill: float) -> Floats | None:
     """One number per rank; ranks that `servers` added may be left out."""
-    values = fields.get(key)
+    values, servers = fields.get(key), fields.get("servers")
     if values is None:
         return None
-    added = fields.get("servers") if type(fields.get("servers")) is int else 0
-    if not isinstance(values, list) or len(values) not in (ranks, ranks - int(added or 0)):
+    added = servers if type(servers) is int else 0
+    if not isinstance(values, list) or len(values) not in (ranks, ranks - added):
         found = f"{len(values)} values" if isinstance(values, list) else repr(values)
         raise CADConfigError(f"{key} has {found}; expected a list of {ranks} numbers, one for each rank")
     for rank, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise CADConfigError(f"{key}[{rank}] is {value!r}; expected a number of at least 0 ({KEYS[key]})")
+        if not is_number(value):
+            raise CADConfigError(f"{key}[{rank}] is {value!r}; expected a number ({KEYS[key]})")
     return np.array([*map(float, values), *[fill] * (ranks - len(values))])
 
 

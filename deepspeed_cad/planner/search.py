@@ -52,7 +52,7 @@ class Search:
 
     def attention(self, plan: Solution) -> float:
         """The same if transfers took no time."""
-        return float((self.problem.floors + plan.work / self.problem.divisors).max())
+        return float(self.problem.ends(plan.work).max())
 
     def ways(self) -> list[Units]:
         """Between whom to look: ranks where each has a host of its own or all have one, else hosts."""
@@ -112,7 +112,7 @@ class Search:
 
     def found(self) -> tuple[Solution, tuple[str, ...]]:
         """The best plan, or nothing where that ends as early; and why it is not even."""
-        at_home = self.problem.floors + self.even.work_before / self.problem.divisors
+        at_home = self.problem.ends(self.even.work_before)
         may_stay = not (self.even.work_before[self.problem.speeds <= 0] > 0).any()
         # Documents that span ranks travel without a plan, too: that can only take longer than the attention at home.
         if not may_stay or at_home.max() <= self.finish:

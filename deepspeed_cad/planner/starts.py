@@ -43,14 +43,14 @@ def best_start(problem: PlanInput, at_home: Solution) -> Solution:
 
 def pays(problem: PlanInput, plan: Solution, other: Solution) -> bool:
     """Whether `plan` ends so much sooner than `other` as it moves more."""
-    ends = [float((problem.floors + one.work / problem.divisors).max()) for one in (plan, other)]
+    ends = [float(problem.ends(one.work).max()) for one in (plan, other)]
     moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (plan, other)]
     return 1.0 - ends[0] / ends[1] > WORTH * (moved[0] / moved[1] - 1.0)
 
 
 def end_of(problem: PlanInput, plan: Solution) -> float:
     """When the slowest rank is done, transfers included; plans within the band of the tolerance count as as even."""
-    load = float((problem.floors + plan.work / problem.divisors).max())
+    load = float(problem.ends(plan.work).max())
     mean = float(plan.work.sum() / problem.speeds.sum())
     if problem.base_load is not None:
         total = np.cumsum(plan.work)[-1:]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed_cad.config import is_number
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.planner.constants import TRAVELS
@@ -169,12 +170,12 @@ def _parse(content: Any) -> Profile:
             )
         numbers = {key: value for key, value in entry.items() if key != "shape"}
         for key, value in numbers.items():
-            if not _is_number(value) or value < 0 or (key == "pair" and value == 0):
+            if not is_number(value) or value < 0 or (key == "pair" and value == 0):
                 raise ValueError(f"has {value!r} at entries[{number}].{key}; expected a number of seconds")
         parsed.append(ShapeCost(HeadShape(**shape), **{key: float(value) for key, value in numbers.items()}))
     for key in ("inside", "between"):
         value = fields.get(key)
-        if value is not None and (not _is_number(value) or value <= 0):
+        if value is not None and (not is_number(value) or value <= 0):
             raise ValueError(f"has {value!r} at {key}; expected bytes per second, or null where not measured")
     for key in ("machine", "kernel", "unit", "date", "commit", "source"):
         if not isinstance(fields.get(key, ""), str):
@@ -196,7 +197,3 @@ def _object(found: Any, kind: type, where: str) -> dict[str, Any]:
         what = f"the unknown key {unknown[0]!r}" if unknown else f"no key {missing[0]!r}"
         raise ValueError(f"has {what}{place}; its keys are {', '.join(fields)}")
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plan_checks import check_coverage
 
 from deepspeed_cad import profiles
 from deepspeed_cad.cli import main, progress
@@ -25,7 +26,6 @@ from deepspeed_cad.forecast.compared import RUNS
 from deepspeed_cad.forecast.dealt import deal_out, lay
 from deepspeed_cad.forecast.model_shape import SHAPES
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.checks import check_coverage
 from deepspeed_cad.planner.question import read_question
 
 GOOD: dict[str, Any] = {

@@ -10,12 +10,11 @@ import pytest
 from scripts import load_script
 
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Seconds, Setting
 from deepspeed_cad.forecast.compare import MODES, Comparison, choose, compare, label, recommend, say_need
 from deepspeed_cad.forecast.compared import PATH, RATIO, RUNS, SERVERS
 from deepspeed_cad.forecast.model_shape import ModelShape
-from deepspeed_cad.forecast.picture import around, draw_curve, draw_step, sweep
 from deepspeed_cad.forecast.step import OUTSIDE
 from deepspeed_cad.layout import Layout
 
@@ -230,31 +229,6 @@ def test_what_plan_says_of_comparisons_is_what_was_compared() -> None:
     assert written["runs"] == found["runs"] and written["servers"] == found["servers"]
     for figure in ("ratio", "memory"):
         assert written[figure] == pytest.approx(found[figure], abs=5e-3)
-
-
-def test_a_sweep_has_gaps_where_nothing_can_be_said() -> None:
-    heard: list[str] = []
-
-    def at(ranks: int) -> Comparison:
-        if ranks == 3:
-            raise CADError("no")
-        return Comparison((made("plain", 1.0), made("cad", 1.0, peak=300.0)), {})
-
-    curve = sweep("GPUs", [2, 3, 4], at, ["plain", "cad"], heard.append)
-    assert curve.by_mode == {"plain": (250.0, None, 250.0), "cad": (None, None, None)}
-    assert heard == ["GPUs: 2", "GPUs: 3", "GPUs: 4"]
-    assert around(8, 2, (1 / 8, 1 / 2, 1, 2)) == [4, 8, 16]
-
-
-def test_pictures(tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
-    found = Comparison((made("plain", 1.0), made("cad", 0.5, waiting=0.1)), {})
-    draw_step(found, str(tmp_path / "step.png"))
-    curve = sweep("tokens", [4096, 16384], lambda value: found, ["plain", "cad", "packed"], lambda text: None)
-    draw_curve(curve, str(tmp_path / "curve.svg"))
-    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (tmp_path / "curve.svg").read_text()
-    with pytest.raises(CADError, match="cannot be written"):
-        draw_step(found, str(tmp_path / "none" / "step.png"))
 
 
 def test_servers_are_chosen_on_the_same_documents_as_other_modes() -> None:

@@ -18,7 +18,6 @@ from deepspeed_cad.planner.constants import UNBOUNDED
 from deepspeed_cad.planner.core import Aim, Units, solve
 from deepspeed_cad.planner.finish import finish_times
 from deepspeed_cad.planner.question import with_links
-from deepspeed_cad.planner.traffic import traffic_matrix
 
 BIG = HeadShape(query_heads=32, groups=8, head_dim=128, value_dim=128, bytes_per_element=2)
 H200 = CostModel("H200", "seconds", pair=1.122e-11, row=6.495e-9, key=2.376e-9)
@@ -77,8 +76,7 @@ def test_ranks_of_a_host_share_their_work_where_nothing_leaves_it(hosts: list[in
     for host in set(hosts):
         own = plan.load[np.array(hosts) == host]
         assert own.max() <= 1.02 * own.mean() and own.min() >= 0.98 * own.mean()
-    matrix = traffic_matrix(plan.tasks, problem.tick, problem.shape)
-    assert matrix and all(hosts[source] == hosts[target] for source, target in matrix)
+    assert plan.between_bytes == 0 < plan.sent_bytes.sum()
     assert plan.notes[0].startswith("nothing is moved between hosts, and the slowest rank ends at ")
 
 

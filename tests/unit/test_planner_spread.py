@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_checks import check_coverage, check_cuts
 from test_planner import problems
 from test_planner_search import BIG, H200
 
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout, Segments, Tick
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan, starts
-from deepspeed_cad.planner.checks import check_coverage, check_cuts
 from deepspeed_cad.planner.constants import FINER
 from deepspeed_cad.planner.core import Aim, Solution, solve
 from deepspeed_cad.planner.own_rows import split_own_rows

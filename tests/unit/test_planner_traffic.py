@@ -1,4 +1,4 @@
-"""Bytes by tasks and links, and where a micro-batch is cut into two, by example."""
+"""What bytes of links weigh, and where a micro-batch is cut into two, by example."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import PlanInput
 from deepspeed_cad.planner.core import link_weights
 from deepspeed_cad.planner.cut import SMALLEST_SHARE, choose_cut
-from deepspeed_cad.planner.traffic import keys_needed, traffic_matrix
 
 
 @pytest.mark.parametrize(
@@ -32,22 +31,6 @@ def test_weights_of_links(nodes: int | None, cost: CostModel, weights: tuple[flo
     tick = Layout.from_rank_lengths([[1]] * 4).tick()
     problem = PlanInput(tick, SHAPE, cost, hosts=None if nodes is None else np.arange(4) // nodes)
     assert link_weights(problem) == weights
-
-
-def test_traffic_by_example() -> None:
-    """Rank 0 keeps head group 0 of rows 0 to 8, rank 1 runs the rest of a document that begins on rank 0."""
-    tick = Layout.from_stream([12], 2, 8).tick()
-    tasks = np.array([[0, 0, 8, 0, 1, 0], [0, 0, 12, 1, 4, 1], [0, 8, 12, 0, 1, 1]])
-    q, o, kv = SHAPE.query_bytes, SHAPE.output_bytes, SHAPE.key_value_bytes
-    assert traffic_matrix(tasks, tick, SHAPE) == {(0, 1): 8 * 3 * q + 8 * 4 * kv, (1, 0): 8 * 3 * o}
-    assert traffic_matrix(tasks, tick, SHAPE, window=3)[0, 1] == 8 * 3 * q + (8 * 3 + 2) * kv
-    assert keys_needed(tasks, 3) == [(0, 0, 1, [(0, 8)]), (0, 1, 1, [(6, 12)]), (0, 1, 3, [(0, 12)])]
-    assert keys_needed(np.zeros((0, 6), np.int64), None) == []
-    apart = np.array(
-        [[0, 0, 4, 0, 4, 1], [0, 5, 8, 0, 4, 1], [0, 11, 12, 0, 4, 1], [0, 4, 5, 0, 4, 0], [0, 8, 11, 0, 4, 0]]
-    )
-    assert keys_needed(apart, 3) == [(0, 1, 4, [(0, 8), (9, 12)]), (0, 0, 4, [(2, 5), (6, 11)])]
-    assert keys_needed(apart, None) == [(0, 1, 4, [(0, 12)]), (0, 0, 4, [(0, 11)])]
 
 
 @pytest.mark.parametrize(

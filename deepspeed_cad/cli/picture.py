@@ -1,0 +1,212 @@
+"""Pictures of `deepspeed-cad plan`, drawn with matplotlib, which is imported only here.
+
+In: a plan, outlooks of steps, or a `Comparison` of modes; where to write. Out: PNG, SVG or PDF files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.forecast.compare import MODES, Comparison, label
+from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.schedule import HOME, KIND, QUERY, ROWS, SERVER, build_slices
+
+LONGEST = 6
+"""Documents whose rows and head groups are drawn."""
+COLOURS = {
+    "plain": "#6b7482",
+    "plain kept": "#a3aab5",
+    "ulysses": "#e09b22",
+    "ulysses kept": "#f0c987",
+    "gathered": "#9b5bd6",
+    "gathered kept": "#cbb0ea",
+    "packed": "#0f9d8a",
+    "cad": "#2f6fde",
+    "cad reserved": "#7fb2ff",
+}
+PARTS = {
+    "non_attention": "#cfd5de",
+    "attention": "#2f6fde",
+    "optimizer": "#9aa0ab",
+    "exchange": "#e09b22",
+    "collectives": "#9b5bd6",
+    "waiting": "#f3d6d6",
+}
+
+
+def draw_plan(problem: PlanInput, plan: Plan, path: str, numbers: list[int]) -> None:
+    """Load of each rank before and after, who sends to whom, and where the long documents went.
+
+    `numbers`: names of the tick's documents. Raises CADError without matplotlib, as all of these do.
+    """
+    longest = _most_moved(problem, plan)[:LONGEST]
+    rows = 1 + -(-len(longest) // 2)
+    figure, axes = _subplots(rows, 2, figsize=(13, 3.6 * rows), squeeze=False)
+    _draw_load(axes[0][0], plan, problem.cost.unit)
+    _draw_traffic(axes[0][1], problem, plan)
+    drawn = None
+    for place, axis in enumerate(axes[1:].flat):
+        if place < len(longest):
+            drawn = _draw_document(axis, problem, plan, longest[place], numbers[longest[place]])
+        else:
+            axis.axis("off")
+    if drawn is not None:
+        figure.colorbar(drawn, ax=axes[1:], label="server", shrink=0.8)
+    _save(figure, path)
+
+
+def draw_outlook(path: str, before: list[float], after: list[float], gains: list[float]) -> None:
+    """The imbalance of every step without and with CAD, and how much longer the best rival takes."""
+    figure, (left, right) = _subplots(1, 2, figsize=(13, 4))
+    steps = np.arange(len(before))
+    left.plot(steps, before, "o-", color="#9aa0ab", label="without CAD")
+    left.plot(steps, after, "o-", color="#2a6fdb", label="with CAD")
+    left.set(title="Attention of the slowest rank over the mean", xlabel="step", ylabel="max/mean")
+    left.set_ylim(bottom=0)
+    left.legend(frameon=False)
+    right.bar(steps, gains, color="#2a6fdb")
+    right.axhline(1.0, color="black", linewidth=0.8)
+    right.set(title="Step time of the best rival over CAD", xlabel="step", ylabel="times")
+    _save(figure, path)
+
+
+def sweep(
+    values: Sequence[int], at: Callable[[int], Comparison], modes: Sequence[str]
+) -> dict[str, list[tuple[int, float]]]:
+    """By mode: the values at which it runs and fits, and its tokens per second and GPU there."""
+    curves: dict[str, list[tuple[int, float]]] = {mode: [] for mode in modes}
+    for value in values:
+        try:
+            comparison = at(value)
+        except CADError:
+            continue  # such as 12 ranks in groups of 8: a gap in the curve says it
+        for mode in modes:
+            found = comparison.of(mode)
+            if found is not None and found.fits:
+                curves[mode].append((value, found.tokens_per_second))
+    return curves
+
+
+def around(value: int, least: int, times: Sequence[float]) -> list[int]:
+    """Whole multiples and parts of a value, at least `least`, ascending."""
+    return sorted({int(value * one) for one in times if value * one >= least and value * one == int(value * one)})
+
+
+def draw_curves(over: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: str) -> None:
+    """Tokens per second and GPU of every mode, over a quantity."""
+    figure, axis = _subplots(figsize=(7, 4))
+    for mode, points in curves.items():
+        if points:
+            axis.plot(*zip(*points), "o-", color=COLOURS[mode], label=MODES[mode])
+    axis.set(xlabel=over, ylabel="tokens/s/GPU")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    values = sorted({value for points in curves.values() for value, _ in points})
+    if len(values) > 1 and values[0] > 0 and values[-1] >= 4 * values[0]:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(values, [_short(value) for value in values])
+    if axis.lines:
+        axis.legend(frameon=False)
+    _save(figure, path)
+
+
+def draw_step(comparison: Comparison, path: str) -> None:
+    """Where the seconds of one step go on the mean rank, one bar for each mode."""
+    found = comparison.found
+    figure, axis = _subplots(figsize=(9, 0.6 * len(found) + 1.4))
+    for row, one in enumerate(found):
+        left = 0.0
+        for part, colour in PARTS.items():
+            seconds = getattr(one.seconds, part)
+            axis.barh(row, seconds, left=left, color=colour, label=part if row == 0 else None, edgecolor="white")
+            left += seconds
+        axis.text(left, row, f"  {one.tokens_per_second:,.0f} tokens/s/GPU", va="center", fontsize=9)
+    axis.set_yticks(range(len(found)), [label(one) for one in found])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.25 * max(one.seconds.total for one in found))
+    axis.set(xlabel="seconds of a step, mean rank")
+    axis.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.5, 1.16), fontsize=9)
+    _save(figure, path)
+
+
+def _most_moved(problem: PlanInput, plan: Plan) -> list[int]:
+    """Documents, those that were cut first, the longest of either kind first."""
+    segments = problem.tick.query
+    count = int(segments.document.max(initial=-1)) + 1
+    lengths, moved = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    np.maximum.at(lengths, segments.document, segments.end)
+    np.add.at(moved, plan.tasks[:, 0], 1)
+    np.subtract.at(moved, segments.document, 1)
+    order = np.lexsort((-lengths, moved <= 0))
+    return [int(document) for document in order if lengths[document]]
+
+
+def _draw_load(axis: Any, plan: Plan, unit: str) -> None:
+    ranks = np.arange(len(plan.load))
+    axis.bar(ranks - 0.2, plan.load_before, 0.4, color="#c0c4cc", label=f"before: max/mean {plan.imbalance_before:.2f}")
+    axis.bar(ranks + 0.2, plan.load, 0.4, color="#2a6fdb", label=f"after: max/mean {plan.imbalance:.3f}")
+    axis.axhline(plan.load.mean(), color="black", linewidth=0.8, linestyle="--")
+    axis.set(title="Attention per rank", xlabel="rank", ylabel=unit)
+    axis.legend(frameon=False)
+
+
+def _draw_traffic(axis: Any, problem: PlanInput, plan: Plan) -> None:
+    shape, moved = problem.shape, build_slices(problem.tick, plan.tasks, problem.window).table
+    moved = moved[moved[:, HOME] != moved[:, SERVER]]
+    there = np.where(moved[:, KIND] == QUERY, shape.query_bytes, shape.key_value_bytes) * moved[:, ROWS]
+    back = np.where(moved[:, KIND] == QUERY, shape.output_bytes, 0) * moved[:, ROWS]
+    table = np.zeros((problem.tick.ranks, problem.tick.ranks))
+    np.add.at(table, (moved[:, HOME], moved[:, SERVER]), there / 2**20)
+    np.add.at(table, (moved[:, SERVER], moved[:, HOME]), back / 2**20)
+    image = axis.imshow(table, cmap="magma_r")
+    axis.set(title=f"Moved in one layer's forward: {table.sum():.0f} MiB", xlabel="to rank", ylabel="from rank")
+    axis.figure.colorbar(image, ax=axis, label="MiB")
+
+
+def _draw_document(axis: Any, problem: PlanInput, plan: Plan, document: int, name: int) -> Any:
+    """Rows along x, head groups along y, the colour is the server; dashed lines are borders between home ranks."""
+    ranks, groups = problem.tick.ranks, problem.shape.groups
+    mine = plan.tasks[plan.tasks[:, 0] == document]
+    edges = np.unique(mine[:, 1:3])
+    servers = np.full((groups, len(edges) - 1), np.nan)
+    for _, begin, end, group, group_end, server in mine.tolist():
+        low, high = np.searchsorted(edges, (begin, end))
+        servers[group:group_end, low:high] = server
+    mesh = axis.pcolormesh(
+        edges, np.arange(groups + 1), np.ma.masked_invalid(servers), cmap="turbo", vmin=0, vmax=max(ranks - 1, 1)
+    )
+    own = problem.tick.query.select(problem.tick.query.document == document)
+    for begin in own.begin[1:]:
+        axis.axvline(begin, color="white", linestyle="--", linewidth=1)
+    homes = ", ".join(map(str, own.rank[:8])) + ("…" if len(own) > 8 else "")
+    axis.set(title=f"Document {name}, at home on {homes}", xlabel="row", ylabel="head group")
+    return mesh
+
+
+def _short(value: int) -> str:
+    return f"{value // 1024}K" if value >= 4096 and value % 1024 == 0 else str(value)
+
+
+def _subplots(*shape: int, **options: Any) -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise CADError('a picture needs matplotlib: pip install "deepspeed_cad[plot]"') from error
+    return pyplot.subplots(*shape, layout="constrained", **options)
+
+
+def _save(figure: Any, path: str) -> None:
+    from matplotlib import pyplot
+
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise CADError(f"the picture {path} cannot be written: {error}") from error
+    pyplot.close(figure)
