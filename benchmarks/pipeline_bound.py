@@ -32,7 +32,7 @@ from foreseen_runs import SUMMARIES, WORKLOADS, stand_in  # noqa: E402
 
 from deepspeed_cad.forecast import Machine  # noqa: E402
 from deepspeed_cad.forecast.attention_seconds import Both, Floats, of_documents  # noqa: E402
-from deepspeed_cad.forecast.one_forward_one_backward import one_forward_one_backward  # noqa: E402
+from deepspeed_cad.forecast.schedule import one_forward_one_backward  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402

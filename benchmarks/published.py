@@ -98,7 +98,7 @@ def ideal(setting: Setting, steps: list[list[Layout]], longest: int, kept: bool)
     tokens = int(steps[0][0].tokens.max())
     found = [
         over(steps, lambda step, d=degree: modes.packed(setting, step, d, kept))  # type: ignore[misc]
-        for degree in modes.packed_degrees(setting, longest, tokens)
+        for degree in modes.degrees(setting, "packed", longest, tokens)
     ]
     return max((one for one in found if one.fits), key=lambda one: one.tokens_per_second, default=found[0])
 

@@ -27,10 +27,10 @@ import numpy as np
 
 from deepspeed_cad.cli.data.lengths import read_lengths
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Setting, seat_shape
-from deepspeed_cad.forecast.dealt import deal_out, lay
 from deepspeed_cad.forecast.model_shape import SHAPES
 from deepspeed_cad.forecast.modes import plain
 from deepspeed_cad.forecast.modes_cad import in_place
+from deepspeed_cad.forecast.steps import deal_out, lay
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.deal import Costs, Step, deal
 from deepspeed_cad.planner.question import read_cost

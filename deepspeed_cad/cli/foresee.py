@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deepspeed_cad.cli.plan import say, write
-from deepspeed_cad.cli.progress import Progress
+from deepspeed_cad.cli.progress import Progress, say, write
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADDataError
@@ -25,13 +24,12 @@ from deepspeed_cad.forecast.attention_seconds import of_documents
 from deepspeed_cad.forecast.bytes_held import activation_bytes, loss_bytes, state_bytes
 from deepspeed_cad.forecast.compare import MODES, THREADS, Comparison, compare, label, recommend, say_need
 from deepspeed_cad.forecast.compared import MEMORY, RUNS
-from deepspeed_cad.forecast.dealt import deal_out
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.outlook import StepOutlook, foresee
 from deepspeed_cad.forecast.packing import say_cut
 from deepspeed_cad.forecast.setting import check_split
 from deepspeed_cad.forecast.step import OUTSIDE, needed_bytes
-from deepspeed_cad.forecast.steps import for_fewer, make_steps
+from deepspeed_cad.forecast.steps import deal_out, for_fewer, make_steps
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.planner.question import hosts_of_nodes, read_cost

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.cli.data.documents import FIELDS
+from deepspeed_cad.cli.progress import say, write
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.distributions import NAMED
 from deepspeed_cad.forecast.packing import PACKINGS
@@ -181,20 +181,3 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
     ]
     say("\n".join(lines), args)
     return 0
-
-
-def write(answer: dict[str, Any], args: argparse.Namespace) -> None:
-    """The answer as JSON, to where options say."""
-    output = args.output or ("-" if args.json else None)
-    if output == "-":
-        print(json.dumps(answer))
-    elif output:
-        try:
-            Path(output).write_text(json.dumps(answer) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CADConfigError(f"--output: {output} cannot be written: {error.strerror}") from error
-
-
-def say(text: str, args: argparse.Namespace) -> None:
-    """Print for people: on stderr where stdout has JSON."""
-    print(text, file=sys.stderr if args.json or args.output == "-" else sys.stdout)

@@ -6,20 +6,19 @@ they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch
     data/                               documents, lengths and models, read from files
     model_shape, distributions          shapes of models; named distributions of document lengths
     packing, steps                      how documents become rows, and rows steps
-    machine, cluster                    figures of a GPU and its links; how long collectives take on them
+    machine                             figures of a GPU and its links; how long collectives take on a cluster
     attention_seconds                   of documents and tasks, by the cost model of a profile
     non_attention_seconds               of everything else in a layer, by counted work
     exchanges                           bytes that plans move, and when they have arrived
     bytes_held                          memory
-    schedule, one_forward_one_backward  who waits for whom
+    schedule                            who waits for whom
     modes, modes_cad                    what each mode does with a step
     interleaved                         two parts that alternate beside reserved servers
     compared                            which predictions were compared with runs, and how far off they were
     outlook, compare                    one step's plan; all modes beside each other, and which one to take
 """
 
-from deepspeed_cad.forecast.cluster import Cluster
-from deepspeed_cad.forecast.machine import Machine
+from deepspeed_cad.forecast.machine import Cluster, Machine
 from deepspeed_cad.forecast.setting import Setting, seat_shape
 from deepspeed_cad.forecast.step import Foreseen, Seconds
 

@@ -37,18 +37,13 @@ def state_bytes(setting: Setting, shards: int) -> float:
     """Weights, gradients and the fp32 state of AdamW, sharded over so many ranks."""
     weights = setting.stage_parameters
     whole = {"zero1": 4.0, "zero2": 2.0, "zero3": 0.0, "fsdp": 0.0}[setting.sharding]
-    whole, sharded = (whole, 16.0 - whole - optimizer_bytes(setting)) if setting.held is None else setting.held
+    whole, sharded = setting.held or (whole, 16.0 - whole - OFFLOADED * setting.offload_optimizer)
     gathered = 0.0
     if setting.sharding in ("zero3", "fsdp"):
         # The layer at work and the one that is fetched, and the gradient of one.
         gathered = 3 * 2.0 * setting.model.layer_parameters / setting.tensor
         gathered += 2.0 * setting.model.hidden * setting.model.vocabulary / setting.tensor
     return weights * (whole + sharded / (shards * setting.sequence)) + gathered
-
-
-def optimizer_bytes(setting: Setting) -> float:
-    """Bytes of a weight that an optimizer on the host takes from the GPUs; 0.0 where it stays there."""
-    return OFFLOADED if setting.offload_optimizer else 0.0
 
 
 def loss_bytes(setting: Setting) -> float:

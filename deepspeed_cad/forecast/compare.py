@@ -144,7 +144,7 @@ def compare(
         else:
             # CAD's variants are faster in no step and are there for what fits: one step tells.
             tried = 1 if mode == "cad" else max(1, min(TRIED_STEPS, ENOUGH_ROWS // setting.seats))
-            best = _best(choices, tried, partial(progress, mode) if progress else _silent)
+            best = _best(choices, tried, partial(progress, mode) if progress else lambda done, steps: None)
             found.append(replace(best, mfu=best.tokens_per_second * per_token / setting.machine.published["flops"]))
     if not found:
         reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())
@@ -250,6 +250,12 @@ Run = Callable[[modes.Step], Foreseen]
 Choice = tuple[Run, Sequence[modes.Step]]
 
 
+SHARING: dict[str, Callable[..., Foreseen]] = {
+    "ulysses": modes.ulysses, "gathered": modes.gathered, "packed": modes.packed
+}  # fmt: skip
+"""Modes in which groups of seats share rows."""
+
+
 def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
     """Ways to run a mode, or why it cannot run."""
     kind, kept = mode.removesuffix(" kept"), mode.endswith(" kept")
@@ -260,31 +266,24 @@ def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
             return "documents go on on the next GPU, and it would cut them there: another computation"
         return [partial(modes.plain, setting, kept=kept)]
     if mode == "cad":
-        runs: list[Run] = [partial(modes_cad.in_place, setting)]
+        ways: dict[str, Setting] = {"": setting}
         if setting.checkpointing and not setting.recompute_attention:
             # No faster, and what is kept over the recompute may be what does not fit.
             if setting.keep == "device":
-                runs.append(partial(_variant, replace(setting, keep="host"), '"keep": "host"'))
+                ways['"keep": "host"'] = replace(setting, keep="host")
             if setting.pipeline == 1:
-                again = replace(setting, keep="device", recompute_attention=True)
-                runs.append(partial(_variant, again, "recompute_attention"))
-        return runs
+                ways["recompute_attention"] = replace(setting, keep="device", recompute_attention=True)
+        return [partial(modes_cad.in_place, way, variant=name) for name, way in ways.items()]
     if setting.sequence > 1:
         return "Ulysses divides the rows already"
-    if kind == "ulysses":
-        degrees = modes.ulysses_degrees(setting)
-        if not degrees:
+    if kind in SHARING:
+        longest = max(int(document_lengths(layout).max(initial=1)) for layout in step)
+        degrees = modes.degrees(setting, kind, longest, int(step[0].tokens.max()))
+        if not degrees and kind == "ulysses":
             return f"{setting.shape.query_heads} query heads and {setting.seats} seats have no common divisor"
-        return [partial(modes.ulysses, setting, degree=degree, kept=kept) for degree in degrees]
-    if kind == "gathered":
-        degrees = modes.gathered_degrees(setting)
         if not degrees:
             return f"{setting.seats} seats cannot be divided by 2"
-        return [partial(modes.gathered, setting, degree=degree, kept=kept) for degree in degrees]
-    if mode == "packed":
-        longest = max(int(document_lengths(layout).max(initial=1)) for layout in step)
-        degrees = modes.packed_degrees(setting, longest, int(step[0].tokens.max()))
-        return [partial(modes.packed, setting, degree=degree) for degree in degrees]
+        return [partial(SHARING[kind], setting, degree=degree, kept=kept) for degree in degrees]
     raise CADConfigError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
 
 
@@ -312,10 +311,6 @@ def _with_servers(
     return [(partial(modes_cad.reserved, setting, servers=one), fewer(one) if fewer else steps) for one in counts]
 
 
-def _variant(setting: Setting, name: str, step: modes.Step) -> Foreseen:
-    return replace(modes_cad.in_place(setting, step), variant=name)
-
-
 def _best(choices: list[Choice], tried: int, tell: Callable[[int, int], None]) -> Foreseen:
     """The fastest that fits, else the one that needs least memory; the first steps, so many, choose it."""
     with ThreadPoolExecutor(THREADS) as threads:
@@ -336,10 +331,6 @@ def _flops_per_token(model: ModelShape, layouts: list[Layout]) -> float:
     pairs = sum(float(count_pairs(one.segments.begin, one.segments.end).sum()) for one in layouts)
     tokens = sum(float(one.tokens.sum()) for one in layouts)
     return 3.0 * (model.row_flops + model.pair_flops * pairs / tokens)
-
-
-def _silent(done: int, steps: int) -> None:
-    """No progress."""
 
 
 def _fastest(found: list[Foreseen]) -> Foreseen | None:

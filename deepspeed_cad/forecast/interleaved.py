@@ -34,66 +34,51 @@ class Part:
     """In how many equal parts it goes out, is served and comes back."""
 
 
-class _Meetings:
-    """When results of each part are home; servers run what reaches them in the order in which it does."""
-
-    def __init__(self, parts: list[Part]) -> None:
-        self.free = np.zeros(len(parts[0].served.forward))
-        """[servers] when each one is done with what reached it."""
-        self.home = [0.0] * len(parts)
-
-    def serve(self, number: int, sent: Floats, seconds: Floats, trip: tuple[float, float], waves: int) -> None:
-        """A part leaves trainers (`sent`: [trainers]): servers run each wave of it when all of that is there."""
-        home = 0.0
-        for wave in range(waves):
-            begun = np.maximum(self.free, sent.max() + trip[0] * (wave + 1) / waves)
-            self.free = begun + seconds / waves + (WAVE_SECONDS if wave else 0.0)
-            home = max(home, float(self.free.max(initial=0.0))) + trip[1] / waves
-        self.home[number] = home
-
-    def attend(self, number: int, now: Floats, own: Floats) -> Floats:
-        """Trainers run their tasks of a part."""
-        done = now + own
-        self.home[number] = max(self.home[number], float(done.max()))
-        return done
-
-
 def forward_seconds(parts: list[Part], layers: int, before: float) -> float:
     """Of all layers; `before`: the share of a layer's part that is not attention that lies before its attention."""
-    meetings, now = _Meetings(parts), np.zeros(len(parts[0].own.forward))
-
-    def send(number: int, one: Part) -> None:
-        meetings.serve(number, now, one.served.forward, (one.out[0], one.back[0]), one.waves)
-
-    for number, one in enumerate(parts):
-        now = now + before * one.non_attention.forward
-        send(number, one)
-    for layer in range(layers):
-        last = layer == layers - 1
-        for number, one in enumerate(parts):
-            now = np.maximum(meetings.attend(number, now, one.own.forward), meetings.home[number])
-            now = now + one.non_attention.forward * (1.0 - before if last else 1.0)
-            if not last:
-                send(number, one)
-    return float(now.max())
+    return _seconds(parts, layers, "forward", before)
 
 
 def backward_seconds(parts: list[Part], layers: int, before: float) -> float:
     """The mirror: a trainer runs its own tasks of a part as soon as that is sent, and the last part comes first."""
-    meetings, now = _Meetings(parts), np.zeros(len(parts[0].own.backward))
-    mirrored = list(enumerate(parts))[::-1]
+    return _seconds(parts, layers, "backward", 1.0 - before)
 
-    def send(number: int, one: Part) -> Floats:
-        meetings.serve(number, now, one.served.backward, (one.out[1], one.back[1]), one.waves)
-        return meetings.attend(number, now, one.own.backward)
 
-    for number, one in mirrored:
-        now = now + one.non_attention.backward * (1.0 - before)
-        now = send(number, one)
-    for layer in range(layers):
-        last = layer == layers - 1
-        for number, one in mirrored:
-            now = np.maximum(now, meetings.home[number]) + one.non_attention.backward * (before if last else 1.0)
-            if not last:
-                now = send(number, one)
+def _seconds(parts: list[Part], layers: int, way: str, first: float) -> float:
+    """`first`: the share of what is not attention in a part's layer that runs before that part is sent."""
+    backward = way == "backward"
+    numbers = range(len(parts))[::-1] if backward else range(len(parts))
+    other, own, served = (
+        [getattr(getattr(one, kind), way) for one in parts] for kind in ("non_attention", "own", "served")
+    )
+    now = np.zeros(len(own[0]))
+    free = np.zeros(
+        len(served[0])
+    )  # [servers] when each one is done with what reached it, in the order in which it did
+    home = [0.0] * len(parts)  # when results of each part are there
+
+    def serve(number: int) -> None:
+        """A part leaves trainers: servers run each wave of it when all of that is there."""
+        nonlocal free
+        out, back = parts[number].out[backward], parts[number].back[backward]
+        waves, home[number] = parts[number].waves, 0.0
+        for wave in range(waves):
+            begun = np.maximum(free, now.max() + out * (wave + 1) / waves)
+            free = begun + served[number] / waves + (WAVE_SECONDS if wave else 0.0)
+            home[number] = max(home[number], float(free.max(initial=0.0))) + back / waves
+
+    def attend(number: int) -> Floats:
+        """Trainers run their tasks of a part."""
+        done = now + own[number]
+        home[number] = max(home[number], float(done.max()))
+        return done
+
+    for layer in range(layers + 1):
+        for number in numbers:
+            if layer:
+                now = np.maximum(now if backward else attend(number), home[number])
+            now = now + other[number] * (first if not layer else 1.0 - first if layer == layers else 1.0)
+            if layer < layers:
+                serve(number)
+                now = attend(number) if backward else now
     return float(now.max())

@@ -57,16 +57,6 @@ def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kep
     return _foresee(setting, "ulysses", tokens, attention, kept, degree, Both(once, once), moved)
 
 
-def ulysses_degrees(setting: Setting) -> list[int]:
-    """Numbers of seats that heads and seats can be divided by."""
-    heads, groups = setting.shape.query_heads, setting.shape.groups
-    return [
-        degree
-        for degree in _powers(setting.seats)
-        if degree > 1 and heads % degree == 0 and (groups % degree == 0 or degree % groups == 0)
-    ]
-
-
 def gathered(setting: Setting, step: Step, degree: int, joined: bool = True, kept: bool = False) -> Foreseen:
     """See the module. `joined`: the rows of a group are one micro-batch."""
 
@@ -78,11 +68,6 @@ def gathered(setting: Setting, step: Step, degree: int, joined: bool = True, kep
     tokens, attention = _rows(setting, step, degree, joined, attend)
     exchange, moved, held = _gather_keys(setting, tokens, degree)
     return _foresee(setting, "gathered", tokens, attention, kept, degree, exchange, moved, held)
-
-
-def gathered_degrees(setting: Setting) -> list[int]:
-    """Numbers of seats that the seats can be divided by."""
-    return [degree for degree in _powers(setting.seats) if 1 < degree <= MOST_GATHERED]
 
 
 def packed(setting: Setting, step: Step, degree: int, kept: bool = False) -> Foreseen:
@@ -106,9 +91,18 @@ def packed(setting: Setting, step: Step, degree: int, kept: bool = False) -> For
     return replace(found, mode="packed", seconds=found.seconds._replace(attention=attended, waiting=waited))
 
 
-def packed_degrees(setting: Setting, longest: int, tokens: int) -> list[int]:
-    """Numbers of seats that together hold the longest document."""
-    return [degree for degree in _powers(setting.seats) if degree * tokens >= longest] or [setting.seats]
+def degrees(setting: Setting, mode: str, longest: int = 0, tokens: int = 0) -> list[int]:
+    """Numbers of seats that may share rows: their heads and the seats can be divided so.
+
+    With the ideal packing such a group holds the longest document in rows of so many tokens.
+    """
+    heads, groups = setting.shape.query_heads, setting.shape.groups
+    powers = [1 << power for power in range(setting.seats.bit_length()) if setting.seats % (1 << power) == 0]
+    if mode == "ulysses":
+        return [one for one in powers[1:] if heads % one == 0 and (groups % one == 0 or one % groups == 0)]
+    if mode == "gathered":
+        return [one for one in powers[1:] if one <= MOST_GATHERED]
+    return [one for one in powers if one * tokens >= longest] or [setting.seats]
 
 
 def _foresee(
@@ -177,7 +171,3 @@ def _moved(setting: Setting, size: Floats, degree: int) -> Floats:
 
 def _nothing(tokens: Floats) -> Both:
     return Both(np.zeros_like(tokens), np.zeros_like(tokens))
-
-
-def _powers(limit: int) -> list[int]:
-    return [1 << power for power in range(limit.bit_length()) if limit % (1 << power) == 0]

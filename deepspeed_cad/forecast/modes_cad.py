@@ -21,7 +21,6 @@ import numpy as np
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.attention_seconds import Both, Floats, of_tasks
 from deepspeed_cad.forecast.bytes_held import activation_bytes, landing_bytes, served_bytes, state_bytes
-from deepspeed_cad.forecast.dealt import deal_out
 from deepspeed_cad.forecast.exchanges import (
     end_of_passes,
     flows_of,
@@ -35,6 +34,7 @@ from deepspeed_cad.forecast.non_attention_seconds import before_attention
 from deepspeed_cad.forecast.schedule import compose, non_attention
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.step import Foreseen, Seconds
+from deepspeed_cad.forecast.steps import deal_out
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.planner import make_plan
@@ -54,8 +54,8 @@ RECOMPUTED = 1.4
 """How often a layer's exchanges run where the recompute repeats them, beside forward and backward: two fifths more."""
 
 
-def in_place(setting: Setting, step: Sequence[Layout]) -> Foreseen:
-    """See the module; with pipelines where the setting has stages."""
+def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> Foreseen:
+    """See the module; with pipelines where the setting has stages. `variant`: what tables call it beside its name."""
     step = deal_out(setting, step)
     stages, most = setting.pipeline, float(max(layout.tokens.max() for layout in step))
     rounds = Rounds(stages, len(step))
@@ -80,6 +80,7 @@ def in_place(setting: Setting, step: Sequence[Layout]) -> Foreseen:
         float(sum(layout.tokens.sum() for layout in step)),
         moved * (setting.layers * again / (stages * setting.seats)),
         peak=peak + state_bytes(setting, setting.seats),
+        variant=variant,
     )
 
 

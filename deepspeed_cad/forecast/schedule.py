@@ -6,6 +6,7 @@ up for each other; ZeRO-2, ZeRO-3 and FSDP meet in every micro-batch; pipeline s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from deepspeed_cad.forecast.attention_seconds import Both, Floats
 from deepspeed_cad.forecast.bytes_held import state_bytes
 from deepspeed_cad.forecast.compared import RUNS
 from deepspeed_cad.forecast.non_attention_seconds import optimizer_seconds
-from deepspeed_cad.forecast.one_forward_one_backward import one_forward_one_backward
 from deepspeed_cad.forecast.setting import Setting, seat_shape
 from deepspeed_cad.forecast.step import Foreseen, Seconds
 from deepspeed_cad.planner.plan import HeadShape
@@ -118,6 +118,37 @@ def finish(
     mean = Seconds(*(float(part.sum(0).mean()) for part in parts))
     trained = float(tokens.sum()) * setting.seats / tokens.shape[1]
     return compose(setting, mode, float(ran), mean, len(tokens), trained, moved, **figures)
+
+
+def one_forward_one_backward(forward: Floats, backward: Floats, stages: int, last: Floats | float = 0.0) -> Floats:
+    """[pipelines]: seconds of a step; `forward` and `backward` are [micro-batches, pipelines], of one stage.
+
+    A stage runs forwards until the pipeline is full, then one backward and one forward in turn (1F1B). `last`: what the
+    last stage does before each backward: head and loss. CAD's stages share attention and run in lockstep rounds.
+    """
+    count, backwards = len(forward), [backward] * (stages - 1) + [backward + last]
+    done = np.full((2, stages, *forward.shape), np.nan)
+    free = np.zeros((stages, forward.shape[1]))
+    queues = []
+    for stage in range(stages):
+        early = min(stages - stage, count)
+        turns = ((1, m) if way else (0, early + m) for m in range(count) for way in (1, 0))
+        queues.append(deque([*((0, m) for m in range(early)), *(turn for turn in turns if turn[1] < count)]))
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                way, m = queue[0]
+                if way:
+                    before = done[0, stage, m] if stage == stages - 1 else done[1, stage + 1, m]
+                else:
+                    before = done[0, stage - 1, m] if stage else 0.0 * forward[m]
+                if np.isnan(before).any():
+                    break
+                free[stage] = done[way, stage, m] = (
+                    np.maximum(free[stage], before) + (backwards[stage] if way else forward)[m]
+                )
+                queue.popleft()
+    return np.asarray(free.max(0))
 
 
 def compose(

@@ -13,9 +13,8 @@ from typing import Literal, get_args
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.forecast.cluster import Cluster
 from deepspeed_cad.forecast.compared import Run
-from deepspeed_cad.forecast.machine import Machine
+from deepspeed_cad.forecast.machine import Cluster, Machine
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.non_attention_seconds import Work, work_per_token
 from deepspeed_cad.layout import Ints

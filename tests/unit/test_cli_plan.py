@@ -23,8 +23,8 @@ from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting
 from deepspeed_cad.forecast.compared import RUNS
-from deepspeed_cad.forecast.dealt import deal_out, lay
 from deepspeed_cad.forecast.model_shape import SHAPES
+from deepspeed_cad.forecast.steps import deal_out, lay
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.question import read_question
 

@@ -28,8 +28,7 @@ from deepspeed_cad.forecast.exchanges import end_of_passes, flows_of, read_other
 from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.non_attention_seconds import work_per_token
-from deepspeed_cad.forecast.one_forward_one_backward import one_forward_one_backward
-from deepspeed_cad.forecast.schedule import non_attention, weight_seconds
+from deepspeed_cad.forecast.schedule import non_attention, one_forward_one_backward, weight_seconds
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
@@ -245,8 +244,8 @@ def test_ulysses_shares_each_row_and_pays_for_it() -> None:
     assert found.seconds.exchange == pytest.approx(4 * MODEL.layers * 3 * each)
     assert found.peak < plain.peak, "a quarter of the tokens at a time"
     assert modes.ulysses(own, [UNEVEN], 4, joined=True).peak == pytest.approx(plain.peak)
-    assert modes.ulysses_degrees(own) == [2, 4]
-    assert modes.ulysses_degrees(setting(ranks=64, per_host=8)) == [2, 4, 8, 16, 32], "no more than query heads"
+    assert modes.degrees(own, "ulysses") == [2, 4]
+    assert modes.degrees(setting(ranks=64, per_host=8), "ulysses") == [2, 4, 8, 16, 32], "no more than query heads"
 
 
 def test_kept_attention_is_not_repeated() -> None:
@@ -280,7 +279,7 @@ def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
     assert kept.seconds.attention < shared.seconds.attention and kept.peak > shared.peak
     once = modes.packed(replace(own, checkpointing=False), [UNEVEN], 4)
     assert kept.seconds.exchange == pytest.approx(once.seconds.exchange), "keys are gathered again beside the recompute"
-    assert modes.packed_degrees(own, 40000, 16384) == [4] and modes.packed_degrees(own, 10**9, 16384) == [4]
+    assert modes.degrees(own, "packed", 40000, 16384) == [4] and modes.degrees(own, "packed", 10**9, 16384) == [4]
 
 
 # CAD
