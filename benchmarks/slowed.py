@@ -41,11 +41,10 @@ from deepspeed_cad.kernels.registry import KERNELS  # noqa: E402
 from deepspeed_cad.planner.finish import common_finish  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
 from deepspeed_cad.profiles.choice import expected_kernel  # noqa: E402
-from deepspeed_cad.profiles.measure import Call, Sizes, time_call  # noqa: E402
+from deepspeed_cad.profiles.measure import Call, time_call  # noqa: E402
 
 READY = "runs beside"
 REPEATS = 3
-_SIZES = Sizes(0, (), (), (), 0, repeats=REPEATS, budget=10.0, mixes=0)
 COLUMNS = ("run", "slowed GPU", "speeds as measured", "step s", "allowed s", "allowed ÷ step")
 
 
@@ -127,7 +126,7 @@ def measure_alone(
     backend = next(one for one in KERNELS if one.name == expected_kernel(kernel, device))
     meet()
     call = Call("one document", np.array([0]), np.array([longest]), groups)
-    attention = time_call(backend, device, shape, call, _SIZES).seconds
+    attention = time_call(backend, device, shape, call, REPEATS, 10.0).seconds
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return {"linear_s": float(np.median(seconds[1:])), "attention_s": attention}

@@ -13,7 +13,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.profiles.choice import GENERIC_GPU
-from deepspeed_cad.profiles.timed import in_seconds
+from deepspeed_cad.profiles.speed import in_seconds
 
 
 def share_cost(config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, exchanges: bool) -> Profile:

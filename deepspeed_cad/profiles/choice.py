@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_cad.cost import CostModel
 from deepspeed_cad.kernels.interface import KernelNeed
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
@@ -77,10 +76,3 @@ def choose_profile(configured: str, device: torch.device, kernel: str = "auto") 
                 logger.info("attention costs what %s says (%s)", path, profile.name)
                 return profile
     return GENERIC_GPU if device.type == "cuda" else PAIRS
-
-
-def choose_cost(
-    configured: str, device: torch.device, shape: HeadShape = USUAL_SHAPE, kernel: str = "auto"
-) -> CostModel:
-    """The cost model for layers of one head shape; see `choose_profile`."""
-    return choose_profile(configured, device, kernel).cost_for(shape)

@@ -28,11 +28,6 @@ class Fit:
     errors: Floats
     """Predicted over measured, minus 1."""
 
-    @property
-    def worst_error(self) -> float:
-        """The largest of the absolute relative errors."""
-        return float(np.abs(self.errors).max())
-
 
 def fit_cost(counts: Floats, seconds: Floats, weights: Floats | None = None) -> Fit:
     """Least squares on relative errors, no coefficient below zero.

@@ -157,7 +157,7 @@ def measure_calls(
         rounds.append([])
         for call in listed:
             tell(f"attention call {number * len(listed) + len(rounds[-1]) + 1} of {sizes.rounds * len(listed)}")
-            rounds[-1].append(time_call(kernel, device, shape, call, sizes))
+            rounds[-1].append(time_call(kernel, device, shape, call, sizes.repeats, sizes.budget))
     return least(*rounds)
 
 
@@ -185,8 +185,10 @@ def predict(call: Call, fit: Fit) -> float:
     return float(cost.of(call.begin, call.end).sum()) * call.groups
 
 
-def time_call(kernel: Kernel, device: torch.device, shape: HeadShape, call: Call, sizes: Sizes) -> Measured:
-    """Seconds of one call, forward and backward; of `sizes` the repeats and the budget count."""
+def time_call(
+    kernel: Kernel, device: torch.device, shape: HeadShape, call: Call, repeats: int, budget: float
+) -> Measured:
+    """Seconds of one call, forward and backward; `budget`: seconds for the repeats, at most."""
     host_q = np.concatenate([[0], np.cumsum(call.end - call.begin)]).astype(np.int32)
     host_k = np.concatenate([[0], np.cumsum(call.end)]).astype(np.int32)
     cu_q, cu_k = (torch.from_numpy(edges).to(device) for edges in (host_q, host_k))
@@ -200,20 +202,20 @@ def time_call(kernel: Kernel, device: torch.device, shape: HeadShape, call: Call
     v_KGV = torch.randn(keys, call.groups, shape.value_dim, device=device, dtype=dtype)
     rule = MaskRule(shape.head_dim**-0.5)
     o_QHV, lse_QH = kernel.forward(q_QHD, k_KGD, v_KGV, sequences, rule)
-    return Measured(
-        call,
-        _seconds(lambda: kernel.forward(q_QHD, k_KGD, v_KGV, sequences, rule), device, sizes),
-        _seconds(lambda: kernel.backward(do_QHV, q_QHD, k_KGD, v_KGV, o_QHV, lse_QH, sequences, rule), device, sizes),
+    runs = (
+        lambda: kernel.forward(q_QHD, k_KGD, v_KGV, sequences, rule),
+        lambda: kernel.backward(do_QHV, q_QHD, k_KGD, v_KGV, o_QHV, lse_QH, sequences, rule),
     )
+    return Measured(call, *(_seconds(run, device, repeats, budget) for run in runs))
 
 
-def _seconds(run: Callable[[], object], device: torch.device, sizes: Sizes) -> float:
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int, budget: float) -> float:
     """Median seconds of one call on a GPU; on a CPU the least, because other processes only ever slow it down."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         _once(run, device)  # compiles, allocates, warms up
     first = _once(run, device)
-    repeats = int(min(sizes.repeats, max(2 * on_gpu, sizes.budget / max(first, 1e-9))))
+    repeats = int(min(repeats, max(2 * on_gpu, budget / max(first, 1e-9))))
     times = sorted([first, *(_once(run, device) for _ in range(repeats))])
     return times[len(times) // 2] if on_gpu else times[0]
 

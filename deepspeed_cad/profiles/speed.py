@@ -1,8 +1,9 @@
-"""How fast each rank runs attention: one fixed call that all ranks time at once at the start.
+"""One attention call, timed at the start: how fast each rank runs attention, and ratios made into seconds.
 
-In: the key "speeds". Out: a speed for every rank, the same on all of them, by which the planner divides costs: at 0.5 a
-rank takes twice the seconds that they say. Only attention is meant: how long a trainer takes for all else is measured
-while it trains (feedback/non_attention.py), in seconds of that trainer, so nothing counts twice.
+In: the key "speeds", or a profile of which only ratios are known. Out: a speed for every rank, the same on all of them,
+by which the planner divides costs: at 0.5 a rank takes twice the seconds that they say; or the profile in seconds, so
+that plans can weigh attention against transfers. Only attention is meant: how long a trainer takes for all else is
+measured while it trains (feedback/non_attention.py), in seconds of that trainer, so nothing counts twice.
 """
 
 from __future__ import annotations
@@ -14,25 +15,24 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from deepspeed_cad.cost import CostModel
+from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.kernels.registry import KERNELS
 from deepspeed_cad.planner.plan import Floats, HeadShape
-from deepspeed_cad.profiles.choice import USUAL_SHAPE, expected_kernel
-from deepspeed_cad.profiles.measure import Call, Sizes, time_call
+from deepspeed_cad.profiles.choice import USUAL_SHAPE, expected_kernel, machine_name
+from deepspeed_cad.profiles.measure import Call, time_call
 from deepspeed_cad.profiles.profile import Profile
 
 logger = logging.getLogger("deepspeed_cad")
 
 TOKENS = {"cuda": 65536, "cpu": 512}
-"""Of the document that is timed: long enough that kernels run at their speed, and on a GPU longer than the slices of
-time in which another process has it. Beside matrix products 16384 tokens (4 ms) took 1.86 times as long as alone, and
-the attention of a layer, 0.8 s, took 2.2 times (two H200, commit a67af12)."""
-GROUPS = {"cuda": 1, "cpu": 1}
-"""Head groups: some hundred MB on a GPU, beside a model that is there already."""
-_SIZES = {
-    "cuda": Sizes(0, (), (), (), 0, repeats=60, budget=0.4, mixes=0),
-    "cpu": Sizes(0, (), (), (), 0, repeats=5, budget=0.2, mixes=0),
-}
+"""Of the document that is timed for speeds: long enough that kernels run at their speed, and on a GPU longer than the
+slices of time in which another process has it. Beside matrix products 16384 tokens (4 ms) took 1.86 times as long as
+alone, and the attention of a layer, 0.8 s, took 2.2 times (two H200, commit a67af12)."""
+REPEATS, BUDGET = {"cuda": 60, "cpu": 5}, {"cuda": 0.4, "cpu": 0.2}
 """On a GPU long enough for its clock to settle: in all about a second."""
+FEW_TOKENS = {"cuda": 8192, "cpu": 512}
+"""Of the document that is timed for ratios: far below a second in all."""
 FAILED = 0
 """In place of nanoseconds, where the kernel does not run."""
 Gather = Callable[[int], Sequence[int]]
@@ -68,7 +68,7 @@ def find_speeds(
         )
         return None
     # All at once: GPUs of one host share power and cooling, and they do so while training.
-    took = np.array(gather(_time(device, kernel)), np.float64) / 1e9
+    took = np.array(gather(_nanoseconds(device, kernel)), np.float64) / 1e9
     failed = np.flatnonzero(took <= FAILED)
     if len(failed):
         logger.warning(
@@ -80,8 +80,7 @@ def find_speeds(
     # tasks with each other.
     expected = float(took[0])
     if cost is not None and cost.unit == "seconds":
-        one = cost.cost_for(call_shape(device)).of([0], [TOKENS[device.type]])
-        expected = float(one.sum()) * GROUPS[device.type]
+        expected = float(cost.cost_for(call_shape(device)).of(0, TOKENS[device.type]))
     return expected / took
 
 
@@ -90,22 +89,52 @@ def in_words(speeds: Floats | None) -> str:
     return "" if speeds is None else f"speeds {' '.join(f'{speed:.3g}' for speed in speeds)}, "
 
 
+def in_seconds(ratios: Profile, device: torch.device, kernel: str) -> Profile:
+    """The profile in seconds of this machine; unchanged, with a line in the log, where its kernel does not run.
+
+    It is rough: a profile that `deepspeed-cad profile` wrote knows rows, keys and short tasks too.
+    """
+    entry, tokens = ratios.entries[0], FEW_TOKENS[device.type]
+    try:
+        seconds = _time(device, kernel, tokens, repeats=3, budget=0.1)
+    except (RuntimeError, ValueError, TypeError, ImportError, CADConfigError) as error:
+        logger.warning("attention was not timed, so its costs stay ratios: %s", error)
+        return ratios
+    scale = seconds / float(CostModel("", "pairs", entry.pair, entry.row, entry.key, entry.task).of(0, tokens))
+    return replace(
+        ratios,
+        machine=machine_name(device),
+        kernel=f"{expected_kernel(kernel, device)}, timed at start",
+        entries=tuple(
+            replace(one, pair=one.pair * scale, row=one.row * scale, key=one.key * scale, task=one.task * scale)
+            for one in ratios.entries
+        ),
+        unit="seconds",
+        source=f"{ratios.machine}: ratios; {seconds * 1e3:.3g} ms for {tokens} tokens of one head group",
+    )
+
+
 def call_shape(device: torch.device) -> HeadShape:
-    """Heads of the call that is timed."""
-    groups = GROUPS[device.type]
-    shape = replace(USUAL_SHAPE, query_heads=USUAL_SHAPE.heads_per_group * groups, groups=groups)
+    """Heads of the call that is timed: one group, some hundred MB on a GPU beside a model that is there already."""
+    shape = replace(USUAL_SHAPE, query_heads=USUAL_SHAPE.heads_per_group, groups=1)
     return replace(shape, bytes_per_element=4) if device.type == "cpu" else shape
 
 
-def _time(device: torch.device, kernel: str) -> int:
-    """Nanoseconds of the call, forward and backward; FAILED where it does not run."""
-    name = expected_kernel(kernel, device)
-    call = Call("at the start", np.array([0]), np.array([TOKENS[device.type]]), GROUPS[device.type])
+def _nanoseconds(device: torch.device, kernel: str) -> int:
+    """Of the call for speeds; FAILED where it does not run."""
+    kind = device.type
     try:
-        backend = next((one for one in KERNELS if one.name == name), None)
-        if backend is None:
-            raise RuntimeError(f"there is no kernel {name}")
-        return round(time_call(backend, device, call_shape(device), call, _SIZES[device.type]).seconds * 1e9)
+        return round(_time(device, kernel, TOKENS[kind], REPEATS[kind], BUDGET[kind]) * 1e9)
     except Exception as error:  # whatever a kernel raises: the other ranks wait for this one's number
         logger.warning("attention was not timed: %s", error)
         return FAILED
+
+
+def _time(device: torch.device, kernel: str, tokens: int, repeats: int, budget: float) -> float:
+    """Seconds of a document, forward and backward."""
+    name = expected_kernel(kernel, device)
+    backend = next((one for one in KERNELS if one.name == name), None)
+    if backend is None:
+        raise CADConfigError(f"there is no kernel {name}")
+    call = Call("at the start", np.array([0]), np.array([tokens]), 1)
+    return time_call(backend, device, call_shape(device), call, repeats, budget).seconds
