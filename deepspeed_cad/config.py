@@ -258,7 +258,6 @@ def _check_servers(servers: Any) -> None:
 
 
 def _refuse_combinations(config: CADConfig) -> None:
-    """Values that do not go together."""
     if config.on_server_failure == "continue":
         if config.servers == "all":
             reason = 'With "servers": "all" every rank trains, and none can be done without.'
@@ -282,7 +281,6 @@ def _refuse_combinations(config: CADConfig) -> None:
 
 
 def _check_links(config: CADConfig) -> None:
-    """ "measure", or both speeds."""
     links = config.links
     allowed = '"measure", or an object with the keys "inside" and "between" in GB/s'
     if links == "measure":

@@ -81,7 +81,6 @@ class LocalSegments:
 
     @staticmethod
     def from_array(columns: Ints, tokens: int) -> LocalSegments:
-        """The inverse of `to_array`."""
         return LocalSegments(columns[:, 0], columns[:, 1], columns[:, 2], tokens)
 
     @staticmethod
@@ -98,7 +97,6 @@ class LocalSegments:
         return found
 
     def same_as(self, other: LocalSegments) -> bool:
-        """Whether both describe the same rows."""
         return self.tokens == other.tokens and np.array_equal(self.to_array(), other.to_array())
 
 
@@ -160,7 +158,6 @@ class Layout:
         return int(self.segments.document.max()) + 1 if len(self.segments) else 0
 
     def local(self, rank: int) -> LocalSegments:
-        """What lies on one rank."""
         own = self.segments.select(self.segments.rank == rank)
         return LocalSegments(own.begin, own.end, own.offset, int(self.tokens[rank]))
 

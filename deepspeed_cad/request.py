@@ -19,8 +19,6 @@ VARIABLE = "DEEPSPEED_CAD_CONFIG"
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, and the words for who asked."""
-
     config: CADConfig
     asked_by: str
     split: dict[str, Any] | None = None

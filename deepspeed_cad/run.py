@@ -27,7 +27,6 @@ logger = logging.getLogger("deepspeed_cad")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     add_source(parser)
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # given by DeepSpeed's launcher
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Where the "cad" block comes from."""
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--cad", metavar="JSON", help='the "cad" block, such as \'{"tolerance": 0.05}\'')
     source.add_argument("--cad_config", "--cad-config", metavar="FILE", help="a JSON file with the block in it")

@@ -20,7 +20,6 @@ _COMMAND = "accelerate-cad launch"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; a mistake of the user is one line on stderr and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if words[:1] in (["-h"], ["--help"]):

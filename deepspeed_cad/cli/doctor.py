@@ -33,8 +33,6 @@ _WIDTH = 16
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, by what they are about."""
-
     packages: list[Finding]
     native: Finding
     kernels: list[Finding]
@@ -56,7 +54,6 @@ class Report:
         return [found for found in every if not found.ok and found.remedy]
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return {
             "deepspeed_cad": __version__,
             "python": platform.python_version(),
@@ -89,12 +86,10 @@ def examine() -> Report:
 
 
 def summary_line() -> str:
-    """The last line of the report, for `ds_report`."""
     return _summarise(examine())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of this subcommand."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE",

@@ -32,7 +32,6 @@ TASKS = [  # document, query rows, head groups, server: rows 24 to 40 of group 1
 
 
 def main(name: str, rank: int, store: str) -> None:
-    """Raises where anything is wrong."""
     on_gpus = torch.cuda.device_count() >= RANKS
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:

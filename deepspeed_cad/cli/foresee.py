@@ -170,7 +170,6 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def read_machine(args: argparse.Namespace) -> Machine:
-    """The machine with the links and the memory that options give it."""
     machine = Machine.load(args.machine)
     machine = machine.with_links(_speed(args.link_inside, "inside"), _speed(args.link_between, "between"))
     if args.memory is None:
@@ -259,7 +258,6 @@ def make_cluster(given: str | None, ranks: int, machine: Machine) -> Cluster:
 
 
 def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
-    """Modes to foresee, and how many servers to reserve (None: what is best)."""
     names = list(MODES) if args.modes is None else [name.strip() for name in args.modes.split(",")]
     unknown = [name for name in names if name not in MODES]
     if unknown:
@@ -377,7 +375,6 @@ def draw(
 
 
 def _speed(given: float | None, where: str) -> float | None:
-    """Bytes a second of an option in GB/s."""
     if given is None:
         return None
     if not 0 < given < float("inf"):

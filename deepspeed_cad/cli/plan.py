@@ -35,7 +35,6 @@ _EPILOG = "\n".join(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -120,7 +119,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run; returns the exit code."""
     if len(args.input) == 1 and Path(args.input[0]).suffix == ".json":
         fields = _question(Path(args.input[0]), args.field)
         if fields is not None:

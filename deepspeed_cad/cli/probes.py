@@ -41,8 +41,6 @@ print(hasattr(deepspeed.initialize, "__wrapped__"))
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was tried."""
-
     name: str
     ok: bool
     detail: str
@@ -72,7 +70,6 @@ def try_packages() -> list[Finding]:
 
 
 def try_native() -> Finding:
-    """Loads the compiled library."""
     from deepspeed_cad import native
 
     if reason := native.why_missing():

@@ -36,7 +36,6 @@ ATTEMPTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("--output", type=Path, help="the file to write (default: ~/.cache/deepspeed_cad/profile.json)")
     parser.add_argument("--kernel", default="auto", help='as in the cad block (default: "auto")')
     parser.add_argument("--transport", default="auto", help='as in the cad block (default: "auto")')
@@ -85,7 +84,6 @@ def _measure(args: argparse.Namespace, sizes: tuple[int, int, int, int], progres
 
 
 def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
-    """Query heads, KV heads and sizes."""
     CADConfig(kernel=args.kernel, transport=args.transport)
     value_dim = args.head_dim if args.value_dim is None else args.value_dim
     for name, value in (

@@ -31,7 +31,6 @@ class Progress:
         self._thread = threading.Thread(target=self._say, name="deepspeed_cad progress", daemon=True)
 
     def tell(self, text: str) -> None:
-        """What begins now."""
         self._text = text
 
     def __enter__(self) -> Progress:

@@ -14,7 +14,6 @@ from deepspeed_cad.version import __version__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     parser.add_argument(
         "--rendezvous", required=True, metavar="HOST:PORT", help="MASTER_ADDR:MASTER_PORT of the training"
     )

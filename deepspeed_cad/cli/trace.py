@@ -21,7 +21,6 @@ from deepspeed_cad.trace.idle import find_idle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `trace`."""
     parser.add_argument("--steps", type=int, default=3, help="micro-batches to record, after two that warm up")
     parser.add_argument("--output", type=Path, default=Path("trace.json"), help="the file to write")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that starts the run")

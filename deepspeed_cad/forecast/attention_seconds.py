@@ -34,7 +34,6 @@ class Both:
 
     @property
     def total(self) -> Floats:
-        """Forward and backward."""
         return self.forward + self.backward
 
     def summed(self, by: Ints, count: int) -> Both:

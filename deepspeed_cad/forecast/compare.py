@@ -59,14 +59,11 @@ ForFewer = Callable[[int], Sequence[modes.Step]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What every mode would do."""
-
     found: tuple[Foreseen, ...]
     left_out: dict[str, str]
     """By mode: why it cannot run here."""
 
     def of(self, mode: str) -> Foreseen | None:
-        """A mode, where it was foreseen."""
         return next((one for one in self.found if one.mode == mode), None)
 
     @property
@@ -82,7 +79,6 @@ class Comparison:
         return found.tokens_per_second / like.tokens_per_second if like else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers, with the recommendation."""
         taken = choose(self)
         return {
             "modes": [one.to_json() | {"balance": self.balance(one)} for one in self.found],
@@ -227,7 +223,6 @@ def _reason(comparison: Comparison, best: Foreseen) -> str:
 
 
 def _where(found: Foreseen) -> str:
-    """Words for what its GPUs are idle in."""
     parts = ("waiting", "exchange", "collectives")
     return ", ".join(f"{part} {getattr(found.seconds, part) / found.seconds.total:.1%}" for part in parts)
 

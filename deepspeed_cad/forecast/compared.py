@@ -13,8 +13,6 @@ PATH = Path(__file__).parent / "compared.json"
 
 
 class Run(NamedTuple):
-    """A kind of run that was compared."""
-
     machine: str
     mode: str
     ranks: int

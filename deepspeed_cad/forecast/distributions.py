@@ -13,8 +13,6 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Distribution:
-    """Document lengths in tokens."""
-
     says: str
     quantiles: tuple[tuple[float, int], ...]
     """(share of documents, length that this share does not exceed), ascending, from 0.0 to 1.0."""

@@ -68,7 +68,6 @@ def _seconds(parts: list[Part], layers: int, way: str, first: float) -> float:
             home[number] = max(home[number], float(free.max(initial=0.0))) + back / waves
 
     def attend(number: int) -> Floats:
-        """Trainers run their tasks of a part."""
         done = now + own[number]
         home[number] = max(home[number], float(done.max()))
         return done

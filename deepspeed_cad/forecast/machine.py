@@ -143,8 +143,6 @@ def _check_keys(path: Path, content: Any, expected: set[str], allowed: set[str],
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs, hosts and links."""
-
     ranks: int
     per_host: int
     """GPUs that share the fast links; of the smallest host where they differ."""

@@ -25,7 +25,6 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All weights: layers, embedding and head."""
         return self.layers * self.layer_parameters + 2 * self.hidden * self.vocabulary
 
     @property

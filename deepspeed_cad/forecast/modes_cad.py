@@ -100,7 +100,6 @@ def _ticks(rounds: Rounds, step: Sequence[Layout]) -> Iterator[Layout]:
 
 
 def _side_by_side(layouts: list[Layout]) -> Layout:
-    """One layout of the ranks of all."""
     columns, documents, ranks = [], 0, 0
     for layout in layouts:
         own = layout.segments
@@ -328,5 +327,4 @@ def _task_seconds(setting: Setting, tasks: Ints, ranks: int) -> Both:
 
 
 def _latency(setting: Setting) -> float:
-    """Seconds of a micro-batch's exchanges beyond their bytes."""
     return 2 * EXCHANGES * setting.layers * setting.machine.latency

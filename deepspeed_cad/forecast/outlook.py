@@ -19,8 +19,6 @@ from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
 
 @dataclass(frozen=True)
 class StepOutlook:
-    """One step of all ranks."""
-
     imbalance_before: float
     imbalance: float
     moved_bytes: int

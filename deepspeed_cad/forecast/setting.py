@@ -27,8 +27,6 @@ Loss = Literal["chunked", "whole"]
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything but the documents and the mode."""
-
     model: ModelShape
     cluster: Cluster
     cost: CostModel
@@ -89,7 +87,6 @@ class Setting:
 
     @property
     def machine(self) -> Machine:
-        """GPU and links."""
         return self.cluster.machine
 
     def kind_of_run(self, mode: str) -> Run:
@@ -109,7 +106,6 @@ class Setting:
 
     @property
     def layers(self) -> int:
-        """Layers of one pipeline stage."""
         return self.model.layers // self.pipeline
 
     @property

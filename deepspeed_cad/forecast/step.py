@@ -22,8 +22,6 @@ def needed_bytes(peak: float) -> float:
 
 
 class Seconds(NamedTuple):
-    """Where the seconds of a step go, on the mean rank."""
-
     non_attention: float = 0.0
     """Everything of the model but core attention, recompute included."""
     attention: float = 0.0
@@ -37,14 +35,11 @@ class Seconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What a mode does with a step, a mean over steps."""
-
     mode: str
     seconds: Seconds
     tokens: float
@@ -77,7 +72,6 @@ class Foreseen:
 
     @property
     def tokens_per_second(self) -> float:
-        """Per GPU."""
         return self.tokens / self.ranks / self.seconds.total
 
     @property
@@ -93,11 +87,9 @@ class Foreseen:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank has the memory."""
         return self.needed <= self.capacity
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with what is derived."""
         return asdict(self) | {
             "seconds": self.seconds._asdict(),
             "step_seconds": self.seconds.total,

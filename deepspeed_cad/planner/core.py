@@ -32,8 +32,6 @@ class Units(IntEnum):
 
 @dataclass(frozen=True)
 class Aim:
-    """What a plan shall reach."""
-
     tolerance: float
     """How far ranks of one pool may end from their mean, as a share of it."""
     units: Units = Units.NONE

@@ -36,7 +36,6 @@ class HeadShape:
 
     @property
     def heads_per_group(self) -> int:
-        """Query heads that share one KV head."""
         return self.query_heads // self.groups
 
     @property
@@ -137,17 +136,14 @@ class Flows:
 
     @cached_property
     def sent(self) -> Ints:
-        """[ranks]: bytes that leave each rank."""
         return self.bytes[[QKV_SENT, O_SENT]].sum((0, 1))
 
     @cached_property
     def received(self) -> Ints:
-        """[ranks]: bytes that reach each rank."""
         return self.bytes[[QKV_RECEIVED, O_RECEIVED]].sum((0, 1))
 
     @cached_property
     def between(self) -> int:
-        """Bytes between hosts, of all ranks."""
         return int(self.bytes[[QKV_SENT, O_SENT], BETWEEN].sum())
 
 
@@ -194,7 +190,6 @@ class Plan:
         return int.from_bytes(digest, "little") >> 1
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers."""
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "flows"}
         return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
 

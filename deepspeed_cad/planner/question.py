@@ -51,8 +51,6 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Question:
-    """A question and how its documents are numbered."""
-
     problem: PlanInput
     number: list[int]
     """For each document of the tick: its place in the input."""

@@ -34,10 +34,7 @@ def hide_transfers(problem: PlanInput, even: Solution) -> tuple[Solution, tuple[
 
 
 class Search:
-    """The best plan so far, and how it was found."""
-
     def __init__(self, problem: PlanInput, even: Solution) -> None:
-        """Begins with a plan within the tolerance."""
         self.problem = problem
         self.even = self.best = even
         self.finish = self.slowest(even)

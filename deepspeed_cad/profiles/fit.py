@@ -17,8 +17,6 @@ from deepspeed_cad.planner.plan import Floats
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """Coefficients and how well they predict."""
-
     pair: float
     row: float
     key: float

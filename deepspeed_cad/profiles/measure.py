@@ -42,28 +42,22 @@ class Call:
 
     @property
     def is_documents(self) -> bool:
-        """Whether every sequence is a whole document."""
         return not self.begin.any()
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A call and its seconds."""
-
     call: Call
     forward: float
     backward: float
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
-
     tokens: int
     """Query rows of a call with whole documents."""
     documents: tuple[int, ...]
@@ -98,7 +92,6 @@ CPU_QUICK = replace(
 
 
 def sizes_for(device: torch.device, quick: bool) -> Sizes:
-    """What to measure on a device."""
     if device.type == "cuda":
         return GPU_QUICK if quick else GPU
     return CPU_QUICK if quick else CPU

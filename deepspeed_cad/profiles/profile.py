@@ -43,8 +43,6 @@ class ShapeCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """What attention and links cost on a machine."""
-
     machine: str
     """Name of the GPU as torch gives it, or of the CPU."""
     kernel: str

@@ -18,8 +18,6 @@ REASON = 200
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """A session as it is now."""
-
     rank: int
     trainers: int
     shares: int

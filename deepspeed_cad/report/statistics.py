@@ -91,7 +91,6 @@ class Statistics:
         return now
 
     def since(self, earlier: Statistics) -> Statistics:
-        """What was added after `earlier`."""
         names = {one.name for one in fields(self) if not one.name.startswith("_")} - _NOT_SUMS
         now = {name: getattr(self, name) for name in _NOT_SUMS}
         sums: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in names - _LOADS}

@@ -11,7 +11,6 @@ from deepspeed_cad.config import CADConfig
 
 
 def unused_keys(config: CADConfig) -> list[str]:
-    """Of any session."""
     lines = []
     if not config.trainers_serve and config.servers == "all":
         lines.append(

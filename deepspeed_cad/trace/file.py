@@ -72,7 +72,6 @@ def to_events(rank: int, spans: list[Span], serves: bool = False) -> list[dict[s
 
 
 def name_rank(rank: int, serves: bool) -> str:
-    """What the row of a rank is called."""
     return f"server {rank}" if serves else f"rank {rank}"
 
 
@@ -112,7 +111,6 @@ def _gap(one: Span, following: Span) -> tuple[str, int | None]:
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """Where a rank writes its part."""
     return path.with_name(f"{path.name}.rank{rank}")
 
 

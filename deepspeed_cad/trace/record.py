@@ -235,7 +235,6 @@ class _TracedWait:
         self._inner, self._span, self._tracer = inner, span, tracer
 
     def wait(self) -> Any:
-        """See Dispatched and Returned."""
         found = self._inner.wait()
         if self._span.end is None:
             self._span.end = self._tracer._now()

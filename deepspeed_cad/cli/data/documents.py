@@ -43,8 +43,6 @@ REMEDY = 'pip install "deepspeed_cad[plan]"'
 
 @dataclass(frozen=True)
 class Source:
-    """One part of the input: files of one kind, or a folder."""
-
     where: str
     data: Callable[[], Any]
     """Gives what `datasets` makes of it: rows, one after the other."""
