@@ -12,10 +12,11 @@ import numpy as np
 
 from deepspeed_cad.forecast.attention_seconds import Both, Floats
 from deepspeed_cad.forecast.machine import Machine
-from deepspeed_cad.layout import Ints, Segments
-from deepspeed_cad.planner.constants import IN_PLACE, WAVE_SECONDS
+from deepspeed_cad.layout import Ints, Segments, Tick
+from deepspeed_cad.planner.constants import WAVE_SECONDS
 from deepspeed_cad.planner.finish import end_of_pass, find_trips
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Bools, Flows, Plan
+from deepspeed_cad.schedule import build_slices
 
 
 def moved_bytes(flows: Flows) -> Floats:
@@ -40,10 +41,10 @@ def trip_seconds(machine: Machine, flows: Flows) -> tuple[tuple[float, float], t
     return (longest(there, left), longest(there + back, left + home)), (longest(back, home), longest(there, left))
 
 
-def flows_of(plan: Plan, rows: Segments) -> Flows:
+def flows_of(plan: Plan, tick: Tick) -> Flows:
     """What a plan moves, and what lies side by side at servers as schedules put it there."""
     assert plan.flows is not None, "plans that the planner made have flows"
-    return replace(plan.flows, served=_served(plan.tasks[read_others(plan.tasks, rows)], rows, plan.load.size))
+    return replace(plan.flows, served=build_slices(tick, plan.tasks).served_rows.T)
 
 
 def read_others(tasks: Ints, rows: Segments) -> Bools:
@@ -55,25 +56,6 @@ def read_others(tasks: Ints, rows: Segments) -> Bools:
     moved = own.rank != own.rank[np.searchsorted(own.document, own.document)]
     np.minimum.at(held, own.document[moved], own.begin[moved])
     return (tasks[:, 5] != own.rank[first]) | (tasks[:, 2] > held[tasks[:, 0]])
-
-
-def _served(tasks: Ints, rows: Segments, ranks: int) -> Ints:
-    """[2, ranks]: query and KV rows times head groups; see Flows.served."""
-    document, begin, end, first_group, last_group, server = tasks.T
-    own = rows.select(np.lexsort((rows.begin, rows.document)))
-    span = int(rows.end.max(initial=0)) + 1
-    home = np.searchsorted(own.document * span + own.begin, document * span + begin, "right") - 1
-    held = np.bincount(rows.rank, rows.end - rows.begin, minlength=ranks)
-    large = (end - begin) * IN_PLACE >= held[server]
-    stay = (own.rank[home] == server) & (end <= own.end[home]) & large
-    groups = last_group - first_group
-    queries = np.bincount(server, (end - begin) * groups * ~stay, minlength=ranks)
-    # Of tasks with the same document and head groups, the one that reads the most keys covers the others.
-    ordered = tasks[np.lexsort((end, last_group, first_group, server, document))]
-    last = np.ones(len(ordered), bool)
-    last[:-1] = (ordered[1:, [0, 3, 4, 5]] != ordered[:-1, [0, 3, 4, 5]]).any(1)
-    keys = ordered[last]
-    return np.stack([queries, np.bincount(keys[:, 5], keys[:, 2] * (keys[:, 4] - keys[:, 3]), minlength=ranks)])
 
 
 def end_of_passes(

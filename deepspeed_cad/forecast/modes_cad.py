@@ -113,7 +113,7 @@ def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
     hosts, ranks, layers = setting.all_hosts, layout.ranks, setting.layers
     plan = setting.made.get(id(layout)) or plan_in_place(setting, layout)
-    flows = flows_of(plan, layout.segments)
+    flows = flows_of(plan, layout.tick())
     again = setting.checkpointing and setting.recompute_attention
     alone = _task_seconds(setting, plan.tasks, ranks)
     waiting = _task_seconds(setting, plan.tasks[read_others(plan.tasks, layout.segments)], ranks)
@@ -255,7 +255,7 @@ def alternates(setting: Setting) -> bool:
 def _in_turn(setting: Setting, rows: Layout) -> _Met:
     """Servers wait while trainers run what is not attention, and trainers while servers attend."""
     plan = make_plan(question(setting, rows.tick()))
-    flows = flows_of(plan, rows.segments)
+    flows = flows_of(plan, rows.tick())
     work = _task_seconds(setting, plan.tasks, setting.seats).total
     sent, received, back, home = (flows.bytes[kind] for kind in (QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED))
     forward = np.maximum(received + home, sent + back)
@@ -285,7 +285,7 @@ def _alternate(setting: Setting, rows: Layout, trainers: int) -> _Met:
             turns = alternate(left, tick.query_tokens * per_row, np.ones(seats), servers_only)
             asked = replace(asked, alternation=turns, waves=WAVES_IN_TURN)
         plan = make_plan(asked)
-        flows.append(flows_of(plan, rows.segments))
+        flows.append(flows_of(plan, tick))
         work = _task_seconds(setting, plan.tasks, seats)
         attention += work.total
         tokens = tick.query_tokens[:trainers]

@@ -25,7 +25,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "pipeline.rounds": ("torch", *HOSTS, *RUNNING),
     "planner": ("torch.distributed", *HOSTS, *RUNNING),
     "schedule": ("torch", *HOSTS, *RUNNING),
-    "forecast": ("torch", "profiles", "schedule", "cli", *HOSTS, *RUNNING),
+    "forecast": ("torch", "profiles", "cli", *HOSTS, *RUNNING),
     "profiles": ("torch.distributed", *HOSTS, *RUNNING),
     "exchange": (*HOSTS, "attention", "ahead", "server", "session", "planner", "kernels", "engine", "integrations"),
     "kernels": ("torch.distributed", *HOSTS),

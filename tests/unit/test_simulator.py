@@ -132,7 +132,7 @@ def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
     own = setting()
     plan = plan_of(own, layout)
     (wave,) = schedule_waves(layout.tick(), plan.tasks, 0, own.shape.groups, None, Cut(1))
-    found, shape = flows_of(plan, layout.segments), own.shape
+    found, shape = flows_of(plan, layout.tick()), own.shape
     assert wave.served_rows.any() and (found.served[0] == wave.served_rows[:, 0]).all()
     # Ranges of head groups that overlap in part may be counted twice.
     assert found.served[1] == pytest.approx(wave.served_rows[:, 1], rel=0.05)
@@ -196,7 +196,7 @@ def test_ranks_are_done_when_the_planner_says(layout: Layout, rate: float, waves
     alone, waiting = (of_tasks(tasks, own.cost, 4) for tasks in (plan.tasks, plan.tasks[reads]))
     start = Both(np.zeros(4), np.zeros(4))
     links = 1 / np.array([rate, rate / 4])
-    found = end_of_passes(flows_of(plan, layout.segments), own.hosts, alone, waiting, start, links, waves)
+    found = end_of_passes(flows_of(plan, layout.tick()), own.hosts, alone, waiting, start, links, waves)
     assert found.total.max() == pytest.approx(plan.finish.max(), rel=0.1)
 
 
