@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
@@ -208,13 +209,7 @@ class CADConfig:
     @classmethod
     def load(cls, path: "str | os.PathLike[str]") -> "CADConfig":
         """Reads a JSON file that holds the block itself, or a DeepSpeed JSON with a "cad" block in it."""
-        try:
-            with open(path, encoding="utf-8") as file:
-                content = json.load(file)
-        except OSError as error:
-            raise CADConfigError(f"cannot read the CAD config {os.fspath(path)!r}: {error.strerror}") from error
-        except ValueError as error:
-            raise CADConfigError(f"the CAD config {os.fspath(path)!r} is not valid JSON: {error}") from error
+        content = read_json(path, f"the CAD config {os.fspath(path)!r}")
         if isinstance(content, dict) and "cad" in content:
             content = content["cad"]
         return cls.from_dict(content)
@@ -302,6 +297,16 @@ def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: A
     value = getattr(config, key)
     if not is_number(value) or (kind is int and not isinstance(value, int)) or not fits(value):
         raise _bad(key, value, allowed)
+
+
+def read_json(path: "str | os.PathLike[str]", what: str, remedy: str = "") -> Any:
+    """What a JSON file holds. Raises CADConfigError, which begins with `what` it is, where it cannot be read."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CADConfigError(f"{what} cannot be read: {error.strerror}{remedy}") from error
+    except ValueError as error:
+        raise CADConfigError(f"{what} is not JSON: {error}{remedy}") from error
 
 
 def is_number(value: Any) -> bool:

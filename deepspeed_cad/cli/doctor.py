@@ -9,22 +9,15 @@ import json
 import logging
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from deepspeed_cad.cli.probes import (
-    CORE_PACKAGES,
-    Finding,
-    try_autoload,
-    try_devices,
-    try_kernels,
-    try_native,
-    try_packages,
-    try_transports,
-)
+from deepspeed_cad.cli import probes
+from deepspeed_cad.cli.probes import CORE_PACKAGES, Finding
 from deepspeed_cad.cli.progress import Progress
 from deepspeed_cad.cli.trace import say_idle
+from deepspeed_cad.config import read_json
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.version import __version__
 
@@ -43,9 +36,8 @@ class Report:
     @property
     def core_works(self) -> bool:
         """Whether CAD can train here at all."""
-        packages = all(found.ok for found in self.packages if found.name in CORE_PACKAGES)
-        kernels, transports = (any(found.ok for found in findings) for findings in (self.kernels, self.transports))
-        return packages and self.native.ok and kernels and transports
+        core = [self.native, *(found for found in self.packages if found.name in CORE_PACKAGES)]
+        return all(found.ok for found in core) and bool(_working(self.kernels) and _working(self.transports))
 
     @property
     def missing(self) -> list[Finding]:
@@ -66,23 +58,18 @@ class Report:
 
 def examine() -> Report:
     """Tries everything; takes some seconds, most of them for importing torch. What it is at stands on stderr."""
-    found: dict[str, Any] = {}
     logger = logging.getLogger("deepspeed_cad")
     level = logger.level
     logger.setLevel(logging.ERROR)  # the report says what the warnings would say
     with Progress() as progress:
-        for name, probe in (
-            ("packages", try_packages),
-            ("native", try_native),
-            ("kernels", try_kernels),
-            ("transports", try_transports),
-            ("devices", try_devices),
-            ("autoload", try_autoload),
-        ):
+
+        def trying(name: str) -> Any:
             progress.tell(f"trying {name}")
-            found[name] = probe()
+            return getattr(probes, f"try_{name}")()
+
+        report = Report(**{field.name: trying(field.name) for field in fields(Report)})
     logger.setLevel(level)
-    return Report(**found)
+    return report
 
 
 def summary_line() -> str:
@@ -108,13 +95,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _examine_timeline(path: Path) -> list[str]:
+    timeline = read_json(path, f"--timeline: {path}")
     try:
-        timeline = json.loads(path.read_text())
         return say_idle(timeline) or [
             f"{path} is a timeline without reserved servers: nobody is idle for want of others"
         ]
-    except OSError as error:
-        raise CADConfigError(f"--timeline: {path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CADConfigError(f"--timeline: {path} is none that deepspeed-cad trace wrote ({error})") from error
 
@@ -133,14 +118,15 @@ def _format(report: Report) -> str:
     return "\n".join([*lines, "", _summarise(report)])
 
 
-def _summarise(report: Report) -> str:
-    def working(findings: list[Finding]) -> str:
-        return ", ".join(found.name for found in findings if found.ok) or "none"
+def _working(findings: list[Finding]) -> list[str]:
+    return [found.name for found in findings if found.ok]
 
-    state = "works" if report.core_works else "DOES NOT WORK"
+
+def _summarise(report: Report) -> str:
+    kernels, transports = (", ".join(_working(one)) or "none" for one in (report.kernels, report.transports))
     line = (
-        f"deepspeed_cad {__version__} {state} here: kernels {working(report.kernels)}; transports "
-        f"{working(report.transports)}; autoload {'active' if report.autoload.ok else 'not active'}"
+        f"deepspeed_cad {__version__} {'works' if report.core_works else 'DOES NOT WORK'} here: kernels {kernels}; "
+        f"transports {transports}; autoload {'active' if report.autoload.ok else 'not active'}"
     )
     if report.missing:
         line += "; to get what is missing: " + "; ".join(f"{found.name}: {found.remedy}" for found in report.missing)

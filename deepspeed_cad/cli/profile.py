@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=128, help="size of a query and key head (default: 128)")
     parser.add_argument("--value-dim", type=int, help="size of a value head (default: --head-dim)")
     parser.add_argument("--quick", action="store_true", help="measure less: half a minute at most")
-    parser.add_argument("--commit", help="what to write beside the figures, where there is no git checkout")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -86,12 +85,8 @@ def _measure(args: argparse.Namespace, sizes: tuple[int, int, int, int], progres
 def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
     CADConfig(kernel=args.kernel, transport=args.transport)
     value_dim = args.head_dim if args.value_dim is None else args.value_dim
-    for name, value in (
-        ("heads", args.heads),
-        ("kv-heads", args.kv_heads),
-        ("head-dim", args.head_dim),
-        ("value-dim", value_dim),
-    ):
+    sizes = {"heads": args.heads, "kv-heads": args.kv_heads, "head-dim": args.head_dim, "value-dim": value_dim}
+    for name, value in sizes.items():
         if value < 1:
             raise CADConfigError(f"--{name} is {value}; expected at least 1")
     if args.heads % args.kv_heads:
@@ -129,22 +124,13 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
             )
         _say(f"the mean error is {fitted.mean():.0%}, above {NOISY:.0%}: something disturbs; measuring once more")
         measured = least(measured, measure_calls(kernel, device, shape, sizes, progress.tell))
+    error = round(float(fitted.mean()), 4), round(float(fitted.max()), 4)
     return Profile(
         machine=machine,
         kernel=kernel.name,
-        entries=(
-            ShapeCost(
-                shape,
-                fit.pair,
-                fit.row,
-                fit.key,
-                fit.task,
-                round(float(fitted.mean()), 4),
-                round(float(fitted.max()), 4),
-            ),  # fmt: skip
-        ),
+        entries=(ShapeCost(shape, fit.pair, fit.row, fit.key, fit.task, *error),),
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        commit=args.commit or _commit(),
+        commit=_commit(),
         source=f"deepspeed-cad {__version__} profile{' --quick' * args.quick}, torch {torch.__version__}",
     )
 

@@ -15,7 +15,6 @@ SXM, H100 SXM, H200 SXM and DGX B200; attention by the papers of FlashAttention 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_cad.config import is_number
+from deepspeed_cad.config import is_number, read_json
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints
 
@@ -113,12 +112,7 @@ class Machine:
             if not path.is_file():
                 names = ", ".join(sorted(one.stem for one in SHIPPED.glob("*.json")))
                 raise CADConfigError(f"--machine: there is no machine {name!r}; there are {names}, or give a JSON file")
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CADConfigError(f"--machine: {path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise CADConfigError(f"--machine: {path} is not JSON: {error}") from error
+        content = read_json(path, f"--machine: {path}")
         is_like = isinstance(content, dict) and "like" in content
         fields = {field.name for field in dataclasses.fields(Machine)} - {"attention", "like"}
         _check_keys(path, content, {"name", "like", "published", "sources"} if is_like else fields, fields | {"like"})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_cad.config import is_number
+from deepspeed_cad.config import is_number, read_json
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.planner.constants import TRAVELS
@@ -124,12 +124,7 @@ class Profile:
     def load(path: str | os.PathLike[str]) -> Profile:
         """Read JSON. Raises CADConfigError that names the file and the key where something is missing or impossible."""
         where = f'"cost": the profile {os.fspath(path)!r}'
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CADConfigError(f"{where} cannot be read ({error.strerror}); {REMEDY}") from error
-        except ValueError as error:
-            raise CADConfigError(f"{where} is not JSON ({error}); {REMEDY}") from error
+        content = read_json(path, where, f"; {REMEDY}")
         try:
             return _parse(content)
         except ValueError as error:

@@ -137,9 +137,9 @@ def test_load(tmp_path) -> None:
     with pytest.raises(CADConfigError, match='"cad" is "auto"'):
         CADConfig.load(file)
     file.write_text("{")
-    with pytest.raises(CADConfigError, match="not valid JSON"):
+    with pytest.raises(CADConfigError, match="is not JSON"):
         CADConfig.load(file)
-    with pytest.raises(CADConfigError, match="cannot read"):
+    with pytest.raises(CADConfigError, match="cannot be read"):
         CADConfig.load(tmp_path / "nothing.json")
 
 

@@ -255,14 +255,14 @@ def test_the_subcommand_writes_and_adds(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(profile_command, "NOISY", float("inf"))  # so few and short calls fit as they may
     path = tmp_path / "profile.json"
-    words = ["profile", "--output", str(path), "--kernel", "torch_math", "--kv-heads", "2", "--commit", "abc"]
+    words = ["profile", "--output", str(path), "--kernel", "torch_math", "--kv-heads", "2"]
     for heads in ("4", "8"):
         assert cli.main([*words, "--heads", heads, "--head-dim", "16", "--value-dim", "8"]) == 0
     shown = capsys.readouterr().out
     assert "documents of 64" in shown and "mixed lengths 1 *" in shown and "relative error" in shown
     profile = Profile.load(path)
     assert [entry.shape for entry in profile.entries] == [HeadShape(8, 2, 16, 8, 4), HeadShape(4, 2, 16, 8, 4)]
-    assert (profile.kernel, profile.unit, profile.commit, profile.inside) == ("torch_math", "seconds", "abc", None)
+    assert (profile.kernel, profile.unit, profile.inside) == ("torch_math", "seconds", None)
 
 
 TRUE = (2e-9, 1e-7, 5e-8, 1e-5)

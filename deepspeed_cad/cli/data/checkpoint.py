@@ -7,7 +7,6 @@ its classes know all names; and models that CAD refuses are refused here too.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.cli.data.documents import REMEDY
+from deepspeed_cad.config import read_json
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.model_shape import SHAPES, ModelShape
 
@@ -36,12 +36,7 @@ def read_model_shape(where: str | None) -> ModelShape:
     path = Path(where) / "config.json" if Path(where).is_dir() else Path(where)
     if not path.exists() and path.suffix != ".json":
         path = _cached(where)
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CADConfigError(f"--model: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CADConfigError(f"--model: {path} is not JSON: {error}") from error
+    fields = read_json(path, f"--model: {path}")
     if not isinstance(fields, dict):
         raise CADConfigError(f"--model: {path} holds a {type(fields).__name__}; expected the config.json of a model")
     config, read_by = _resolve(fields)
