@@ -37,29 +37,23 @@ _KERNEL_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 class CADConfig:
     """Every key of the "cad" block. All have defaults, so `"cad": {}` turns CAD on.
 
-    A key that is left out has its default; so has one that is "auto", where that is allowed.
+    A key that is left out has its default; so has one that is "auto", where that is allowed. docs/config.md says more.
     """
 
     enabled: bool = True
     """Whether CAD is on. `false` keeps the block in the JSON (its keys are still checked) and changes nothing else."""
 
     servers: str | dict[str, Any] = "all"
-    """Which ranks execute core attention. "all": every rank serves in place, beside its training work. An object
-    reserves ranks that hold no model and only serve: {"reserved": 2} the last 2 ranks of the launch, {"ranks": [6, 7]}
-    these, {"reserved_per_node": 1} the last one of each host, {"joined": 2} as many from `deepspeed-cad serve`.
-    Reserved ranks need the launcher `-m deepspeed_cad.run` or `accelerate-cad launch`; see docs/servers.md."""
+    """Which ranks execute core attention. "all": every rank, beside its training work. An object reserves ranks that
+    hold no model and only serve: {"reserved": 2} the last 2 of the launch, {"ranks": [6, 7]} these,
+    {"reserved_per_node": 1} the last one of each host, {"joined": 2} as many from `deepspeed-cad serve`."""
 
     trainers_serve: bool = True
-    """With reserved servers: whether trainers serve too, so that all ranks are equally busy with attention. `false`
-    leaves all of it to the servers."""
+    """With reserved servers: whether trainers serve too; `false` leaves all attention to the servers."""
 
     on_server_failure: str = "stop"
-    """What happens when a reserved server dies, fails or hangs. "stop": the training ends with an error that names it.
-    "continue": trainers drop it, repeat what was under way and go on with the servers that are left, or alone; servers
-    may also come later, by `deepspeed-cad serve`. On GPUs by the transports "nvlink" and "nccl"; the host then waits
-    for each exchange before it queues what comes next, which costs time in every layer. Trainers hold what two or three
-    calls of attention read a little longer, and a cut of a micro-batch stays where it was best for the servers of the
-    start."""
+    """When a reserved server dies, fails or hangs. "stop": the training ends with an error that names it. "continue":
+    trainers drop it, repeat what was under way and go on with the servers that are left, or alone."""
 
     tolerance: float = 0.05
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
@@ -69,21 +63,17 @@ class CADConfig:
     better; below 128 the backward of most kernels loses speed."""
 
     overlap: str = "auto"
-    """What hides the exchange. "local_first": a rank's own tasks run while Q, K and V are on their way and while
-    results return, on GPUs beside the tasks it serves; "interleave": besides, two nano-batches alternate over the whole
-    decoder, so that one's linear layers run while servers attend the other (inside decoder layers, as "pingpong", where
-    ZeRO-3 or FSDP shard parameters: docs/interleave.md); "pingpong": two nano-batches alternate inside each decoder
-    layer; "none": dispatch, serve and return one after the other. "auto": "interleave" where ranks are reserved as
-    servers, else "local_first", because inside a node both kinds of nano-batches cost more than they hide."""
+    """What hides the exchange. "local_first": a rank's own tasks run while data travels; "interleave": besides, two
+    nano-batches alternate over the whole decoder; "pingpong": they alternate inside each layer; "none": one after the
+    other. "auto": "interleave" where ranks are reserved as servers, else "local_first", because inside a node
+    nano-batches of both kinds cost more than they hide."""
 
     transport: str = "auto"
-    """What carries an exchange. "auto" takes the fastest that works: "nvlink" (peer copies inside a node), "mixed"
-    (several nodes: peer copies inside each, grouped send and receive between them), "nccl" (grouped send and receive),
-    "c10d" (torch.distributed; works everywhere, CPU included)."""
+    """What carries an exchange: "nvlink" (peer copies inside a node), "mixed" (several nodes: peer copies inside each,
+    messages between them), "nccl", "c10d" (torch.distributed; works everywhere). "auto": the first that works."""
 
     kernel: str = "auto"
-    """The varlen attention kernel: "auto" takes the first that supports the model; or the name of a backend as
-    `deepspeed-cad doctor` lists it."""
+    """The varlen attention kernel, as `deepspeed-cad doctor` lists it; "auto": the first that supports the model."""
 
     recompute_attention: bool = False
     """Under activation checkpointing: run core attention and its exchange again in the recompute, instead of keeping
@@ -91,47 +81,37 @@ class CADConfig:
 
     keep: str = "device"
     """Where what attention keeps until backward waits for it: O and LSE, and at a server those of what it served.
-    "host": in pinned host memory; copy engines bring it there behind each layer and back ahead of its backward, so
-    neither GPU nor training script waits. Change it where memory of the GPU is short: under activation checkpointing
-    this is as much as the checkpoints themselves. Costs host memory, which docs/million-tokens.md counts."""
+    "host": in pinned host memory; copy engines bring it there behind each layer and back ahead of its backward."""
 
     cost: str = "auto"
     """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
     query-key pairs; or the path of a profile written by `deepspeed-cad profile` (ends in .json)."""
 
     links: str | Mapping[str, float] = "measure"
-    """How fast ranks exchange data. "measure": CAD times exchanges at start, in under two seconds, and corrects the
-    figures while it trains; or `{"inside": 350, "between": 25}`, GB/s that one rank receives from its host and from
-    other hosts while all ranks do. Give figures where plans must not depend on measured times, or where links are busy
-    while a job starts. Under `torch.use_deterministic_algorithms` nothing is measured: plans take the figures given
-    here, or else those of the profile."""
+    """How fast ranks exchange data. "measure": timed at start and corrected while training; or GB/s that one rank
+    receives from its host and from other hosts while all ranks do: `{"inside": 350, "between": 25}`."""
 
     speeds: str | None = None
-    """How fast ranks run attention, beside each other: for GPUs of different kinds, or ones that something else uses
-    too. "measure": every rank times one attention call at the start, all at once, in about a second, and slower
-    ranks get less. null: all are taken for equal. Under `torch.use_deterministic_algorithms` nothing is measured."""
+    """How fast ranks run attention. "measure": every rank times one attention call at the start, all at once, and
+    slower ranks get less. null: all are taken for equal."""
 
     waves: str | int = "auto"
     """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
-    while another is computed. "auto": the number with which the plan says that a step ends first, beside
-    reserved servers 1 or 2, else on several hosts 1 to 8; 1 on one host, by "c10d" and in pipelines. A number is the
-    least, for measurements: memory may ask for more (see "memory")."""
+    while another is computed. "auto": the number with which the plan says that a step ends first. A number is the
+    least: memory may ask for more (see "memory")."""
 
     memory: str | float = "auto"
-    """GiB on each GPU for what arrives of other ranks' attention. Where a tick of all ranks would bring more, it goes
-    in more waves: head groups one after the other and, where one is too much, blocks of its rows. Long documents then
-    need little more memory; short waves cost time. "auto": a thirty-second of the GPU's memory, which what no cut makes
-    fit exceeds by as little as can be, and no more than training leaves free after the first step, on the rank that has
-    least; on CPUs no limit. Beside reserved servers "auto" is only what training leaves free. Where no cut fits, all
-    ranks and servers end with one error."""
+    """GiB on each GPU for what arrives of other ranks' attention. Where a tick would bring more, it goes in more waves:
+    head groups one after the other and, where one is too much, blocks of its rows. "auto": a thirty-second of the GPU's
+    memory, and no more than training leaves free after the first step, on the rank that has least; beside reserved
+    servers only what training leaves free; on CPUs no limit."""
 
     documents: str = "auto"
-    """What may happen to the documents of an optimizer step before its first forward. "auto": documents are dealt
-    out to ranks so that all have as much to do, where the loss is known to be divided by the targets of all ranks and
-    no dropout falls on other tokens than without; elsewhere as "keep". "deal": dealt out in every training loop; you
-    say that both do not matter. "keep": they stay on the rank that loaded them; with gradient accumulation the ranks
-    but 0 train their micro-batches in another order, so that heavy ones of all ranks meet. "in_order": every rank keeps
-    its loader's order, too. See docs/steps.md."""
+    """What may happen to the documents of an optimizer step before its first forward. "deal": documents are dealt out to
+    ranks so that all have as much to do, and those longer than a rank's share are cut. "keep": they stay on the rank
+    that loaded them; with gradient accumulation ranks but 0 train their micro-batches in another order, so that heavy
+    ones meet. "in_order": every rank keeps its loader's order, too. "auto": "deal" where that changes no loss
+    (docs/steps.md), elsewhere "keep"."""
 
     forward_only: str = "local"
     """How forwards without backward attend: evaluation, log-probabilities of an old policy or a reference. "local":
@@ -141,23 +121,19 @@ class CADConfig:
     docs/forward-only.md."""
 
     look_ahead: int = 1
-    """How many steps ahead lengths are gathered and plans made, in a background thread. 0: plan at the forward pass."""
+    """How many steps ahead plans are made, in a background thread. 0: at the forward pass."""
 
     timeout_s: float = 300.0
     """Seconds to wait for a peer before the run ends in an error that names the rank and what it was waited for."""
 
     trace: str = ""
-    """Where a timeline of three micro-batches over all ranks is written, as a file for Perfetto; "": nowhere. The same
-    as `deepspeed-cad trace --output`, for runs on several machines."""
+    """A file for a timeline of three micro-batches over all ranks (Perfetto); "": none."""
 
     check: str = "sampled"
-    """"sampled": compare samples of the model's own mask function with the plan, and stop where they differ; "off":
-    do not."""
+    """Compares samples of the model's own mask function with the plan ("sampled"), and stops where they differ."""
 
     verify: int = 0
-    """The first N micro-batches also run without CAD, and losses, outputs and gradients of attention are compared. A
-    difference beyond what the data type allows stops the run and names the tensor, the rank and both values. Each costs
-    several forwards; 0: none."""
+    """The first N micro-batches also run without CAD; a difference beyond what the data type allows stops the run."""
 
     def __post_init__(self) -> None:
         for key in ("enabled", "trainers_serve", "recompute_attention"):

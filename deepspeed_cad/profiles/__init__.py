@@ -4,7 +4,7 @@ In: a file that `deepspeed-cad profile` wrote, or one of this folder. Out: a `Co
 """
 
 from deepspeed_cad.profiles.choice import choose_profile, user_path
-from deepspeed_cad.profiles.fit import Fit, fit_cost
+from deepspeed_cad.profiles.measure import Fit, fit_cost
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
 
 __all__ = ["Fit", "Profile", "ShapeCost", "choose_profile", "fit_cost", "user_path"]

@@ -19,7 +19,7 @@ from deepspeed_cad.request import VARIABLE, Request, read_environment
     [
         (["--cad", "{tolerance: 1}"], "is not JSON"),
         (["--cad", '{"tolerence": 1}'], 'did you mean "tolerance"?'),
-        (["--cad_config", "none.json"], "cannot read"),
+        (["--cad_config", "none.json"], "cannot be read"),
         ([], "is not there"),
     ],
 )
@@ -37,7 +37,7 @@ def test_command_line_of_run(tmp_path, monkeypatch, capsys, flags: list[str], sa
     [
         (["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
         (["launch", "--cad={", "train.py"], "is not JSON"),
-        (["launch", "--cad_config", "none.json", "train.py"], "cannot read"),
+        (["launch", "--cad_config", "none.json", "train.py"], "cannot be read"),
     ],
 )
 def test_bad_input_of_accelerate_cad(started, capsys, words: list[str], said: str) -> None:
