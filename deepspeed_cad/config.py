@@ -107,8 +107,8 @@ class CADConfig:
     servers only what training leaves free; on CPUs no limit."""
 
     documents: str = "auto"
-    """What may happen to the documents of an optimizer step before its first forward. "deal": documents are dealt out to
-    ranks so that all have as much to do, and those longer than a rank's share are cut. "keep": they stay on the rank
+    """What may happen to the documents of an optimizer step before its first forward. "deal": documents are dealt out
+    to ranks so that all have as much to do, and those longer than a rank's share are cut. "keep": they stay on the rank
     that loaded them; with gradient accumulation ranks but 0 train their micro-batches in another order, so that heavy
     ones meet. "in_order": every rank keeps its loader's order, too. "auto": "deal" where that changes no loss
     (docs/steps.md), elsewhere "keep"."""
