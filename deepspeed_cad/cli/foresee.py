@@ -116,7 +116,9 @@ def _look_at(setting: Setting, steps: Sequence[Sequence[Layout]]) -> tuple[Setti
         if setting.seats == setting.cluster.ranks:
             # What every GPU holds is what plans are made for: modes need them again.
             plans = list(threads.map(partial(modes_cad.plan_in_place, setting), layouts))
-            setting = replace(setting, made={id(layout): plan for layout, plan in zip(layouts, plans) if plan})
+            setting = replace(
+                setting, made={id(layout): (layout, plan) for layout, plan in zip(layouts, plans) if plan}
+            )
         look = partial(foresee, setting.model, setting.cost, setting.tolerance, setting.hosts)
         outlooks = list(threads.map(look, layouts, plans))
     if setting.deals:

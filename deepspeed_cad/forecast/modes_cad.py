@@ -112,7 +112,7 @@ def _side_by_side(layouts: list[Layout]) -> Layout:
 def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
     hosts, ranks, layers = setting.all_hosts, layout.ranks, setting.layers
-    plan = setting.made.get(id(layout)) or plan_in_place(setting, layout)
+    plan = setting.made[id(layout)][1] if id(layout) in setting.made else plan_in_place(setting, layout)
     flows = flows_of(plan, layout.tick())
     again = setting.checkpointing and setting.recompute_attention
     alone = _task_seconds(setting, plan.tasks, ranks)

@@ -17,7 +17,7 @@ from deepspeed_cad.forecast.compared import Run
 from deepspeed_cad.forecast.machine import Cluster, Machine
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.non_attention_seconds import Work, work_per_token
-from deepspeed_cad.layout import Ints
+from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.constants import TRAVELS, WAVES
 from deepspeed_cad.planner.plan import HeadShape, Plan
 
@@ -53,8 +53,8 @@ class Setting:
     tolerance: float = 0.05
     deals: bool = False
     """Whether CAD deals documents out to seats before each step."""
-    made: Mapping[int, Plan] = field(default_factory=dict, compare=False, repr=False)
-    """Plans in place that were made already, by `id` of their layout, which lives as long."""
+    made: Mapping[int, tuple[Layout, Plan]] = field(default_factory=dict, compare=False, repr=False)
+    """Plans in place that were made already, each with its layout, by the layout's `id`."""
     loss: Loss = "chunked"
     """Whether the logits of a row are there at once, in fp32, as transformers' own loss has them. The last stage of a
     pipeline always has them so."""
