@@ -105,15 +105,18 @@ class Costs:
         np.add.at(attention, (pieces.rank, pieces.micro_batch), self.work[pieces.document] * share)
         return tokens * self.each[:, None], attention
 
-    def ends(self, before: Floats, attention: Floats) -> tuple[float, float]:
-        """When a step ends whose attention is balanced over ranks, and one where every rank runs its own.
+    def ends(self, before: Floats, attention: Floats, host: Ints) -> tuple[float, float]:
+        """When a step ends whose attention is balanced inside hosts, and one where every rank runs its own.
 
-        Until the last rank of a micro-batch comes to its attention the others have their own to run; what then is left
-        they share.
+        Until the last rank of a host comes to its attention the others have their own to run; what then is left they
+        share.
         """
-        last = before.max(axis=0)
-        left = np.maximum(attention - (last - before) * self.speed[:, None], 0.0)
-        balanced = float((last + left.sum(axis=0) / self.speed.sum()).sum())
+        hosts = int(host.max()) + 1
+        last, left, speed = np.zeros((hosts, before.shape[1])), np.zeros((hosts, before.shape[1])), np.zeros(hosts)
+        np.maximum.at(last, host, before)
+        np.add.at(left, host, np.maximum(attention - (last[host] - before) * self.speed[:, None], 0.0))
+        np.add.at(speed, host, self.speed)
+        balanced = float((last + left / speed[:, None]).max(axis=0).sum())
         per_work = np.divide(1.0, self.speed, out=np.zeros(len(self.speed)), where=self.speed > 0)
         alone = before + attention * per_work[:, None]
         return balanced, sum(map(float, alone.max(axis=0)))
@@ -176,8 +179,9 @@ def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, 
     order = np.argsort(order_rows(step.sums(costs.work)), axis=1)
     loaded = order[step.rank, step.micro_batch]
     tokens = np.take_along_axis(step.tokens, np.argsort(order, axis=1), axis=1)
+    host = np.zeros(ranks, np.int64) if hosts is None else np.unique(hosts[:ranks], return_inverse=True)[1]
     before = costs.rows(step, step.whole(step.rank, loaded), tokens)
-    ends, alone = costs.ends(*before)
+    ends, alone = costs.ends(*before, host)
     least = (float(before[0].sum()) + float(before[1].sum())) / ranks
     if not step.padded and alone <= (1.0 + SHORTER) * least:
         return None
@@ -185,53 +189,55 @@ def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, 
 
     # By tokens alone where rows are too full for the other way.
     by_tokens = Costs(np.zeros_like(costs.work), costs.each, costs.speed)
-    whole = [_deal_samples(step, by) if step.padded else _deal_documents(step, by, hosts) for by in (costs, by_tokens)]
-    for pieces in [*whole, _cut_documents(step, costs, hosts) if cuts and not step.padded else None]:
+    whole = [_deal_samples(step, by) if step.padded else _deal_documents(step, by, host) for by in (costs, by_tokens)]
+    for pieces in [*whole, _cut_documents(step, costs, host) if cuts and not step.padded else None]:
         if pieces is None:
             continue
         held = step.tokens_of(pieces)
-        after, own = costs.ends(*costs.rows(step, pieces, held))
+        after, own = costs.ends(*costs.rows(step, pieces, held), host)
         worth = after <= (1.0 - SHORTER) * ends or own <= alone - tolerance * ends
         if worth and after <= ends and (best is None or after < (1.0 - SHORTER) * best.after):
             best = Dealt(pieces, held, ends, after)
     return best
 
 
-def _cut_documents(step: Step, costs: Costs, hosts: Ints | None) -> Pieces | None:
+def _cut_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
     """Rows of equal seconds outside attention, on each host by itself; None where they have no room.
 
     Documents go to the micro-batch and host that has least, then row after row is filled by the longest that fits.
     Where none does the longest of all goes on in the next row.
     """
-    ranks, micro_batches = step.tokens.shape
-    host = np.zeros(ranks, np.int64) if hosts is None else np.unique(hosts[:ranks], return_inverse=True)[1]
-    longest, each = int(step.length.max()), float(costs.each.mean())
-    count = int(host.max()) + 1
-    if (np.diff(host) < 0).any() or longest * count * micro_batches > int(step.length.sum()):
+    micro_batches, most = step.tokens.shape[1], int(step.tokens.max())
+    seconds = costs.work + step.length * float(costs.each.mean())
+    if (np.diff(host) < 0).any() or seconds.max() * (int(host.max()) + 1) * micro_batches > seconds.sum():
         # A document that is cut lies on consecutive ranks, and one that is more than a host's share on several hosts.
-        host, count = np.zeros(ranks, np.int64), 1
-    seconds, size = costs.work + step.length * each, np.bincount(host)
-    heap = [(0.0, turn, one) for turn in range(micro_batches) for one in range(count)]
-    given: dict[tuple[int, int], list[int]] = {(turn, one): [] for _, turn, one in heap}
+        host = np.zeros_like(host)
+    size = np.repeat(np.bincount(host), micro_batches)
+    # What a piece lacks of its document, the target of its last token, takes one more.
+    room, load = size * (most - 1), np.zeros(len(size))
+    given: list[list[int]] = [[] for _ in size]
     for document in np.argsort(-seconds, kind="stable").tolist():
-        load, turn, one = heappop(heap)
-        given[turn, one].append(document)
-        heappush(heap, (load + float(seconds[document]) / size[one], turn, one))
+        fits = room >= step.length[document]
+        if not fits.any():
+            return None
+        group = int(np.argmin(np.where(fits, load, np.inf)))
+        given[group].append(document)
+        room[group] -= step.length[document]
+        load[group] += seconds[document] / size[group]
     rows: list[tuple[int, int, int, int, int]] = []
-    for (turn, one), documents in given.items():
-        lengths = step.length[documents].tolist()
-        filled = _fill(lengths, (1.0 / costs.each[host == one]).tolist())
+    for group, documents in enumerate(given):
+        one, turn = divmod(group, micro_batches)
+        filled = _fill(step.length[documents].tolist(), (1.0 / costs.each[host == one]).tolist(), most - 1)
         if filled is None:
             return None
         members = np.flatnonzero(host == one).tolist()
         rows += [(documents[at], begin, end, members[row], turn) for at, begin, end, row in filled]
-    pieces = Pieces(*np.array(sorted(rows), np.int64).T)
-    # What a piece lacks of its document, the target of its last token, takes one more.
-    return pieces if step.tokens_of(pieces).max() < step.tokens.max() else None
+    return Pieces(*np.array(sorted(rows), np.int64).T)
 
 
-def _fill(lengths: Sequence[int], shares: Sequence[float]) -> list[tuple[int, int, int, int]] | None:
-    """Document, begin, end and row of pieces that fill rows by their shares; None where a row would stay empty."""
+def _fill(lengths: Sequence[int], shares: Sequence[float], most: int) -> list[tuple[int, int, int, int]] | None:
+    """Document, begin, end and row of pieces that fill rows by their shares, at most `most` tokens in each; None where
+    a row would stay empty, or something is left."""
     left = sorted(range(len(lengths)), key=lambda one: lengths[one])
     sizes = [lengths[one] for one in left]
     pieces: list[tuple[int, int, int, int]] = []
@@ -239,12 +245,13 @@ def _fill(lengths: Sequence[int], shares: Sequence[float]) -> list[tuple[int, in
     tokens = sum(lengths)
     for row, share in enumerate(shares):
         level = math.ceil(tokens * share / sum(shares[row:]))
-        # Not cut behind its first token: that a copy of the next one follows must show (`layout.assemble`).
-        room, slack = level, max(int(SLACK * level), 1)
+        size = room = min(level, most)
+        slack = min(int(SLACK * level), most - size)
         while room > 0 and (document >= 0 or left):
             if document < 0:
                 at = bisect_right(sizes, room + slack) - 1
-                if at < 0 and room <= slack:
+                if at < 0 and room <= max(slack, 1):
+                    # Not cut behind its first token: that a copy of the next follows must show (`layout.assemble`).
                     break
                 sizes.pop(at)
                 document, begin = left.pop(at), 0
@@ -252,20 +259,19 @@ def _fill(lengths: Sequence[int], shares: Sequence[float]) -> list[tuple[int, in
             pieces.append((document, begin, end, row))
             room -= end - begin
             document, begin = (-1, 0) if end == lengths[document] else (document, end)
-        if room == level:
+        if room == size:
             return None
-        tokens -= level - room
-    return pieces
+        tokens -= size - room
+    return None if document >= 0 or left else pieces
 
 
-def _deal_documents(step: Step, costs: Costs, hosts: Ints | None) -> Pieces | None:
+def _deal_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
     """Whole documents; None where rows are too full."""
     ranks, micro_batches = step.tokens.shape
     rank_of, turn_of = np.divmod(np.arange(step.tokens.size), micro_batches)
     whole = costs.work + step.length * float(costs.each.mean())
     order = np.argsort(-whole, kind="stable")
     # Who meets: ranks of a host in a micro-batch. Where a long document makes a micro-batch long, all get more in it.
-    host = np.zeros(ranks, np.int64) if hosts is None else np.unique(hosts[:ranks], return_inverse=True)[1]
     group = turn_of * (int(host.max()) + 1) + host[rank_of]
     longest = np.sort(step.length)[::-1].astype(np.float64)
     level = _levels(longest * float(costs.each.mean()), float(whole.sum()), ranks, micro_batches)
