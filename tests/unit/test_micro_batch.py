@@ -238,6 +238,17 @@ def test_tokens_of_one_row_are_cut(shape: tuple[int, ...], first: tuple[int, ...
         assert one.shape == first and torch.equal(torch.cat([one, other], dim), x)
 
 
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_positions_of_several_axes_are_cut(rows: int, axes: int) -> None:
+    """Between tokens of one row, or between rows, also where there are as many rows as axes."""
+    cut = RowCut(rows, 10, 3 if rows == 1 else 10)
+    x = torch.arange(axes * rows * 10).view(axes, rows, 10)
+    one, other = cut.split(x)
+    assert one.shape == ((axes, 1, 3) if rows == 1 else (axes, 1, 10))
+    assert torch.equal(torch.cat([one, other], 2 if rows == 1 else 1), x)
+
+
 def test_nested_arguments_are_cut_and_joined() -> None:
     cut, x, other = RowCut(1, 10, 3), torch.rand(1, 10, 2), object()
     one, two = cut.split({"a": (x, other), "b": [x], "c": 3})
