@@ -346,12 +346,6 @@ def test_every_option_reaches_the_plan(tmp_path: Path, uneven: Callable[..., dic
     assert uneven("--cost", tmp_path / "profile.json")["steps"][0]["imbalance_before"] != before
 
 
-def test_a_picture_of_the_steps(tmp_path: Path, uneven: Callable[..., dict[str, Any]]) -> None:
-    pytest.importorskip("matplotlib")
-    uneven("--plot", tmp_path / "steps.png")
-    assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_rows_of_a_step_are_shuffled_and_the_last_partial_step_is_left_out() -> None:
     lengths = list(range(64, 0, -1))
     steps = list(layouts(lengths, 3, 64, "bfd"))
