@@ -41,6 +41,7 @@ from deepspeed_cad.attention.forward import (
 from deepspeed_cad.attention.parked import Parked, is_saved_plainly, without_tensors
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallSetup
+from deepspeed_cad.attention.thread_state import unseen_by_checkpointing
 from deepspeed_cad.errors import CADError
 
 
@@ -82,16 +83,19 @@ class AttentionCall:
         return self.collect(token, q_THD, k_UKD, v_UKV, sinks_H)
 
     # The three steps, for ping-pong to interleave.
+    @unseen_by_checkpointing
     def dispatch(
         self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Start the exchange of Q, K, V; gives the token to pass to `serve`."""
         return _Dispatch.apply(self, q_THD, k_UKD, v_UKV, None if sinks_H is None else sinks_H.detach())
 
+    @unseen_by_checkpointing
     def serve(self, token: torch.Tensor) -> torch.Tensor:
         """Run this rank's tasks and start the exchange of O; gives the token to pass to `collect`."""
         return _Serve.apply(self, token)
 
+    @unseen_by_checkpointing
     def collect(
         self,
         token: torch.Tensor,

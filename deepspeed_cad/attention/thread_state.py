@@ -8,6 +8,9 @@ switched here, private calls included. Tried on torch 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,7 +25,13 @@ from torch._C._autograd import (
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
 )
-from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 
 class RandomStream:
@@ -120,6 +129,22 @@ def hooks_save_tensors() -> bool:
 def in_backward() -> bool:
     """Whether this thread runs a backward: layers that attend then are run again, by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
+
+
+def unseen_by_checkpointing(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A step of attention of which selective checkpointing sees no operation.
+
+    It takes what it kept again by how often an operation ran before, and attention runs in the forward only.
+    """
+
+    @wraps(step)
+    def run(*args: Any) -> torch.Tensor:
+        modes = _get_current_dispatch_mode_stack()
+        hides = any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes)
+        with _disable_current_modes() if hides else nullcontext():
+            return step(*args)
+
+    return run
 
 
 def _same(one: tuple[Any, Any], other: tuple[Any, Any] | None) -> bool:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import training
 from pool import WorkerPool
 from ports import free_port
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import deepspeed_cad
 
@@ -162,6 +162,13 @@ def _reentrant(layer: torch.nn.Module, *given: Any, use_reentrant: bool) -> Any:
     return checkpoint(layer, *given, use_reentrant=True)
 
 
+def _selective(layer: torch.nn.Module, *given: Any, use_reentrant: bool) -> Any:
+    """Keeps products and sums: attention's own are none of the layer's, which are taken again by their order."""
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor]
+    context = partial(create_selective_checkpoint_contexts, kept)
+    return checkpoint(layer, *given, use_reentrant=False, context_fn=context)
+
+
 def _compiled(model: own_model.Decoder) -> None:
     torch._dynamo.reset()
     for layer in model.layers:
@@ -177,6 +184,7 @@ WAYS: dict[str, tuple[Any, Callable[[own_model.Decoder], Any] | None]] = {
     "as it is": (_straight, None),
     "checkpointing": (checkpoint, None),
     "reentrant checkpointing": (_reentrant, None),
+    "selective checkpointing": (_selective, None),
     "compiled": (_straight, _compiled),
     "compiled, checkpointing": (checkpoint, _compiled),
     "FSDP2": (checkpoint, _sharded),
