@@ -22,7 +22,7 @@ TENSOR = ("tp", "tensor", "tensor_parallel")
 """Names of a mesh's axes whose ranks divide heads among them."""
 PIECES = ("sp", "sequence", "sequence_parallel")
 """Names of those whose ranks also divide the tokens outside attention, which DeepSpeed's Ulysses gathers."""
-DATA = ("dp", "fsdp", "ddp", "dp_replicate", "dp_shard", "replicate", "shard", "data", "data_parallel")
+DATA = ("dp", "fsdp", "ddp", "dp_replicate", "dp_shard", "replicate", "shard", "data", "data_parallel", "batch")
 """Names of those whose ranks have micro-batches of their own."""
 TWICE = (
     "heads are divided twice, by tensor parallelism and by Ulysses (sequence parallelism), and CAD runs beside one of "

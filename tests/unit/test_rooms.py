@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HOSTS = ("transformers", "deepspeed", "accelerate", "trl", "peft", "axolotl")
+HOSTS = ("transformers", "deepspeed", "accelerate", "trl", "peft", "axolotl", "torchtitan")
 RUNNING = ("ahead", "attention", "exchange", "server", "session", "pipeline.step", "engine", "integrations")
 """Rooms that take part in training; those that only compute are tested without processes."""
 NEVER: dict[str, tuple[str, ...]] = {
@@ -35,6 +35,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "server": (*HOSTS, "session", "engine", "integrations"),
     "server.split": ("torch", "numpy"),
     "session": (*HOSTS, "engine", "integrations"),
+    "function": (*HOSTS, "engine", "integrations"),
     "groups": (*HOSTS, "session", "engine", "integrations"),
     "shared_cost": (*HOSTS, "server", "session", "engine", "integrations"),
     "report": (*HOSTS, "torch", *RUNNING),
@@ -42,7 +43,7 @@ NEVER: dict[str, tuple[str, ...]] = {
 }
 """By room: rooms and other packages that none of its modules imports."""
 THROUGH = {
-    "api", "config", "errors", "version", "notice", "request", "launch.deepspeed_hook", "layout", "session",
+    "api", "config", "errors", "function", "version", "notice", "request", "launch.deepspeed_hook", "layout", "session",
     "shares", "kernels.interface", "exchange.failure.roll_call",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
     "attention.thread_state", "attention.layer", "pipeline.engine",
