@@ -109,10 +109,11 @@ class CAD:
             mine = _read(cu_seqlens, position_ids)
         except CADError as error:
             self.feed.fail(error)
-        self.feed.announce(mine)
-        return Step(self, mine, sizes)
+        step = Step(self, mine, sizes)
+        self.feed.announce(mine, step.backward)
+        return step
 
-    def take(self, mine: Announcement) -> MicroBatch:
+    def take(self, mine: Announcement, backward: bool) -> MicroBatch:
         """The micro-batch that was planned for a step whose first layer attends now."""
         if self.feed.next_announced is not mine:
             self.feed.fail(
@@ -122,7 +123,7 @@ class CAD:
                 )
             )
         self._last = self.feed.take(None)
-        self.session.count(self._last)
+        self.session.count(self._last, backward)
         return self._last
 
 
@@ -131,7 +132,7 @@ class Step:
 
     def __init__(self, cad: CAD, mine: Announcement, sizes: tuple[int | None, ...]) -> None:
         self._cad, self._mine, self._sizes = cad, mine, sizes
-        self._backward = torch.is_grad_enabled()
+        self.backward = torch.is_grad_enabled()
         """Layers under reentrant checkpointing attend without gradients, and a backward comes all the same."""
         self._masks: dict[int | None, MaskDescriptor] = {}
         self._micro_batch: MicroBatch | None = None
@@ -167,9 +168,9 @@ class Step:
         label = f"layer {layer if isinstance(layer, int | str) else type(layer).__name__}"
         self._check(label, q_THD, k_TKD, v_TKV, sinks)
         if self._micro_batch is None:
-            self._micro_batch = self._cad.take(self._mine)
+            self._micro_batch = self._cad.take(self._mine, self.backward)
         if window not in self._masks:
-            self._masks[window] = self._cad.session.descriptor(self._micro_batch, window, self._backward)
+            self._masks[window] = self._cad.session.descriptor(self._micro_batch, window, self.backward)
         rule = MaskRule(q_THD.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, window, softcap)
         o_THV = self._masks[window].attend(LayerInput(layer, q_THD, k_TKD, v_TKV, rule, sinks, label))
         self._cad.session.say_first()
@@ -194,7 +195,7 @@ class Step:
             )
         if sinks is not None and sinks.shape != q.shape[1:2]:
             raise self._misfit(f"{label}: sinks have shape {list(sinks.shape)}", f"[{q.shape[1]}], one of each head")
-        if torch.is_grad_enabled() and not self._backward and any(x.requires_grad for x in (q, k, v)):
+        if torch.is_grad_enabled() and not self.backward and any(x.requires_grad for x in (q, k, v)):
             raise CADError(f"{label}: this step was planned under torch.no_grad(), and now a backward is to come")
 
     def _misfit(self, found: str, expected: str) -> CADDataError:

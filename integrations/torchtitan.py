@@ -26,9 +26,9 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 
-import deepspeed_cad
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.function import CAD, Step
+from deepspeed_cad.function import open as open_cad
 from deepspeed_cad.session import Session, current_session
 
 _opened: WeakKeyDictionary[Session, CAD] = WeakKeyDictionary()
@@ -97,11 +97,11 @@ class Attention(VarlenAttention):
         step: Step | None = _steps.get(cu_seqlens)
         if step is None:
             session = current_session()
-            if session not in _opened:
-                opened = deepspeed_cad.open(self.block, device, self.mesh)
-                session = opened.session
-                _opened[session] = opened
-            step = _steps[cu_seqlens] = _opened[session].plan(cu_seqlens)
+            opened = None if session is None else _opened.get(session)
+            if opened is None:
+                opened = open_cad(self.block, device, self.mesh)
+                _opened[opened.session] = opened
+            step = _steps[cu_seqlens] = opened.plan(cu_seqlens)
         return step
 
 

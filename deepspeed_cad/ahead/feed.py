@@ -120,14 +120,14 @@ class Feed:
         self._epoch += 1
         self._index = self._step = 0
 
-    def announce(self, mine: Announcement) -> None:
-        """This rank will train `mine` after everything it announced before."""
+    def announce(self, mine: Announcement, backward: bool = True) -> None:
+        """This rank will run `mine` after everything it announced before; `backward`: and its backward."""
         epoch, index, keys = self._epoch, self._next_index(), dict(self.keys)
 
         def job() -> MicroBatch:
             self._refuse_ended(epoch)
             said = self._gather(Subject(What.LENGTHS, self.number, epoch, index), mine.to_array())
-            return self.plans.open(self._all_going(said, epoch, index), keys, self.number)
+            return self.plans.open(self._all_going(said, epoch, index), keys, self.number, backward)
 
         self._ahead.append((mine, self.worker.submit(job)))
 

@@ -266,6 +266,20 @@ def test_autocast(workers: WorkerPool) -> None:
     assert max(workers.run(_autocast, 2)) < 2
 
 
+def _evaluate(rank: int, world: int) -> tuple[int, int]:
+    """The loss of a forward without backward; gives the micro-batches counted as trained and as looked at."""
+    model, cad, own = _model(), deepspeed_cad.open(BLOCK), UNEVEN[rank]
+    with torch.no_grad():
+        loss = _loss(model, *_rows(own, 0), cad.plan([0, *torch.tensor(own).cumsum(0)]))
+        right = _loss(model, *_rows(own, 0), EachAlone(own))
+    assert abs(float(loss) - float(right)) < 1e-9 * float(right)
+    return cad.session.statistics.micro_batches, cad.session.forward_only.micro_batches
+
+
+def test_evaluation(workers: WorkerPool) -> None:
+    assert workers.run(_evaluate, 2) == [(0, 1)] * 2
+
+
 # As many launches as by transformers
 
 

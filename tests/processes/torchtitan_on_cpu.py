@@ -139,7 +139,6 @@ def main() -> None:
     model, tensor, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     arrange()
     expected, right = train(model, tensor, ["__main__.plain"])
-    dist.destroy_process_group()
     cad = ("deepspeed_cad.integrations.torchtitan.cad", BLOCK)
     seen, found = train(model, tensor, [cad])
     to_local = lambda x: x.to_local() if hasattr(x, "to_local") else x  # noqa: E731

@@ -82,7 +82,7 @@ def test_micro_batches_are_gathered_under_their_epoch_and_number() -> None:
     feed.announce(MINE)
     assert two.asked == [Subject(What.LENGTHS, 1, epoch, index) for epoch, index in ((1, 0), (1, 1), (2, 0))]
     assert (
-        all(one.local.same_as(MINE.local) for said, _, model in opened if model == 1 for one in said)
+        all(one.local.same_as(MINE.local) for said, _, model, _ in opened if model == 1 for one in said)
         and len(opened) == 3
     )
     assert two.dropped == [0, 1], "announced, and not trained when the next epoch began"
