@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launched import run, torchrun
@@ -33,3 +34,24 @@ def test_debug_models_train_as_without(tmp_path: Path, model: str, ranks: int, t
     assert found["shares"] == tensor and found["before"] > 1.2 > 1.05 > found["after"]
     assert found["micro_batches"] == STEPS
     assert found["forwards"] == found["backwards"] == found["replays"] == STEPS * LAYERS
+
+
+def test_what_cannot_be_told_is_refused() -> None:
+    from deepspeed_cad.integrations.torchtitan import Attention, cad
+    from torchtitan.models.gpt_oss import model_registry
+
+    from deepspeed_cad.errors import CADUnsupportedError
+
+    flex, varlen = (
+        model_registry("debugmodel", attn_backend=backend).model.layers[0].attention for backend in ("flex", "varlen")
+    )
+    with pytest.raises(CADUnsupportedError, match='whose mask CAD cannot tell: build the model with attn_backend="var'):
+        cad(flex)
+    inner = cad(varlen, tolerance=0.1).inner_attention
+    assert inner.block == {"tolerance": 0.1} and inner.window_size == varlen.inner_attention.window_size
+    with pytest.raises(CADUnsupportedError, match="CAD needs causal attention"):
+        Attention(Attention.Config(window_size=(-1, -1)))
+    layer = Attention(Attention.Config(window_size=(15, 0)))
+    assert layer.window == 16
+    with pytest.raises(CADUnsupportedError, match="pipeline_parallel_degree is 2"):
+        layer.parallelize(SimpleNamespace(pp=2, cp=1, tp=1))
