@@ -1,4 +1,4 @@
-"""TRL: SFTTrainer with packing and without padding, DPOTrainer with a reference model, LoRA."""
+"""TRL: SFTTrainer with packing and without padding, DPOTrainer with a reference model, LoRA, GRPOTrainer."""
 
 from __future__ import annotations
 
@@ -58,10 +58,9 @@ def _dpo(cad: bool, folder: str, lora: bool = False, stage: int | None = None, *
 
     import deepspeed_cad
 
-    def words(length: int, seed: int) -> str:
-        return " ".join(f"w{i % 61}" for i in training.documents([length], seed)[0].tolist())
-
-    rows = [(words(n, i), words(n // 2 + 3, 100 + i), words(n // 3 + 2, 200 + i)) for i, n in enumerate(LENGTHS * 2)]
+    rows = [
+        (_words(n, i), _words(n // 2 + 3, 100 + i), _words(n // 3 + 2, 200 + i)) for i, n in enumerate(LENGTHS * 2)
+    ]
     data = Dataset.from_dict(dict(zip(("prompt", "chosen", "rejected"), map(list, zip(*rows)))))
     model, reference = training.sdpa_llama(), None if lora else training.sdpa_llama()
     if stage is not None:
@@ -77,9 +76,80 @@ def _dpo(cad: bool, folder: str, lora: bool = False, stage: int | None = None, *
     trainer.train()
     if reference is not None:
         assert before and all(torch.equal(a, b) for a, b in zip(before, _values(reference), strict=True))
-        assert reference.config._attn_implementation == "sdpa"
+        assert reference.config._attn_implementation == ("cad" if cad else "sdpa")
         if cad:
             assert reference not in deepspeed_cad.current_session().bindings
+    return trainer.state.log_history
+
+
+def _words(length: int, seed: int) -> str:
+    return " ".join(f"w{i % 61}" for i in training.documents([length], seed)[0].tolist())
+
+
+def _dpo_first_loss(rank: int, world: int, folder: str) -> tuple[float, float, int]:
+    """Loss and ln 2 of the first micro-batch, in bf16, and how many forwards without backward were balanced."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    import deepspeed_cad
+
+    texts = [_words(n, i) for i, n in enumerate(LENGTHS)]
+    data = Dataset.from_dict({"prompt": texts, "chosen": texts[::-1], "rejected": texts[1:] + texts[:1]})
+    losses: list[torch.Tensor] = []
+
+    class Noting(DPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().compute_loss(*args, **kwargs)
+            losses.append((found[0] if isinstance(found, tuple) else found).detach())
+            return found
+
+    model, reference = (training.sdpa_llama().to(torch.bfloat16) for _ in range(2))
+    deepspeed_cad.apply(model, BLOCK)
+    given = settings(folder, max_length=None, padding_free=True, per_device_train_batch_size=2, max_steps=1)
+    Noting(
+        model=model, ref_model=reference, args=DPOConfig(**given), train_dataset=data, processing_class=tokenizer()
+    ).train()
+    looks = deepspeed_cad.current_session().forward_only.micro_batches
+    nothing = torch.zeros((), dtype=losses[0].dtype)
+    return float(losses[0]), float(-torch.nn.functional.logsigmoid(nothing)), looks
+
+
+@pytest.mark.slow
+def test_the_first_loss_of_dpo_is_ln_2(fresh_workers: WorkerPool, tmp_path) -> None:
+    for loss, expected, looks in fresh_workers.run(_dpo_first_loss, 2, str(tmp_path), timeout=140.0):
+        assert loss == expected and looks == 1
+
+
+def _grpo(cad: bool, folder: str) -> list[dict[str, Any]]:
+    """It generates in train mode, then asks the policy and a reference for log-probabilities, then trains."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    import deepspeed_cad
+
+    # The trainer loads its reference from where the policy comes from.
+    start = f"{folder}/policy"
+    if torch.distributed.get_rank() == 0:
+        training.sdpa_llama().save_pretrained(start)
+    torch.distributed.barrier()
+    prompts = [_words(n, seed) for seed, n in enumerate(LENGTHS)]
+    model = AutoModelForCausalLM.from_pretrained(start, attn_implementation="sdpa")
+    if cad:
+        deepspeed_cad.apply(model, BLOCK)
+    given = settings(
+        folder, max_steps=STEPS, per_device_train_batch_size=4, num_generations=4, max_completion_length=12, beta=0.1,
+        temperature=0.7, num_iterations=2,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=model, args=GRPOConfig(**given), train_dataset=Dataset.from_dict({"prompt": prompts}),
+        reward_funcs=lambda completions, **_: [float(len(set(one.split()))) for one in completions],
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    if cad:
+        session = deepspeed_cad.current_session()
+        assert session.statistics.micro_batches == STEPS and session.forward_only.micro_batches >= 2
     return trainer.state.log_history
 
 
@@ -88,6 +158,7 @@ OFTEN: dict[str, Any] = {
     "padding-free": (_sft, {"padding_free": True, "max_length": None, "per_device_train_batch_size": 4}),
     "packing, LoRA, checkpointing": (_sft, {"lora": True, "packing": True, "gradient_checkpointing": True}),
     "DPO": (_dpo, {"per_device_train_batch_size": 2}),
+    "GRPO": (_grpo, {}),
 }
 OTHER: dict[str, Any] = {
     "packing, accumulation": (_sft, {"packing": True, "gradient_accumulation_steps": 2}),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import document_attention
 
+from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.kernels import flash_attn, registry, torch_math
 from deepspeed_cad.kernels.flash import accepts, call_with, window_of
@@ -84,6 +85,34 @@ def test_torch_math_in_small_blocks_and_on_views(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch_math, "BLOCK_ELEMENTS", 200)
     for one, other in zip(run(), whole, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_row_has_the_same_bits_however_its_document_is_cut(dtype: torch.dtype, sinks: bool) -> None:
+    """A document alone, and its rows as servers get them: some heads, other rows, behind other documents."""
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(331, heads, 16).to(dtype) for heads in (6, 2, 2))
+    logits = torch.randn(6) if sinks else None
+
+    def attend(begin: int, end: int, group: slice, before: int) -> list[torch.Tensor]:
+        heads = slice(group.start * 3, group.stop * 3)
+        rows = torch.cat([q[:before, heads], q[begin:end, heads]])
+        keys, values = (torch.cat([x[:before], x[:end]])[:, group] for x in (k, v))
+        sequences = sequences_of([(before, before), (end - begin, end)])
+        o, lse = TorchMath().forward(rows, keys, values, sequences, MaskRule(0.25))
+        if logits is not None:
+            o, lse = fold_sinks(o, lse, logits[heads])
+        return [o[before:], lse[before:]]
+
+    whole = attend(0, 331, slice(0, 2), 0)
+    for begin, end, group, before in (
+        (0, 331, slice(0, 2), 57), (0, 5, slice(0, 2), 0), (70, 200, slice(1, 2), 9), (129, 331, slice(0, 1), 0),
+        (330, 331, slice(0, 2), 3),
+    ):  # fmt: skip
+        heads = slice(group.start * 3, group.stop * 3)
+        for one, other in zip(attend(begin, end, group, before), whole, strict=True):
+            assert torch.equal(one, other[begin:end, heads]), (begin, end)
 
 
 def test_lse_is_fp32_for_half_precision() -> None:

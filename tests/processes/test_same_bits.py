@@ -1,0 +1,55 @@
+"""The same bits of a forward in train and eval mode, with and without gradients, wherever attention ran.
+
+A DPO loss before the first update is ln 2 to the last bit then, and a ratio of probabilities 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import training
+from pool import WorkerPool
+
+import deepspeed_cad
+
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
+
+
+def _logps(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, batch["input_ids"][0, 1:, None])[:, 0]
+
+
+def _two_models(rank: int, world: int, dtype: str, block: dict[str, Any], how: str) -> tuple[int, float]:
+    """A plain loop of a policy and a reference; gives how much was sent and the last loss."""
+    policy, reference = (training.tiny_llama(getattr(torch, dtype), attn_implementation="sdpa") for _ in range(2))
+    model = deepspeed_cad.apply(policy, {**BLOCK, **block}).train()
+    if how == "a copy":
+        reference = copy.deepcopy(model)
+    session = deepspeed_cad.current_session()
+    for step in range(3):
+        batch = training.pack(training.documents([230, 31] if rank == step % world else [20, 9, 44], 10 * step + rank))
+        trained = _logps(model, batch)
+        with torch.no_grad():
+            looked = [_logps(model, batch), _logps(model.eval(), batch), _logps(reference.eval(), batch)]
+        model.train()
+        for one in looked:
+            assert torch.equal(one, trained.detach()), (one - trained).abs().max()
+        margin = (trained - looked[-1]).sum()
+        loss = -torch.nn.functional.logsigmoid(margin)
+        assert float(loss.detach()) == float(-torch.nn.functional.logsigmoid(torch.zeros((), dtype=loss.dtype)))
+        loss.backward()
+    assert reference not in session.bindings and len(session.references) == 1
+    # Where gradients are on, and where it generates, a reference has its own attention.
+    _logps(reference.train(), batch).sum().backward()
+    assert session.statistics.micro_batches == 3
+    return session.transport.bytes_sent, float(loss.detach())
+
+
+@pytest.mark.parametrize("block", [{}, {"forward_only": "balanced"}], ids=["local", "balanced"])
+@pytest.mark.parametrize(("dtype", "how"), [("bfloat16", "another model"), ("float32", "a copy")])
+def test_a_policy_and_its_reference(workers: WorkerPool, dtype: str, how: str, block: dict[str, Any]) -> None:
+    assert all(sent > 0 for sent, _ in workers.run(_two_models, 3, dtype, block, how))
