@@ -58,9 +58,7 @@ def _dpo(cad: bool, folder: str, lora: bool = False, stage: int | None = None, *
 
     import deepspeed_cad
 
-    rows = [
-        (_words(n, i), _words(n // 2 + 3, 100 + i), _words(n // 3 + 2, 200 + i)) for i, n in enumerate(LENGTHS * 2)
-    ]
+    rows = [(_words(n, i), _words(n // 2 + 3, 100 + i), _words(n // 3 + 2, 200 + i)) for i, n in enumerate(LENGTHS * 2)]
     data = Dataset.from_dict(dict(zip(("prompt", "chosen", "rejected"), map(list, zip(*rows)))))
     model, reference = training.sdpa_llama(), None if lora else training.sdpa_llama()
     if stage is not None:
