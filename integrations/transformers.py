@@ -186,7 +186,7 @@ class Binding:
         training, unread = decoder.training and torch.is_grad_enabled(), None
         cached = given.get("past_key_values") is not None or generates()
         shared = training or (not cached and (self._follows is not None or are_shared(self.session, given)))
-        if self.reference and torch.is_grad_enabled():
+        if self.reference and self._keeps_its_own(decoder, given):
             running.set(Scope(self, None))
             return {}
         if not shared and (cached or self.ulysses is not None):
@@ -197,7 +197,14 @@ class Binding:
         elif shared:
             micro_batch = self._look(given)
         else:
-            micro_batch = self.session.plans.open_local(read_documents(given).local)
+            try:
+                micro_batch = self.session.plans.open_local(read_documents(given).local)
+            except CADError:
+                if not self.reference:
+                    raise
+                # Nobody asked for CAD here, and its own attention may well know what this is.
+                running.set(Scope(self, None))
+                return {}
         if shared:
             self.session.count(micro_batch, training)
             if micro_batch.layout.segments.begin.any():
@@ -218,6 +225,14 @@ class Binding:
         if self.ways is not None:
             changed |= self._hand_borders(micro_batch, (1, 1) if empty else batch_shape(given))
         return changed | (one_row(given) if empty else {})
+
+    def _keeps_its_own(self, decoder: torch.nn.Module, given: dict[str, Any]) -> bool:
+        """Whether a reference attends by itself: where it is trained, lies on another device (offloaded), or is in fp32
+        on a GPU, where no kernel is but plain operations of torch."""
+        of = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+        device = self.session.device.type
+        in_fp32 = next(decoder.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(device)
+        return torch.is_grad_enabled() or of.device.type != device or (device == "cuda" and in_fp32)
 
     def _take(self, decoder: torch.nn.Module, given: dict[str, Any]) -> tuple[MicroBatch, Unread | None]:
         """The micro-batch of a training forward, and what is compared later where it was not read."""

@@ -100,7 +100,7 @@ class _Pipeline:
                 parts = []
                 for number in documents.unique().tolist():
                     begin = int((reads - places)[documents == number][0])
-                    parts.append(alone(self.case, self.reference, number, begin, gradients))
+                    parts.append(alone(self.case, self.reference, number, begin))
                 loss = torch.cat(parts).mean() / count
                 if gradients:
                     (loss / self.replicas).backward()

@@ -272,7 +272,7 @@ class _Player:
             rows, begin = places[mine], int((reads - places)[mine][0])
             found = self.alone.get((number, begin))
             if found is None or gradients:
-                found = alone(self.case, self.reference, number, begin, gradients)
+                found = alone(self.case, self.reference, number, begin)
                 self.alone[number, begin] = found.detach()
             total = total + found[rows[rows < len(found)]].sum()
         return total
@@ -306,10 +306,11 @@ class _Player:
             )
 
 
-def alone(case: Case, model: torch.nn.Module, number: int, begin: int, gradients: bool) -> torch.Tensor:
+def alone(case: Case, model: torch.nn.Module, number: int, begin: int) -> torch.Tensor:
     """Cross entropy of each target of a document that is run alone, its first token at position `begin`."""
     ids = document(case, number)
-    with torch.set_grad_enabled(gradients):
+    # Without gradients it would be a reference model, which CAD attends for.
+    with torch.enable_grad():
         positions = torch.arange(begin, begin + len(ids))[None]
         logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0, :-1]
         return torch.nn.functional.cross_entropy(logits.to(torch.float64), ids[1:], reduction="none")
