@@ -82,8 +82,10 @@ def judge(case: Case, played: list[Played | None]) -> str:
         return failure
     if all(one.error is None for one in trainers):
         for one in played[case.world :]:
-            # What is held of a forward that ended with an exception goes with the next micro-batch, if one comes.
-            if one is not None and (one.exit_code or (one.held and case.plant is None)):
+            # What is held of a forward that ended with an exception, or in eval mode with gradients on, goes with the
+            # next micro-batch, if one comes.
+            may_hold = case.plant is not None or (case.looks_together and case.evaluate)
+            if one is not None and (one.exit_code or (one.held and not may_hold)):
                 return f"server: rank {one.rank} ended with {one.exit_code} and holds {one.held} bytes: {one.said}"
     return _compare_sums(case, trainers)
 

@@ -79,18 +79,23 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
     return {name: counted.count(name) for name in sorted(set(counted))}
 
 
+FIELDS = 3 + 1 + 4 + 3
+"""Q, K, V and O in the forward of a layer; Q, K, V, dO and their gradients in its backward. One collective each."""
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize(("overlap", "parts"), [("none", 1), ("pingpong", 2)])
 def test_collectives_of_a_step(workers: WorkerPool, overlap: str, parts: int, checkpoint: bool) -> None:
-    """Three small gathers (header, lengths, plan) and four exchanges per layer and nano-batch; nothing else."""
+    """Three small gathers (header, lengths, plan) and four exchanges per layer and nano-batch, of FIELDS in all;
+    nothing else."""
     for counted in workers.run(_count, 2, overlap, checkpoint, False):
-        assert counted == {"all_gather": 3, "exchange": 2 * parts * 4, "all_to_all_single": 2 * parts * 4}
+        assert counted == {"all_gather": 3, "exchange": 2 * parts * 4, "all_to_all_single": 2 * parts * FIELDS}
 
 
 def test_a_loader_is_read_ahead(workers: WorkerPool) -> None:
     """With look-ahead the forward finds its plan made: nothing is gathered in a step."""
     for counted in workers.run(_count, 2, "pingpong", False, True):
-        assert counted == {"exchange": 2 * 2 * 4, "all_to_all_single": 2 * 2 * 4}
+        assert counted == {"exchange": 2 * 2 * 4, "all_to_all_single": 2 * 2 * FIELDS}
 
 
 def _engine(rank: int, world: int) -> None:
