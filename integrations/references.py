@@ -44,7 +44,10 @@ def watch_for_references(decoder: torch.nn.Module, bind: Callable[[torch.nn.Modu
 
 def _look(decoder: torch.nn.Module, bind: Callable[[torch.nn.Module, Session], None]) -> None:
     session = current_session()
+    # The class is watched for good; a later session of this process may train others, or stages of a pipeline.
     if session is None or decoder in session.decoders:
+        return
+    if not any(isinstance(one, type(decoder)) for one in session.decoders):
         return
     session.decoders.add(decoder)
     try:
