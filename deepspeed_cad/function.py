@@ -65,7 +65,7 @@ class CAD:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.feed = session.open_feed("deepspeed_cad.open", cuts=False)
+        self.feed = session.open_feed("deepspeed_cad.open", alternates=False)
         self._last: MicroBatch | None = None
 
     def plan(

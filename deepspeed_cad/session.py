@@ -245,13 +245,13 @@ class Session:
         """Remember what an integration attached to a model; it has a `feed`."""
         self.bindings[model] = binding
 
-    def open_feed(self, fingerprint: str, cuts: bool = True) -> Feed:
+    def open_feed(self, fingerprint: str, alternates: bool = True) -> Feed:
         """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks.
 
-        `cuts`: whether its layers can alternate nano-batches.
+        `alternates`: whether its layers can alternate nano-batches.
         """
-        if not cuts:
-            self.plans.uncut.add(len(self.feeds))
+        if not alternates:
+            self.plans.in_one_part.add(len(self.feeds))
         self.feeds.append(Feed(self.plans, fingerprint, number=len(self.feeds)))
         return self.feeds[-1]
 

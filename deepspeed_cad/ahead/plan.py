@@ -115,7 +115,7 @@ class Plans:
         self.abandoned = ""
         """Why this rank trains no further micro-batch. In words: an error has its frames, and while it is held whatever
         a layer has open in them stays open, such as the hooks of activation checkpointing in torch below 2.13."""
-        self.uncut: set[int] = set()
+        self.in_one_part: set[int] = set()
         """Models whose layers cannot alternate nano-batches."""
         self._said: set[str] = set()
 
@@ -133,7 +133,7 @@ class Plans:
         layout = assemble([announcement.local for announcement in announcements])
         # What lies between attentions is measured while training, forward and backward together.
         seconds, cut = self._seconds(model) if backward else None, None
-        if self.config.overlap_used in ("interleave", "pingpong") and model not in self.uncut:
+        if self.config.overlap_used in ("interleave", "pingpong") and model not in self.in_one_part:
             spare = 0 if crew.servers is None else crew.servers.at_start
             unit = np.array([announcement.unit for announcement in announcements] + [1] * spare)
             cut = self._choose_cut(widen(layout, spare), unit, keys, seconds)
