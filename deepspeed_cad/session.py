@@ -75,8 +75,7 @@ class Session:
         """Of the job that train; those of the CAD group are `group_ranks`."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._statistics = Statistics()
-        self.forward_only = Statistics()
-        """Of forwards without backward that all ranks ran together: only what is counted with each micro-batch."""
+        self._forward_only = Statistics()
         self._read: dict[str, Statistics] = {}
         self._said: set[str] = set()
         """Lines of which each is said once, by what they are about; warnings by their text."""
@@ -290,7 +289,7 @@ class Session:
     def count(self, micro_batch: MicroBatch, trained: bool = True) -> None:
         """Count a micro-batch whose forward begins; `trained`: a backward follows."""
         if not trained:
-            self.forward_only.add(micro_batch)
+            self._forward_only.add(micro_batch)
             return
         if self.servers.at_start and self.rank == 0 and self._statistics.micro_batches % EVERY == 0:
             self._look_for_idle()
@@ -310,6 +309,11 @@ class Session:
             now.landing_bytes = transport.landing_bytes or int(self.learned.memory.most_needed)
         now.bytes_sent = self.servers.bytes_sent + (0 if transport is None else transport.bytes_sent)
         return now
+
+    @property
+    def forward_only(self) -> Statistics:
+        """Of forwards without backward that all ranks ran together: only what is counted with each micro-batch."""
+        return self._forward_only.copy()
 
     def take_statistics(self, reader: str) -> Statistics:
         """What happened since this reader last asked."""

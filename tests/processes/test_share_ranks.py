@@ -124,6 +124,14 @@ def _train(
             grad, alone = _whole(parameter.grad), gradients[name]
             assert (grad - alone).abs().max() < near * (1 + alone.abs().max()), name
         model.zero_grad()
+    docs = training.documents(LENGTHS[replica], seed=replica)
+    expected, _ = training.alone(reference, docs)
+    model.eval()
+    with torch.no_grad():
+        assert abs(float(training.loss_sum(model, training.pack(docs))) - expected) < 10 * near * max(1, expected)
+    together = block.get("forward_only") == "balanced" and shares < world
+    assert session.forward_only.micro_batches == together
+    assert not together or session.forward_only.imbalance < session.forward_only.imbalance_before
     statistics = session.statistics
     transport = session.transport
     return {
@@ -136,7 +144,7 @@ def _train(
     ("kv_heads", "checkpoint", "block"),
     [
         (4, None, {}), (1, None, {}), (4, "reentrant", {}), (4, "non-reentrant", {"overlap": "pingpong"}),
-        (4, None, {"verify": 1}),
+        (4, None, {"verify": 1}), (1, None, {"forward_only": "balanced"}),
     ],
 )  # fmt: skip
 def test_parallelize_module(workers: WorkerPool, kv_heads: int, checkpoint: str | None, block: dict[str, Any]) -> None:
@@ -150,7 +158,7 @@ def test_parallelize_module(workers: WorkerPool, kv_heads: int, checkpoint: str 
 @pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "deepseek_v3"])
 def test_windows_sinks_and_latent_attention(workers: WorkerPool, kind: str) -> None:
     family = next(one for one in FAMILIES if one.kind == kind)
-    results = workers.run(_train, WORLD, 4, None, {}, SHARES, family)
+    results = workers.run(_train, WORLD, 4, None, {"forward_only": "balanced"}, SHARES, family)
     assert results[0]["after"] < results[0]["before"] and all(one["sent"] for one in results)
 
 

@@ -42,7 +42,7 @@ def _loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
 
 
-def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None) -> dict[str, Any]:
+def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, forward_only: str) -> dict[str, Any]:
     """A loop of its own on a mesh, fp64: what all ranks found together is that of the documents."""
     import deepspeed
     from torch.distributed.device_mesh import init_device_mesh
@@ -62,7 +62,7 @@ def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None) -> dict
     evaluated = training.alone(reference, last)[0]
     _register(model)  # from here on "sdpa" is Ulysses in this process
     mesh = init_device_mesh("cpu", (world // PIECES, PIECES), mesh_dim_names=("dp", "sp"))
-    deepspeed_cad.apply(model, BLOCK | {"granularity": 8}, mesh=mesh)
+    deepspeed_cad.apply(model, BLOCK | {"granularity": 8, "forward_only": forward_only}, mesh=mesh)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
     model.train()
@@ -80,17 +80,25 @@ def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None) -> dict
         model.zero_grad()
     model.eval()
     with torch.no_grad():
-        # Only this sequence group evaluates: nothing waits for another.
-        total = _loss_sum(model, _piece(last, rank)) if rank < PIECES else torch.zeros((), dtype=torch.float64)
+        # Only the first sequence group evaluates, and nothing waits for another; or all do together.
+        together = forward_only == "balanced"
+        total = torch.zeros((), dtype=torch.float64)
+        if rank < PIECES or together:
+            total = _loss_sum(model, _piece(last, rank)) * (1 if not together or rank < PIECES else 0)
     dist.all_reduce(total)
     assert abs(float(total) - evaluated) < 1e-9 * evaluated
     session = deepspeed_cad.current_session()
     return {"after": session.statistics.imbalance, "line": session.describe(), "sent": session.transport.bytes_sent}
 
 
-@pytest.mark.parametrize(("kv_heads", "checkpoint"), [(4, None), (1, "reentrant"), (4, "non-reentrant")])
-def test_same_as_each_document_alone(fresh_workers: WorkerPool, kv_heads: int, checkpoint: str | None) -> None:
-    results = fresh_workers.run(_train, WORLD, kv_heads, checkpoint)
+@pytest.mark.parametrize(
+    ("kv_heads", "checkpoint", "forward_only"),
+    [(4, None, "balanced"), (1, "reentrant", "local"), (4, "non-reentrant", "local")],
+)
+def test_same_as_each_document_alone(
+    fresh_workers: WorkerPool, kv_heads: int, checkpoint: str | None, forward_only: str
+) -> None:
+    results = fresh_workers.run(_train, WORLD, kv_heads, checkpoint, forward_only)
     assert results[0]["after"] < 1.05 and "2 replicas of 2 by Ulysses" in results[0]["line"]
     assert all(sum(one["sent"] for one in results[piece::PIECES]) > 0 for piece in range(PIECES))
 
