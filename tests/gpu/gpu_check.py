@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from lines import BEGUN, FAILED, PASSED, REFUSED  # noqa: E402
-from loops import TIME_OUT, WHILE_GROWING, names  # noqa: E402
+from loops import CASES, RIGHT, TIME_OUT, WHILE_GROWING, names  # noqa: E402
 
 from deepspeed_cad.exchange.failure.watchdog import EXIT_CODE  # noqa: E402
 
@@ -110,6 +110,8 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]], s
         # NCCL takes seconds to open among many ranks: there one case each, and every case on two.
         nccl = "nccl,nccl/4" if ranks == 2 else "nccl/1,nccl/4"
         return [Launch(group, case, limit_s=200) for case in (("nvlink", nccl) if cuda else ("c10d,c10d/4",))]
+    if group == "loaders":
+        return [Launch(group, case, limit_s=100, may_end=case not in RIGHT) for case in CASES]
     if group == "failures":
         in_exchange = [f"{how} in the exchange" for how in ("dies", "hangs")]
         before = [f"{how} before its lengths" for how in ("dies", "hangs")]
@@ -132,17 +134,17 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]], s
 
 
 GROUPS = (
-    "kernels", "bits", "failures", "identity", "transports", "mixed", "models", "streams", "growth",
+    "kernels", "bits", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth",
     "exactness", "pipelines", "servers", "timeouts", "lifetimes",
 )  # fmt: skip
 WAVES = (
     ("growth",), ("kernels", "bits", "failures"), ("pipelines", "servers", "identity", "timeouts"),
-    ("transports", "models", "mixed"), ("streams", "exactness", "lifetimes"),
+    ("transports", "loaders", "models", "mixed"), ("streams", "exactness", "lifetimes"),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; checks that fill the memory of GPUs are alone. The last ones
 have the most cases: where time runs out, some of these are left, and no group as a whole."""
-AT_ONCE = ("kernels", "bits", "failures", "timeouts", "servers", "mixed", "streams", "lifetimes")
+AT_ONCE = ("kernels", "bits", "failures", "loaders", "timeouts", "servers", "mixed", "streams", "lifetimes")
 """Groups whose launches run at the same time."""
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import training
 
 import deepspeed_cad
+from deepspeed_cad.ahead import plan
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost
@@ -67,6 +68,20 @@ def train(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def slow_down(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """Steps over a link that the test makes slow after the first ones; says what a user was told."""
+    said: list[str] = []
+    plan.notice = said.append
+    batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
+    step(model, batch)
+    print("trains", flush=True)
+    sys.stdin.readline()
+    for _ in range(asked["steps"]):
+        step(model, batch)
+    return {"said": said}
+
+
 def lose_a_link(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
     """Steps until the link dies, which the test sees to."""
     batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
@@ -98,7 +113,8 @@ def main() -> None:
     rank, ranks = asked["rank"], asked["ranks"]
     store = dist.TCPStore(asked["store"], asked["port"], ranks, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    found = {"train": train, "lose_a_link": lose_a_link, "join": join}[asked["what"]](rank, asked)
+    ways = {"train": train, "slow_down": slow_down, "lose_a_link": lose_a_link, "join": join}
+    found = ways[asked["what"]](rank, asked)
     print(json.dumps(found), flush=True)
     # Other ranks may still read the store, which is rank 0's.
     if "error" in found:
