@@ -8,7 +8,7 @@ look-ahead thread, so it may be asked for while the micro-batch before it trains
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.request import read_environment
 from deepspeed_cad.session import Session, open_session
-from deepspeed_cad.shares import replica_of_mesh
+from deepspeed_cad.shares import Replica, replica_of_groups, replica_of_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,13 +35,15 @@ def open(
     config: CADConfig | dict[str, Any] | None = None,
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> CAD:
     """CAD for one model of your own; every rank calls it, after torch.distributed is initialised.
 
     `config`: a CADConfig, the "cad" block as a dict, or None for what the launcher asks for, else the defaults.
     `device`: where attention runs; None: this process's GPU, or the CPU where there is none. `mesh`: of all ranks,
-    where some divide the heads of a micro-batch among them: those along an axis "tp". Raises CADConfigError for a bad
-    configuration or mesh.
+    where some divide the heads of a micro-batch among them: those along an axis "tp". `group` says the same without
+    one: the ranks with this one's share of heads, which train other micro-batches (data-parallel ranks). Raises
+    CADConfigError for a bad configuration, mesh or group.
     """
     checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
     if config is None and (request := read_environment()) is not None:
@@ -56,8 +58,41 @@ def open(
         )
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    replica = None if mesh is None else replica_of_mesh(mesh, dist.get_rank(), dist.get_world_size())
-    return CAD(open_session(checked, torch.device(device), replica))
+    return CAD(open_session(checked, torch.device(device), _find_replica(mesh, group)))
+
+
+def _find_replica(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Replica | None:
+    """The ranks that divide heads with this one. Collective."""
+    if mesh is not None and group is not None:
+        raise CADConfigError("deepspeed_cad.open got a mesh and a group, which say the same: pass one of them")
+    if mesh is not None:
+        return replica_of_mesh(mesh, dist.get_rank(), dist.get_world_size())
+    if not dist.is_initialized():
+        return None
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if group is None else dist.get_process_group_ranks(group))
+    return replica_of_groups(said, dist.get_rank())
+
+
+def attend(
+    run: Callable[[LayerInput], torch.Tensor],
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKV: torch.Tensor,
+    *,
+    layer: Hashable,
+    label: str,
+    softmax_scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """O [T, H, V] of one layer: the way in of every model, of one's own (`Step.attend`) and of transformers.
+
+    `run`: attention of the running micro-batch. `label` names the layer in errors; for the others see Step.attend.
+    """
+    rule = MaskRule(q_THD.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale), window, softcap)
+    return run(LayerInput(layer, q_THD, k_TKD, v_TKV, rule, sinks, label))
 
 
 class CAD:
@@ -171,8 +206,10 @@ class Step:
             self._micro_batch = self._cad.take(self._mine, self.backward)
         if window not in self._masks:
             self._masks[window] = self._cad.session.descriptor(self._micro_batch, window, self.backward)
-        rule = MaskRule(q_THD.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, window, softcap)
-        o_THV = self._masks[window].attend(LayerInput(layer, q_THD, k_TKD, v_TKV, rule, sinks, label))
+        o_THV = attend(
+            self._masks[window].attend, q_THD, k_TKD, v_TKV, layer=layer, label=label,
+            softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
         self._cad.session.say_first()
         return o_THV
 

@@ -139,6 +139,28 @@ def replica_in(mesh: Any, rank: int, kinds: Sequence[str] = TENSOR) -> Replica:
     return Replica(tuple(grid[index].reshape(-1).tolist()), kinds is PIECES)
 
 
+def replica_of_groups(said: Sequence[Sequence[int] | None], rank: int) -> Replica | None:
+    """The replica of a rank where every rank said which ranks have the same share of heads, and other micro-batches.
+
+    Those at one place of all such groups are a replica, in the order of the groups' first ranks. None: nobody said it.
+    Raises CADConfigError, the same on all ranks, where groups do not divide the job alike.
+    """
+    if all(own is None for own in said):
+        return None
+    groups = sorted({tuple(own) for own in said if own is not None})
+    for one, own in enumerate(said):
+        if own is None or one not in own:
+            theirs = "none" if own is None else f"that of ranks {', '.join(map(str, own))}"
+            raise CADConfigError(f"deepspeed_cad.open: rank {one} passed {theirs} as its group: pass each rank its own")
+    if len({len(own) for own in groups}) > 1 or sum(map(len, groups)) != len(said):
+        raise CADConfigError(
+            f"deepspeed_cad.open: the groups {', '.join(map(str, map(list, groups)))} do not divide {len(said)} ranks "
+            "alike: pass the groups of ranks that have the same share of heads, and micro-batches of their own"
+        )
+    place = next(own.index(rank) for own in groups if rank in own)
+    return Replica(tuple(own[place] for own in groups))
+
+
 def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
     """Raise CADUnsupportedError for what is not built where ranks divide heads; `pieces`: see Replica."""
     if config.documents == "deal":

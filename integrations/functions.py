@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed_cad.integrations.chunks import as_alone, chunk_of
-from deepspeed_cad.integrations.layer_call import read_call
+from deepspeed_cad.integrations.layer_call import attend_layer
 from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
 from deepspeed_cad.integrations.padding import Padding
 from deepspeed_cad.integrations.positions import Unread
@@ -139,14 +140,14 @@ def cad_attention(
     if session is not None and session.shares.count > 1:
         refuse_heads(module, query, key, s_aux)
     query = as_alone(module, query, attention_mask)
-    layer = read_call(module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
     check: Check | None = attention_mask.micro_batch.check
-    o_THV = attention_mask.attend(layer) if check is None else check.attend(attention_mask.attend, layer)
-    o = o_THV.unflatten(0, (query.shape[0], query.shape[2]))
+    run = attention_mask.attend if check is None else partial(check.attend, attention_mask.attend)
+    o = attend_layer(run, module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
     padding: Padding | None = attention_mask.micro_batch.padding
     if padding is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         own = masked_attention(
-            module, padding.eager, scaling=layer.rule.scale, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
+            module, padding.eager, scaling=scaling, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
         )
         o = padding.fill(id(module), attention_mask, query, key, value, o, own)
     return o, None

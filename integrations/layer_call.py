@@ -1,11 +1,12 @@
-"""What a layer of transformers passes to its attention function, read and refused where CAD cannot reproduce it.
+"""What a layer of transformers passes to its attention function, refused where CAD cannot reproduce it.
 
-In: the arguments of an attention function of transformers. Out: a `LayerInput`, or an error that names the layer.
+In: the arguments of an attention function of transformers. Out: O, by `function.attend`, or an error that names the
+layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from deepspeed_cad.integrations.structure import name_layer
 
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.errors import CADError, CADUnsupportedError
-from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.function import attend
 
 
-def read_call(
+def attend_layer(
+    run: Callable[[LayerInput], torch.Tensor],
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -28,11 +30,12 @@ def read_call(
     softcap: float | None,
     sinks: torch.Tensor | None,
     others: Mapping[str, Any],
-) -> LayerInput:
-    """What a layer asks for. Raises CADUnsupportedError for dropout and arguments that change what is computed, and
+) -> torch.Tensor:
+    """O [B, S, H, V] of a layer. Raises CADUnsupportedError for dropout and arguments that change what is computed, and
     CADError where there are more keys than queries.
 
     Args:
+        run: see function.attend.
         module: the attention module.
         query: [B, H, S, D].
         key: [B, K, S, D].
@@ -55,8 +58,11 @@ def read_call(
             f"{label} got {key.shape[2]} keys for {query.shape[2]} queries: a KV cache is in use during training; "
             "pass use_cache=False"
         )
-    rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else float(scaling), window, softcap)
-    return LayerInput(module, flat(query), flat(key), flat(value), rule, sinks, label)
+    o_THV = attend(
+        run, flat(query), flat(key), flat(value), layer=module, label=label,
+        softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    return o_THV.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def flat(x_BHSD: torch.Tensor) -> torch.Tensor:

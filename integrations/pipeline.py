@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from deepspeed_cad.integrations.chunks import chunk_of
-from deepspeed_cad.integrations.layer_call import read_call
+from deepspeed_cad.integrations.layer_call import attend_layer
 from deepspeed_cad.integrations.structure import name_layer
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -106,5 +106,5 @@ def pipeline_attention(
         raise CADUnsupportedError(
             f"{label} got a ready-made mask; in a pipeline documents are read from position ids: pass none"
         )
-    layer = read_call(module, query, key, value, sliding_window, scaling, dropout, softcap, s_aux, kwargs)
-    return binding.attend(layer).unflatten(0, (query.shape[0], query.shape[2])), None
+    given = (module, query, key, value, sliding_window, scaling, dropout, softcap, s_aux, kwargs)
+    return attend_layer(binding.attend, *given), None

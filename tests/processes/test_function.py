@@ -151,6 +151,32 @@ def test_reserved_servers(fresh_workers: WorkerPool) -> None:
     assert trainers == [2 * len(OPTIONS)] * 2 and server.code == 0 and server.micro_batches == len(OPTIONS)
 
 
+def _divided(rank: int, world: int, by: str) -> int:
+    """Ranks 0 and 1, and 2 and 3, have the same documents and half of the heads each; or none divides them."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shares = 1 if by == "one group" else 2
+    mesh = init_device_mesh("cpu", (world // shares, shares), mesh_dim_names=("dp", "tp"))
+    cad = deepspeed_cad.open(BLOCK, **({"mesh": mesh} if by == "mesh" else {"group": mesh.get_group("dp")}))
+    own, sizes = UNEVEN[rank // shares], [(8, 16), (4, 16), (4, 16)]
+    gen = torch.Generator().manual_seed(rank // shares)
+    whole = [torch.randn(sum(own), *size, dtype=torch.float64, generator=gen) for size in sizes]
+    rows = [x.chunk(shares, 1)[rank % shares].requires_grad_() for x in whole]
+    alone = [x.detach().clone().requires_grad_() for x in rows]
+    o, right = cad.plan([0, *torch.tensor(own).cumsum(0)]).attend(*rows, layer=0), EachAlone(own).attend(*alone)
+    assert (o - right).abs().max() < 1e-10
+    for one in (o, right):
+        one.square().sum().backward()
+    assert all((x.grad - y.grad).abs().max() < 1e-10 for x, y in zip(rows, alone))
+    assert cad.session.shares.count == shares and cad.session.statistics.imbalance < 1.1
+    return cad.session.transport.bytes_sent
+
+
+@pytest.mark.parametrize("by", ["mesh", "group", "one group"])
+def test_ranks_that_divide_heads(workers: WorkerPool, by: str) -> None:
+    assert sum(workers.run(_divided, 4, by)) > 0
+
+
 # In a model
 
 
@@ -334,7 +360,7 @@ def test_as_many_launches_as_by_transformers(workers: WorkerPool) -> None:
 
 
 def _mistake(rank: int, world: int, which: str) -> None:
-    cad = deepspeed_cad.open(BLOCK)
+    cad = None if "group" in which else deepspeed_cad.open(BLOCK)
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
     q, k, v = make(90, 8, 16), make(90, 4, 16), make(90, 4, 16)
     sizes = {"heads": 8, "kv_heads": 4, "head_dim": 16}
@@ -365,6 +391,13 @@ def _mistake(rank: int, world: int, which: str) -> None:
         cad.plan(position_ids=torch.zeros(3, 1, 90, dtype=torch.long))
     elif which == "both":
         cad.plan([0, 50, 90], torch.tensor([*range(40), *range(50)]))
+    elif which == "mesh and group":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        deepspeed_cad.open(BLOCK, mesh=mesh, group=mesh.get_group())
+    elif which == "one rank's group":
+        deepspeed_cad.open(BLOCK, group=None if rank else dist.group.WORLD)
     elif which == "sinks":
         cad.plan([0, 90]).attend(q, k, v, layer=0, sinks=make(4))
     else:
@@ -385,6 +418,8 @@ MISTAKES = {
     "nothing": "neither cu_seqlens nor position_ids",
     "axes": "positions of several axes do not say where documents begin. Pass cu_seqlens",
     "both": "cu_seqlens and position_ids disagree",
+    "mesh and group": "got a mesh and a group, which say the same",
+    "one rank's group": "rank 1 passed none as its group",
     "sinks": "sinks have shape [4]; the plan of this micro-batch expects [8]",
     "tokens": "layer 3: q has shape [89, 8, 16]; the plan of this micro-batch expects [90, 8, 16]",
     "heads": "layer 3: q has shape [90, 4, 16]; the plan of this micro-batch expects [90, 8, 16]",

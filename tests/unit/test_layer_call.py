@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_cad.integrations import pipeline
-from deepspeed_cad.integrations.layer_call import read_call
+from deepspeed_cad.integrations.layer_call import attend_layer
 
 from deepspeed_cad.attention.layer import LayerInput, LayerKind
 from deepspeed_cad.errors import CADError, CADUnsupportedError
@@ -22,9 +22,21 @@ def heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, k, k.bfloat16()
 
 
+def read(*given: Any) -> LayerInput:
+    """What a layer hands on; `given`: from the module on, as attend_layer has it."""
+    handed: list[LayerInput] = []
+
+    def run(layer: LayerInput) -> torch.Tensor:
+        handed.append(layer)
+        return layer.q_THD
+
+    assert attend_layer(run, *given).shape == (1, 6, 4, 8)
+    return handed[0]
+
+
 def layer() -> LayerInput:
     """The same as a layer hands it on."""
-    return read_call(torch.nn.Module(), *heads(), 5, 1.0, 0.0, None, None, {})
+    return read(torch.nn.Module(), *heads(), 5, 1.0, 0.0, None, None, {})
 
 
 class Stage:
@@ -84,11 +96,11 @@ def test_what_a_layer_asks_for_is_read() -> None:
     sinks, tensors = torch.zeros(4), heads()
     module = torch.nn.Module()
     module.layer_idx = 7  # type: ignore[assignment]
-    read = read_call(module, *tensors, 3, None, 0.0, 50.0, sinks, {"position_ids": None})
-    assert read[:1] + read[4:] == (module, MaskRule(8**-0.5, 3, 50.0), sinks, "Module of layer 7")
-    for rows, given in zip(read[1:4], tensors):
+    found = read(module, *tensors, 3, None, 0.0, 50.0, sinks, {"position_ids": None})
+    assert found[:1] + found[4:] == (module, MaskRule(8**-0.5, 3, 50.0), sinks, "Module of layer 7")
+    for rows, given in zip(found[1:4], tensors):
         assert torch.equal(rows, given[0].transpose(0, 1))
-    assert read_call(module, *tensors, None, 2, 0.0, None, None, {}).rule == MaskRule(2.0)
+    assert read(module, *tensors, None, 2, 0.0, None, None, {}).rule == MaskRule(2.0)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +112,10 @@ def test_what_a_layer_asks_for_is_read() -> None:
 )
 def test_what_cannot_be_reproduced_is_refused(dropout: float, others: dict[str, Any], text: str) -> None:
     with pytest.raises(CADUnsupportedError, match=text):
-        read_call(torch.nn.Module(), *heads(), None, None, dropout, None, None, others)
+        read(torch.nn.Module(), *heads(), None, None, dropout, None, None, others)
 
 
 def test_a_cache_is_refused() -> None:
     q, k, v = heads()
     with pytest.raises(CADError, match="12 keys for 6 queries: a KV cache is in use"):
-        read_call(torch.nn.Module(), q, torch.cat([k, k], 2), torch.cat([v, v], 2), None, None, 0.0, None, None, {})
+        read(torch.nn.Module(), q, torch.cat([k, k], 2), torch.cat([v, v], 2), None, None, 0.0, None, None, {})

@@ -16,7 +16,7 @@ from deepspeed_cad.ahead.replicas import of_replicas
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments, assemble, segments_from_positions
-from deepspeed_cad.shares import Replica, Shares, refuse_beside_shares, replica_in, replica_of_mesh
+from deepspeed_cad.shares import Replica, Shares, refuse_beside_shares, replica_in, replica_of_groups, replica_of_mesh
 
 
 def mesh(shape: tuple[int, ...], *names: str) -> Any:
@@ -54,6 +54,27 @@ def test_a_part_of_a_mesh_says_as_much() -> None:
     part: Any = SimpleNamespace(mesh=np.array([2, 3]), mesh_dim_names=("tp",))
     assert replica_in(part, 3) == Replica((2, 3))
     assert of_mesh(mesh((2, 2), "dp", "sp"))[3] == Replica((2, 3), pieces=True)
+
+
+def test_groups_say_as_much_as_a_mesh() -> None:
+    said = [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [replica_of_groups(said, rank) for rank in range(4)] == of_mesh(mesh((2, 2), "dp", "tp"))
+    assert replica_of_groups([(0, 1)] * 2, 1) == Replica((1,)) and replica_of_groups([None] * 2, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ([(0, 1), None], "rank 1 passed none as its group"),
+        ([(0, 1), (0,)], "rank 1 passed that of ranks 0 as its group"),
+        ([(0, 1), (0, 1), (2,)], r"the groups \[0, 1\], \[2\] do not divide 3 ranks alike"),
+        ([(0, 1), (1, 2), (1, 2)], r"the groups \[0, 1\], \[1, 2\] do not divide 3 ranks alike"),
+    ],
+)
+def test_groups_that_do_not_divide_the_job(said: list[Any], words: str) -> None:
+    for rank in range(len(said)):
+        with pytest.raises(CADConfigError, match=words):
+            replica_of_groups(said, rank)
 
 
 def test_both_kinds_on_a_mesh_are_refused() -> None:

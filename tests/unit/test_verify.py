@@ -150,10 +150,10 @@ def test_planted_errors_are_named(name: str, says: str, monkeypatch: pytest.Monk
 
 def test_what_only_the_second_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument of attention that is lost on its way: right attention of wrong numbers."""
-    from deepspeed_cad.integrations import layer_call
+    from deepspeed_cad import function
 
-    rule = layer_call.MaskRule
-    monkeypatch.setattr(layer_call, "MaskRule", lambda scale, *rest: rule(scale * 1.5, *rest))
+    rule = function.MaskRule
+    monkeypatch.setattr(function, "MaskRule", lambda scale, *rest: rule(scale * 1.5, *rest))
     with pytest.raises(CADError, match="the output of the decoder differs"):
         train()
 
