@@ -30,7 +30,8 @@ def test_debug_models_train_as_without(tmp_path: Path, model: str, ranks: int, t
     assert len(found["seen"]) == STEPS and len({tuple(one) for one in found["seen"]}) == STEPS
     for ours, theirs in zip(found["seen"], found["expected"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10), "losses and norms of gradients"
-    assert found["error"] < 1e-9, "parameters after all steps"
+    # Adam makes up to 8e4 times as much (its rate / eps) of what tiny gradients differ by.
+    assert found["error"] < 1e-8, "parameters after all steps"
     assert found["shares"] == tensor and found["before"] > 1.2 > 1.05 > found["after"]
     assert found["micro_batches"] == STEPS
     assert found["forwards"] == found["backwards"] == found["replays"] == STEPS * LAYERS
