@@ -230,6 +230,11 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
         f"rows of {_rows(args, full)}, {args.micro_batches} to a step",
         "CAD deals documents out to all GPUs before a step where that gains, which was not measured on GPUs yet",
     ]
+    if setting.model.not_counted:
+        lines.append(
+            f"{setting.model.not_counted} of this model are counted as full attention and one MLP: where they take "
+            "less, there is less to gain, and where they hold more, more memory is needed"
+        )
     if machine.like:
         measured = ", ".join(key for key in machine.sources if key != "published")
         lines.append(

@@ -16,6 +16,8 @@ class ModelShape:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    not_counted: str = ""
+    """What of the model a forecast takes for a layer of full attention and one MLP, in words."""
 
     @property
     def layer_parameters(self) -> int:

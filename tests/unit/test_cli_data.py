@@ -361,7 +361,8 @@ LLAMA = {
     "num_attention_heads": 8, "num_key_value_heads": 2,
 }  # fmt: skip
 SHAPE = {
-    "layers": 3, "hidden": 64, "intermediate": 160, "vocabulary": 99, "heads": 8, "kv_heads": 2, "head_dim": 8
+    "layers": 3, "hidden": 64, "intermediate": 160, "vocabulary": 99, "heads": 8, "kv_heads": 2, "head_dim": 8,
+    "not_counted": "",
 }  # fmt: skip
 
 
@@ -389,6 +390,21 @@ def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: di
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vars(read_model_shape(str(tmp_path))) == SHAPE | change
     assert vars(read_model_shape(str(tmp_path / "config.json"))) == SHAPE | change
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("qwen3_5", "24 of 32 layers (linear_attention)"),
+        ("jamba", "28 of 32 layers (linear_attention) and its experts"),
+        ("llama4", "36 of 48 layers (chunked_attention) and its experts"),
+        ("gpt_oss", "18 of 36 layers (sliding_attention) and its experts"),
+        ("mistral3", ""),
+    ],
+)
+def test_supported_models_are_read_and_what_is_not_foreseen_is_said(tmp_path: Path, kind: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert read_model_shape(str(tmp_path)).not_counted == said
 
 
 def test_models_with_images_that_training_refuses(tmp_path: Path) -> None:

@@ -15,11 +15,14 @@ from typing import Any
 
 from deepspeed_cad.cli.data.documents import REMEDY
 from deepspeed_cad.config import read_json
-from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 from deepspeed_cad.forecast.model_shape import SHAPES, ModelShape
 
 MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names of the width of the MLP; where a model has none of them or no value, it is four times the hidden size."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of how many experts a layer has."""
 
 
 def read_model_shape(where: str | None) -> ModelShape:
@@ -52,11 +55,23 @@ def read_model_shape(where: str | None) -> ModelShape:
             heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+            not_counted=_not_counted(config),
         )
     except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise CADConfigError(
             f"--model: {path} is not the config.json of a decoder model: {error} ({read_by})"
         ) from error
+
+
+def _not_counted(config: Any) -> str:
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    if not kinds and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        kinds = ["sliding_attention"] * int(_get(config, "num_hidden_layers"))
+    others = [kind for kind in kinds if kind not in ("full_attention", "attention")]
+    said = [f"{len(others)} of {len(kinds)} layers ({', '.join(sorted(set(others)))})"] if others else []
+    if any(getattr(config, name, None) for name in EXPERTS):
+        said.append("its experts")
+    return " and ".join(said)
 
 
 def _cached(name: str) -> Path:
@@ -105,19 +120,27 @@ def _refuse(fields: dict[str, Any]) -> None:
         from deepspeed_cad.integrations.models import refuse_model
     except ImportError:
         return
-    try:
-        config = AutoConfig.for_model(**fields)
-        text = config.get_text_config()
-        for name, value in vars(text).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(text, name, 0.0)
-        text.num_hidden_layers = min(2, text.num_hidden_layers)
-        kind = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
-        with _quiet(), torch.device("meta"):
-            model = kind.from_config(config)
-    except Exception:  # a model with code of its own, or none that this transformers knows: nothing to ask
-        return
-    refuse_model(model)
+    refused = None
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        # A few layers say all there is to say, where layers of no other kind come later.
+        for layers in (2, None):
+            try:
+                config = AutoConfig.for_model(**fields)
+                text = config.get_text_config()
+                for name, value in vars(text).items():
+                    if "drop" in name and isinstance(value, float):
+                        setattr(text, name, 0.0)
+                text.num_hidden_layers = min(layers or text.num_hidden_layers, text.num_hidden_layers)
+                with _quiet(), torch.device("meta"):
+                    model = kind.from_config(config)
+            except Exception:  # another kind of model, with code of its own, or none that this transformers knows
+                continue
+            try:
+                return refuse_model(model)
+            except CADUnsupportedError as error:
+                refused = error
+    if refused is not None:
+        raise refused
 
 
 def _resolve(fields: dict[str, Any]) -> tuple[Any, str]:
