@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.layout import LocalSegments
 
 NAME = "cad_borders"
@@ -37,11 +38,23 @@ class Borders:
     Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
     """
 
-    __slots__ = ("_gapped", "_on_device", "apart", "arrived", "batch", "begin", "checked", "due", "width")
+    __slots__ = (
+        "_gapped", "_on_device", "_whole", "apart", "arrived", "batch", "begin", "checked", "due", "spanning", "width",
+    )  # fmt: skip
 
-    def __init__(self, begin: Ints, batch: int, width: int, due: bool = False, apart: bool = False) -> None:
+    def __init__(
+        self,
+        begin: Ints,
+        batch: int,
+        width: int,
+        due: bool = False,
+        apart: bool = False,
+        spanning: Spanning | None = None,
+    ) -> None:
         """`begin` as from `find_borders`; `due`: the sampled check looks at this micro-batch; `apart`: run every
-        document alone, whatever kernels can do, to compare with."""
+        document alone, whatever kernels can do, to compare with; `spanning`: documents that lie on several ranks."""
+        self.spanning = spanning
+        self._whole: Borders | None = None
         self.begin, self.batch, self.width, self.due, self.apart = begin, batch, width, due, apart
         self.arrived = False
         """A decoder layer got them."""
@@ -78,6 +91,29 @@ class Borders:
         """int32 [1, T]: the piece of each row, as causal-conv1d and mamba-ssm take it."""
         numbers = np.repeat(np.arange(len(self.begin) - 1, dtype=np.int32), self.lengths)
         return self._upload("sequence", numbers[None], device)
+
+    def whole(self) -> Borders:
+        """Those of the rows that are in no document that spans ranks."""
+        if self._whole is None:
+            rows, starts = self._rows_whole(), np.zeros(self.batch * self.width, bool)
+            starts[self.begin[:-1]] = True
+            # Padding behind a document that spans ranks begins anew.
+            starts[rows] |= np.diff(rows, prepend=-1) > 1
+            self._whole = Borders(np.append(np.flatnonzero(starts[rows]), len(rows)), 1, len(rows))
+        return self._whole
+
+    def order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows outside of documents that span ranks, rows inside, and where each row lies in the two joined. A rank
+        that has none inside gives its first row to stand in for them."""
+        assert self.spanning is not None
+        whole, inside = self._rows_whole(), self.spanning.rows
+        place = np.argsort(np.concatenate([whole, inside]))
+        of = {"whole": whole, "inside": inside if len(inside) else np.zeros(1, np.int64), "place": place}
+        return tuple(self._upload(what, rows, device) for what, rows in of.items())  # type: ignore[return-value]
+
+    def _rows_whole(self) -> Ints:
+        assert self.spanning is not None
+        return np.setdiff1d(np.arange(self.batch * self.width), self.spanning.rows)
 
     def gapped(self, gap: int) -> Borders:
         """The same pieces with `gap` rows added behind each."""

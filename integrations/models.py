@@ -268,19 +268,18 @@ def refuse_checkpointing(decoder: nn.Module) -> None:
             return
 
 
-def refuse_spanning(config: Any, recurrent: bool = False) -> None:
+def refuse_spanning(config: Any, state: str = "") -> None:
     """Raise CADUnsupportedError if documents of this model must not span ranks.
 
-    `recurrent`: some of its layers carry state, which would have to travel from rank to rank, one after the other.
+    `state`: why that of its layers cannot travel from rank to rank; empty where it can, or has none.
     With the RoPE types "dynamic" and "longrope" the frequencies depend on the largest position in the batch, so the
     parts of one document would be rotated differently on different ranks.
     """
-    if recurrent:
+    if state:
         raise CADUnsupportedError(
-            "a document begins on another rank than it ends, and layers of this model carry state from token to token, "
-            "which would have to travel. Give every rank whole documents: cut none at the end of a row, or let what is "
-            "left of it be a document of its own, whose positions begin at 0 (examples/packing.py). Ranks may have "
-            "unequal numbers of tokens"
+            f"a document begins on another rank than it ends, and {state}. Give every rank whole documents: cut none "
+            "at the end of a row, or let what is left of it be a document of its own, whose positions begin at 0 "
+            "(examples/packing.py). Ranks may have unequal numbers of tokens"
         )
     kind = batch_rope(config)
     if kind:

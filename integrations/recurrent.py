@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from deepspeed_cad.integrations.borders import NAME, Borders
 from deepspeed_cad.integrations.mixed_in import inside_wrappers, mix_in
+from deepspeed_cad.integrations.spanning import run_over_ranks
 from deepspeed_cad.integrations.state_check import Way, find_way
 from deepspeed_cad.integrations.structure import name_layer
 from torch import nn
@@ -195,14 +196,41 @@ def _run(
     call = _Call(module, functools.partial(whole, **given), parameters)
     # Always, so that every rank runs the same: a rank may have one document now and many later.
     way = _choose(call, inside, hidden_BSD, label)
-    if borders.are_batch_rows:
+    if borders.are_batch_rows and borders.spanning is None:
         return call.whole(hidden_BSD, mask)
     flat_1TD, mask_1T = hidden_BSD.flatten(0, 1)[None], None if mask is None else mask.flatten()[None]
     if mask_1T is not None:
         # Layers blank padding themselves, but not all of them in a batch of one row.
         flat_1TD = flat_1TD * mask_1T[..., None].to(flat_1TD.dtype)
-    output = call.run(way, borders, flat_1TD, mask_1T)
+    if borders.spanning is None:
+        output = call.run(way, borders, flat_1TD, mask_1T)
+    else:
+        output = _run_spanning(call, way, inside, flat_1TD, mask_1T)
     return output[0].unflatten(0, (borders.batch, borders.width))
+
+
+def _run_spanning(
+    call: _Call, way: Way, inside: _Inside, flat_1TD: torch.Tensor, mask_1T: torch.Tensor | None
+) -> torch.Tensor:
+    """The layer on packed rows of which some are in documents that span ranks."""
+    borders = inside.borders
+    assert borders.spanning is not None
+    if call.parted:
+        inside.ways.fail(
+            CADUnsupportedError(
+                f"{name_layer(call.module)} would run once more for documents that span ranks, but {call.parted}. Have "
+                "its decoder layer gathered as a whole (FSDP: wrap decoder layers only; ZeRO-3: turn CAD on by the "
+                "DeepSpeed JSON, or before deepspeed.initialize)"
+            )
+        )
+    whole, spanning, place = borders.order(flat_1TD.device)
+    parts = []
+    if len(whole):
+        mask = None if mask_1T is None else mask_1T.index_select(1, whole)
+        parts.append(call.run(way, borders.whole(), flat_1TD.index_select(1, whole), mask))
+    rows = run_over_ranks(call.module, call.whole, flat_1TD.index_select(1, spanning), borders.spanning)
+    parts.append(rows[:, : len(borders.spanning.rows)])
+    return torch.cat(parts, dim=1).index_select(1, place)
 
 
 def _choose(call: _Call, inside: _Inside, hidden_BSD: torch.Tensor, label: str) -> Way:

@@ -38,6 +38,7 @@ from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows,
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
 from deepspeed_cad.integrations.references import watch_for_references
 from deepspeed_cad.integrations.shares import find_replica, refuse_parts_of_heads
+from deepspeed_cad.integrations.spanning import why_not
 from deepspeed_cad.integrations.structure import (
     decoder_layers,
     default_attention,
@@ -118,8 +119,11 @@ class Binding:
                 f"{type(model).__name__} has layers that carry state from token to token, and with Ulysses each rank "
                 "has a piece of the tokens: the state would have to travel. Train it without sequence parallelism"
             )
-        self.ways = Ways(self.feed.fail) if find_recurrent(find_decoder(model)) else None
+        recurrent = find_recurrent(find_decoder(model))
+        self.ways = Ways(self.feed.fail) if recurrent else None
         """How its layers that carry state are run; None where it has none."""
+        self.state_stays = why_not(session, recurrent) if recurrent else ""
+        """Why state cannot travel with documents that span ranks; empty where it can."""
         whole = self.ways or batch_rope(find_decoder(model).config) or session.config.verify
         self.feed.cuts = not whole and session.config.overlap_used not in ("interleave", "pingpong")
 
@@ -208,7 +212,7 @@ class Binding:
         if shared:
             self.session.count(micro_batch, training)
             if micro_batch.layout.segments.begin.any():
-                refuse_spanning(getattr(decoder, "config", None), self.ways is not None)
+                refuse_spanning(getattr(decoder, "config", None), self.state_stays)
         empty = 0 in batch_shape(given)
         if not empty and self.ulysses is None:
             self._look_at_padding(micro_batch, given)
@@ -284,7 +288,7 @@ class Binding:
         """Arguments by which layers that carry state learn where documents begin."""
         due = self.session.config.check == "sampled" and is_due(self.forwards)
         begin = find_borders(micro_batch.local(), *shape)
-        self.borders = Borders(begin, *shape, due=due)
+        self.borders = Borders(begin, *shape, due=due, spanning=micro_batch.spanning())
         # A cache of packed documents is of no use, and in evaluation it is on by default.
         return {borders_of.NAME: (self.borders, self.ways)} | (
             {} if self.borders.are_batch_rows else {"use_cache": False}

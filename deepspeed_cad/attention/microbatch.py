@@ -23,6 +23,7 @@ from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.attention.thread_state import in_backward
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
@@ -86,6 +87,13 @@ class MicroBatch:
         """What lies on this rank: of the micro-batch, or of the rows whose output one nano-batch computes."""
         layout = self.layout if nano_batch is None else self.ticks[nano_batch].rows()
         return layout.local(self.rank)
+
+    def spanning(self) -> Spanning | None:
+        """Its documents that span ranks, for layers that carry state; None where there are none on any rank."""
+        if not self.layout.segments.begin.any():
+            return None
+        assert self.transport is not None  # a document on several ranks
+        return Spanning(self.layout, self.rank, self.transport, self.turn, self.device)
 
     def rows(self, nano_batch: int) -> int:
         """Rows of this rank whose output a nano-batch computes, padding included."""

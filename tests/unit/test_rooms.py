@@ -46,7 +46,7 @@ THROUGH = {
     "api", "config", "errors", "function", "version", "notice", "request", "launch.deepspeed_hook", "layout", "session",
     "shares", "kernels.interface", "exchange.failure.roll_call",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
-    "attention.thread_state", "attention.layer", "pipeline.engine",
+    "attention.thread_state", "attention.layer", "attention.spanning", "pipeline.engine",
 }  # fmt: skip
 """All that `engine` and `integrations` may import of the rest."""
 STARTS = {"engine", "pipeline", "cli", "api", "run", "launch"}

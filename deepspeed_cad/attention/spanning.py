@@ -1,0 +1,210 @@
+"""Documents that span ranks, in layers that carry state: rows brought together, and taken apart again.
+
+In: the layout of a micro-batch and its transport. Out: for the kernel of such a layer all rows of a document, of some
+heads on each of its ranks; for its short convolution the rows before each piece. Both are exchanges in which every row
+that leaves a rank lands at one place, so the backward is the same exchange the other way round. Every rank takes part
+in each, also with nothing to send.
+
+A document's heads are divided among its ranks in proportion to the rows that each holds: so every rank runs as much as
+it would of its own rows, and fewer rows move than with equal shares. `n` rows of such documents on this rank, ordered
+by document and position; `G` head groups; `L` tokens of a document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from deepspeed_cad.exchange.failure.identity import Moment
+from deepspeed_cad.exchange.transport import Outgoing, Transport
+from deepspeed_cad.layout import Ints, Layout
+from deepspeed_cad.schedule import HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """Where rows go, and back."""
+
+    out: Schedule
+    back: Schedule
+
+    def reverse(self) -> Way:
+        return Way(self.back, self.out)
+
+
+class Share(NamedTuple):
+    """Head groups of one document that this rank runs."""
+
+    tokens: int
+    begin: int
+    end: int
+
+
+class Heads(NamedTuple):
+    """How head groups are divided. Rows at home lie group by group ([G, n]), as they land ([groups, L] per share)."""
+
+    way: Way
+    shares: list[Share]
+
+
+class Before(NamedTuple):
+    """Rows before pieces, for a convolution."""
+
+    way: Way
+    sent: torch.Tensor
+    """Rows of this rank, [0, n), that others or itself read: once for each piece that does."""
+    joined: torch.Tensor
+    """What the convolution runs on, chosen from a blank row, the rows of this rank and those that came, in that order:
+    each piece behind the rows before it, blank ones at the begin of a document."""
+    own: torch.Tensor
+    """Where the rows of this rank lie in that."""
+
+
+class Spanning:
+    """All documents in several pieces of one micro-batch, seen from one rank."""
+
+    def __init__(self, layout: Layout, rank: int, transport: Transport, turn: int, device: torch.device) -> None:
+        """`turn`: of the micro-batch, as in `Moment`."""
+        segments = layout.segments
+        several = np.bincount(segments.document)[segments.document] > 1
+        order = np.lexsort((segments.begin, segments.document))
+        pieces = self._pieces = segments.select(order[several[order]])
+        self._rank, self._ranks, self._transport, self._turn = rank, layout.ranks, transport, turn
+        self._device = device
+        sizes, self._base = pieces.end - pieces.begin, np.zeros(len(pieces), np.int64)
+        for one in range(layout.ranks):
+            at = pieces.rank == one
+            self._base[at] = np.cumsum(sizes[at]) - sizes[at]
+        self._rows_of_rank = np.bincount(pieces.rank, weights=sizes, minlength=layout.ranks).astype(np.int64)
+        mine = pieces.rank == rank
+        self.rows: Ints = np.concatenate(
+            [np.arange(first, first + size) for first, size in zip(pieces.offset[mine], sizes[mine])]
+            or [np.zeros(0, np.int64)]
+        )
+        """[n] rows of this rank's token buffer."""
+        self.widest = int(pieces.count_ranks()[1].max(initial=1))
+        """Ranks of the document that lies on most."""
+        self._heads: dict[int, Heads] = {}
+        self._before: dict[int, Before] = {}
+
+    def heads(self, groups: int) -> Heads:
+        """How `groups` head groups are divided."""
+        if groups not in self._heads:
+            self._heads[groups] = self._divide(groups)
+        return self._heads[groups]
+
+    def before(self, count: int) -> Before:
+        """The `count` rows before each piece."""
+        if count not in self._before:
+            self._before[count] = self._look_back(count)
+        return self._before[count]
+
+    def move(self, way: Way, layer: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Rows where they are needed: tensors [rows of the way's home, …] to [rows that land, …]. Differentiable."""
+        return list(_Move.apply(self, way, layer, *tensors))
+
+    def exchange(
+        self, way: Way, layer: int, tensors: tuple[torch.Tensor, ...], backward: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """The same without gradients. One field of bytes: rows of several types travel as one message."""
+        rows = torch.cat([x.flatten(1).contiguous().view(torch.uint8) for x in tensors], dim=1)
+        moment = Moment(self._turn, layer, backward)
+        landed = self._transport.dispatch(way.out, [Outgoing(QUERY, rows[:, None])], 0, moment).wait()[0]
+        parts = landed.split([x[0:0].flatten(1).shape[1] * x.element_size() for x in tensors], dim=1)
+        # Copies: landing memory is used again.
+        copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        return tuple(part.view(x.dtype).view(len(part), *x.shape[1:]) for part, x in zip(copies, tensors, strict=True))
+
+    def _divide(self, groups: int) -> Heads:
+        pieces, table, shares = self._pieces, [], []
+        landed = np.zeros(self._ranks, np.int64)
+        for document in np.unique(pieces.document):
+            of = np.flatnonzero(pieces.document == document)
+            held = np.bincount(pieces.rank[of], weights=(pieces.end - pieces.begin)[of], minlength=self._ranks)
+            tokens = int(held.sum())
+            ends = np.cumsum(divide(groups, held.astype(np.int64)))
+            for server, end in enumerate(ends):
+                begin = int(ends[server - 1]) if server else 0
+                for group in range(begin, int(end)):
+                    for at in of:
+                        home, size = pieces.rank[at], pieces.end[at] - pieces.begin[at]
+                        row = group * self._rows_of_rank[home] + self._base[at]
+                        table.append((home, row, server, landed[server] + pieces.begin[at], size))
+                    landed[server] += tokens
+                if server == self._rank and begin < end:
+                    shares.append(Share(tokens, begin, int(end)))
+        return Heads(self._way(table, groups * self._rows_of_rank, landed), shares)
+
+    def _look_back(self, count: int) -> Before:
+        pieces, table = self._pieces, []
+        sent, landed = np.zeros(self._ranks, np.int64), np.zeros(self._ranks, np.int64)
+        own_sent: list[Ints] = []
+        joined: list[Ints] = []
+        n = int(self._rows_of_rank[self._rank])
+        for at in range(len(pieces)):
+            begin, rank = int(pieces.begin[at]), int(pieces.rank[at])
+            came = np.zeros(count, np.int64)
+            for other in range(at - 1, -1, -1):
+                if pieces.document[other] != pieces.document[at] or pieces.end[other] <= begin - count:
+                    break
+                low, high = max(int(pieces.begin[other]), begin - count), int(pieces.end[other])
+                home, first = int(pieces.rank[other]), int(self._base[other] + low - pieces.begin[other])
+                table.append((home, sent[home], rank, landed[rank], high - low))
+                came[count - begin + low : count - begin + high] = 1 + n + landed[rank] + np.arange(high - low)
+                if home == self._rank:
+                    own_sent.append(np.arange(first, first + high - low))
+                sent[home] += high - low
+                landed[rank] += high - low
+            if rank == self._rank:
+                joined += [came, 1 + self._base[at] + np.arange(pieces.end[at] - begin)]
+        # A rank without any has a stand-in of one row.
+        chosen = np.concatenate(joined) if n else np.ones(1, np.int64)
+        own = np.flatnonzero((chosen > 0) & (chosen <= max(n, 1)))
+        gathered = np.concatenate([*own_sent, np.zeros(0, np.int64)])
+        tensors = (torch.from_numpy(one).to(self._device) for one in (gathered, chosen, own))
+        return Before(self._way(table, sent, landed), *tensors)
+
+    def _way(self, table: list[Any], at_home: Ints, landed: Ints) -> Way:
+        """`table`: home, its row, server, its row, rows of each slice."""
+        slices = np.zeros((len(table), 8), np.int64)
+        slices[:, KIND] = QUERY
+        if table:
+            slices[:, [HOME, HOME_ROW, SERVER, SERVER_ROW, ROWS]] = np.array(table, np.int64)
+        back = slices.copy()
+        back[:, [HOME, HOME_ROW, SERVER, SERVER_ROW]] = slices[:, [SERVER, SERVER_ROW, HOME, HOME_ROW]]
+        return Way(self._schedule(slices, at_home, landed), self._schedule(back, landed, at_home))
+
+    def _schedule(self, slices: Ints, at_home: Ints, landed: Ints) -> Schedule:
+        table = slices[np.lexsort((slices[:, SERVER_ROW], slices[:, SERVER], slices[:, HOME]))]
+        home, server = table[:, HOME] == self._rank, table[:, SERVER] == self._rank
+        rows, nothing = int(at_home[self._rank]), np.zeros(self._ranks, np.int64)
+        return Schedule(
+            self._rank, self._ranks, 1, None, rows, 0, table[home & ~server], table[server & ~home],
+            table[home & server], np.stack([landed, nothing], axis=1), np.stack([nothing, nothing], axis=1), (), (),
+        )  # fmt: skip
+
+
+def divide(groups: int, held: Ints) -> Ints:
+    """[ranks] head groups of each, in proportion to the rows that it holds, rounded by the largest remainders."""
+    exact = groups * held / held.sum()
+    shares = np.floor(exact).astype(np.int64)
+    missing = groups - int(shares.sum())
+    shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
+    return shares
+
+
+class _Move(torch.autograd.Function):
+    """An exchange whose backward is the same the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, spanning: Spanning, way: Way, layer: int, *tensors: torch.Tensor) -> Any:
+        ctx.given = spanning, way.reverse(), layer
+        return spanning.exchange(way, layer, tensors, backward=False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        spanning, way, layer = ctx.given
+        return None, None, None, *spanning.exchange(way, layer, gradients, backward=True)

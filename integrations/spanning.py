@@ -1,0 +1,191 @@
+"""Layers that carry state, run on documents that span ranks.
+
+In: rows of such documents, a layer of transformers, and how its rows come together (`Spanning`). Out: the layer's
+output for these rows, as on one rank. Projections, gates and norms run on the rank's own rows as they are. Two
+functions of the layer's module are others while it runs: the convolution gets the rows before each piece, and the
+recurrent kernel runs whole documents, of some heads on each rank. `B` is 1 here, `T` rows, `H` heads or channels,
+`G` head groups, `x` any size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed_cad.integrations.structure import name_layer
+
+from deepspeed_cad.attention.spanning import Share, Spanning
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.session import Session
+
+CONVOLUTION = "causal_conv1d_fn"
+KERNELS: dict[str, dict[str, str]] = {
+    "torch_chunk_gated_delta_rule": {"query": "BTHx", "key": "BTHx", "value": "BTHx", "g": "BTH", "beta": "BTH"},
+    "chunk_kimi_delta_attention": {"query": "BTHx", "key": "BTHx", "value": "BTHx", "g": "BTHx", "beta": "BTH"},
+    "mamba2_chunk_scan": {
+        "hidden_states": "BTHx", "dt": "BTH", "A": "H", "B": "BTHx", "C": "BTHx", "D": "H", "dt_bias": "H",
+    },
+    "mamba_selective_scan": {
+        "hidden_states": "BHT", "dt": "BHT", "A": "H", "B": "BxT", "C": "BxT", "D": "H", "z": "BHT", "delta_bias": "H",
+    },
+}  # fmt: skip
+"""Recurrent kernels by their names in transformers, with the axes of their tensors. The output is like the first one.
+H alone: a parameter of each head. Tensors may have fewer heads than others; each then serves as many."""
+FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+"""Convolution and kernel in one: they give None where they cannot run, and the layer takes the two instead."""
+
+
+def why_not(session: Session, layers: Mapping[str, torch.nn.Module]) -> str:
+    """Why documents must not span ranks in a model with these layers that carry state; empty where they may."""
+    module = next(iter(layers.values()))
+    if session.servers.at_start:
+        return f'state of {name_layer(module)} does not travel beside reserved servers ("servers")'
+    if session.shares.count > 1:
+        return f"state of {name_layer(module)} does not travel where ranks divide heads (tensor parallelism)"
+    for module in layers.values():
+        found = vars(sys.modules[type(module).__module__])
+        if CONVOLUTION not in found or (hasattr(module, "A_log") and not KERNELS.keys() & found.keys()):
+            return f"{name_layer(module)} has no kernel that CAD knows, so its state cannot travel"
+    return ""
+
+
+@torch.compiler.disable
+def run_over_ranks(
+    module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], hidden_1TD: torch.Tensor, spanning: Spanning
+) -> torch.Tensor:
+    """A layer's output [1, T, D] for this rank's rows of documents that span ranks, or for one row that stands in
+    where it has none. Collective: every rank runs the same layers."""
+    home = vars(sys.modules[type(module).__module__])
+    kernels = [name for name in KERNELS if name in home]
+    layer, counted = int(getattr(module, "layer_idx", 0)), dict.fromkeys([CONVOLUTION, *kernels], 0)
+
+    def count(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counted[name] += 1
+        return function(home_of[name], spanning, layer, *args, **kwargs)
+
+    home_of = {name: home[name] for name in counted}
+    others: dict[str, Any] = {name: partial(count, name, partial(_run_kernel, KERNELS[name])) for name in kernels}
+    others[CONVOLUTION] = partial(count, CONVOLUTION, _convolve)
+    others |= {name: lambda *args, **kwargs: None for name in FUSED if name in home}
+    with _replaced(home, others):
+        output = run(hidden_1TD)
+    if not all(counted.values()):
+        raise CADUnsupportedError(
+            f"{name_layer(module)} did not call {' or '.join(name for name, n in counted.items() if not n)}, so its "
+            "state did not travel with documents that span ranks. Give every rank whole documents"
+        )
+    return output
+
+
+@contextmanager
+def _replaced(home: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]:
+    kept = {name: home[name] for name in others}
+    home.update(others)
+    try:
+        yield
+    finally:
+        home.update(kept)
+
+
+def _convolve(
+    own: Callable[..., torch.Tensor], spanning: Spanning, layer: int, x_1CT: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """A causal convolution whose pieces have the rows before them in front."""
+    weight = args[0] if args else kwargs["weight"]
+    before, rows_TC = spanning.before(weight.shape[-1] - 1), x_1CT[0].T
+    (came,) = spanning.move(before.way, layer, [rows_TC.index_select(0, before.sent)])
+    blank = rows_TC.new_zeros(1, rows_TC.shape[1])
+    joined = torch.cat([blank, rows_TC, came]).index_select(0, before.joined)
+    output = own(joined.T[None].contiguous(), *args, **kwargs)
+    return output.index_select(2, before.own)
+
+
+def _run_kernel(
+    axes: Mapping[str, str], own: Callable[..., Any], spanning: Spanning, layer: int, *args: Any, **kwargs: Any
+) -> Any:
+    """A recurrent kernel on whole documents, some heads of each on this rank."""
+    bound = inspect.signature(own).bind(*args, **kwargs).arguments
+    given = {**bound, **bound.pop("kwargs", {})}
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    if unknown := tensors.keys() - axes.keys():
+        raise CADUnsupportedError(
+            f"a layer that carries state gave its kernel {', '.join(sorted(unknown))}, which CAD cannot divide over "
+            "ranks. Give every rank whole documents"
+        )
+    of_heads = {name for name in tensors if axes[name] == "H"}
+    of_rows = {name: _Grouped.of(tensors[name], axes[name]) for name in axes if name in tensors.keys() - of_heads}
+    first = next(iter(of_rows))
+    groups = choose_groups([one.heads for one in of_rows.values()], spanning.widest)
+    n, most = len(spanning.rows), max(one.heads for one in of_rows.values())
+    slots = [one.by_group(groups) for one in of_rows.values()]
+    way, shares = spanning.heads(groups)
+    landed = spanning.move(way, layer, [one[:, :n].flatten(0, 1) for one in slots])
+    if not shares:
+        # Who runs no heads learns from one row what an output is like; what landed, nothing, stays in the graph.
+        landed = [torch.cat([one, own_rows[0, :1]]) for one, own_rows in zip(landed, slots)]
+    runs = shares or [Share(1, 0, 1)]
+    parts = [one.split([(end - begin) * tokens for tokens, begin, end in runs]) for one in landed]
+    found: list[torch.Tensor] = []
+    for number, (tokens, begin, end) in enumerate(runs):
+        call = dict(given)
+        for (name, one), part in zip(of_rows.items(), parts):
+            call[name] = one.ungroup(part[number].unflatten(0, (end - begin, tokens)), groups)
+        for name in of_heads:
+            each = most // groups
+            call[name] = tensors[name][begin * each : end * each]
+        output = own(**call)
+        like = _Grouped.of(output[0] if isinstance(output, tuple) else output, axes[first])
+        found.append(like.by_group(end - begin).flatten(0, 1))
+    kept = found if shares else [found[0][:0]]
+    (back,) = spanning.move(way.reverse(), layer, [torch.cat(kept)])
+    rows = back.unflatten(0, (groups, n))
+    if not n:
+        rows = torch.cat([rows, rows.new_zeros(groups, 1, rows.shape[2])], dim=1)
+    whole = _Grouped(rows, most, axes[first]).ungroup(rows, groups)
+    return (whole, *[None] * (len(output) - 1)) if isinstance(output, tuple) else whole
+
+
+def choose_groups(heads: list[int], ranks: int) -> int:
+    """In how many groups heads are divided: as many as every tensor has if these suffice for the ranks, so that nothing
+    moves twice; else the fewest that do, for which the tensors with fewer heads are repeated."""
+    most, least = max(heads), min(heads)
+    fits = [g for g in range(1, most + 1) if most % g == 0 and all(h % g == 0 or g % h == 0 for h in heads)]
+    if least in fits and least >= ranks:
+        return least
+    return next((g for g in fits if g >= ranks), fits[-1])
+
+
+class _Grouped:
+    """A tensor with rows and heads, and its form between ranks: [groups, T, heads of a group · x]."""
+
+    def __init__(self, rows: torch.Tensor, heads: int, axes: str) -> None:
+        self.rows, self.heads, self.axes = rows, heads, axes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, axes: str) -> _Grouped:
+        """`rows` [T, H, x] of a tensor with such axes."""
+        one = tensor[0]
+        rows = one.unsqueeze(-1) if axes == "BTH" else one
+        if axes in ("BHT", "BxT"):
+            rows = one.T.unsqueeze(-1 if axes == "BHT" else 1)
+        return cls(rows, rows.shape[1], axes)
+
+    def by_group(self, groups: int) -> torch.Tensor:
+        """[groups, T, …]; a head that several groups need comes with each."""
+        rows = self.rows
+        if self.heads < groups:
+            rows = rows.repeat_interleave(groups // self.heads, dim=1)
+        return rows.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)
+
+    def ungroup(self, part: torch.Tensor, groups: int) -> torch.Tensor:
+        """Some of so many groups, [some, T, …], with the tensor's own axes."""
+        if self.axes == "BxT":
+            return part[0].T[None]
+        rows = part.unflatten(2, (max(self.heads // groups, 1), -1)).transpose(0, 1).flatten(1, 2)
+        rows = rows if self.axes == "BTHx" else rows[..., 0]
+        return (rows.T if self.axes == "BHT" else rows)[None]
