@@ -9,7 +9,6 @@ recurrent kernel runs whole documents, of some heads on each rank. `B` is 1 here
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,23 +60,27 @@ def run_over_ranks(
     """A layer's output [1, T, D] for this rank's rows of documents that span ranks, or for one row that stands in
     where it has none. Collective: every rank runs the same layers."""
     home = vars(sys.modules[type(module).__module__])
-    kernels = [name for name in KERNELS if name in home]
-    layer, counted = int(getattr(module, "layer_idx", 0)), dict.fromkeys([CONVOLUTION, *kernels], 0)
+    layer, called = int(getattr(module, "layer_idx", 0)), set()
 
-    def count(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        counted[name] += 1
-        return function(home_of[name], spanning, layer, *args, **kwargs)
+    def other(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        own = home[name]
 
-    home_of = {name: home[name] for name in counted}
-    others: dict[str, Any] = {name: partial(count, name, partial(_run_kernel, KERNELS[name])) for name in kernels}
-    others[CONVOLUTION] = partial(count, CONVOLUTION, _convolve)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return function(own, spanning, layer, *args, **kwargs)
+
+        return call
+
+    others = {name: other(name, partial(_run_kernel, axes)) for name, axes in KERNELS.items() if name in home}
+    others[CONVOLUTION] = other(CONVOLUTION, _convolve)
+    expected = set(others)
     others |= {name: lambda *args, **kwargs: None for name in FUSED if name in home}
     with _replaced(home, others):
         output = run(hidden_1TD)
-    if not all(counted.values()):
+    if called != expected:
         raise CADUnsupportedError(
-            f"{name_layer(module)} did not call {' or '.join(name for name, n in counted.items() if not n)}, so its "
-            "state did not travel with documents that span ranks. Give every rank whole documents"
+            f"{name_layer(module)} did not call {', '.join(sorted(expected - called))}, so its state did not travel "
+            "with documents that span ranks. Give every rank whole documents"
         )
     return output
 
@@ -109,13 +112,15 @@ def _run_kernel(
     axes: Mapping[str, str], own: Callable[..., Any], spanning: Spanning, layer: int, *args: Any, **kwargs: Any
 ) -> Any:
     """A recurrent kernel on whole documents, some heads of each on this rank."""
-    bound = inspect.signature(own).bind(*args, **kwargs).arguments
-    given = {**bound, **bound.pop("kwargs", {})}
+    # Packages name what comes by position otherwise, and order what comes by keyword otherwise: both stay as they are.
+    placed = list(axes)[: len(args)]
+    given = {**dict(zip(placed, args)), **kwargs}
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    if unknown := tensors.keys() - axes.keys():
+    unknown = (tensors.keys() - axes.keys()) | {name for name in placed if name not in tensors}
+    if unknown or len(placed) < len(args):
         raise CADUnsupportedError(
-            f"a layer that carries state gave its kernel {', '.join(sorted(unknown))}, which CAD cannot divide over "
-            "ranks. Give every rank whole documents"
+            f"a layer that carries state called its kernel in a way that CAD does not know ({len(args)} arguments by "
+            f"position, {', '.join(sorted(unknown))}). Give every rank whole documents"
         )
     of_heads = {name for name in tensors if axes[name] == "H"}
     of_rows = {name: _Grouped.of(tensors[name], axes[name]) for name in axes if name in tensors.keys() - of_heads}
@@ -138,7 +143,7 @@ def _run_kernel(
         for name in of_heads:
             each = most // groups
             call[name] = tensors[name][begin * each : end * each]
-        output = own(**call)
+        output = own(*[call.pop(name) for name in placed], **call)
         like = _Grouped.of(output[0] if isinstance(output, tuple) else output, axes[first])
         found.append(like.by_group(end - begin).flatten(0, 1))
     kept = found if shares else [found[0][:0]]
@@ -185,7 +190,7 @@ class _Grouped:
     def ungroup(self, part: torch.Tensor, groups: int) -> torch.Tensor:
         """Some of so many groups, [some, T, …], with the tensor's own axes."""
         if self.axes == "BxT":
-            return part[0].T[None]
+            return part[0].T[None].contiguous()
         rows = part.unflatten(2, (max(self.heads // groups, 1), -1)).transpose(0, 1).flatten(1, 2)
         rows = rows if self.axes == "BTHx" else rows[..., 0]
-        return (rows.T if self.axes == "BHT" else rows)[None]
+        return (rows.T if self.axes == "BHT" else rows)[None].contiguous()

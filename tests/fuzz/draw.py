@@ -53,7 +53,7 @@ def _draw_loop(rng: random.Random, seed: int, worlds: tuple[int, int], reserved:
     model = rng.choice(rng.choice((DENSE, DENSE, MIXTURES, HYBRIDS)))
     ahead = rng.random() < 0.8
     ddp = world > 1 and rng.random() < 0.2
-    forms = _draw_forms(rng, model, world)
+    forms = _draw_forms(rng, model, world, reserved)
     checkpoint = rng.choice(["", "", "plain", "reentrant"])
     if checkpoint == "reentrant" and (ddp or model in (*MIXTURES, "granitemoehybrid")):
         checkpoint = "plain"
@@ -82,13 +82,13 @@ def _draw_loop(rng: random.Random, seed: int, worlds: tuple[int, int], reserved:
     return case
 
 
-def _draw_forms(rng: random.Random, model: str, world: int) -> tuple[str, ...]:
+def _draw_forms(rng: random.Random, model: str, world: int, reserved: bool) -> tuple[str, ...]:
     """One to three ways to give micro-batches, as often of one shape as of another."""
     shapes: dict[str, list[str]] = {}
     for name, form in FORMS.items():
         windows = form.mask in MASKS_OF_FOUR_AXES and model not in WITHOUT_WINDOWS
-        # State would have to travel from rank to rank.
-        spans = form.shape == "stream" and (model in HYBRIDS or world == 1)
+        # State does not travel beside reserved servers.
+        spans = form.shape == "stream" and ((model in HYBRIDS and reserved) or world == 1)
         # In fp64, eager attention of transformers gives NaN to rows of padding that see no token.
         if not windows and not spans:
             shapes.setdefault(form.shape, []).append(name)

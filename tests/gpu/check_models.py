@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations.recurrent import find_recurrent
 from lines import Found, Lines, Place
 from model_cases import known_kind, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -72,8 +71,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
     where = f", hosts {','.join(map(str, place.hosts))}" if place.hosts else ""
     for kind in case.split(",") if case else filter(known_kind, MODELS):
         model = make_model(place, kind, sizes)
-        # State does not travel: hybrids refuse documents that span ranks.
-        for documents in ("rows", "stream") if place.ranks > 1 and not find_recurrent(model) else ("rows",):
+        for documents in ("rows", "stream") if place.ranks > 1 else ("rows",):
             lengths = make_lengths(documents, place.ranks, sizes.tokens)
             exact: list[tuple[Results, dict[str, float]]] = []
             for transport in transports:

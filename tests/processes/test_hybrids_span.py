@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import served
 import torch
 import torch.distributed as dist
+from engines import engine_config, import_deepspeed
 from hybrids import difference
-from model_cases import FAMILIES, NEW, tiny_model
+from model_cases import FAMILIES, FP32, NEW, tiny_model
 from pool import WorkerPool
 from training import LINKS
 
 import deepspeed_cad
+from deepspeed_cad.attention.spanning import Spanning
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.schedule import ROWS
+
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": LINKS}
 
 KINDS = (
     "qwen3_5_text", "qwen3_next", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "falcon_h1", "jamba",
@@ -44,26 +52,36 @@ def _built(kind: str, dtype: torch.dtype) -> Any:
     return tiny_model(kind, dtype, **family.changes).train()
 
 
-def _spans(rank: int, world: int, kind: str, lengths: list[int], checkpoint: bool | None, how: dict) -> dict[str, Any]:
+def _spans(
+    rank: int, world: int, kind: str, streams: list[list[int]], checkpoint: bool | None, how: dict[str, Any]
+) -> list[dict[str, Any]]:
     """`checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it."""
-    docs = _documents(lengths)
     reference, model = _built(kind, torch.float64), _built(kind, torch.float64)
-    expected, weights = _expected(reference, docs)
     if checkpoint is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
         model.enable_input_require_grads()
-    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, "links": LINKS})
-    rows = torch.arange(sum(lengths))[None]
+    deepspeed_cad.apply(model, BLOCK)
+    return [_one_stream(rank, world, reference, model, lengths, how) for lengths in streams]
+
+
+def _part(lengths: list[int], rank: int, world: int, **how: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """This rank's part of a stream of documents, and which of its rows that are."""
     whole = {
-        "input_ids": torch.cat(docs)[None],
+        "input_ids": torch.cat(_documents(lengths))[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "labels": rows,
+        "rows": torch.arange(sum(lengths))[None],
     }
     part = deepspeed_cad.shard_stream(whole, rank, world, **how)
-    here = deepspeed_cad.shard_stream({**whole, "input_ids": rows}, rank, world, **how)["input_ids"][0]
-    logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False).logits[0]
-    real = part["position_ids"][0] >= 0
-    (logits[real] * weights[here[real]]).sum().backward()
+    return part, part.pop("rows")[0]
+
+
+def _one_stream(rank: int, world: int, reference: Any, model: Any, lengths: list[int], how: Any) -> dict[str, Any]:
+    reference.zero_grad()
+    model.zero_grad()
+    expected, weights = _expected(reference, _documents(lengths))
+    part, here = _part(lengths, rank, world, **how)
+    logits = model(**part, use_cache=False).logits[0]
+    (logits * weights[here]).sum().backward()
     own = dict(reference.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in own.values() if p.grad is not None)
     worst = (0.0, "")
@@ -72,11 +90,154 @@ def _spans(rank: int, world: int, kind: str, lengths: list[int], checkpoint: boo
         dist.all_reduce(gradient)
         if own[name].grad is not None:
             worst = max(worst, (float((gradient - own[name].grad).abs().max()) / largest, name))
-    return {"logits": difference(logits[real], expected[here[real]]), "gradients": worst}
+    return {"logits": difference(logits, expected[here]) if len(here) else 0.0, "gradients": worst}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_as_alone(workers: WorkerPool, kind: str) -> None:
+MAMBA = ("granitemoehybrid", "nemotron_h", "falcon_h1", "jamba", "bamba", "zamba")
+"""Their kernels add gradients of heads in fp32, which parted heads do in another order."""
+STREAMS = {
+    2: [STREAM, [151], [60, 20, 40], [4]],
+    3: [STREAM, [50, 110, 20], [60, 20, 40], [4], [2, 2, 2]],
+    4: [STREAM, [5], [90, 7, 11, 200]],
+}
+"""Documents on two to four ranks; ranks of whole documents, of one row, without rows; no document that spans."""
+
+
+def _check(found: list[list[dict[str, Any]]], kind: str) -> None:
     family = next(one for one in FAMILIES if one.kind == kind)
-    for found in workers.run(_spans, 3, kind, STREAM, None, {}):
-        assert found["logits"] < family.tolerance and found["gradients"][0] < family.tolerance, found
+    for one in (one for of_rank in found for one in of_rank):
+        assert one["logits"] < family.tolerance, found
+        assert one["gradients"][0] < (FP32 if kind in MAMBA else family.tolerance), found
+
+
+def _often(kind: str) -> Any:
+    return pytest.param(kind, marks=() if kind in ("qwen3_5_text", "lfm2") else [pytest.mark.slow, pytest.mark.long])
+
+
+@pytest.mark.parametrize("kind", [_often(kind) for kind in KINDS])
+def test_as_alone(workers: WorkerPool, kind: str) -> None:
+    """Every kind, over three ranks; non-reentrant checkpointing."""
+    _check(workers.run(_spans, 3, kind, STREAMS[3], False, {}), kind)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    ("world", "checkpoint", "zigzag"), [(2, None, False), (2, True, True), (3, None, True), (4, True, False)]
+)
+def test_cuts(workers: WorkerPool, kind: str, world: int, checkpoint: bool | None, zigzag: bool) -> None:
+    """Two to four ranks, pieces dealt out in zigzag, without checkpointing and with the reentrant kind."""
+    how = {"zigzag": zigzag, "ranks_per_host": 2 if zigzag else None}
+    _check(workers.run(_spans, world, kind, STREAMS[world], checkpoint, how), kind)
+
+
+def _sharded(rank: int, world: int, kind: str, how: str) -> float:
+    """Largest difference of gradients, averaged over ranks as engines do, of a step under ZeRO-3 or FSDP2."""
+    reference, model = _built(kind, torch.float32), _built(kind, torch.float32)
+    _, weights = _expected(reference, _documents(STREAM))
+    part, here = _part(STREAM, rank, world)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if how == "zero3":
+        got = _zero3(model, part, weights[here])
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        deepspeed_cad.apply(model, BLOCK)
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+        (model(**part, use_cache=False).logits[0] * weights[here]).sum().backward()
+        got = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    wanted = {name: p.grad / world for name, p in reference.named_parameters()}
+    largest = max(float(one.abs().max()) for one in wanted.values())
+    return max(float((got[name] - one).abs().max()) for name, one in wanted.items()) / largest
+
+
+def _zero3(model: Any, part: Any, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    from deepspeed.utils import safe_get_full_grad
+
+    deepspeed = import_deepspeed()
+    config = engine_config(3, cad=BLOCK)
+    config["optimizer"]["params"]["lr"] = 0.0
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.train()
+    engine.backward((engine(**part, use_cache=False).logits[0] * weights).sum())
+    got = {name: safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return got
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "how"), [("qwen3_5_text", "zero3"), pytest.param("falcon_h1", "fsdp2", marks=pytest.mark.long)]
+)
+def test_sharded(fresh_workers: WorkerPool, kind: str, how: str) -> None:
+    """Every rank gathers the same layers as often, whatever documents it has."""
+    for worst in fresh_workers.run(_sharded, 2, kind, how, timeout=240.0):
+        assert worst < 1e-4
+
+
+def _moved(rank: int, world: int, kind: str, lengths: list[int]) -> list[int]:
+    """Bytes that each exchange of a forward and backward moves from this rank for layers that carry state."""
+    moved: list[int] = []
+    exchange = Spanning.exchange
+
+    def counted(self: Any, way: Any, layer: int, tensors: Any, backward: bool) -> Any:
+        rows = int(way.out.sends[:, ROWS].sum())
+        moved.append(rows * sum(one.flatten(1).shape[1] * one.element_size() for one in tensors))
+        return exchange(self, way, layer, tensors, backward)
+
+    Spanning.exchange = counted  # type: ignore[method-assign]
+    try:
+        model = deepspeed_cad.apply(_built(kind, torch.float32), BLOCK)
+        part, _ = _part(lengths, rank, world)
+        model(**part, use_cache=False).logits.sum().backward()
+    finally:
+        Spanning.exchange = exchange  # type: ignore[method-assign]
+    return moved
+
+
+def test_what_moves(workers: WorkerPool) -> None:
+    """One layer of 4 heads: at most what an all-to-all by heads moves, and where documents lie on one rank nothing."""
+    assert workers.run(_moved, 2, "qwen3_5_text", [70, 10, 80]) == [[], []]
+    of_ranks = workers.run(_moved, 2, "qwen3_5_text", [60, 200, 20])
+    total = np.sum(of_ranks, axis=0)
+    # Forward: rows before pieces, what the kernel reads, what it gives; backward the other way round.
+    channels = 2 * 2 * 8 + 4 * 8
+    by_heads = 200 // 2 * 4 * np.array([channels + 2 * 4, 4 * 8])
+    print("bytes moved by each exchange of a layer", total.tolist(), "by an all-to-all", by_heads.tolist())
+    assert total[0] == total[5] == 3 * channels * 4
+    assert (total[1:3] <= by_heads).all() and (total[3:5] <= by_heads[::-1]).all()
+
+
+def _evaluated(rank: int, world: int, kind: str) -> float:
+    reference, model = _built(kind, torch.float64).eval(), _built(kind, torch.float64).eval()
+    expected, _ = _expected(reference, _documents(STREAM))
+    deepspeed_cad.apply(model, {**BLOCK, "forward_only": "balanced"})
+    part, here = _part(STREAM, rank, world)
+    with torch.no_grad():
+        return difference(model(**part).logits[0], expected[here])
+
+
+def test_evaluation(workers: WorkerPool) -> None:
+    for found in workers.run(_evaluated, 2, "qwen3_5_text"):
+        assert found < FP32
+
+
+def _beside_servers(rank: int, trainers: int, block: dict[str, Any]) -> str:
+    model = deepspeed_cad.apply(_built("lfm2", torch.float32), block)
+    whole, _ = _part([160, 20, 20, 120], rank, trainers)
+    model(**whole, use_cache=False).logits.sum().backward()
+    part, _ = _part(STREAM, rank, trainers)
+    try:
+        model(**part, use_cache=False)
+    except CADUnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_servers_are_refused(workers: WorkerPool) -> None:
+    """Every trainer says so, with the name of a layer, and what to do."""
+    for said in served.run(workers, 2, 1, _beside_servers)[0]:
+        assert "Lfm2ShortConv of layer 0" in said and "reserved servers" in said and "whole documents" in said

@@ -188,22 +188,6 @@ def test_documents_that_span_ranks(workers: WorkerPool, kind: str) -> None:
     _check(workers.run(_spanning_documents, 2, family, "local_first"), family)
 
 
-def _state_over_ranks(rank: int, world: int, family: Family) -> str:
-    """What a stream cut into equal rank parts is refused with."""
-    try:
-        _spanning_documents(rank, world, family, "local_first")
-    except CADUnsupportedError as error:
-        return str(error)
-    return ""
-
-
-def test_state_that_spans_ranks_is_refused(workers: WorkerPool) -> None:
-    """State would have to travel: every rank says so, and what to do."""
-    family = next(one for one in FAMILIES if one.kind == "lfm2")
-    for said in workers.run(_state_over_ranks, 2, family):
-        assert "begins on another rank than it ends" in said and "whole documents" in said
-
-
 def test_table_is_what_is_tested() -> None:
     assert {family.kind for family in FAMILIES} == SUPPORTED
     assert not SUPPORTED & REFUSED.keys()

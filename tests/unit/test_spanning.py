@@ -1,0 +1,107 @@
+"""Documents that span ranks, in layers that carry state: where rows go, counted for all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed_cad.integrations.spanning import choose_groups
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_cad.attention.spanning import Spanning, Way, divide
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.schedule import HOME, HOME_ROW, ROWS, SERVER, SERVER_ROW
+
+
+def _all_ranks(layout: Layout) -> list[Spanning]:
+    nobody: Any = None
+    return [Spanning(layout, rank, nobody, 0, torch.device("cpu")) for rank in range(layout.ranks)]
+
+
+def _carry(ways: list[Way], rows: list[np.ndarray]) -> list[np.ndarray]:
+    """What lands at every rank, by the tables that each rank has of its own: -1 where nothing does."""
+    landed = [np.full(int(way.out.served_rows[way.out.rank, 0]), -1) for way in ways]
+    for way in ways:
+        ranks = way.out
+        assert ranks.query_tokens == len(rows[ranks.rank])
+        coming = np.concatenate(
+            [ways[one].out.sends[ways[one].out.sends[:, SERVER] == ranks.rank] for one in range(len(ways))]
+        )
+        assert (coming == ranks.receives).all()
+        for one in np.concatenate([ranks.receives, ranks.own]):
+            into = slice(one[SERVER_ROW], one[SERVER_ROW] + one[ROWS])
+            assert (landed[ranks.rank][into] == -1).all(), "two rows land at one place"
+            landed[ranks.rank][into] = rows[one[HOME]][one[HOME_ROW] : one[HOME_ROW] + one[ROWS]]
+    return landed
+
+
+STREAMS = st.tuples(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 5), st.booleans(), st.integers(1, 9)
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(STREAMS)
+def test_every_row_lands_once(drawn: tuple[list[int], int, bool, int]) -> None:
+    """Documents are whole and in order where their heads run; back every row lands where it was; no more rows move than
+    by an all-to-all by heads."""
+    lengths, ranks, zigzag, groups = drawn
+    layout = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks), zigzag)
+    all_ranks = _all_ranks(layout)
+    heads = [one.heads(groups) for one in all_ranks]
+    names = np.concatenate([[0], np.cumsum(lengths)])  # of the first row of each document
+    rows = []
+    for rank, one in enumerate(all_ranks):
+        local = layout.local(rank)
+        document = np.repeat(layout.segments.document[layout.segments.rank == rank], local.end - local.begin)
+        name = names[document] + local.positions()[: len(document)]
+        rows.append((name[one.rows] + 1000 * np.arange(groups)[:, None]).reshape(-1))
+    landed = _carry([one.way for one in heads], rows)
+    for found, shares in zip(landed, [one.shares for one in heads]):
+        at = 0
+        for tokens, begin, end in shares:
+            part = found[at : at + (end - begin) * tokens].reshape(end - begin, tokens)
+            assert (part == part[0, 0] + np.arange(tokens) + 1000 * np.arange(end - begin)[:, None]).all()
+            at += part.size
+        assert at == len(found)
+    for got, expected in zip(_carry([one.way.reverse() for one in heads], landed), rows):
+        assert (got == expected).all()
+    documents, spread = layout.segments.count_ranks()
+    by_heads = sum(lengths[d] * groups * (1 - 1 / k) for d, k in zip(documents, spread) if k > 1)
+    assert sum(int(one.way.out.sends[:, ROWS].sum()) for one in heads) <= by_heads + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(STREAMS)
+def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
+    """Each row has the rows before it in its document in front of it, blank ones at its begin, whatever ranks have
+    them."""
+    lengths, ranks, zigzag, count = drawn
+    layout = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks), zigzag)
+    all_ranks = _all_ranks(layout)
+    before = [one.before(count) for one in all_ranks]
+    rows, sent = [], []
+    for rank, one in enumerate(all_ranks):
+        positions = layout.local(rank).positions()[one.rows]
+        rows.append(positions)
+        sent.append(positions[before[rank].sent.numpy()])
+    for one, own, came in zip(before, rows, _carry([one.way for one in before], sent)):
+        if not len(own):
+            assert one.joined.tolist() == [1] and one.own.tolist() == [0]
+            continue
+        joined = np.concatenate([[-1], own, came])[one.joined.numpy()]
+        for at, position in zip(one.own.numpy(), own):
+            assert joined[at] == position
+            expected = np.maximum(position - count + np.arange(count), -1)
+            assert (joined[at - count : at] == expected).all()
+
+
+def test_shares() -> None:
+    """As many heads as rows, by the largest remainders; tensors with fewer heads are repeated where ranks are more."""
+    assert divide(4, np.array([100, 0, 300])).tolist() == [1, 0, 3]
+    assert divide(2, np.array([50, 50, 50])).tolist() == [1, 1, 0]
+    assert choose_groups([16, 16, 32], 8) == 16
+    assert choose_groups([48, 48, 1, 1], 5) == 6
+    assert choose_groups([4, 4], 8) == 4
