@@ -10,7 +10,7 @@ import served
 import torch
 import torch.distributed as dist
 from engines import engine_config, import_deepspeed
-from hybrids import difference
+from hybrids import Kernels, difference
 from model_cases import FAMILIES, FP32, NEW, tiny_model
 from pool import WorkerPool
 from training import LINKS
@@ -131,6 +131,46 @@ def test_cuts(workers: WorkerPool, kind: str, world: int, checkpoint: bool | Non
     """Two to four ranks, pieces dealt out in zigzag, without checkpointing and with the reentrant kind."""
     how = {"zigzag": zigzag, "ranks_per_host": 2 if zigzag else None}
     _check(workers.run(_spans, world, kind, STREAMS[world], checkpoint, how, timeout=240.0), kind)
+
+
+def _with_kernels(rank: int, world: int, kind: str, module: str, kernel: str) -> dict[str, Any]:
+    """Kernels that take borders, for the documents on one rank; padding behind the rows of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        kernels = getattr(Kernels(patch, module).convolution(), kernel)()
+        reference, model = _built(kind, torch.float64), _built(kind, torch.float64)
+        expected, weights = _expected(reference, _documents(MANY))
+        deepspeed_cad.apply(model, BLOCK)
+        part, here = _part(MANY, rank, world)
+        ids, positions = (torch.nn.functional.pad(part[name], (0, 7)) for name in ("input_ids", "position_ids"))
+        mask = torch.nn.functional.pad(torch.ones_like(part["input_ids"]), (0, 7))
+        kernels.calls.clear()
+        logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits[0, :-7]
+        (logits * weights[here]).sum().backward()
+        got, wanted = model.lm_head.weight.grad, reference.lm_head.weight.grad
+        dist.all_reduce(got)
+        first, other = (
+            next(p for n, p in one.named_parameters() if n.endswith("A_log")).grad for one in (model, reference)
+        )
+        dist.all_reduce(first)
+        errors = difference(logits, expected[here]), difference(got, wanted), difference(first, other)
+        return {"errors": errors, "calls": set(kernels.calls)}
+
+
+MANY = [30, 40, 90, 20, 25]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "module", "kernel"),
+    [
+        ("qwen3_next", "transformers.models.qwen3_next.modeling_qwen3_next", "delta_rule"),
+        ("granitemoehybrid", "transformers.models.granitemoehybrid.modeling_granitemoehybrid", "scan"),
+    ],
+)
+def test_kernels_that_take_borders(workers: WorkerPool, kind: str, module: str, kernel: str) -> None:
+    """They run whole documents in one call, and those that span ranks one by one."""
+    for found in workers.run(_with_kernels, 2, kind, module, kernel):
+        assert len(found["calls"]) == 2 and max(found["errors"]) < FP32, found
 
 
 def _sharded(rank: int, world: int, kind: str, how: str) -> float:
