@@ -115,6 +115,17 @@ def make_model(args: argparse.Namespace, config: dict[str, Any]) -> Any:
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     if args.model:
         size = AutoConfig.from_pretrained(args.model)
+    elif args.hybrid:
+        size = AutoConfig.for_model(
+            "qwen3_5_text", vocab_size=512 if args.tiny else 248320, hidden_size=64 if args.tiny else 4096,
+            intermediate_size=128 if args.tiny else 12288, num_hidden_layers=args.layers,
+            num_attention_heads=4 if args.tiny else 16, num_key_value_heads=2 if args.tiny else 4,
+            head_dim=16 if args.tiny else 256, linear_num_key_heads=4 if args.tiny else 16,
+            linear_num_value_heads=8 if args.tiny else 32, linear_key_head_dim=16 if args.tiny else 128,
+            linear_value_head_dim=16 if args.tiny else 128, max_position_embeddings=args.tokens,
+            layer_types=["full_attention" if n % 4 == 3 else "linear_attention" for n in range(args.layers)],
+            tie_word_embeddings=False,
+        )  # fmt: skip
     else:
         size = LlamaConfig(
             vocab_size=512 if args.tiny else 128256, hidden_size=64 if args.tiny else 4096,
@@ -185,6 +196,7 @@ def read_arguments() -> argparse.Namespace:
     add("--data", nargs="+", help='text files, .jsonl files with a "text" field, or folders of them')
     add("--tiny", action="store_true", help="a tiny model of random weights, for a CPU")
     add("--layers", type=int, help="instead of --model: random weights, layers of an 8B Llama's size")
+    add("--hybrid", action="store_true", help="with these: a Qwen3.5, delta nets and attention, in place of a Llama")
     add("--steps", type=int, default=2, help="documents to train on (default 2)")
     add("--tile", type=int, help="tokens of a tile of MLPs and loss (default 4096; 100 with --tiny)")
     add("--checkpoints", choices=("host", "device"), default="host", help="where inputs of layers wait for backward")
@@ -195,7 +207,7 @@ def read_arguments() -> argparse.Namespace:
         parser.error("--model, or random weights: --layers N, or --tiny")
     if args.data and not args.model:
         parser.error("--data needs a tokenizer: --model")
-    args.layers = args.layers or 2
+    args.layers = args.layers or (4 if args.hybrid else 2)
     args.tokens = args.tokens or (512 if args.tiny else 1 << 20)
     args.tile = args.tile or (100 if args.tiny else 4096)
     return args

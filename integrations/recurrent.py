@@ -37,8 +37,8 @@ CARRYING = {"linear_attention", "mamba", "conv", "hybrid"}
 _CACHES = ("cache_params", "past_key_values", "past_key_value")
 _OF_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say where documents begin. CAD knows that from the plan and gives its own."""
-_UNUSED = ("cache_position",)
-"""Tensors that such layers only read with a cache."""
+_UNUSED = ("cache_position", "labels", "shift_labels")
+"""Tensors that such layers only read with a cache, or never: what a loss reads is handed on to layers too."""
 
 
 def find_recurrent(model: nn.Module) -> dict[str, nn.Module]:

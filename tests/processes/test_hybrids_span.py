@@ -71,6 +71,7 @@ def _part(lengths: list[int], rank: int, world: int, **how: Any) -> tuple[dict[s
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "rows": torch.arange(sum(lengths))[None],
     }
+    whole["labels"] = whole["input_ids"]
     part = deepspeed_cad.shard_stream(whole, rank, world, **how)
     return part, part.pop("rows")[0]
 

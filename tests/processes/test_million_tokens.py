@@ -71,3 +71,15 @@ def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) 
 def test_tokens_that_do_not_divide() -> None:
     done = _run("--tiny", "--tokens", "511")
     assert done.returncode != 0 and "--tokens 511: ranks hold equally many tokens" in done.stderr
+
+
+@pytest.mark.long
+def test_a_hybrid_on_two_ranks_is_one_on_one() -> None:
+    """The document's state crosses ranks."""
+    losses = []
+    for ranks in (1, 2):
+        done = launch(ranks, ["examples/million_tokens.py", "--tiny", "--hybrid"], ROOT, PYTHONWARNINGS="ignore")
+        assert done.returncode == 0, done.stderr[-4000:]
+        last = next(line for line in done.stdout.splitlines() if line.startswith("losses: "))
+        losses.append(json.loads(last.removeprefix("losses: ")))
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
