@@ -19,6 +19,7 @@ from deepspeed_cad.engine.block import find_config
 from deepspeed_cad.engine.monitor import report_statistics
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange.failure.roll_call import together
+from deepspeed_cad.session import current_session
 from deepspeed_cad.shares import TWICE, Replica
 from deepspeed_cad.version import refuse_old_packages
 
@@ -56,7 +57,7 @@ def initialize(
         engine, optimizer, loader, scheduler = original(*args, **kwargs)
     replica = find_replica(engine)
     if not trains:
-        _bind_when_trained(engine, config, replica)
+        _bind_when_run(engine, config, replica)
         return engine, optimizer, loader, scheduler
     binding = bind(engine.module, config, replica)
     if config.look_ahead and engine.training_dataloader is not None:
@@ -68,14 +69,25 @@ def initialize(
     return engine, optimizer, loader, scheduler
 
 
-def _bind_when_trained(engine: Any, config: CADConfig, replica: Replica | None) -> None:
+def _bind_when_run(engine: Any, config: CADConfig, replica: Replica | None) -> None:
     """For an engine without an optimizer, such as the reference model that TRL gives the JSON of the policy: it keeps
-    its attention, unless it runs a training forward all the same."""
+    its attention, unless it runs a training forward all the same, or forwards without backward are balanced and its
+    process trains nothing (a worker for references or rewards)."""
+    from deepspeed_cad.integrations.models import refuse_model
+    from deepspeed_cad.integrations.structure import find_model
     from deepspeed_cad.integrations.transformers import bind
 
     def before_forward(module: torch.nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        trained = module.training and torch.is_grad_enabled()
+        if trained or (config.forward_only == "balanced" and current_session() is None):
             handle.remove()
+            try:
+                refuse_model(find_model(module))
+            except CADUnsupportedError as error:
+                if trained:
+                    raise
+                logger.warning("deepspeed_cad: %s keeps its attention: %s", type(module).__name__, error)
+                return
             binding = bind(module, config, replica)
             logger.info("CAD is on for an engine without an optimizer: %s", binding.session.describe())
 

@@ -98,6 +98,28 @@ def _without_optimizer(rank: int, world: int) -> None:
     assert abs(float(before - trained.detach())) < 1e-5
 
 
+def _that_only_looks(rank: int, world: int) -> None:
+    """A process for log-probabilities of a reference, and then for those of another one that CAD refuses."""
+    deepspeed = import_deepspeed()
+    config = {name: value for name, value in engine_config(0).items() if name != "optimizer"}
+    config["cad"] = {**BLOCK, "forward_only": "balanced"}
+    batch = training.pack(training.documents(LENGTHS[rank], seed=rank))
+    refused = training.sdpa_llama(attention_dropout=0.1)
+    model, reference = training.sdpa_llama(), training.sdpa_llama()
+    with torch.no_grad():
+        deepspeed.initialize(model=refused, config=config)[0](**batch)
+        assert refused.config._attn_implementation == "sdpa" and deepspeed_cad.current_session() is None
+        found = deepspeed.initialize(model=model.eval(), config=config)[0](**batch).loss
+    looks = deepspeed_cad.current_session().forward_only
+    assert looks.micro_batches == 1 and looks.imbalance < 1.05 < looks.imbalance_before
+    assert abs(float(found - reference(**batch).loss.detach())) < 1e-5
+
+
+@pytest.mark.slow
+def test_an_engine_without_optimizer_in_a_process_that_only_looks(fresh_workers: WorkerPool) -> None:
+    fresh_workers.run(_that_only_looks, 2, timeout=60.0)
+
+
 @pytest.mark.slow
 def test_an_engine_without_optimizer_keeps_its_attention_until_it_trains(fresh_workers: WorkerPool) -> None:
     fresh_workers.run(_without_optimizer, 2, timeout=60.0)
