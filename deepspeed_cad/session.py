@@ -262,6 +262,11 @@ class Session:
         """What was bound to a model, through any wrapper, or None."""
         return next((self.bindings[module] for module in model.modules() if module in self.bindings), None)
 
+    def find_number(self, number: int) -> Any:
+        """The binding of a model by the number that its feed has in what ranks tell each other; None: not known."""
+        known = [*self.bindings.values(), *self.references.values()]
+        return next((one for one in known if one.feed.number == number), None)
+
     def look_ahead(
         self, loader: Any, model: torch.nn.Module, *, accumulation: int | None = None, global_loss: bool = False
     ) -> LookAheadLoader:
@@ -304,6 +309,9 @@ class Session:
         now = self._statistics.copy()
         now.waited_s = self.counts.waits.seconds()
         now.served_s, now.servers_s = self.servers.busy()
+        looks = self.forward_only
+        now.looks, now.looks_mean = looks.micro_batches, looks.mean
+        now.looks_slowest, now.looks_slowest_before = looks.slowest, looks.slowest_before
         transport = self.transport
         if self.learned.memory is not None and transport is not None:
             now.landing_bytes = transport.landing_bytes or int(self.learned.memory.most_needed)

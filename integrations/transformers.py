@@ -258,9 +258,7 @@ class Binding:
         following, self._follows = self._follows, None
         if following is not None:
             return following
-        micro_batch = self.feed.look(self._read(given))
-        assert micro_batch is not None  # this rank has one
-        return micro_batch
+        return self.feed.look(self._read(given))
 
     def _read(self, given: dict[str, Any]) -> Announcement:
         try:
@@ -280,8 +278,16 @@ class Binding:
             return
         nothing = torch.zeros(1, 0, dtype=torch.long, device=self.session.device)
         with torch.no_grad():
-            while (found := self.feed.look(None)) is not None:
-                self._follows = found
+            while (said := self.feed.others_look()) is not None:
+                number = next(one.model for one in said if len(one.payload))
+                looks = self.session.find_number(number)
+                if looks is None or (model := looks.model()) is None:
+                    self._refuse(
+                        f"rank {self.session.rank} has no further forward without backward, and others run a model "
+                        "that it never ran, so it cannot attend for them: turn CAD on for it with "
+                        "deepspeed_cad.apply(model), or run it at least once on every rank"
+                    )
+                looks._follows = looks.feed.follow(said)
                 model(input_ids=nothing)
 
     def _hand_borders(self, micro_batch: MicroBatch, shape: tuple[int, int]) -> dict[str, Any]:

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 
 from deepspeed_cad.ahead.documents import Announcement, read_documents, with_ids
 from deepspeed_cad.ahead.gather import Said, State, Subject, What
 from deepspeed_cad.ahead.plan import Plans
+from deepspeed_cad.ahead.worker import Result
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
 from deepspeed_cad.layout import Ints, LocalSegments
-
-Found = TypeVar("Found", MicroBatch, MicroBatch | None)
 
 NOTHING = Announcement(LocalSegments.none(0))
 """Of a rank that has no further micro-batch and attends for the others."""
@@ -215,23 +214,33 @@ class Feed:
             future = self._gather_now(mine)
         return self._wait(future)
 
-    def look(self, mine: Announcement | None) -> MicroBatch | None:
-        """The planned micro-batch of a forward without backward, which all ranks run together; none is announced.
-
-        `mine` is None where this rank has no further one and attends for those that have; None where no rank has.
-        """
+    def look(self, mine: Announcement) -> MicroBatch:
+        """The planned micro-batch of a forward without backward, which all ranks run together; none is announced."""
         self._refuse_abandoned()
         if not self._numbered:
             self.plans.references += 1
             self.number, self._numbered = -self.plans.references, True
-        index, keys = self._looks, dict(self.keys)
+        subject = Subject(What.LOOK, self.number, index=self._looks)
+        return self._open_look(lambda: self._gather(subject, mine.to_array()))
+
+    def others_look(self) -> list[Said] | None:
+        """What other ranks look at next, with any model, where this rank has no further forward without backward; None
+        where no rank has one."""
+        self._refuse_abandoned()
+        subject = Subject(What.LOOK, self.number, index=self._looks)
+        said = self._result(self.worker.submit(lambda: self._gather(subject, None)))
+        return None if all(one.state == State.ENDED for one in said) else said
+
+    def follow(self, said: list[Said]) -> MicroBatch:
+        """What other ranks look at with this model, planned."""
+        return self._open_look(lambda: said)
+
+    def _open_look(self, gather: Callable[[], list[Said]]) -> MicroBatch:
+        keys = dict(self.keys)
         self._looks += 1
 
-        def job() -> MicroBatch | None:
-            said = self._gather(Subject(What.LOOK, self.number, index=index), None if mine is None else mine.to_array())
-            if all(one.state == State.ENDED for one in said):
-                return None
-            all_ranks = [Announcement.from_array(one.payload) if len(one.payload) else NOTHING for one in said]
+        def job() -> MicroBatch:
+            all_ranks = [Announcement.from_array(one.payload) if len(one.payload) else NOTHING for one in gather()]
             return self.plans.open(all_ranks, keys, self.number, backward=False)
 
         return self._wait(self.worker.submit(job))
@@ -241,19 +250,22 @@ class Feed:
             # Also where plans were ready before: this rank's part of an exchange is missing, so no later one pairs up.
             raise CADPeerError(self.plans.abandoned)
 
-    def _wait(self, future: Future[Found]) -> Found:
-        """The micro-batch that a job on the look-ahead thread plans, ready for its forward."""
+    def _result(self, future: Future[Result]) -> Result:
+        """What a job on the look-ahead thread finds."""
         self.worker.trains_here()
         try:
-            micro_batch = self.worker.wait(future, "document lengths and plan")
+            return self.worker.wait(future, "document lengths and plan")
         except CADError as error:
             # This rank stops here; those that wait for it in an exchange learn why.
             self.abandon(error)
             raise
-        if micro_batch is not None:
-            if self.gatherer.liveness is not None:
-                self.gatherer.liveness.take(micro_batch.turn)
-            micro_batch.calls.prepare()
+
+    def _wait(self, future: Future[MicroBatch]) -> MicroBatch:
+        """The micro-batch that a job on the look-ahead thread plans, ready for its forward."""
+        micro_batch = self._result(future)
+        if self.gatherer.liveness is not None:
+            self.gatherer.liveness.take(micro_batch.turn)
+        micro_batch.calls.prepare()
         return micro_batch
 
     def learn(self, layers: dict[PlanKey, int]) -> None:

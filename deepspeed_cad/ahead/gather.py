@@ -122,6 +122,8 @@ class Said:
     value: int
     payload: Ints
     """One dimension; empty from a rank that is not GOING."""
+    model: int = 0
+    """That of its subject; from a rank that ran out of forwards without backward, of what the others run."""
 
 
 class Gatherer:
@@ -211,7 +213,7 @@ class Gatherer:
         finally:
             self.inside = None
         return [
-            Said(State(head[_STATE]), int(head[_VALUE]), row[: int(head[_COUNT])])
+            Said(State(head[_STATE]), int(head[_VALUE]), row[: int(head[_COUNT])], int(head[_WHICH]))
             for row, head in zip(rows, headers, strict=True)
         ]
 
@@ -225,6 +227,7 @@ class Gatherer:
         ]
         messages = np.stack(self._all(np.concatenate([header, *reports]), waited_for))
         headers = messages[:, :_WIDTH]
+        _join(headers)
         self._compare(headers)
         if learns:
             begin = _WIDTH
@@ -279,6 +282,16 @@ class Gatherer:
                 self.liveness.patiently(work.is_completed, what, collective=self.begun)
             work.wait()
         return [tensor.numpy() for tensor in everyone]
+
+
+def _join(headers: np.ndarray) -> None:
+    """Ranks that ran out of forwards without backward follow the others, whichever model these run next."""
+    looks = headers[:, _WHAT] == What.LOOK
+    ended = headers[:, _STATE] == State.ENDED
+    going = np.flatnonzero(looks & (headers[:, _STATE] == State.GOING))
+    if len(going):
+        columns = [_MODEL, _WHICH, _EPOCH, _INDEX]
+        headers[np.ix_(looks & ended, columns)] = headers[going[0], columns]
 
 
 def _minority(values: Sequence[int]) -> list[int]:

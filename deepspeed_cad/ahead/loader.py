@@ -13,6 +13,11 @@ from deepspeed_cad.errors import CADDataError
 class Follower(Protocol):
     """A model of which a pass over a loader may be one of forwards without backward."""
 
+    trained: int
+    """Training forwards so far."""
+    looked: int
+    """Forwards without backward so far that all ranks ran together."""
+
     def looks_at_loader(self) -> bool:
         """Whether a pass that begins now is."""
 
@@ -42,13 +47,28 @@ class LookAheadLoader:
         self._steps = StepAhead(feed, accumulation)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._follower is not None and self._follower.looks_at_loader():
-            yield from self._loader
-            self._follower.follow()
+        source, model, given = _Source(self._loader), self._follower, 0
+        before = (0, 0) if model is None else (model.trained, model.looked)
+        looks = model is not None and model.looks_at_loader()
+        # A model that is in eval mode now may be in train mode when its first batch comes.
+        while looks and (batches := source.take(1)):
+            given += 1
+            yield batches[0]
+            looks = model is not None and model.trained == before[0]
+        if not looks:
+            yield from self._announced(source, given)
+        source.finish()
+        if model is None or model.trained > before[0]:
             return
+        if not looks:  # a model in train mode, but without gradients
+            self._feed.begin_epoch()
+        if looks or model.looked > before[1]:
+            model.follow()
+
+    def _announced(self, source: _Source, given: int) -> Iterator[Any]:
+        """The batches of a pass that trains them, of which so many were given out."""
         self._feed.begin_epoch()
-        source = _Source(self._loader)
-        begun = 0 if self._trained is None else self._trained() % self._accumulation
+        begun = (given if self._trained is None else self._trained()) % self._accumulation
         step = self._submit(source, source.take(self._accumulation - begun))
         while step is not None:
             batches, step = self._steps.hand_out(step), None
@@ -61,7 +81,6 @@ class LookAheadLoader:
                     step = self._submit(source, following)
                 source.given_out(last=step is None and i == len(batches) - 1)
                 yield batch
-        source.finish()
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -49,6 +49,12 @@ class Statistics:
     most_tokens: float = 0.0
     """As they are trained."""
     mean_tokens: float = 0.0
+    looks: int = 0
+    """Forwards without backward that all ranks ran together; none of them is in the sums above."""
+    looks_slowest_before: float = 0.0
+    looks_slowest: float = 0.0
+    looks_mean: float = 0.0
+    """Of these, what the same words say without `looks`."""
     load_before: Floats = field(default_factory=lambda: np.zeros(1))
     """Attention of each rank if every rank ran its own tokens; one zero before the first micro-batch."""
     load: Floats = field(default_factory=lambda: np.zeros(1))
@@ -124,6 +130,12 @@ class Statistics:
 
     def as_events(self) -> dict[str, float]:
         """The figures that go to monitors and logs, by name."""
+        looks = Statistics(slowest_before=self.looks_slowest_before, slowest=self.looks_slowest, mean=self.looks_mean)
+        of_looks = {
+            "cad/forward_only_micro_batches": self.looks,
+            "cad/forward_only_max_over_mean_before": looks.imbalance_before,
+            "cad/forward_only_max_over_mean": looks.imbalance,
+        }
         return {
             "cad/attention_max_over_mean_before": self.imbalance_before,
             "cad/attention_max_over_mean": self.imbalance,
@@ -134,7 +146,7 @@ class Statistics:
             "cad/planning_ms": self.planning_s * 1e3 / max(self.micro_batches, 1),
             "cad/waited_s": self.waited_s,
             "cad/servers_idle": self.servers_idle,
-        }
+        } | (of_looks if self.looks else {})
 
     def in_words(self, balance: str) -> str:
         """What happened, as one line; `balance`: how even attention was, in words."""

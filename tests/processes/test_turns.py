@@ -1,0 +1,165 @@
+"""Several models of one process in turn: actor, critic, reference and reward, as a PPO step calls them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import training
+from pool import WorkerPool
+from transformers import LlamaForTokenClassification, Qwen2Config, Qwen2ForTokenClassification, set_seed
+
+import deepspeed_cad
+
+BLOCK = {"granularity": 4, "tolerance": 0.02, "links": training.LINKS}
+TOGETHER = {**BLOCK, "forward_only": "balanced"}
+ROOM = 300
+"""Tokens of a micro-batch."""
+
+
+def _models() -> dict[str, Any]:
+    """Actor and reference with the same weights, a critic of another size, a reward model of another family."""
+    set_seed(1)
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_labels": 1, "classifier_dropout": 0.0}
+    config = training.tiny_llama(**small, num_key_value_heads=1).config
+    other = Qwen2Config(**{**config.to_dict(), "model_type": "qwen2", "num_key_value_heads": 2})
+    models = {
+        "actor": training.tiny_llama(), "reference": training.tiny_llama(),
+        "critic": LlamaForTokenClassification(config), "reward": Qwen2ForTokenClassification(other),
+    }  # fmt: skip
+    for name in ("reference", "reward"):
+        models[name].eval().requires_grad_(False)
+    return {name: model.double() for name, model in models.items()}
+
+
+def _rollouts(rank: int, world: int) -> list[list[torch.Tensor]]:
+    """This rank's micro-batches, as many as its lengths need; the longest rollout is 20 x the median."""
+    gen = torch.Generator().manual_seed(3)
+    lengths = torch.randn(16 * world, generator=gen).mul(0.8).exp().mul(15).long().clamp(4, 200)
+    lengths[5] = 20 * lengths.median()
+    docs = training.documents(lengths.tolist(), seed=3)
+    mine: list[list[torch.Tensor]] = [[]]
+    for doc in docs[rank::world]:
+        if sum(map(len, mine[-1])) + len(doc) > ROOM and mine[-1]:
+            mine.append([])
+        mine[-1].append(doc)
+    return mine
+
+
+def _of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Per token: values, or log-probabilities of the next token; [1, T, V] and [1, T] to [T]."""
+    if logits.shape[-1] == 1:
+        return logits[0, :, 0]
+    return logits[0].log_softmax(-1).gather(-1, ids[0].roll(-1)[:, None])[:, 0]
+
+
+def _run(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    ids = batch["input_ids"]
+    return _of(model(input_ids=ids, position_ids=batch["position_ids"]).logits, ids)
+
+
+def _alone(model: torch.nn.Module, docs: list[torch.Tensor]) -> torch.Tensor:
+    """The same of documents that are each run alone, by a model's own attention, which it has with gradients."""
+    with torch.enable_grad():
+        return torch.cat([_run(model, training.pack([doc])) for doc in docs])
+
+
+def _weights(docs: list[torch.Tensor]) -> torch.Tensor:
+    """0 at the last token of each document, whose next is of another one."""
+    return torch.cat([torch.arange(len(doc), 0, -1) > 1 for doc in docs]).double()
+
+
+def _move(model: torch.nn.Module, away: bool) -> None:
+    """Offload a model as trainers do: its parameters give up their memory, and get it back elsewhere."""
+    for parameter in model.parameters():
+        if away:
+            parameter.kept, parameter.data = parameter.data.clone(), torch.empty(0, dtype=parameter.dtype)
+        else:
+            parameter.data = parameter.__dict__.pop("kept")
+
+
+def _looks(models: dict[str, Any], plain: dict[str, Any], mine: list[Any], how: str) -> dict[str, list[torch.Tensor]]:
+    """What each model says of all micro-batches, without gradients: one model after the other, or all for each."""
+    session = deepspeed_cad.current_session()
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in models}
+    batches = [training.pack(docs) for docs in mine]
+    with torch.no_grad():
+        if how == "each":
+            for batch in session.look_ahead(batches, models["actor"]):
+                for name, model in models.items():
+                    found[name].append(_run(model, batch))
+        else:
+            for name, model in models.items():
+                _move(model, False)
+                for batch in session.look_ahead(batches, model):
+                    found[name].append(_run(model, batch))
+                _move(model, True)
+            for model in models.values():
+                _move(model, False)
+    for name, values in found.items():
+        for value, docs in zip(values, mine, strict=True):
+            weights = _weights(docs)
+            assert ((value - _alone(plain[name], docs)) * weights).abs().max() < 1e-10, name
+    return found
+
+
+def _ppo(rank: int, world: int, block: dict[str, Any], how: str, steps: int) -> dict[str, float]:
+    models = _models()
+    plain = copy.deepcopy(models)
+    for model in models.values():
+        deepspeed_cad.apply(model, {**BLOCK, **block})
+    session = deepspeed_cad.current_session()
+    mine = _rollouts(rank, world)
+    if how == "one after the other":
+        for model in models.values():
+            _move(model, True)
+    for name in ("actor", "critic"):
+        models[name].eval() if how == "each" else models[name].train()
+    old = _looks(models, plain, mine, how)
+    assert all(torch.equal(a, b) for a, b in zip(old["actor"], old["reference"], strict=True))
+    looks = session.forward_only
+    rewards = [value.mean() for value in old["reward"]]
+    models["actor"].train()
+    models["critic"].train()
+    # Training takes as many micro-batches on every rank.
+    count = torch.tensor(len(mine))
+    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MIN)
+    trained = mine[: int(count)]
+    batches = [{**training.pack(docs), "at": torch.tensor(i)} for i, docs in enumerate(trained)]
+    for batch in session.look_ahead(batches, models["actor"]):
+        i = int(batch.pop("at"))
+        docs, weights = trained[i], _weights(trained[i])
+        advantage = rewards[i] - old["critic"][i]
+        logps, values = _run(models["actor"], batch), _run(models["critic"], batch)
+        ratio = (logps - old["actor"][i]).exp()
+        assert torch.equal(ratio, torch.ones_like(ratio))
+        with torch.no_grad():
+            _run(models["reference"].train(i % 2 == 0), batch)  # between a forward and its backward
+        for name, value in (("critic", values), ("actor", ratio * advantage)):
+            (value.square() * weights).sum().backward()
+            again = _alone(plain[name], docs)
+            again = again if name == "critic" else (again - again.detach()).exp() * advantage
+            (again.square() * weights).sum().backward()
+            training.assert_gradients(models[name], training.gradients(plain[name]))
+    counted = session.statistics.micro_batches
+    assert counted == 2 * len(trained)
+    return {"looks": looks.micro_batches, "mine": len(mine), "before": looks.imbalance_before, "now": looks.imbalance}
+
+
+@pytest.mark.parametrize("how", ["one after the other", "each"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_ppo_step(workers: WorkerPool, world: int, how: str) -> None:
+    found = workers.run(_ppo, world, TOGETHER, how, 2, timeout=100.0)
+    print(found)
+    most = max(one["mine"] for one in found)
+    assert most > min(one["mine"] for one in found)
+    for one in found:
+        assert one["looks"] == 4 * most + 0 and one["now"] <= 1.05 < 1.3 < one["before"]
+
+
+@pytest.mark.parametrize("how", ["one after the other", "each"])
+def test_a_ppo_step_local(workers: WorkerPool, how: str) -> None:
+    found = workers.run(_ppo, 2, BLOCK, how, 2, timeout=100.0)
+    assert all(one["looks"] == 0 for one in found)
