@@ -27,7 +27,7 @@ def watch_for_references(decoder: torch.nn.Module, bind: Callable[[torch.nn.Modu
 
     A session says which decoders it knows. Idempotent.
     """
-    cls: Any = next(one for one in type(decoder).__mro__ if "forward" in vars(one))
+    cls: Any = _class_of(decoder)
     original = cls.__call__
     if hasattr(original, _MARK):
         return
@@ -42,12 +42,17 @@ def watch_for_references(decoder: torch.nn.Module, bind: Callable[[torch.nn.Modu
     cls.__call__ = call
 
 
+def _class_of(decoder: torch.nn.Module) -> type:
+    """Its class of transformers: FSDP2 puts one of its own in front."""
+    return next(one for one in type(decoder).__mro__ if "forward" in vars(one))
+
+
 def _look(decoder: torch.nn.Module, bind: Callable[[torch.nn.Module, Session], None]) -> None:
     session = current_session()
     # The class is watched for good; a later session of this process may train others, or stages of a pipeline.
     if session is None or decoder in session.decoders:
         return
-    if not any(isinstance(one, type(decoder)) for one in session.decoders):
+    if not any(isinstance(one, _class_of(decoder)) for one in session.decoders):
         return
     session.decoders.add(decoder)
     try:

@@ -115,6 +115,8 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
             return samples, count
         if new:
             settle(binding.feed, self.model, unknown_loss(self), wrong_loss(self, count))
+            # A loss of its own may look at the micro-batches of other ranks, as KTO's does.
+            binding.feed.orders = not unknown_loss(self)
         # Targets are counted before documents change ranks; their number over all ranks stays the same.
         samples = ahead.arrange(samples)
         if _may_read_ahead(self):

@@ -189,7 +189,10 @@ class Binding:
             raise CADUnsupportedError("output_attentions=True: attention that runs elsewhere has no weights to return")
         training, unread = decoder.training and torch.is_grad_enabled(), None
         cached = given.get("past_key_values") is not None or generates()
-        shared = training or (not cached and (self._follows is not None or are_shared(self.session, given)))
+        # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
+        asks = bool(given.get("use_cache"))
+        even = self._follows is not None or (not asks and are_shared(self.session, given))
+        shared = training or (even and not cached)
         if self.reference and self._keeps_its_own(decoder, given):
             running.set(Scope(self, None))
             return {}
@@ -224,7 +227,7 @@ class Binding:
             self._check = micro_batch.check = open_check(micro_batch, self.verified, of, self.feed.fail)
             self.verified += 1
         changed = plain_mask(given)
-        if (shared or decoder.training) and "use_cache" in names:
+        if (shared or (decoder.training and not asks)) and "use_cache" in names:
             changed["use_cache"] = False
         if self.ways is not None:
             changed |= self._hand_borders(micro_batch, (1, 1) if empty else batch_shape(given))

@@ -74,6 +74,8 @@ class Feed:
         """Whether documents are dealt out to ranks before steps."""
         self.cuts = False
         """Whether these may be cut, and then lie on several ranks."""
+        self.orders = True
+        """Whether micro-batches of a step may be trained in another order."""
         self.stays = ""
         """Why not, where it is asked for, and what would turn it on."""
         self.read_ahead = False

@@ -81,7 +81,7 @@ class StepAhead:
         Every rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`.
         """
         # What all ranks do alike must not depend on how many micro-batches this one has.
-        together = self.feed.replicas > 1 and (self.accumulation > 1 or self.feed.deals)
+        together = self.feed.replicas > 1 and ((self.accumulation > 1 and self.feed.orders) or self.feed.deals)
         together = together and self.feed.config.documents != "in_order" and not self.feed.shares.pieces
         if not all(_is_readable(batch) for batch in batches):
             together = False

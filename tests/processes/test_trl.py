@@ -1,4 +1,4 @@
-"""TRL: SFTTrainer with packing and without padding, DPOTrainer with a reference model, LoRA, GRPOTrainer."""
+"""TRL: SFTTrainer with packing and without padding, DPO and KTO with a reference model, LoRA, GRPO, RLOO."""
 
 from __future__ import annotations
 
@@ -118,36 +118,70 @@ def test_the_first_loss_of_dpo_is_ln_2(fresh_workers: WorkerPool, tmp_path) -> N
         assert loss == expected and looks == 1
 
 
-def _grpo(cad: bool, folder: str) -> list[dict[str, Any]]:
-    """It generates in train mode, then asks the policy and a reference for log-probabilities, then trains."""
-    from datasets import Dataset
+def _policy(folder: str) -> Any:
+    """A policy in a folder, from where a trainer loads its reference too."""
     from transformers import AutoModelForCausalLM
-    from trl import GRPOConfig, GRPOTrainer
 
-    import deepspeed_cad
-
-    # The trainer loads its reference from where the policy comes from.
     start = f"{folder}/policy"
     if torch.distributed.get_rank() == 0:
         training.sdpa_llama().save_pretrained(start)
     torch.distributed.barrier()
+    return AutoModelForCausalLM.from_pretrained(start, attn_implementation="sdpa")
+
+
+def _rollouts(cad: bool, folder: str, kind: str = "GRPO", **changes: Any) -> list[dict[str, Any]]:
+    """It generates in train mode, then asks the policy and a reference for log-probabilities, then trains."""
+    import trl
+    from datasets import Dataset
+
+    import deepspeed_cad
+
     prompts = [_words(n, seed) for seed, n in enumerate(LENGTHS)]
-    model = AutoModelForCausalLM.from_pretrained(start, attn_implementation="sdpa")
+    model = _policy(folder)
     if cad:
         deepspeed_cad.apply(model, BLOCK)
     given = settings(
         folder, max_steps=STEPS, per_device_train_batch_size=4, num_generations=4, max_completion_length=12, beta=0.1,
-        temperature=0.7, num_iterations=2,
+        temperature=0.7, num_iterations=2, gradient_checkpointing=False,
     )  # fmt: skip
-    trainer = GRPOTrainer(
-        model=model, args=GRPOConfig(**given), train_dataset=Dataset.from_dict({"prompt": prompts}),
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model, args=getattr(trl, f"{kind}Config")(**given | changes), processing_class=tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
         reward_funcs=lambda completions, **_: [float(len(set(one.split()))) for one in completions],
-        processing_class=tokenizer(),
     )  # fmt: skip
     trainer.train()
     if cad:
-        session = deepspeed_cad.current_session()
+        session, first = deepspeed_cad.current_session(), trainer.state.log_history[0]
         assert session.statistics.micro_batches == STEPS and session.forward_only.micro_batches >= 2
+        # The policy is the reference yet, to the last bit.
+        assert first["kl"] == 0 and first["cad/forward_only_max_over_mean"] <= 1.05
+    return trainer.state.log_history
+
+
+def _kto(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
+    """Its loss takes a mean over the micro-batches that ranks train at the same time."""
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    import deepspeed_cad
+
+    data = Dataset.from_dict({
+        "prompt": [_words(n, i) for i, n in enumerate(LENGTHS * 2)], "label": [i % 2 == 0 for i in range(32)],
+        "completion": [_words(n // 2 + 3, 100 + i) for i, n in enumerate(LENGTHS * 2)],
+    })  # fmt: skip
+    model, reference = _policy(folder), _policy(folder)
+    if cad:
+        deepspeed_cad.apply(model, BLOCK)
+    given = settings(
+        folder, max_steps=STEPS, per_device_train_batch_size=2, max_length=400, gradient_checkpointing=False
+    )
+    trainer = KTOTrainer(
+        model=model, ref_model=reference, args=KTOConfig(**given | changes), processing_class=tokenizer(),
+        train_dataset=data,
+    )  # fmt: skip
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert not cad or (first["loss"], first["kl"]) == (0.5, 0)
     return trainer.state.log_history
 
 
@@ -156,11 +190,16 @@ OFTEN: dict[str, Any] = {
     "padding-free": (_sft, {"padding_free": True, "max_length": None, "per_device_train_batch_size": 4}),
     "packing, LoRA, checkpointing": (_sft, {"lora": True, "packing": True, "gradient_checkpointing": True}),
     "DPO": (_dpo, {"per_device_train_batch_size": 2}),
-    "GRPO": (_grpo, {}),
+    "GRPO": (_rollouts, {}),
+    "KTO, accumulation": (_kto, {"gradient_accumulation_steps": 2}),
 }
 OTHER: dict[str, Any] = {
     "packing, accumulation": (_sft, {"packing": True, "gradient_accumulation_steps": 2}),
     "padding": (_sft, {"per_device_train_batch_size": 4}),
+    "RLOO, checkpointing": (_rollouts, {"kind": "RLOO", "gradient_checkpointing": True}),
+    "GRPO, checkpointing": (_rollouts, {"gradient_checkpointing": True}),
+    "KTO, checkpointing": (_kto, {"gradient_checkpointing": True}),
+    "DPO, checkpointing": (_dpo, {"per_device_train_batch_size": 2, "gradient_checkpointing": True}),
     "DPO, LoRA as its own reference": (_dpo, {"lora": True, "gradient_accumulation_steps": 2}),
 }
 ZERO: dict[str, Any] = {"DPO, ZeRO-3": (_dpo, {"stage": 3, "per_device_train_batch_size": 2})}
