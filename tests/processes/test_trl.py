@@ -169,7 +169,7 @@ def _kto(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
         "prompt": [_words(n, i) for i, n in enumerate(LENGTHS * 2)], "label": [i % 2 == 0 for i in range(32)],
         "completion": [_words(n // 2 + 3, 100 + i) for i, n in enumerate(LENGTHS * 2)],
     })  # fmt: skip
-    model, reference = _policy(folder), _policy(folder)
+    model, reference = _policy(folder).double(), _policy(folder).double()
     if cad:
         deepspeed_cad.apply(model, BLOCK)
     given = settings(
