@@ -7,7 +7,6 @@ many batches: those without backward are balanced. A trainer whose model is not 
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from deepspeed_cad.integrations.forward_only import in_step
 from deepspeed_cad.integrations.prepared import PreparedIterator
 
 from deepspeed_cad.ahead.feed import Feed
+from deepspeed_cad.ahead.loader import Source
 from deepspeed_cad.ahead.step import Step, StepAhead, settle
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import find_binding
@@ -62,7 +62,8 @@ class _AheadIterator:
     def __init__(self, source: Iterator[Any], feed: Feed, accumulation: int) -> None:
         self.source = source
         # A prepared loader of Accelerate announces what it gives; here that is done by the step.
-        self._batches = source.plain() if isinstance(source, PreparedIterator) else source
+        loader, batches = (source.loader, source.plain()) if isinstance(source, PreparedIterator) else (source, source)
+        self._batches = Source(loader, batches)
         self.steps = StepAhead(feed, accumulation)
         self._buffer: deque[Any] = deque()
         self._step: Step | None = None
@@ -71,11 +72,25 @@ class _AheadIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._buffer.popleft() if self._buffer else next(self._batches)
+        self._buffer.extend([] if self._buffer else self._take(1))
+        if not self._buffer:
+            self._batches.finish()
+            raise StopIteration
+        batch = self._buffer.popleft()
+        self._batches.given_out(last=not self._buffer)
+        return batch
+
+    def _take(self, count: int) -> list[Any]:
+        taken = self._batches.take(count)
+        if self._batches.error is not None:
+            raise self._batches.error
+        return taken
 
     def read_ahead(self, count: int) -> None:
         """Read the next step, up to `count` batches, and begin to arrange it."""
-        self._buffer.extend(itertools.islice(self._batches, count))
+        self._buffer.extend(self._take(count))
+        # What is read ahead is not trained yet: metrics leave out what the last batch has twice.
+        self._batches.given_out(last=not self._buffer)
         self._step = self.steps.submit(list(self._buffer), ended=len(self._buffer) < count)
 
     def arrange(self, samples: list[Any]) -> list[Any]:

@@ -47,7 +47,7 @@ class LookAheadLoader:
         self._steps = StepAhead(feed, accumulation)
 
     def __iter__(self) -> Iterator[Any]:
-        source, model, given = _Source(self._loader), self._follower, 0
+        source, model, given = Source(self._loader, iter(self._loader)), self._follower, 0
         before = (0, 0) if model is None else (model.trained, model.looked)
         looks = model is not None and model.looks_at_loader()
         # A model that is in eval mode now may be in train mode when its first batch comes.
@@ -65,7 +65,7 @@ class LookAheadLoader:
         if looks or model.looked > before[1]:
             model.follow()
 
-    def _announced(self, source: _Source, given: int) -> Iterator[Any]:
+    def _announced(self, source: Source, given: int) -> Iterator[Any]:
         """The batches of a pass that trains them, of which so many were given out."""
         self._feed.begin_epoch()
         begun = (given if self._trained is None else self._trained()) % self._accumulation
@@ -88,7 +88,7 @@ class LookAheadLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
 
-    def _submit(self, source: _Source, batches: list[Any]) -> Step | None:
+    def _submit(self, source: Source, batches: list[Any]) -> Step | None:
         """The next step; None where the loader ended, which the other ranks are told, or failed."""
         if source.error is None or batches:
             return self._steps.submit(batches, source.ended and source.error is None)
@@ -99,11 +99,11 @@ class LookAheadLoader:
         return None
 
 
-class _Source:
+class Source:
     """An epoch of a loader. Accelerate's loaders say which batch is the last; that stays true of batches given out."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader, self._batches = loader, iter(loader)
+    def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
+        self._loader, self._batches = loader, batches
         self._says_end = isinstance(getattr(loader, "end_of_dataloader", None), bool)
         self.ended = False
         """Nothing more can be read."""
