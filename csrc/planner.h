@@ -16,6 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "window.h"
+
 namespace cad {
 
 using std::size_t;
@@ -110,9 +112,7 @@ public:
         return p.pair * static_cast<double>(reach) + p.row;
     }
     // The first key that a row reads.
-    int64_t first_key(int64_t row) const {
-        return p.window && row - p.window + 1 > 0 ? row - p.window + 1 : 0;
-    }
+    int64_t first_key(int64_t row) const { return window_start(row, p.window); }
     // Weight of a byte between two ranks.
     double link(int32_t home, int32_t server) const {
         if (home == server) return 0.0;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "last_error.h"
+#include "window.h"
 
 namespace cad {
 namespace {
@@ -147,7 +148,7 @@ Slices build(int64_t ranks, int64_t window, int64_t in_place, const std::vector<
     for (const Home& home : query) own[home.rank] += home.end - home.begin;
     for (int64_t at = 0; at < task_count; ++at) {
         const Task& task = tasks[at];
-        const int64_t start = window ? std::max(task.begin - window + 1, int64_t{0}) : 0;
+        const int64_t start = window_start(task.begin, window);
         const int64_t q_row = home_row(query, task.document, task.begin, task.end, task.server);
         const int64_t k_row = q_row < 0 ? -1 : home_row(key, task.document, start, task.end, task.server);
         if (q_row >= 0 && k_row >= 0) {

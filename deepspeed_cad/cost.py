@@ -55,10 +55,17 @@ PAIRS = CostModel()
 """One per query-key pair: no measurement needed, and exact where kernels run at one speed."""
 
 
+TILE = 128
+"""Keys that kernels read at once, at most."""
+
+
 def window_start(q_begin: npt.ArrayLike, window: int | None) -> npt.NDArray[np.int64]:
-    """First key position that a row at `q_begin` reads: itself and the window − 1 before it, or everything."""
+    """First key position that rows from `q_begin` on are given: all from the tile on that has the window − 1 before it.
+
+    Kernels add up keys tile by tile, so a row has the same bits wherever its document is cut. csrc/window.h has it too.
+    """
     begin = np.asarray(q_begin, np.int64)
-    return np.zeros_like(begin) if window is None else np.maximum(begin - window + 1, 0)
+    return np.zeros_like(begin) if window is None else np.maximum(begin - window + 1, 0) // TILE * TILE
 
 
 def count_pairs(q_begin: npt.ArrayLike, q_end: npt.ArrayLike, window: int | None = None) -> npt.NDArray[np.int64]:

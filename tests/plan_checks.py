@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from deepspeed_cad.cost import PAIRS, CostModel, count_pairs
+from deepspeed_cad.cost import PAIRS, CostModel, count_pairs, window_start
 from deepspeed_cad.layout import Layout, Segments, Tick
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
 from deepspeed_cad.planner.alternation import alternate
@@ -91,7 +91,7 @@ def count_flows(problem: PlanInput, tasks: np.ndarray) -> Flows:
                 runs, reads = np.zeros(len(homes), bool), np.zeros(len(key_homes), bool)
                 for begin, end in mine[:, 1:3]:
                     runs[begin:end] = True
-                    reads[0 if problem.window is None else max(begin - problem.window + 1, 0) : end] = True
+                    reads[int(window_start(begin, problem.window)) : end] = True
                 rows = np.bincount(homes[runs], minlength=ranks)
                 keys = np.bincount(key_homes[reads & (key_homes >= 0)], minlength=ranks)
                 rows[server], others = 0, keys.sum() - keys[server]

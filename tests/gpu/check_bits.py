@@ -2,7 +2,8 @@
 
 A document is attended whole and alone; then packed behind others; then in pieces, once as a rank attends its own rows
 (all heads, strided) and once as a server does what it received (one KV head, group after group). Cuts lie at multiples
-of a tile. A case is right where multiples of 128 and of 256 keep the bits; the line also says what 64 and 100 do.
+of a tile; with a window keys begin where schedules let them. A case is right where cuts at multiples of 128 and of 256
+keep the bits; the line also says what 64 and 100 do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from check_kernels import refusal
 from lines import Found, Lines, Place
 
 from deepspeed_cad.attention.serve import fold_sinks
+from deepspeed_cad.cost import window_start
 from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 from deepspeed_cad.kernels.registry import KERNELS
 
@@ -63,18 +65,14 @@ def check(place: Place, kernel: Kernel, shape: dict) -> Found:
     sinks = torch.randn(heads, device=place.device) + 6 if shape.get("sinks") else None
     attend = Attend(kernel, MaskRule(head**-0.5, shape.get("window"), shape.get("softcap")), sinks)
     own = slice(BEFORE, rows)
-    whole = attend.pieces(q[own].contiguous(), k[own].contiguous(), v[own].contiguous(), [(0, length)], 1)
+    whole = attend.pieces(q[own].contiguous(), k[own].contiguous(), v[own].contiguous(), [(0, length)])
     packed = attend.call(q, k, v, [(0, BEFORE, 0, BEFORE), (BEFORE, rows, BEFORE, rows)])
     found = {"packed": difference(whole, tuple(x[own] for x in packed))}
     for tile in TILES:
         cuts = [0, *(tile * n for n in (1, 2, 5, 9) if tile * n < length), length]
         pieces = list(zip(cuts[:-1], cuts[1:], strict=True))
-        found[f"{tile} own"] = difference(whole, attend.pieces(q[own], k[own], v[own], pieces, tile))
-        found[f"{tile} received"] = difference(whole, attend.received(q[own], k[own], v[own], pieces, tile))
-    if attend.rule.window is not None:
-        found["128 own, keys from the first of the window"] = difference(
-            whole, attend.pieces(q[own], k[own], v[own], [(0, 128), (128, 640), (640, length)], 1)
-        )
+        found[f"{tile} own"] = difference(whole, attend.pieces(q[own], k[own], v[own], pieces))
+        found[f"{tile} received"] = difference(whole, attend.received(q[own], k[own], v[own], pieces))
     right = not any(found[f"{tile} {way}"] for tile in MUST for way in ("own", "received")) and not found["packed"]
     return right, "; ".join(f"{name}: {text or 'same bits'}" for name, text in found.items())
 
@@ -100,21 +98,24 @@ class Attend:
         return o, lse
 
     def pieces(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[tuple[int, int]], tile: int
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A document in pieces, one call each, as a rank runs its own rows; keys begin at multiples of `tile`."""
+        """A document in pieces, one call each, as a rank runs its own rows."""
         made = []
         for begin, end in pieces:
-            first = self.first_key(begin, tile)
+            first = int(window_start(begin, self.rule.window))
             made.append(self.call(q[begin:end], k[first:end], v[first:end], [(0, end - begin, 0, end - first)]))
         return torch.cat([o for o, _ in made]), torch.cat([lse for _, lse in made])
 
     def received(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[tuple[int, int]], tile: int
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All pieces and head groups as sequences of one call with one KV head, as a server runs them."""
         groups, share = k.shape[1], q.shape[1] // k.shape[1]
-        at = [(begin, end, self.first_key(begin, tile), group) for begin, end in pieces for group in range(groups)]
+        at = [
+            (begin, end, int(window_start(begin, self.rule.window)), group)
+            for begin, end in pieces for group in range(groups)
+        ]  # fmt: skip
         q_RGD = torch.cat([q[begin:end, group * share : (group + 1) * share] for begin, end, _, group in at])
         k_S1D, v_S1V = (torch.cat([x[first:end, g : g + 1] for _, end, first, g in at]) for x in (k, v))
         rows = np.cumsum([0, *(end - begin for begin, end, *_ in at)])
@@ -130,10 +131,6 @@ class Attend:
             here = slice(begin, end), slice(group * share, (group + 1) * share)
             o_THV[here], lse_TH[here] = o[rows[i] : rows[i + 1]], lse[rows[i] : rows[i + 1]]
         return o_THV, lse_TH
-
-    def first_key(self, begin: int, tile: int) -> int:
-        """Of a piece: where its window begins, at a multiple of the tile."""
-        return 0 if self.rule.window is None else max(0, begin - self.rule.window + 1) // tile * tile
 
 
 def difference(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> str:
