@@ -131,12 +131,12 @@ class Plans:
         crew = self.crew
         announcements = of_replicas(announcements, self.gatherer.shares)
         layout = assemble([announcement.local for announcement in announcements])
-        # What lies between attentions is measured while training, forward and backward together.
-        seconds, cut = self._seconds(model) if backward else None, None
+        # Beside servers a forward alone makes attention even.
+        seconds, cut = self._seconds(model, backward) if backward or crew.servers is None else None, None
         if self.config.overlap_used in ("interleave", "pingpong") and model not in self.in_one_part:
             spare = 0 if crew.servers is None else crew.servers.at_start
             unit = np.array([announcement.unit for announcement in announcements] + [1] * spare)
-            cut = self._choose_cut(widen(layout, spare), unit, keys, seconds)
+            cut = self._choose_cut(widen(layout, spare), unit, keys, seconds if backward else None)
             if cut is None and crew.ranks > 1:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         self.warn_of_links()
@@ -300,10 +300,13 @@ class Plans:
         """Of links, as they are known now; None where there is one rank."""
         return None if self.learned.links is None else self.learned.links.now
 
-    def _seconds(self, model: int) -> Floats | None:
-        """Seconds per token outside attention of every trainer; None where that is not known, or plans count pairs."""
+    def _seconds(self, model: int, backward: bool = True) -> Floats | None:
+        """Seconds per token outside attention of every trainer; None where that is not known, or plans count pairs.
+
+        `backward`: of both passes, not of the forward alone.
+        """
         known = self.learned.non_attention
-        return None if known is None or self.cost.unit != "seconds" else known.seconds(model)
+        return None if known is None or self.cost.unit != "seconds" else known.seconds(model, backward)
 
     def _stretch_times(self, model: int) -> StretchTimes | None:
         if self.learned.non_attention is None:
@@ -346,6 +349,8 @@ class Plans:
         if gathered.seconds is None:
             return None
         cost, groups = self.cost.cost_for(key.shape), key.shape.groups
+        if not gathered.backward:
+            cost = cost.of_forward(FORWARD_SHARE)
         if crew.servers is None:
             # Nano-batches hide from each other when they begin.
             if gathered.cut is not None:

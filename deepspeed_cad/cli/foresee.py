@@ -26,7 +26,7 @@ from deepspeed_cad.forecast.compare import MODES, THREADS, Comparison, compare, 
 from deepspeed_cad.forecast.compared import MEMORY, RUNS
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.outlook import StepOutlook, foresee
-from deepspeed_cad.forecast.packing import say_cut
+from deepspeed_cad.forecast.packing import DEALT, say_cut
 from deepspeed_cad.forecast.setting import check_split
 from deepspeed_cad.forecast.step import OUTSIDE, needed_bytes
 from deepspeed_cad.forecast.steps import deal_out, for_fewer, make_steps
@@ -54,11 +54,12 @@ def foresee_steps(args: argparse.Namespace) -> int:
     with Progress("reading the model") as progress:
         setting = read_setting(args, read_model_shape(args.model))
         progress.tell("reading the data")
-        needed = int(1.3 * setting.seats * args.context * args.micro_batches * (args.steps + 1))
+        rows = args.batch if args.packing in DEALT else 1.3 * args.micro_batches
+        needed = int(rows * setting.seats * args.context * (args.steps + 1))
         skipped: list[str] = []
         lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, progress.tell)
-        rows = (args.context, args.packing, args.micro_batches)
-        steps = make_steps(lengths, setting, *rows, args.steps, args.batch)
+        packing = (args.context, args.packing, args.micro_batches)
+        steps = make_steps(lengths, setting, *packing, args.steps, args.batch)
         if not steps:
             raise CADDataError(
                 f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks "
@@ -70,7 +71,7 @@ def foresee_steps(args: argparse.Namespace) -> int:
         def tell(mode: str, done: int, all_of_them: int) -> None:
             progress.tell(f"{MODES[mode]}: step {done} of {all_of_them}")
 
-        fewer = for_fewer(lengths, setting, *rows, len(steps), args.batch)
+        fewer = for_fewer(lengths, setting, *packing, len(steps), args.batch)
         comparison = compare(setting, steps, modes, servers, tell, fewer)
         full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
         rival, cad = comparison.best_rival, comparison.of("cad")
@@ -154,6 +155,11 @@ def check_options(args: argparse.Namespace) -> None:
     CADConfig(tolerance=args.tolerance, keep=args.keep, recompute_attention=args.recompute_attention)
     if args.offload_optimizer and args.sharding == "fsdp":
         raise CADConfigError("--offload-optimizer with fsdp, which offloads weights too, is not foreseen")
+    count_forwards(args)
+    if args.packing in DEALT and args.micro_batches > 1:
+        raise CADConfigError(
+            f"--micro-batches with --packing {args.packing}, which says how many there are; leave it out"
+        )
     if args.recompute_attention and args.pipeline > 1:
         raise CADConfigError("--recompute-attention with --pipeline: CAD refuses that; leave one out")
     if args.cost != "pairs" and not Path(args.cost).is_file():
@@ -169,6 +175,16 @@ def check_options(args: argparse.Namespace) -> None:
             raise CADConfigError(f"--{name}: {target} cannot be written: there is no folder {Path(target).parent}")
     if (args.plot or args.pictures) and find_spec("matplotlib") is None:
         raise CADConfigError('a picture needs matplotlib: pip install "deepspeed_cad[plot]"')
+
+
+def count_forwards(args: argparse.Namespace) -> int:
+    """Passes of a step without backward. Raises CADConfigError where --passes says something else."""
+    passes = [name.strip() for name in args.passes.split(",")]
+    if passes.count("train") != 1 or not set(passes) <= {"train", "forward"}:
+        raise CADConfigError(f"--passes is {args.passes!r}; expected train once, and forward as often as there is one")
+    if len(passes) > 1 and args.pipeline > 1:
+        raise CADConfigError("--passes with --pipeline: forwards through stages are not foreseen; leave one out")
+    return len(passes) - 1
 
 
 def read_machine(args: argparse.Namespace) -> Machine:
@@ -199,7 +215,8 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
         tolerance=args.tolerance,
         offload_optimizer=args.offload_optimizer,
         loss="chunked" if args.loss == "chunked" else "whole",
-        deals=True,
+        deals=args.packing not in DEALT,
+        forwards=count_forwards(args),
     )
     if args.loss == "auto":
         kept = replace(setting, keep="device", recompute_attention=False)
@@ -227,8 +244,10 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
         f"{cluster.ranks} {machine.name} of {machine.memory / 2**30:.0f} GiB, hosts of "
         f"{', '.join(map(str, cluster.sizes)) or cluster.per_host}, {machine.copies / 1e9:.0f} GB/s inside and "
         f"{machine.between / 1e9:.3g} between; tolerance {setting.tolerance:g}",
-        f"rows of {_rows(args, full)}, {args.micro_batches} to a step",
-        "CAD deals documents out to all GPUs before a step where that gains, which was not measured on GPUs yet",
+        f"rows of {_rows(args, full)}",
+        "CAD deals documents out to all GPUs before a step where that gains, which was not measured on GPUs yet"
+        if setting.deals
+        else "CAD leaves documents where the trainer dealt them out to, and balances every pass",
     ]
     if setting.model.not_counted:
         lines.append(
@@ -245,9 +264,12 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
 
 
 def _rows(args: argparse.Namespace, full: float) -> str:
+    if args.packing in DEALT:
+        found = f"at most {args.context} tokens, {full:.1%} full, of {args.batch} documents a GPU and step dealt out"
+        return f"{found} {args.packing}; passes: {args.passes}"
     if args.packing != "none":
-        return f"{args.context} tokens packed {args.packing} are {full:.1%} full"
-    return f"{args.batch} documents of at most {args.context} tokens"
+        return f"{args.context} tokens packed {args.packing} are {full:.1%} full, {args.micro_batches} to a step"
+    return f"{args.batch} documents of at most {args.context} tokens, {args.micro_batches} to a step"
 
 
 def make_cluster(given: str | None, ranks: int, machine: Machine) -> Cluster:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="IN",
         nargs="+",
         help="a data set: files (JSON, JSON lines, Parquet, CSV, Arrow, text; compressed too), patterns, or a folder; "
-        "lengths (a JSON list, or one number a line); the name of a distribution (below); "
+        "lengths (a JSON list, or a line each: a number, or prompt and answer); the name of a distribution (below); "
         "or one .json file with a question: the documents of one micro-batch and the heads of a layer",
     )
     parser.add_argument("--output", metavar="OUT.json", help="where to write the plan (or the table); - for stdout")
@@ -51,11 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("for a data set")
     data.add_argument("--tokenizer", help="name or folder of the tokenizer; not needed where there are input_ids")
     data.add_argument(
-        "--field", help=f"the column with text, chat messages or token ids (default: the first of {', '.join(FIELDS)})"
+        "--field",
+        help="the column with text, chat messages or token ids, or several, as in prompt,answer (default: the first of "
+        f"{', '.join(FIELDS)})",
     )
     data.add_argument("--context", type=int, default=65536, help="tokens packed on each GPU (default: 65536)")
     data.add_argument("--packing", default="in_order", choices=tuple(PACKINGS), help="see below (default: in_order)")
-    data.add_argument("--batch", type=int, default=1, help="with --packing none: documents a row (default: 1)")
+    data.add_argument(
+        "--batch", type=int, default=1,
+        help="documents of a row with --packing none, of a GPU and step with by_length and by_work (default: 1)",
+    )  # fmt: skip
+    data.add_argument(
+        "--passes", default="train", metavar="PASS[,PASS...]",
+        help="of a step over the same micro-batches: train, and forward for each without backward, such as "
+        "log-probabilities of the old policy and of a reference: train,forward,forward (default: train)",
+    )  # fmt: skip
     data.add_argument("--limit", type=int, default=100_000, help="most documents to read (default: 100000)")
     data.add_argument("--steps", type=int, default=20, help="most steps to foresee (default: 20)")
     data.add_argument(

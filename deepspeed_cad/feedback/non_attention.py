@@ -60,18 +60,20 @@ class NonAttention:
         smooth = np.where(known.each > 0, known.each + GAIN * (measured - known.each), measured)
         known.each = np.where(measured > 0, smooth, known.each)
 
-    def seconds(self, model: int) -> Floats | None:
-        """[trainers] seconds per token of one layer, forward and backward; None where not known, and while paused.
+    def seconds(self, model: int, backward: bool = True) -> Floats | None:
+        """[trainers] seconds per token of one layer; None where not known, and while paused.
 
-        A trainer that never had tokens is taken for the mean of the others.
+        A trainer that never had tokens is taken for the mean of the others. `backward`: of both passes, not of the
+        forward alone.
         """
         known = self._models.get(model)
         if known is None or known.paused:
             return None
-        complete = (known.each > 0).all(0)
+        each = known.each if backward else known.each[:1]
+        complete = (each > 0).all(0)
         if not complete.any():
             return None
-        total = known.each.sum(0)
+        total = each.sum(0)
         return np.where(complete, total, total[complete].mean())
 
 

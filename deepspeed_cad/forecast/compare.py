@@ -20,7 +20,7 @@ from deepspeed_cad.forecast.attention_seconds import document_lengths, of_docume
 from deepspeed_cad.forecast.compared import MEMORY, RATIO, SERVERS
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.setting import Setting
-from deepspeed_cad.forecast.step import OUTSIDE, Foreseen, mean
+from deepspeed_cad.forecast.step import OUTSIDE, Foreseen, Seconds, mean
 from deepspeed_cad.layout import Layout
 
 MODES = {
@@ -128,13 +128,13 @@ def compare(
         raise CADConfigError("there is no step to foresee")
     found: list[Foreseen] = []
     left_out: dict[str, str] = {}
-    per_token = _flops_per_token(setting.model, [layout for step in steps for layout in step])
+    per_token = _flops_per_token(setting.model, [layout for step in steps for layout in step], setting.forwards)
     for mode in wanted:
         if mode == "cad reserved":
             choices = _with_servers(setting, steps, servers, fewer)
         else:
             runs = _runs(setting, steps[0], mode)
-            choices = runs if isinstance(runs, str) else [(run, steps) for run in runs]
+            choices = runs if isinstance(runs, str) else [(partial(_all_passes, run), steps) for run in runs]
         if isinstance(choices, str):
             left_out[mode] = choices
         else:
@@ -241,8 +241,9 @@ def _servers(comparison: Comparison) -> list[str]:
     ]
 
 
-Run = Callable[[modes.Step], Foreseen]
-Choice = tuple[Run, Sequence[modes.Step]]
+Run = partial[Foreseen]
+"""A mode with its setting first, without the step."""
+Choice = tuple[Callable[[modes.Step], Foreseen], Sequence[modes.Step]]
 
 
 SHARING: dict[str, Callable[..., Foreseen]] = {
@@ -289,6 +290,8 @@ def _with_servers(
     seats, layout = setting.seats, steps[0][0]
     if setting.sharing > 1:
         return "servers know nothing of tensor parallelism or Ulysses, beside which CAD runs in place only"
+    if setting.forwards:
+        return "passes without backward beside reserved servers are not foreseen"
     if setting.pipeline > 1:
         return "reserved servers together with pipeline stages are not foreseen"
     if seats < 2:
@@ -306,6 +309,21 @@ def _with_servers(
     return [(partial(modes_cad.reserved, setting, servers=one), fewer(one) if fewer else steps) for one in counts]
 
 
+def _all_passes(run: Run, step: modes.Step) -> Foreseen:
+    """A step with its passes without backward. Memory is that of the pass that trains."""
+    found, (setting,) = run(step), run.args
+    if not setting.forwards:
+        return found
+    more = run.func(setting.of_forward, step, **run.keywords)
+    times = setting.forwards
+    return replace(
+        found,
+        seconds=Seconds(*(one + times * other for one, other in zip(found.seconds, more.seconds))),
+        inside=found.inside + times * more.inside,
+        between=found.between + times * more.between,
+    )
+
+
 def _best(choices: list[Choice], tried: int, tell: Callable[[int, int], None]) -> Foreseen:
     """The fastest that fits, else the one that needs least memory; the first steps, so many, choose it."""
     with ThreadPoolExecutor(THREADS) as threads:
@@ -321,11 +339,11 @@ def _best(choices: list[Choice], tried: int, tell: Callable[[int, int], None]) -
     return mean(done)
 
 
-def _flops_per_token(model: ModelShape, layouts: list[Layout]) -> float:
-    """Of the model's forward and backward, pairs above the diagonal left out."""
+def _flops_per_token(model: ModelShape, layouts: list[Layout], forwards: int) -> float:
+    """Of the model's forward and backward, and of so many forwards more; pairs above the diagonal left out."""
     pairs = sum(float(count_pairs(one.segments.begin, one.segments.end).sum()) for one in layouts)
     tokens = sum(float(one.tokens.sum()) for one in layouts)
-    return 3.0 * (model.row_flops + model.pair_flops * pairs / tokens)
+    return (3.0 + forwards) * (model.row_flops + model.pair_flops * pairs / tokens)
 
 
 def _fastest(found: list[Foreseen]) -> Foreseen | None:

@@ -43,6 +43,10 @@ NAMED = {
         "web pages as they come: many short, very few long",
         ((0.0, 80), (0.5, 900), (0.9, 5000), (0.99, 30000), (0.999, 150000), (1.0, 524288)),
     ),
+    "rollouts": Distribution(
+        "prompts with the answers of a model that reasons: a long tail, up to 64K tokens, 20 times the median",
+        ((0.0, 200), (0.5, 3200), (0.9, 12000), (0.99, 40000), (1.0, 65536)),
+    ),
     "long-mix": Distribution(
         "a mix for long-context training: long documents favoured",
         ((0.0, 300), (0.25, 2000), (0.5, 5000), (0.75, 14000), (0.9, 40000), (0.98, 180000), (1.0, 524288)),

@@ -19,10 +19,11 @@ from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_
 from deepspeed_cad.schedule import build_slices
 
 
-def moved_bytes(flows: Flows) -> Floats:
+def moved_bytes(flows: Flows, backward: bool = True) -> Floats:
     """[2] of all ranks inside hosts and between them: Q, K and V there, O home; backward these and dO there, their
     gradients home."""
-    moved: Floats = (3.0 * flows.bytes[QKV_RECEIVED] + 2.0 * flows.bytes[O_SENT]).sum(1)
+    there, back = (3.0, 2.0) if backward else (1.0, 1.0)
+    moved: Floats = (there * flows.bytes[QKV_RECEIVED] + back * flows.bytes[O_SENT]).sum(1)
     return moved
 
 

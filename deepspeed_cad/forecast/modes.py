@@ -120,15 +120,16 @@ def _foresee(
 
     `attention`: of one head group in one layer, run once; `exchange`: sent once; `held`: bytes besides activations.
     """
-    again = setting.checkpointing and not kept
     # All groups, the layers of a stage, and kernels in training.
-    attention = (attention * (setting.shape.groups * setting.layers * setting.machine.in_training)).repeated(again)
+    attention = attention * (setting.shape.groups * setting.layers * setting.machine.in_training)
     own = replace(setting, keep="device", recompute_attention=False)  # which say what CAD keeps
     in_flight = min(own.pipeline, len(tokens)), 1
     peak = state_bytes(own, own.seats) + activation_bytes(own, float(tokens.max()), in_flight, kept) + held
-    sent = (_nothing(tokens) if exchange is None else exchange).repeated(again)
+    attended, sent = (
+        setting.in_pass(one, kept) for one in (attention, _nothing(tokens) if exchange is None else exchange)
+    )
     name = f"{mode} kept" if kept else mode
-    return finish(setting, name, tokens, attention, sent, moved, peak=peak, degree=degree)
+    return finish(setting, name, tokens, attended, sent, moved, peak=peak, degree=degree)
 
 
 def _rows(
@@ -165,7 +166,7 @@ def _gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Both, F
 
 def _moved(setting: Setting, size: Floats, degree: int) -> Floats:
     """[2] bytes that a rank sends of buffers of `size` bytes, inside its host and to others."""
-    times = 3 if setting.checkpointing else 2
+    times = 1 if setting.forward_only else 3 if setting.checkpointing else 2
     return float(size.sum(0).mean()) * setting.layers * times * np.array(setting.cluster.shares(degree, setting.tensor))
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.attention_seconds import Both, Floats, of_tasks
 from deepspeed_cad.forecast.bytes_held import activation_bytes, landing_bytes, served_bytes, state_bytes
@@ -40,7 +41,7 @@ from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.alternation import alternate
 from deepspeed_cad.planner.begin import begin_in_place
-from deepspeed_cad.planner.constants import WAVES_IN_TURN
+from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVES_IN_TURN
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, Plan, PlanInput
 
@@ -64,7 +65,7 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
     for layout in _ticks(rounds, step):
         ran, seconds, flows = _meet(setting, layout)
         met.append((ran, *seconds))
-        moved += moved_bytes(flows)
+        moved += moved_bytes(flows, not setting.forward_only)
         # In pipelines another rank runs the backward of what it serves: servers keep nothing.
         held = landing_bytes(setting, flows, with_outputs=stages > 1) + (served_bytes(setting, flows) * (stages == 1))
         tokens = most if stages > 1 else float(layout.tokens.max())
@@ -120,9 +121,9 @@ def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
     other = non_attention(setting, layout.tokens.astype(np.float64))
     # In the reverse order of stages the last one, with head and loss, is where the first is.
     loss = np.where(np.arange(ranks) < setting.seats, other.loss, 0.0)
-    start = other.each + Both(0.0 * loss, loss)
+    start = other.each + Both(0.0 * loss, loss)  # of pipelines, which run no forward alone
     links = layers / np.array([setting.machine.copies, setting.machine.between])
-    work = alone.repeated(again)
+    work = setting.in_pass(alone, kept=not again)
 
     def ends(links: Floats, waves: int, start: Both) -> Both:
         return end_of_passes(flows, hosts, alone, waiting, start, links, waves, layers)
@@ -139,7 +140,7 @@ def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
     for begin, end, best in (
         (start.forward, ended.forward, instant.forward),
         (start.backward, ended.backward, instant.backward),
-    ):
+    )[: 1 if setting.forward_only else 2]:
         if setting.overlap == "pingpong":
             # One part moves while the other runs what is not attention.
             end = np.maximum(best, end - begin.max())
@@ -159,7 +160,7 @@ def plan_in_place(setting: Setting, layout: Layout) -> Plan:
     tick, begin = layout.tick(), None
     if setting.pipeline == 1 and not setting.recompute_attention and setting.believed is None:
         seconds = np.full(layout.ranks, float(_one_layer(setting).total[0]))
-        begin = begin_in_place(seconds, tick, setting.cost, setting.shape.groups, None)
+        begin = begin_in_place(seconds, tick, _planned_cost(setting), setting.shape.groups, None)
     return make_plan(question(setting, tick, begin, waves=(1,) if setting.all_hosts is None else setting.waves))
 
 
@@ -167,22 +168,27 @@ def _one_layer(setting: Setting) -> Both:
     """[1] seconds per token of what is not attention in one layer, without head and loss."""
     other = non_attention(setting, np.ones(1))
     each = other.layers + other.tensor
-    loss = 0.0 if setting.pipeline > 1 else setting.work.loss
-    return Both(each.forward / setting.layers, (each.backward - loss) / setting.layers)
+    head = setting.head * (setting.pipeline == 1)
+    return (each + head * -1.0) * (1.0 / setting.layers)
 
 
 def question(setting: Setting, tick: Tick, base_load: Floats | None = None, waves: tuple[int, ...] = (1,)) -> PlanInput:
     """What the planner is asked in training."""
-    cost = setting.cost if setting.believed is None else setting.believed
     return PlanInput(
         tick,
         setting.shape,
-        cost,
+        _planned_cost(setting),
         tolerance=setting.tolerance,
         base_load=base_load,
         hosts=setting.all_hosts,
         waves=waves,
+        backward=not setting.forward_only,
     )
+
+
+def _planned_cost(setting: Setting) -> CostModel:
+    cost = setting.cost if setting.believed is None else setting.believed
+    return cost.of_forward(FORWARD_SHARE) if setting.forward_only else cost
 
 
 def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen:

@@ -6,15 +6,19 @@ longer than a row.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.stream import order_by_host
 
+LINEAR = 24576
+"""What verl adds to a document's length, before it multiplies by that, for linear layers (its `calculate_workload`)."""
 TRL_BATCH = 1000
 """Documents that TRL packs together: the batch size of `Dataset.map`, which it leaves as it is."""
 
@@ -25,12 +29,17 @@ PACKINGS = {
     "bfd": "TRL's default: best fit, longest first; the end of a document longer than a row is dropped",
     "bfd_split": "TRL's other best fit: a document longer than a row is split",
     "none": "rows of --batch documents each, whatever their lengths; ends beyond the context are dropped",
+    "by_length": "--batch documents a GPU and step, dealt out by tokens in micro-batches of --context tokens at most, "
+    "as OpenRLHF does it with rollouts; ends beyond the context are dropped",
+    "by_work": "the same by tokens × (24576 + tokens), an estimate of work, as verl does it (from 0.7 on)",
     "wrapped": "TRL's: a row is cut out of the stream of tokens, and attends to all of itself",
 }
 
 
 SPANNING = ("spanning", "zigzag")
 """Of them, those in which documents go on on other GPUs."""
+DEALT = ("by_length", "by_work")
+"""Those in which trainers deal out whole documents by themselves, and say how many micro-batches a step has."""
 
 
 def layouts(
@@ -94,6 +103,44 @@ def pack(
             length -= part
 
 
+def deal_by_length(
+    lengths: Sequence[int], ranks: int, context: int, batch: int, packing: str
+) -> Iterator[list[Layout]]:
+    """Steps of `batch` documents a rank, each as the layouts of its micro-batches; the last, partial one is left out.
+
+    As trainers of rollouts deal them out by themselves: first as many to every rank, then those of a rank to as many
+    micro-batches as the rank with most needs, so that each holds at most `context` tokens; every time the longest first
+    to whoever has least of what `packing` goes by. On all ranks the micro-batch with most of it comes first.
+    """
+    whole = [min(length, context) for length in lengths if length > 0]
+    for first in range(0, len(whole) - ranks * batch + 1, ranks * batch):
+        dealt = _share_out(whole[first : first + ranks * batch], ranks, packing, batch)
+        count = -(-max(map(sum, dealt)) // context)
+        while True:
+            rows = [_share_out(own, count, packing) for own in dealt]
+            if max(sum(row) for own in rows for row in own) <= context:
+                break
+            count += 1
+        yield [Layout.from_rank_lengths(list(row)) for row in zip(*rows)]
+
+
+def _share_out(lengths: Sequence[int], parts: int, packing: str, most: int = 1 << 62) -> list[list[int]]:
+    """Documents in so many parts of at most `most`; the parts with most work first."""
+    linear = LINEAR if packing == "by_work" else math.inf
+    found: list[list[int]] = [[] for _ in range(parts)]
+
+    def work(length: int) -> float:
+        return length + length * length / linear
+
+    heap = [(0.0, part) for part in range(parts)]
+    for length in sorted(lengths, reverse=True):
+        held, part = heappop(heap)
+        found[part].append(length)
+        if len(found[part]) < most:
+            heappush(heap, (held + work(length), part))
+    return sorted(found, key=lambda own: -sum(map(work, own)))
+
+
 def trl_rows(lengths: Sequence[int], context: int, packing: str) -> list[list[int]]:
     """Rows as TRL makes them, each the lengths of what attends to itself, in TRL's order."""
     strategy: Callable[[Sequence[int], int], list[list[int]]] = _wrapped if packing == "wrapped" else _best_fit
@@ -117,7 +164,7 @@ def say_cut(lengths: Sequence[int], context: int, packing: str) -> str:
     if not beyond:
         return "no document is longer than a row"
     head = f"{len(beyond)} documents are longer than a row of {context} tokens: "
-    if packing in ("bfd", "none"):
+    if packing in ("bfd", "none", *DEALT):
         return f"{head}their ends are dropped, {sum(beyond)} tokens ({share:.1f} %)"
     if packing in SPANNING:
         return f"{head}they go on on the next GPU and stay whole; only the ends of a step cut documents"

@@ -45,7 +45,9 @@ def non_attention(setting: Setting, tokens: Floats) -> NonAttention:
     """Of `tokens` at a seat, elementwise."""
     work, layers, staged = setting.work, setting.layers, setting.pipeline > 1
     loss = tokens * work.loss
-    own = Both(layers * tokens * work.forward, layers * tokens * work.backward + (0.0 if staged else loss))
+    own = setting.in_pass(Both(layers * tokens * work.forward, layers * tokens * work.backward))
+    if not staged:
+        own = own + Both(tokens * setting.head.forward, tokens * setting.head.backward)
     once = 0.0 * tokens
     if setting.tensor > 1:
         latency = setting.machine.latency
@@ -56,8 +58,7 @@ def non_attention(setting: Setting, tokens: Floats) -> NonAttention:
         once = layers * for_each(size, lambda one: setting.cluster.all_to_all(one, setting.sequence))
     per_token, at_least = setting.hop
     hop = np.where(tokens > 0, tokens * per_token + at_least, 0.0) if staged else 0.0 * tokens
-    again = setting.checkpointing
-    return NonAttention(own.repeated(again), Both(once, once).repeated(again), hop, loss if staged else 0.0 * tokens)
+    return NonAttention(own, setting.in_pass(Both(once, once)), hop, loss if staged else 0.0 * tokens)
 
 
 def ulysses_bytes(shape: HeadShape, degree: int) -> float:
@@ -80,7 +81,7 @@ def weight_seconds(setting: Setting, passes: int, layer: Both, seats: int) -> fl
     """
     cluster, tensor, seats = setting.cluster, setting.tensor, seats * setting.sequence
     whole = cluster.gather(2.0 * setting.stage_parameters, seats, tensor)
-    if setting.sharding == "zero1":
+    if setting.sharding == "zero1" or (setting.forward_only and setting.sharding == "zero2"):
         return 2.0 * whole if setting.optimizer else 0.0
     forward, backward = float(np.mean(layer.forward)), float(np.mean(layer.backward))
     if setting.sharding == "zero2":
@@ -88,7 +89,10 @@ def weight_seconds(setting: Setting, passes: int, layer: Both, seats: int) -> fl
     weights = cluster.gather(2.0 * setting.model.layer_parameters / tensor, seats, tensor)
     # FSDP reduces gradients in fp32, DeepSpeed in bf16.
     gradients = weights * (2.0 if setting.sharding == "fsdp" else 1.0)
-    late = max(0.0, weights - forward) + max(0.0, weights + gradients - backward)
+    late = max(0.0, weights - forward)
+    if setting.forward_only:
+        return passes * (setting.layers * late + weights)
+    late += max(0.0, weights + gradients - backward)
     return passes * (setting.layers * late + weights + gradients)
 
 
@@ -110,7 +114,7 @@ def finish(
     each = other.each + attention + exchange
     if setting.pipeline > 1:
         ran = one_forward_one_backward(each.forward, each.backward, setting.pipeline, other.loss).max()
-    elif setting.sharding == "zero1":
+    elif setting.sharding == "zero1" or (setting.forward_only and setting.sharding == "zero2"):
         ran = each.total.sum(0).max()
     else:
         ran = each.total.max(1).sum()
@@ -169,7 +173,8 @@ def compose(
     """
     work = np.array([(mean.non_attention + mean.attention) / passes / setting.layers])
     holders = setting.seats if holders is None else holders
-    weights = weight_seconds(setting, passes, Both(work * 0.25, work * 0.75), holders)
+    forward = 1.0 if setting.forward_only else 0.25
+    weights = weight_seconds(setting, passes, Both(work * forward, work * (1.0 - forward)), holders)
     seconds = mean._replace(
         collectives=mean.collectives + weights,
         optimizer=setting.optimizer

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import numpy as np
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.forecast.attention_seconds import Both
 from deepspeed_cad.forecast.compared import Run
 from deepspeed_cad.forecast.machine import Cluster, Machine
 from deepspeed_cad.forecast.model_shape import ModelShape
@@ -53,6 +56,11 @@ class Setting:
     tolerance: float = 0.05
     deals: bool = False
     """Whether CAD deals documents out to seats before each step."""
+    forwards: int = 0
+    """Passes of a step without backward over the same micro-batches, beside the one that trains: as many models, or
+    as often, as a trainer of rollouts asks for log-probabilities, values or rewards."""
+    forward_only: bool = False
+    """Whether this is one of them."""
     made: Mapping[int, tuple[Layout, Plan]] = field(default_factory=dict, compare=False, repr=False)
     """Plans in place that were made already, each with its layout, by the layout's `id`."""
     loss: Loss = "chunked"
@@ -79,6 +87,8 @@ class Setting:
             raise CADConfigError('keep is "host" with recompute_attention, with which attention keeps nothing')
         if self.offload_optimizer and self.sharding == "fsdp":
             raise CADConfigError("FSDP offloads weights with the optimizer, which is not foreseen; expected ZeRO")
+        if self.pipeline > 1 and (self.forwards or self.forward_only):
+            raise CADConfigError("passes without backward through pipeline stages cannot be foreseen; leave one out")
         if self.cost.unit != "seconds":
             raise CADConfigError(f"the cost {self.cost.name!r} is in {self.cost.unit}; expected a profile in seconds")
 
@@ -91,7 +101,8 @@ class Setting:
 
     def kind_of_run(self, mode: str) -> Run:
         """What a run of a mode must have in common with this for its prediction to count as compared."""
-        shared = f", {self.sharing} share heads" * (self.sharing > 1)  # which no run did
+        # Which no run did.
+        shared = f", {self.sharing} share heads" * (self.sharing > 1) + ", more passes" * (self.forwards > 0)
         return Run(self.machine.name, mode + shared, self.cluster.ranks, self.sharding, self.pipeline)
 
     @property
@@ -117,6 +128,24 @@ class Setting:
     def work(self) -> Work:
         """Seconds per token outside attention."""
         return work_per_token(self.model, self.machine, self.sharing, self.pipeline > 1 or self.loss == "whole")
+
+    @property
+    def head(self) -> Both:
+        """Seconds per token of head and loss; of a forward alone a third: one of the head's three matrix products."""
+        nothing, loss = np.zeros(()), np.float64(self.work.loss)
+        return Both(loss / 3, nothing) if self.forward_only else Both(nothing, loss)
+
+    def in_pass(self, work: Both, kept: bool = False) -> Both:
+        """What a pass runs of it: all, and the forward twice where checkpointing repeats what is not `kept`."""
+        if self.forward_only:
+            return Both(work.forward, 0.0 * work.backward)
+        return work.repeated(self.checkpointing and not kept)
+
+    @property
+    def of_forward(self) -> Setting:
+        """Of a pass without backward."""
+        changes: dict[str, Any] = {"forwards": 0, "recompute_attention": False, "optimizer": False, "made": {}}
+        return replace(self, forward_only=True, **changes)
 
     @property
     def seats_per_host(self) -> int:

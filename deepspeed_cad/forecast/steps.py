@@ -14,7 +14,7 @@ from itertools import islice
 import numpy as np
 
 from deepspeed_cad.forecast.machine import Cluster
-from deepspeed_cad.forecast.packing import layouts
+from deepspeed_cad.forecast.packing import DEALT, deal_by_length, layouts
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.layout import Layout, LocalSegments, assemble
 from deepspeed_cad.planner.deal import Costs, Step, deal
@@ -25,7 +25,10 @@ Lengths = list[int]
 def make_steps(
     lengths: Lengths, setting: Setting, context: int, packing: str, micro_batches: int, most: int, batch: int = 1
 ) -> list[list[Layout]]:
-    """Steps of some micro-batches each; the last, partial step is left out. `batch`: documents of unpacked rows."""
+    """Steps of some micro-batches each; the last, partial step is left out. `batch`: documents of unpacked rows, or of
+    each rank in a step that is dealt out."""
+    if packing in DEALT:
+        return list(islice(deal_by_length(lengths, setting.seats, context, batch, packing), most))
     packed = layouts(lengths, setting.seats, context, packing, setting.seats_per_host, batch)
     steps = zip(*[packed] * micro_batches)  # which leaves a partial one out
     return [list(step) for step in islice(steps, most)]

@@ -153,6 +153,19 @@ def test_a_field_is_taken_as_asked(tmp_path: Path, plan: Callable[..., Any]) -> 
     assert code == 2 and "none of input_ids, text, messages; its fields: body" in said
 
 
+def test_a_prompt_and_its_answer_are_one_document(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    rows = [{"prompt": "w " * 20, "answer": "w " * (n + 10), "ids": [1] * (n + 20)} for n in range(1, 9)]
+    path = _write(tmp_path, "table.parquet", rows)
+    assert plan(path, "--field", "prompt,answer")[1]["tokens"] == sum(range(31, 39))
+    assert plan(path, "--field", "ids,ids", tokenize=False)[1]["tokens"] == 2 * sum(range(21, 29))
+    code, _, said = plan(path, "--field", "prompt,ids")
+    assert code == 2 and "its columns are of different kinds" in said
+    (tmp_path / "lengths.json").write_text(json.dumps([[20, n] for n in range(100, 108)]))
+    (tmp_path / "lengths.txt").write_text("".join(f"20 {n}\n" for n in range(100, 108)))
+    for name in ("lengths.json", "lengths.txt"):
+        assert plan(tmp_path / name, tokenize=False)[1]["tokens"] == sum(range(120, 128))
+
+
 def test_chats_are_counted_as_the_template_writes_them(
     tmp_path: Path, plan: Callable[..., Any], tokenizer: Path
 ) -> None:

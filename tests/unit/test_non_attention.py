@@ -19,6 +19,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.feedback.non_attention import NonAttention, middle
 from deepspeed_cad.layout import Layout, LocalSegments
 from deepspeed_cad.planner import HeadShape
+from deepspeed_cad.planner.constants import FORWARD_SHARE
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
@@ -84,10 +85,10 @@ def test_what_is_learned_is_smoothed() -> None:
     assert one.seconds(0) == pytest.approx([3e-6])
 
 
-def test_forward_alone_is_not_enough() -> None:
+def test_forward_alone_is_enough_for_forwards_alone() -> None:
     everyone = _linear([([1e-6], []), ([], [])])
     _meet(everyone)
-    assert everyone[0].seconds(0) is None
+    assert everyone[0].seconds(0) is None and everyone[0].seconds(0, backward=False) == pytest.approx([1e-6, 1e-6])
 
 
 def test_deterministic_algorithms_on_any_trainer_mean_equal_shares() -> None:
@@ -164,6 +165,21 @@ def test_the_cut_knows_servers_layers_and_the_slowest_trainer(
         assert (load + base).max() < 1.03 * (load + base).mean()
     else:
         assert load.max() < 1.05 * load.mean()
+
+
+def test_forwards_alone_make_whole_layers_even(session: Session) -> None:
+    """Who has fewer tokens attends more, by what a forward takes alone."""
+    forward, tokens = 1e-6, np.array([6000, 5000])
+    known = NonAttention(2, lambda model: ([], []), lambda: False)
+    known.hear(0, np.array([[0, round(forward * 1e12), 0]] * 2))
+    session.plans.crew, session.plans.learned = Crew(2, None, None), Learned(non_attention=known)
+    announced = _announced(session, *tokens)
+    session.plans.config = CADConfig.from_dict({"granularity": 64, "tolerance": 0.02})
+    found = session.plans.open(announced, {KEY: 1}, backward=False)
+    plan = found.planned[KEY, 0].plan
+    finish = plan.load + forward * tokens
+    assert finish.max() < 1.01 * finish.mean() and plan.load[0] < 0.9 * plan.load[1]
+    assert plan.load.sum() == pytest.approx(FORWARD_SHARE * 2e-9 * sum(n * (n + 1) / 2 for n in tokens))
 
 
 def _announced(session: Session, *lengths: int) -> list[Announcement]:

@@ -68,10 +68,11 @@ def documents(places: Sequence[str], field: str | None, skipped: list[str]) -> I
 def _documents_of(source: Source, field: str | None) -> Iterator[Any]:
     with _readable(source.where):
         columns, rows = _columns(source.data())
-    name = _choose(field, columns, source.where)
+    names = [_choose(name, columns, source.where) for name in (field.split(",") if field else [None])]
     with _readable(source.where):
         for number, row in enumerate(rows):
-            yield _checked(row.get(name), name, f"{source.where}, row {number}")
+            where = f"{source.where}, row {number}"
+            yield _joined([_checked(row.get(name), name, where) for name in names], where)
 
 
 class _UnreadableError(CADDataError):
@@ -176,6 +177,19 @@ def _checked(value: Any, name: str, where: str) -> Any:
     raise CADDataError(
         f"{where}: {name!r} is {type(value).__name__} {str(value)[:40]!r}; expected text, token ids or chat messages"
     )
+
+
+def _joined(parts: list[Any], where: str) -> Any:
+    """One document of the columns of a row, such as a prompt and its answer."""
+    whole, *others = parts
+    for part in others:
+        if isinstance(part, str) and whole and isinstance(whole[0], dict):
+            part = [{"role": "assistant", "content": part}]
+        kinds = {type(one[0]) for one in (whole, part) if one}
+        if len(kinds) > 1:
+            raise CADDataError(f"{where}: its columns are of different kinds: text, token ids or chat messages")
+        whole = whole + part if whole and part else whole or part
+    return whole
 
 
 def _import_datasets() -> Any:

@@ -19,7 +19,7 @@ BATCH = 256
 """Texts that are tokenized at a time."""
 NUMBERS = re.compile(r"[\s\[\],\d.eE+-]*\d[\s\[\],\d.eE+-]*")
 """What a file of lengths consists of."""
-LIST = re.compile(r"\s*\[\s*[\d.+-]")
+LIST = re.compile(r"\s*\[\s*\[?\s*[\d.+-]")
 """How a JSON list of lengths begins."""
 MOST_DRAWN = 20_000_000
 """Documents of a named distribution: about a gigabyte of numbers."""
@@ -92,16 +92,26 @@ def _parse(path: Path) -> list[int]:
     values: list[tuple[str, Any]]
     if text.lstrip().startswith("["):
         try:
-            values = [(f"entry {number}", value) for number, value in enumerate(json.loads(text))]
+            values = [(f"entry {number}", _sum(value)) for number, value in enumerate(json.loads(text))]
         except ValueError as error:
             raise CADDataError(f"{path} is not a JSON list of lengths: {error}") from error
     else:
         lines = [(f"line {number}", line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        values = [(place, int(line) if line.isdigit() else line) for place, line in lines]
+        parts = [(place, line, line.split()) for place, line in lines]
+        values = [
+            (place, sum(map(int, of)) if len(of) < 3 and all(map(str.isdigit, of)) else line)
+            for place, line, of in parts
+        ]
     for place, value in values:
         if type(value) is not int or not 0 < value < 1 << 31:
             raise CADDataError(f"{path}, {place}: {value!r}; expected the tokens of a document, a whole number above 0")
     return [value for _, value in values]
+
+
+def _sum(value: Any) -> Any:
+    """Of the tokens of a prompt and of its answer."""
+    together = isinstance(value, list) and len(value) == 2 and all(type(one) is int and one >= 0 for one in value)
+    return sum(value) if together else value
 
 
 def _count_documents(found: Iterable[Any], tokenizer: str | None, limit: int, tell: Callable[[str], None]) -> list[int]:

@@ -1,0 +1,102 @@
+"""Steps of rollouts: dealt out as their trainers do it, passes without backward, and what CAD is worth there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from deepspeed_cad.cli import main
+from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
+from deepspeed_cad.forecast.compare import compare
+from deepspeed_cad.forecast.distributions import NAMED
+from deepspeed_cad.forecast.model_shape import SHAPES
+from deepspeed_cad.forecast.modes import plain, ulysses
+from deepspeed_cad.forecast.modes_cad import in_place
+from deepspeed_cad.forecast.packing import DEALT, deal_by_length
+from deepspeed_cad.planner.question import read_cost
+from deepspeed_cad.profiles.choice import SHIPPED
+
+LENGTHS = NAMED["rollouts"].draw(12_000_000)
+MODEL, MACHINE = SHAPES["llama-8b"], Machine.load("h200")
+
+
+def setting(sharding: str = "fsdp", **changes: object) -> Setting:
+    cost = read_cost(str(SHIPPED / MACHINE.profile), seat_shape(MODEL, 1))
+    return replace(Setting(MODEL, Cluster(8, 8, MACHINE), cost, sharding=sharding), **changes)  # type: ignore[arg-type]
+
+
+def test_rollouts_have_a_long_tail() -> None:
+    steps = np.array(LENGTHS[: 512 * (len(LENGTHS) // 512)]).reshape(-1, 512)
+    assert steps.max() <= 65536
+    assert 15 < np.mean(steps.max(1) / np.median(steps, 1)) < 25
+
+
+@pytest.mark.parametrize("packing", DEALT)
+def test_rollouts_are_dealt_out_as_trainers_do_it(packing: str) -> None:
+    """Each once, as many to every rank, no micro-batch too long, ranks and micro-batches as even as they can be."""
+    for number, step in enumerate(list(deal_by_length(LENGTHS, 8, 65536, 64, packing))[:3]):
+        found = [(rank, int(n)) for one in step for rank, n in zip(one.segments.rank, one.segments.end)]
+        assert Counter(n for _, n in found) == Counter(LENGTHS[512 * number : 512 * (number + 1)])
+        assert set(Counter(rank for rank, _ in found).values()) == {64}
+        work = np.zeros((8, len(step)))
+        for turn, one in enumerate(step):
+            assert one.tokens.max() <= 65536
+            lengths = one.segments.end.astype(float)
+            each = lengths if packing == "by_length" else lengths * (24576 + lengths)
+            work[:, turn] = np.bincount(one.segments.rank, each, 8)
+        assert np.ptp(work.sum(1)) < 0.01 * work.sum(1).mean()
+        assert (np.diff(work, axis=1) <= 0).all()
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3", "fsdp"])
+def test_a_forward_alone_is_part_of_a_pass_that_trains(sharding: str) -> None:
+    step = list(deal_by_length(LENGTHS, 8, 65536, 16, "by_length"))[0]
+    trains = setting(sharding)
+    for mode in (plain, lambda *of: plain(*of, kept=True), lambda *of: ulysses(*of, degree=4), in_place):
+        whole, forward = (mode(one, step) for one in (trains, trains.of_forward))
+        # Linear layers run once of four times, attention for its share of forward and backward.
+        assert 0.24 < forward.seconds.non_attention / whole.seconds.non_attention < 0.27
+        assert 0.15 < forward.seconds.attention / whole.seconds.attention < 0.35
+        assert forward.seconds.optimizer == 0 and forward.tokens == whole.tokens
+        assert forward.inside == pytest.approx(whole.inside / (3 if mode is not in_place else 2.5), rel=0.3)
+        assert (forward.seconds.collectives > 0) == (sharding in ("zero3", "fsdp"))
+
+
+def test_passes_add_up_and_servers_are_left_out() -> None:
+    steps = list(deal_by_length(LENGTHS, 8, 65536, 16, "by_length"))[:2]
+    modes = ["plain kept", "cad", "cad reserved"]
+    trained, alone, both = (
+        compare(one, steps, modes[: 2 + (one.forwards > 0)])
+        for one in (setting(), setting().of_forward, setting(forwards=2))
+    )
+    assert "passes without backward" in both.left_out["cad reserved"]
+    for mode in modes[:2]:
+        found = [one.of(mode) for one in (trained, alone, both)]
+        assert all(found)
+        first, second, whole = found
+        assert whole.seconds.total == pytest.approx(first.seconds.total + 2 * second.seconds.total)
+        assert whole.peak == first.peak and whole.tokens == first.tokens and not whole.measured
+        assert whole.mfu / whole.tokens_per_second == pytest.approx(5 / 3 * first.mfu / first.tokens_per_second)
+    with pytest.raises(CADConfigError, match="through pipeline stages"):
+        setting("zero1", pipeline=2, forwards=1)
+
+
+@pytest.mark.parametrize(("packing", "least", "most"), [("by_length", 1.15, 1.3), ("by_work", 1.07, 1.15)])
+def test_what_cad_is_worth_where_rollouts_are_dealt_out_already(packing: str, least: float, most: float) -> None:
+    """512 rollouts on 8 GPUs of an 8B: one pass that trains and two without backward, attention kept by both."""
+    steps = list(deal_by_length(LENGTHS, 8, 65536, 64, packing))[:3]
+    found = compare(setting(forwards=2), steps, ["plain kept", "cad"])
+    balance = found.of("cad").tokens_per_second / found.of("plain kept").tokens_per_second  # type: ignore[union-attr]
+    assert least < balance < most
+
+
+def test_a_table_of_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan rollouts --packing by_work --batch 16 --passes train,forward --sharding fsdp --steps 2".split()
+    assert main([*words, "--modes", "plain kept,cad"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "of 16 documents a GPU and step dealt out by_work; passes: train,forward" in said
+    assert "CAD leaves documents where the trainer dealt them out to" in said and "CAD in place *" in said
