@@ -67,13 +67,13 @@ class WithLoss(torch.nn.Module):
         return ChunkedLoss.apply(hidden, self.model.lm_head.weight, targets, scale)
 
 
-def shard(model: LlamaForCausalLM, dtype: torch.dtype) -> WithLoss:
+def shard(model: LlamaForCausalLM, dtype: torch.dtype, kind: type[WithLoss] = WithLoss) -> WithLoss:
     """Each layer, and the rest, as one FSDP2 unit; layers checkpointed."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
-    whole = WithLoss(model)
+    whole = kind(model)
     fully_shard(whole, mp_policy=policy)
     return whole.train()
 

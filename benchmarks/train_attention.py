@@ -223,7 +223,7 @@ def local_attention(kernel: Kernel, outputs: KeptOutputs | None = None) -> Atten
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
         rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)
-        kept = None if outputs is None else outputs.of(module)
+        kept = outputs.of(module) if outputs is not None and torch.is_grad_enabled() else None
         return VarlenAttention.apply(q, k, v, kernel, documents, rule, s_aux, kept)[None], None
 
     return attend
