@@ -76,12 +76,17 @@ def _rich(lengths: list[int], seed: int, padded: bool) -> dict[str, Any]:
                 batch[name] = value
         batch["position_ids"] = torch.arange(width)[None].expand(len(lengths), -1)
         return batch
-    ends = np.r_[0, np.cumsum(lengths)]
-    packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = torch.from_numpy(ends).to(torch.int32)
-    packed["max_length_q"], packed["max_length_k"] = max(lengths), torch.tensor(max(lengths))
-    packed["seq_idx"] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(torch.int32)
-    packed["attention_mask"] = packed["seq_idx"].long() + 1
-    return packed
+    return packed | _derived(lengths)
+
+
+def _derived(lengths: list[int]) -> dict[str, Any]:
+    """What collators say of packed documents besides positions."""
+    cumulative = torch.from_numpy(np.r_[0, np.cumsum(lengths)]).to(torch.int32)
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(torch.int32)
+    return {
+        "cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "max_length_q": max(lengths),
+        "max_length_k": torch.tensor(max(lengths)), "seq_idx": number, "attention_mask": number.long() + 1,
+    }  # fmt: skip
 
 
 def _shuffle(rank: int, world: int, seed: int, padded: bool) -> None:
@@ -240,16 +245,22 @@ def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, An
         model.gradient_checkpointing_enable({"use_reentrant": changes.pop("use_reentrant", False)})
     model = deepspeed_cad.apply(model, {**BLOCK, "documents": documents, **changes}).train()
     batches = _rank_batches(ONE_EACH[rank], 10 * rank)
-    for batch in batches:
+    for batch, lengths in zip(batches, ONE_EACH[rank]):
+        derived = {name: value for name, value in _derived(lengths).items() if name.startswith(more or "none")}
+        batch |= derived
         if more == "shift_labels":
             batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-        elif more:
+        elif more and not derived:
             batch[more] = batch["labels"].double()
     seen, losses = [], []
     for batch in deepspeed_cad.current_session().look_ahead(batches, model, accumulation=2, global_loss=True):
         seen.append(int(batch["position_ids"][0, 0] > 0))
         targets = batch.get("shift_labels", torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100))
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        given = {name: batch[name] for name in ("input_ids", "position_ids", *derived)}
+        local = read_documents(given).local
+        for name in set(derived) & {"max_length_q", "max_length_k"}:
+            assert int(given[name]) == (local.end - local.begin).max()
+        logits = model(**given).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         loss.backward()
         losses.append(float(loss.detach()))
@@ -271,6 +282,10 @@ def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, An
         ("llama", {"checkpointing": True, "use_reentrant": True, "keep": "host"}, "", True),
         ("mistral", {}, "", True),  # a window
         ("gpt_oss", {}, "", True),  # sinks
+        ("llama", {}, "cu_seq_lens", True),
+        ("llama", {}, "max_length", True),
+        ("llama", {}, "seq_idx", True),
+        ("llama", {}, "attention_mask", True),  # that numbers documents
         ("llama", {}, "weight", False),
         ("llama", {"overlap": "interleave"}, "", False),
         ("llama", {"verify": 1}, "", False),
