@@ -18,7 +18,7 @@ out.
 
     torchrun --nproc-per-node 4 benchmarks/steps.py LENGTHS --processes 256
 
-takes real steps instead, of a tiny model on CPU processes, on lengths divided by 256: with "keep" and with "deal". Plans
+takes real steps instead, of a tiny model on CPU processes, lengths divided by 256: with "keep" and with "deal". Plans
 and dealing count what the whole lengths cost an 8B layer on H200; printed are the planned seconds of whole layers of
 the slowest rank, by the statistics of each micro-batch, without the first step of each.
 """

@@ -169,7 +169,8 @@ def _one_layer(setting: Setting) -> Both:
     other = non_attention(setting, np.ones(1))
     each = other.layers + other.tensor
     head = setting.head * (setting.pipeline == 1)
-    return (each + head * -1.0) * (1.0 / setting.layers)
+    forward, backward = each.forward - head.forward, each.backward - head.backward
+    return Both(forward / setting.layers, backward / setting.layers)
 
 
 def question(setting: Setting, tick: Tick, base_load: Floats | None = None, waves: tuple[int, ...] = (1,)) -> PlanInput:

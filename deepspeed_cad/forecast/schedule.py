@@ -45,9 +45,9 @@ def non_attention(setting: Setting, tokens: Floats) -> NonAttention:
     """Of `tokens` at a seat, elementwise."""
     work, layers, staged = setting.work, setting.layers, setting.pipeline > 1
     loss = tokens * work.loss
-    own = setting.in_pass(Both(layers * tokens * work.forward, layers * tokens * work.backward))
-    if not staged:
-        own = own + Both(tokens * setting.head.forward, tokens * setting.head.backward)
+    head = setting.head * (not staged)
+    forward = layers * tokens * work.forward + tokens * head.forward
+    own = setting.in_pass(Both(forward, layers * tokens * work.backward + tokens * head.backward))
     once = 0.0 * tokens
     if setting.tensor > 1:
         latency = setting.machine.latency
