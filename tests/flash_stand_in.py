@@ -1,4 +1,4 @@
-"""What rlhf packages import of flash-attn, on a CPU: its padding functions, and attention of each document alone.
+"""What OpenRLHF and verl import of flash-attn, on a CPU: its padding functions, and attention of each document alone.
 
 Their sources name flash-attn's functions at the top, and `attn_implementation="flash_attention_2"`. transformers looks
 for a GPU before it takes that, so the name is given an attention here that any machine has.
