@@ -53,10 +53,10 @@ def _train(cad: bool, folder: Path, *words: str) -> list[dict[str, Any]]:
     command = [
         *torchrun(2), *front, SCRIPT, str(out), "model.path=model", "data.train_files=rows.parquet",
         "data.val_files=rows.parquet", "data.train_batch_size=8", "data.max_token_len_per_gpu=260",
-        "data.max_length=300", "data.num_workers=0", "trainer.device=cpu", "engine=fsdp", "engine.strategy=fsdp2", "optim.lr=1e-3",
-        "+engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}", "trainer.resume_mode=disable",
-        "engine.use_torch_compile=false", "trainer.total_training_steps=3", "trainer.logger=[console]",
-        "checkpoint.save_contents=[]", *words,
+        "data.max_length=300", "data.num_workers=0", "trainer.device=cpu", "engine=fsdp", "engine.strategy=fsdp2",
+        "optim.lr=1e-3", "+engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+        "trainer.resume_mode=disable", "engine.use_torch_compile=false", "trainer.total_training_steps=3",
+        "trainer.logger=[console]", "checkpoint.save_contents=[]", *words,
     ]  # fmt: skip
     done = run(command, folder)
     assert done.returncode == 0, done.stderr[-4000:]
