@@ -21,7 +21,7 @@ import torch
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Transport
 from deepspeed_cad.layout import Ints, Layout
-from deepspeed_cad.schedule import HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, Schedule
+from deepspeed_cad.schedule import HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,11 +179,17 @@ class Spanning:
 
     def _schedule(self, slices: Ints, at_home: Ints, landed: Ints) -> Schedule:
         table = slices[np.lexsort((slices[:, SERVER_ROW], slices[:, SERVER], slices[:, HOME]))]
+        leaves = table[:, HOME] != table[:, SERVER]
+        # Nothing comes back, but carriers make the tables of both directions at once.
+        sizes = table[:, ROWS] * leaves
+        returned = np.bincount(table[:, HOME], weights=sizes, minlength=self._ranks).astype(np.int64)
+        before = np.cumsum(returned) - returned
+        table[:, STAGE_ROW] = np.cumsum(sizes) - sizes - before[table[:, HOME]]
         home, server = table[:, HOME] == self._rank, table[:, SERVER] == self._rank
         rows, nothing = int(at_home[self._rank]), np.zeros(self._ranks, np.int64)
         return Schedule(
-            self._rank, self._ranks, 1, None, rows, 0, table[home & ~server], table[server & ~home],
-            table[home & server], np.stack([landed, nothing], axis=1), np.stack([nothing, nothing], axis=1), (), (),
+            self._rank, self._ranks, 1, None, rows, 0, table[home & leaves], table[server & leaves],
+            table[home & ~leaves], np.stack([landed, nothing], axis=1), np.stack([returned, nothing], axis=1), (), (),
         )  # fmt: skip
 
 

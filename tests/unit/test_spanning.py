@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cad.attention.spanning import Spanning, Way, divide
+from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import HOME, HOME_ROW, ROWS, SERVER, SERVER_ROW
 
@@ -25,6 +26,8 @@ def _carry(ways: list[Way], rows: list[np.ndarray]) -> list[np.ndarray]:
     landed = [np.full(int(way.out.served_rows[way.out.rank, 0]), -1) for way in ways]
     for way in ways:
         ranks = way.out
+        dispatch_pushes(ranks)
+        return_pushes(ranks)  # made by the carrier of peer copies, though nothing returns
         assert ranks.query_tokens == len(rows[ranks.rank])
         coming = np.concatenate(
             [ways[one].out.sends[ways[one].out.sends[:, SERVER] == ranks.rank] for one in range(len(ways))]
