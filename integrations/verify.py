@@ -154,15 +154,19 @@ class Check:
         if not error <= self.precision and (np.isfinite(theirs) or np.isfinite(ours)):
             self._fail(f"the loss is {ours:.7g} with CAD and {theirs:.7g} without", error, self.precision)
 
-    def compare(self, name: str, kind: str, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
-        """Rows [n, ...] of the documents that are compared; `dtype`: in which attention was computed."""
+    def compare(
+        self, name: str, kind: str, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, size: float = 0.0
+    ) -> None:
+        """Rows [n, ...] of the documents that are compared; `dtype`: in which attention was computed; `size`: norm of
+        a row of what is added up in them, which counts where all sums are exactly 0."""
         if not ours.numel():
             return
         allowed = max(tolerance(one, ours.device) for one in (ours.dtype, dtype))
         self.allowed[kind] = max(self.allowed.get(kind, 0.0), allowed)
         a, b = ours.detach().to(theirs.dtype), theirs
         each, own = (a - b).norm(dim=-1), b.norm(dim=-1)
-        share = each / torch.maximum(own, own.square().mean().sqrt()).clamp_min(1e-30)
+        mean = float(own.square().mean().sqrt()) or size
+        share = each / own.clamp_min(mean).clamp_min(1e-30)
         error = float(share.nan_to_num(float("inf")).max())
         self.errors[kind] = max(self.errors.get(kind, 0.0), error)
         if error > allowed:
@@ -267,9 +271,12 @@ class _Call:
                 if gradient is not None:
                     found[i].append(gradient[document])
                     wanted[i].append(sums[i])
-        for name, ours, theirs in zip(("dQ", "dK", "dV"), found, wanted):
+        q, k, v, do = (float(x.double().norm(dim=-1).square().mean().sqrt()) for x in (*rows_of, self.do_THV))
+        sizes = (do * v * k * self.rule.scale, do * v * q * self.rule.scale, do)
+        for name, ours, theirs, size in zip(("dQ", "dK", "dV"), found, wanted, sizes):
             if ours:
-                self.check.compare(f"{name} of {self.label}", name, torch.cat(ours), torch.cat(theirs), self.dtype)
+                what, a, b = f"{name} of {self.label}", torch.cat(ours), torch.cat(theirs)
+                self.check.compare(what, name, a, b, self.dtype, size)
         self.do_THV = None
         self.check.gradients_done(self.label)
 

@@ -125,6 +125,8 @@ def _wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             dk[:, 2] *= 1.1
         elif name == "dV not a number":
             dv[7, 1, 3] = float("nan")
+        elif name.startswith("dQ of nothing"):
+            dq += float(name.split()[-1])
 
     monkeypatch.setattr(forward_room, "run_local", forward)
     monkeypatch.setattr(backward_room, "run_local_backward", backward)
@@ -146,6 +148,20 @@ def test_planted_errors_are_named(name: str, says: str, monkeypatch: pytest.Monk
         CADError, match=f"verify: rank 0, micro-batch 0 .*{says}.* with CAD, .* without; relative error"
     ):
         train()
+
+
+@pytest.mark.parametrize("rounding", [1e-12, 1e-3])
+def test_gradients_that_are_exactly_0(rounding: float, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Documents of one token: softmax has no gradient, and rounding is no error where nothing else is there."""
+    batch = training.pack(training.documents([1] * 8, seed=5))
+    batch["labels"] = batch["input_ids"]
+    _wrong(f"dQ of nothing {rounding}", monkeypatch)
+    if rounding > 1e-9:
+        with pytest.raises(CADError, match="dQ of LlamaAttention of layer 1 differs at position 0"):
+            train(torch.float32, batch=batch)
+    else:
+        train(torch.float32, batch=batch)
+        assert len(lines(capfd)) == 2
 
 
 def test_what_only_the_second_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
