@@ -188,6 +188,11 @@ class Binding:
         if given.get("output_attentions"):
             raise CADUnsupportedError("output_attentions=True: attention that runs elsewhere has no weights to return")
         training, unread = decoder.training and torch.is_grad_enabled(), None
+        if self.reference and training:
+            # It is trained without CAD after all, and what is computed again in backward must attend likewise.
+            self.session.references.pop(decoder, None)
+            self.remove()
+            return {}
         cached = given.get("past_key_values") is not None or generates()
         # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
         asks = bool(given.get("use_cache"))

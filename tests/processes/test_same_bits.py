@@ -53,3 +53,26 @@ def _two_models(rank: int, world: int, dtype: str, block: dict[str, Any], how: s
 @pytest.mark.parametrize(("dtype", "how"), [("bfloat16", "another model"), ("float32", "a copy")])
 def test_a_policy_and_its_reference(workers: WorkerPool, dtype: str, how: str, block: dict[str, Any]) -> None:
     assert all(sent > 0 for sent, _ in workers.run(_two_models, 3, dtype, block, how))
+
+
+def _trained_after_all(rank: int, world: int) -> None:
+    """Models of the policy's class, for which nobody turned CAD on; eager attention is not what others get."""
+    policy = deepspeed_cad.apply(training.tiny_llama(), BLOCK)
+    batch = training.pack(training.documents([40, 9], seed=rank))
+    model, plain = (training.tiny_llama(attn_implementation="eager", use_cache=False) for _ in range(2))
+    with torch.no_grad():
+        _logps(model, batch)
+    assert model.config._attn_implementation == "cad"
+    for one in (model, plain):
+        one.train().gradient_checkpointing_enable({"use_reentrant": False})
+        _logps(one, batch).sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    with torch.no_grad():
+        _logps(model, batch)
+    assert model.config._attn_implementation == "eager" and policy.config._attn_implementation == "cad"
+
+
+def test_a_model_that_is_looked_at_and_trained_later(workers: WorkerPool) -> None:
+    """It keeps its own attention from then on, in what checkpointing computes again too."""
+    workers.run(_trained_after_all, 1)
