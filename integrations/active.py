@@ -11,15 +11,18 @@ import logging
 import os
 import sys
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from deepspeed_cad.integrations.forward_only import generates, install_generation_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.session import Session, current_session
 
 logger = logging.getLogger("deepspeed_cad")
@@ -71,11 +74,12 @@ class ActivationCheck:
 
 
 class ProcessCheck(ActivationCheck):
-    """The check for a whole process that was asked to train with CAD, and CAD for the first model that it trains.
+    """The check for a whole process that was asked to train with CAD, and CAD for the models that it trains.
 
     Every step without CAD is refused, also where the script catches the first error; `problem` is what a process that
-    trained without CAD must end with. For loops of plain torch, where nothing announces which model is trained, CAD is
-    turned on at the first training forward of a model of transformers, unless one is bound before.
+    trained without CAD must end with. For loops of plain torch, where nothing announces which models are trained, CAD
+    is turned on at the first training forward of each model of transformers, and with `"forward_only": "balanced"` at
+    its first forward, unless that is part of `generate`. Where CAD is on without this, nothing is turned on.
     """
 
     def __init__(self, asked_by: str, config: CADConfig) -> None:
@@ -83,7 +87,12 @@ class ProcessCheck(ActivationCheck):
         self.config = config
         self._refused = ""
         self._forwards_without = 0
+        self._opened: Session | None = None
+        """The session that began with a model for which CAD was turned on here."""
+        self._known: WeakSet[torch.nn.Module] = WeakSet()
+        """Models of which it is settled whether they have CAD, and models of transformers inside them."""
         self._forward_handle = register_module_forward_pre_hook(self._before_forward)
+        when_imported("transformers.generation.utils", install_generation_hooks)
         # A process that is forked from this one trains, or not, for itself.
         os.register_at_fork(after_in_child=self._start_again)
 
@@ -112,19 +121,40 @@ class ProcessCheck(ActivationCheck):
         raise CADError(reason)
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if current_session() is not None:
+        if torch.compiler.is_compiling():
+            return
+        session = current_session()
+        if session is not None and session is not self._opened:
             self._forward_handle.remove()
             return
         host = sys.modules.get("transformers.modeling_utils")  # a process without it trains no model of transformers
-        model = getattr(module, "_orig_mod", module)  # torch.compile
-        if host is None or not isinstance(model, host.PreTrainedModel):
+        model = module._modules.get("_orig_mod", module)  # torch.compile
+        if host is None or not isinstance(model, host.PreTrainedModel) or model in self._known:
             return
-        if not model.training or not torch.is_grad_enabled():
+        trained = model.training and torch.is_grad_enabled()
+        if not trained and (self.config.forward_only == "local" or generates()):
             return
         if _waits_for_group():
-            self._forwards_without += 1
-        else:
-            apply(model, self.config)
+            self._forwards_without += trained
+            return
+        parts = [one for one in model.modules() if isinstance(one, host.PreTrainedModel)]
+        known = any(one in self._known for one in parts)
+        self._known.update(parts)
+        if not known:
+            self._turn_on(model, must=trained and session is None)
+
+    def _turn_on(self, model: Any, must: bool) -> None:
+        from deepspeed_cad.integrations.models import refuse_model
+
+        try:
+            refuse_model(model)
+        except CADUnsupportedError as error:
+            if must:
+                raise
+            logger.warning("deepspeed_cad: %s keeps its attention: %s", type(model).__name__, error)
+            return
+        apply(model, self.config)
+        self._opened = current_session()
 
 
 def _waits_for_group() -> bool:

@@ -108,8 +108,8 @@ def test_one_process_is_told_that_there_is_nothing_to_balance(check, host, step,
     assert ["one process only" in record.message for record in caplog.records] == [True]
 
 
-def test_the_first_training_forward_binds(check, host) -> None:
-    model = training.tiny_llama()
+def test_the_first_training_forward_of_each_model_binds(check, host) -> None:
+    model, critic = training.tiny_llama(), training.tiny_llama()
     model.eval()
     _forward(model)
     model.train()
@@ -117,20 +117,48 @@ def test_the_first_training_forward_binds(check, host) -> None:
         _forward(model)
     torch.nn.Linear(4, 4)(torch.ones(4))
     assert host.bound == []
-    _forward(model)
-    # The inner model of a causal model is one of transformers too, and both are asked in turn here.
-    assert host.bound[0] == (model, CADConfig(tolerance=0.2))
+    for _ in range(2):
+        _forward(model)
+        _forward(critic)
+    # The decoder inside each is a model of transformers too.
+    assert host.bound == [(model, CADConfig(tolerance=0.2)), (critic, CADConfig(tolerance=0.2))]
     assert check.problem() == ""
-    host.bound.clear()
+
+
+def test_nothing_is_bound_beside_models_that_the_script_bound(check, host) -> None:
     host.open()
-    _forward(model)
+    _forward(training.tiny_llama().train())
     assert host.bound == []
+
+
+def test_a_further_model_that_is_refused_keeps_its_attention(check, host, monkeypatch, caplog) -> None:
+    refused = training.sdpa_llama(attention_dropout=0.1).train()
+    with pytest.raises(CADError, match="dropout"):
+        _forward(refused)
+    monkeypatch.setattr(active, "apply", lambda model, config: host.open())
+    _forward(training.tiny_llama().train())
+    for _ in range(2):
+        _forward(training.sdpa_llama(attention_dropout=0.1).train())
+    assert sum("LlamaForCausalLM keeps its attention" in record.message for record in caplog.records) == 2
+
+
+def test_with_balanced_forwards_the_first_forward_binds_unless_it_generates(host) -> None:
+    made = active.ProcessCheck("a launcher", CADConfig(forward_only="balanced"))
+    try:
+        model = training.tiny_llama().eval()
+        with torch.no_grad():
+            model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, do_sample=False, pad_token_id=0)
+            assert host.bound == []
+            _forward(model)
+        _forward(model.train())
+        assert [one for one, _ in host.bound] == [model]
+    finally:
+        made.close()
 
 
 def test_a_compiled_model_is_bound_before_it_is_traced(check, host) -> None:
     compiled = torch.nn.Identity()
-    model = training.tiny_llama().train()
-    object.__setattr__(compiled, "_orig_mod", model)
+    compiled._orig_mod = model = training.tiny_llama().train()
     compiled(torch.ones(1))
     assert [one for one, _ in host.bound] == [model]
 
