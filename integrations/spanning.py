@@ -60,14 +60,14 @@ def run_over_ranks(
     """A layer's output [1, T, D] for this rank's rows of documents that span ranks, or for one row that stands in
     where it has none. Collective: every rank runs the same layers."""
     home = vars(sys.modules[type(module).__module__])
-    layer, called = int(getattr(module, "layer_idx", 0)), set()
+    called = set()
 
     def other(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         own = home[name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             called.add(name)
-            return function(own, spanning, layer, *args, **kwargs)
+            return function(own, spanning, module, *args, **kwargs)
 
         return call
 
@@ -96,12 +96,17 @@ def _replaced(home: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]
 
 
 def _convolve(
-    own: Callable[..., torch.Tensor], spanning: Spanning, layer: int, x_1CT: torch.Tensor, *args: Any, **kwargs: Any
+    own: Callable[..., torch.Tensor],
+    spanning: Spanning,
+    layer: torch.nn.Module,
+    x_1CT: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """A causal convolution whose pieces have the rows before them in front."""
     weight = args[0] if args else kwargs["weight"]
     before, rows_TC = spanning.before(weight.shape[-1] - 1), x_1CT[0].T
-    (came,) = spanning.move(before.way, layer, [rows_TC.index_select(0, before.sent)])
+    came = spanning.bring(before, layer, rows_TC)
     blank = rows_TC.new_zeros(1, rows_TC.shape[1])
     joined = torch.cat([blank, rows_TC, came]).index_select(0, before.joined)
     output = own(joined.T[None].contiguous(), *args, **kwargs)
@@ -109,7 +114,12 @@ def _convolve(
 
 
 def _run_kernel(
-    axes: Mapping[str, str], own: Callable[..., Any], spanning: Spanning, layer: int, *args: Any, **kwargs: Any
+    axes: Mapping[str, str],
+    own: Callable[..., Any],
+    spanning: Spanning,
+    layer: torch.nn.Module,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """A recurrent kernel on whole documents, some heads of each on this rank."""
     # Packages name what comes by position otherwise, and order what comes by keyword otherwise: both stay as they are.

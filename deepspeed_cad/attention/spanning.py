@@ -12,12 +12,15 @@ by document and position; `G` head groups; `L` tokens of a document.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from deepspeed_cad.attention.thread_state import in_backward, unseen_by_checkpointing
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Transport
 from deepspeed_cad.layout import Ints, Layout
@@ -89,6 +92,9 @@ class Spanning:
         """Ranks of the document that lies on most."""
         self._heads: dict[int, Heads] = {}
         self._before: dict[int, Before] = {}
+        self._layers: dict[Hashable, int] = {}
+        """In the order in which they first ran."""
+        self._came: dict[Hashable, torch.Tensor] = {}
 
     def heads(self, groups: int) -> Heads:
         """How `groups` head groups are divided."""
@@ -102,9 +108,25 @@ class Spanning:
             self._before[count] = self._look_back(count)
         return self._before[count]
 
-    def move(self, way: Way, layer: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows where they are needed: tensors [rows of the way's home, …] to [rows that land, …]. Differentiable."""
-        return list(_Move.apply(self, way, layer, *tensors))
+    def move(self, way: Way, layer: Hashable, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Rows where they are needed: tensors [rows of the way's home, …] to [rows that land, …]. Differentiable.
+        `layer` tells it from the other layers of the micro-batch."""
+        return list(_Move.apply(self, way, self._number(layer), None, *tensors))
+
+    @unseen_by_checkpointing
+    def bring(self, before: Before, layer: Hashable, rows: torch.Tensor) -> torch.Tensor:
+        """The rows before pieces, out of those of this rank. Differentiable. They are few and kept: where activation
+        checkpointing runs the layer again, nothing moves."""
+        came, recomputes = self._came.get(layer), in_backward()
+        if came is not None and not recomputes:
+            raise CADError(f"{type(layer).__name__} with documents that span ranks was called twice in one forward")
+        sent = rows.index_select(0, before.sent)
+        (found,) = _Move.apply(self, before.way, self._number(layer), came, sent)
+        self._came[layer] = found.detach()
+        return found
+
+    def _number(self, layer: Hashable) -> int:
+        return self._layers.setdefault(layer, len(self._layers))
 
     def exchange(
         self, way: Way, layer: int, tensors: tuple[torch.Tensor, ...], backward: bool
@@ -206,11 +228,14 @@ class _Move(torch.autograd.Function):
     """An exchange whose backward is the same the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, spanning: Spanning, way: Way, layer: int, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, spanning: Spanning, way: Way, layer: int, kept: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> Any:
+        """`kept`: what the same exchange brought before."""
         ctx.given = spanning, way.reverse(), layer
-        return spanning.exchange(way, layer, tensors, backward=False)
+        return spanning.exchange(way, layer, tensors, backward=False) if kept is None else (kept.detach(),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         spanning, way, layer = ctx.given
-        return None, None, None, *spanning.exchange(way, layer, gradients, backward=True)
+        return None, None, None, None, *spanning.exchange(way, layer, gradients, backward=True)

@@ -220,7 +220,7 @@ def test_sharded(fresh_workers: WorkerPool, kind: str, how: str) -> None:
         assert worst < 1e-4
 
 
-def _moved(rank: int, world: int, kind: str, lengths: list[int]) -> list[int]:
+def _moved(rank: int, world: int, kind: str, lengths: list[int], checkpoint: bool | None = None) -> list[int]:
     """Bytes that each exchange of a forward and backward moves from this rank for layers that carry state."""
     moved: list[int] = []
     exchange = Spanning.exchange
@@ -232,7 +232,11 @@ def _moved(rank: int, world: int, kind: str, lengths: list[int]) -> list[int]:
 
     Spanning.exchange = counted  # type: ignore[method-assign]
     try:
-        model = deepspeed_cad.apply(_built(kind, torch.float32), BLOCK)
+        model = _built(kind, torch.float32)
+        if checkpoint is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
+            model.enable_input_require_grads()
+        deepspeed_cad.apply(model, BLOCK)
         part, _ = _part(lengths, rank, world)
         model(**part, use_cache=False).logits.sum().backward()
     finally:
@@ -251,6 +255,17 @@ def test_what_moves(workers: WorkerPool) -> None:
     print("bytes moved by each exchange of a layer", total.tolist(), "by an all-to-all", by_heads.tolist())
     assert total[0] == total[5] == 3 * channels * 4
     assert (total[1:3] <= by_heads).all() and (total[3:5] <= by_heads[::-1]).all()
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_what_moves_again(workers: WorkerPool, checkpoint: bool) -> None:
+    """A layer that runs again brings its kernel the rows again, which the backward needs, but not the rows before
+    pieces, which are all that a short convolution moves."""
+    lengths = [60, 200, 20]
+    once, again = (np.sum(workers.run(_moved, 2, "qwen3_5_text", lengths, one), axis=0) for one in (None, checkpoint))
+    assert again.tolist() == [*once[:3], *once[1:3], *once[3:]]
+    for one, other in zip(*(workers.run(_moved, 2, "lfm2", lengths, one) for one in (None, checkpoint))):
+        assert one == other and len(one) == 2
 
 
 def _evaluated(rank: int, world: int, kind: str) -> float:
