@@ -67,7 +67,8 @@ def micro_batch(case: Case, rank: int, index: int) -> dict[str, torch.Tensor]:
     if form.shape == "stream":
         stream = _rows(case, [numbers])
         stream["labels"] = stream.pop("shift_labels") * 0 + stream["input_ids"]
-        part = deepspeed_cad.shard_stream(stream, rank, case.world)
+        zigzag = random.Random(f"{case.seed} zigzag {index}").random() < 0.3
+        part = deepspeed_cad.shard_stream(stream, rank, case.world, zigzag=zigzag)
         del part["labels"]
         return part
     rng = random.Random(f"{case.seed} rows {rank} {index}")
