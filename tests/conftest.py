@@ -10,6 +10,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("FUZZ_TIMEOUT_S", "100")  # beside whatever else this machine runs
 sys.path.insert(0, os.path.dirname(__file__))
 # Tests in unit/ take cases from there too.
 sys.path.append(os.path.join(os.path.dirname(__file__), "gpu"))

@@ -88,11 +88,12 @@ def _serve(rank: int, pipe: Connection) -> None:
                 dist.destroy_process_group()
             # Groups have numbers: where one could not be made, the next one would have another here than elsewhere.
             dist.distributed_c10d._world.group_count = 0
+        if once:
+            pipe.send(answer)
+            return
         # Process groups that an error's traceback held would be freed at any later time, and wait for each other.
         gc.collect()
         pipe.send(answer)
-        if once:
-            return
 
 
 class WorkerPool:

@@ -111,6 +111,7 @@ class Fate:
     layer: int = 0
     after: float = 0.0
     """Seconds after that moment."""
+    wave: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class Case:
     fates: tuple[Fate, ...] = ()
     comes: tuple[float, ...] = ()
     """Servers that come when the job runs: seconds after trainers met. Counted behind the reserved ones."""
+    awaits: bool = False
+    """Rank 0 trains its third micro-batch when one of these has come."""
     flight: int = 1
     """Micro-batches whose forwards run before the first backward, which is that of any of them."""
 

@@ -59,6 +59,14 @@ class Played:
     """Seconds of processor time."""
     sums: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     """Gradients, and this rank's share of what they should be, where only sums over ranks can be compared."""
+    sent: int = 0
+    """Bytes that left this rank."""
+    load: list[float] = field(default_factory=list)
+    """Of the ranks that attend, in the last micro-batch."""
+    changes: int = 0
+    """How often servers changed."""
+    repeated: int = 0
+    """Passes that ran again because a server was lost."""
     exit_code: int | None = None
     """Of a reserved server."""
     held: int = 0
@@ -84,9 +92,18 @@ def play(rank: int, world: int, line: str, farewell: Callable[[str], None] = lam
             played.error = (type(error).__name__, names, str(error), traceback.format_exc())
             farewell(f"{type(error).__name__}: {error}")
         played.seconds = time.monotonic() - begin
+        _note_figures(played)
         close_session()
     played.cpu = time.process_time() - cpu
     return played
+
+
+def _note_figures(played: Played) -> None:
+    session = deepspeed_cad.current_session()
+    if session is not None:
+        played.sent, played.load = session.statistics.bytes_sent, session.statistics.load.tolist()
+        played.changes = session.servers.members.generation
+        played.repeated = getattr(session.servers, "repeated", 0)
 
 
 def whole_block(case: Case) -> dict[str, Any]:
@@ -191,8 +208,12 @@ class _Player:
                 self.train_together(epoch, case.stop, together)
 
     def between(self, epoch: int, at: int) -> None:
-        """Evaluation, and forwards without gradients."""
+        """Evaluation, forwards without gradients, and a server that is waited for."""
         case = self.case
+        if case.awaits and self.rank == 0 and self.played.trained == 2:
+            servers = deepspeed_cad.current_session().servers
+            while not servers.newcomers and not servers.members.generation:
+                time.sleep(0.01)
         if case.evaluate and at % case.evaluate == 0:
             self.inner.eval()
             for again in range(1 if case.looks_together else self.rank + 1):

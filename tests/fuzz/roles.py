@@ -106,7 +106,8 @@ def _loops(made: list[loop.Loop], fates: list[Fate]) -> Iterator[None]:
 def _is_meant(fate: Fate, head: dict[str, Any]) -> bool:
     what = fate.what.removesuffix(" served").removesuffix(" done")
     said = f"{'backward ' if head.get('backward') else ''}{head['do']}"
-    return said == what and head.get("turn") == fate.turn and head.get("layer", fate.layer) == fate.layer
+    here = {"turn": fate.turn, "layer": fate.layer, "wave": fate.wave}
+    return said == what and all(head.get(name, value) == value for name, value in here.items())
 
 
 def _strike(fate: Fate) -> None:

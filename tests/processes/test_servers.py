@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import training
 from model_cases import tiny_model
@@ -12,44 +11,6 @@ from pool import WorkerPool
 from served import run
 
 import deepspeed_cad
-
-LENGTHS = {
-    1: [[260, 3, 40]],
-    2: [[260], [40, 30, 9, 1, 50]],
-    3: [[130, 70], [], [31, 33, 5]],
-}
-
-
-def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: str | None, steps: int) -> dict[str, Any]:
-    reference, model = training.tiny_llama(), training.tiny_llama()
-    deepspeed_cad.apply(model, block)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    model.train()
-    session = deepspeed_cad.current_session()
-    assert session is not None
-    for step in range(steps):
-        own = training.documents(LENGTHS[trainers][(rank + step) % trainers], seed=100 * step + rank)
-        training.step_as_alone(model, reference, own)
-    load = session.statistics.load
-    return {"load": load.tolist(), "after": session.statistics.imbalance, "forwards": session.counts.forwards}
-
-
-SIZES = [
-    (2, 1),
-    *(pytest.param(t, s, marks=pytest.mark.slow) for t, s in ((1, 2), (3, 3))),
-    *(pytest.param(t, s, marks=[pytest.mark.slow, pytest.mark.long]) for t, s in ((1, 1), (2, 3), (3, 1))),
-]
-
-
-@pytest.mark.parametrize(("trainers", "servers"), SIZES)
-def test_same_as_each_document_alone(workers: WorkerPool, trainers: int, servers: int) -> None:
-    """Ranks without documents and documents of one token among them."""
-    results, served = run(workers, trainers, servers, _train, None, 3)
-    for result in results:
-        assert len(result["load"]) == trainers + servers and min(result["load"]) > 0
-        assert result["after"] < 1.15  # of two parts each, cut at 16 rows
-    assert all(one.held == 0 for one in served)
 
 
 def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
@@ -123,18 +84,3 @@ def family_error(
                 worst = max(worst, float((ours.grad - theirs.grad).abs().max() / scale))
         found.append(worst)
     return found
-
-
-def _stream(rank: int, trainers: int, block: dict[str, Any]) -> None:
-    """Documents that span trainers."""
-    docs = training.documents([200, 3, 20, 18], seed=5)
-    reference, model = training.tiny_llama(), training.tiny_llama()
-    deepspeed_cad.apply(model, block).train()
-    for _ in range(2):
-        training.stream_as_alone(model, reference, docs, rank, trainers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trainers", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_documents_that_span_trainers(workers: WorkerPool, trainers: int) -> None:
-    run(workers, trainers, 1, _stream)
