@@ -1,7 +1,9 @@
 """verl's own trainer on a CPU: verl_on_cpu.py OUT.pt overrides of `verl.trainer.sft_trainer`….
 
 verl knows no platform without an accelerator, so one is given to it here whose device is the CPU; its engine is the one
-for CUDA. Each rank writes losses, gradient norms, log-probabilities of the validation data and all parameters.
+for CUDA. Beside the trained model each process has a critic and a reference, in workers of verl as its PPO has them:
+before each step both say what they make of its data, and after it the critic is trained on them. Each rank writes
+losses, gradient norms, log-probabilities, values and all parameters.
 """
 # ruff: noqa: E402 - the platform is chosen before the trainer is imported
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -59,6 +62,7 @@ dist.init_process_group = lambda backend=None, **kwargs: _init("gloo", **kwargs)
 from verl.models.transformers import monkey_patch
 from verl.trainer import sft_trainer
 from verl.utils import tensordict_utils
+from verl.workers.config import TrainingWorkerConfig
 
 monkey_patch.is_trl_available = lambda: False  # newer ones have no model with a value head
 
@@ -71,15 +75,37 @@ def parameters(module: torch.nn.Module) -> list[torch.Tensor]:
     return [one.full_tensor().detach().clone() for one in module.parameters()]
 
 
+def value_loss(model_output: dict[str, Any], data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Of made-up returns."""
+    off = model_output["values"].values() - data["input_ids"].values().sin()
+    return off.square().sum() / 1000, {}
+
+
 class Noting(sft_trainer.SFTTrainer):
     """Keeps what every step said."""
 
+    def _another(self, model_type: str) -> Any:
+        config = TrainingWorkerConfig(
+            model_type=model_type, model_config=deepcopy(self.model_config), engine_config=deepcopy(self.engine_config),
+            optimizer_config=self.optimizer_config, checkpoint_config=self.checkpoint_config,
+        )  # fmt: skip
+        worker = sft_trainer.TrainingWorker(config=config)
+        worker.set_loss_fn(value_loss)
+        return worker
+
     def _build_engine(self) -> None:
         super()._build_engine()
-        self.found: dict[str, Any] = {"losses": [], "norms": []}
+        names = ("losses", "norms", "reference", "values", "value losses")
+        self.found: dict[str, Any] = {name: [] for name in names}
         train_batch = self.training_client.train_batch
+        self.critic, self.reference = self._another("value_model"), self._another("language_model")
+        self.reference.loss_fn = None
 
         def noting(data: Any) -> Any:
+            for name, worker, key in (("reference", self.reference, "log_probs"), ("values", self.critic, "values")):
+                self.found[name].append(worker.infer_batch(copy(data))[key].values().clone())
+            trained = self.critic.train_batch(data=copy(data))
+            self.found["value losses"].append(tensordict_utils.get(trained, "metrics")["loss"])
             output = train_batch(data=data)
             metrics = tensordict_utils.get(output, "metrics")
             self.found["losses"].append(metrics["loss"])
@@ -87,6 +113,12 @@ class Noting(sft_trainer.SFTTrainer):
             return output
 
         self.training_client.train_batch = noting
+
+    def _init_engine(self) -> None:
+        super()._init_engine()
+        torch.manual_seed(5)  # the critic's head is in no checkpoint
+        self.critic.reset()
+        self.reference.reset()
 
     def note_rest(self, out: str) -> None:
         """After the last step."""
@@ -105,7 +137,8 @@ class Noting(sft_trainer.SFTTrainer):
             looked = session.forward_only.since(before)
             self.found["looks"], self.found["look_balance"] = looked.micro_batches, looked.imbalance
             self.found["balance"] = [session.statistics.imbalance_before, session.statistics.imbalance]
-        self.found["parameters"] = parameters(self.engine.module)
+            self.found["models"] = len(session.bindings)
+        self.found["parameters"] = parameters(self.engine.module) + parameters(self.critic.engine.module)
         torch.save(self.found, f"{out}.{dist.get_rank()}")
 
 
