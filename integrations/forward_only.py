@@ -3,6 +3,9 @@
 All ranks run them together with `"forward_only": "balanced"`, and by themselves where all ranks are known to run as
 many: inside a step or an evaluation of the Hugging Face Trainer, and for batches of a prepared loader of Accelerate
 that gives every rank as many. Generation is never shared: answers differ in length, or only one rank generates.
+
+A rank that ran out of batches attends for the others with a model that it calls by itself, so it is also known here
+through which wrapper FSDP1 gathers parameters of a model.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ _MARK = "__deepspeed_cad__"
 _in_step: ContextVar[bool] = ContextVar("deepspeed_cad_in_step", default=False)
 """All ranks run the same forwards now."""
 _generates: ContextVar[bool] = ContextVar("deepspeed_cad_generates", default=False)
+_roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Outermost wrappers of FSDP1 that ran."""
 _even_batch: ContextVar[weakref.ref[torch.Tensor] | None] = ContextVar("deepspeed_cad_even_batch", default=None)
 """Token ids that every rank's loader gave out last, if it is known to give every rank as many batches."""
 
@@ -74,3 +79,25 @@ def install_generation_hooks(module: ModuleType) -> None:
 
     setattr(generate, _MARK, True)
     module.GenerationMixin.generate = generate
+
+
+def root_of(model: torch.nn.Module) -> torch.nn.Module:
+    """What has to be called to run a model: the outermost wrapper of FSDP1, or the model itself."""
+    return next((root for root in _roots if any(part is model for part in root.modules())), model)
+
+
+def install_root_hooks(module: ModuleType) -> None:
+    """Wrap FSDP1 of the module `torch.distributed.fsdp.fully_sharded_data_parallel`. Idempotent."""
+    original: Callable[..., Any] = module.FullyShardedDataParallel.forward
+    if hasattr(original, _MARK):
+        return
+
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if self._is_root:
+            _roots.add(self)
+        return output
+
+    setattr(forward, _MARK, True)
+    module.FullyShardedDataParallel.forward = forward

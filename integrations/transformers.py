@@ -21,7 +21,13 @@ from deepspeed_cad.integrations import borders as borders_of
 from deepspeed_cad.integrations.alternating import alternate
 from deepspeed_cad.integrations.borders import Borders, find_borders
 from deepspeed_cad.integrations.chunks import has_chunks, refuse_beside_chunks
-from deepspeed_cad.integrations.forward_only import are_shared, generates, install_generation_hooks
+from deepspeed_cad.integrations.forward_only import (
+    are_shared,
+    generates,
+    install_generation_hooks,
+    install_root_hooks,
+    root_of,
+)
 from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad_mask, running
 from deepspeed_cad.integrations.interleaved import Interleaving, interleave
 from deepspeed_cad.integrations.mask_check import is_due
@@ -296,7 +302,7 @@ class Binding:
                         "deepspeed_cad.apply(model), or run it at least once on every rank"
                     )
                 looks._follows = looks.feed.follow(said)
-                model(input_ids=nothing)
+                root_of(model)(input_ids=nothing)
 
     def _hand_borders(self, micro_batch: MicroBatch, shape: tuple[int, int]) -> dict[str, Any]:
         """Arguments by which layers that carry state learn where documents begin."""
@@ -481,6 +487,7 @@ def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = No
     when_imported("transformers.trainer", _install_trainer_hooks)
     when_imported("accelerate.data_loader", _install_loader_hooks)
     when_imported("transformers.generation.utils", install_generation_hooks)
+    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", install_root_hooks)
     return binding
 
 

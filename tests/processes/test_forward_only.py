@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import training
 from pool import WorkerError, WorkerPool
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import deepspeed_cad
 
@@ -78,6 +80,37 @@ def test_all_ranks_together(workers: WorkerPool, world: int, block: dict[str, An
         # The document on all ranks, and as many batches as the rank has that has most; both twice.
         assert found["looks"] == 2 * (1 + world + 1) and found["trained"] == 2
         assert found["balance"] < 1.3 < found["before"] or "memory" in block
+
+
+def _fsdp1(rank: int, world: int, late: bool) -> int:
+    """Policy and reference in wrappers that gather parameters; rank 0 has one batch in each pass."""
+    wrap = partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu"))
+    policy: Any = training.tiny_llama()
+    plain = training.tiny_llama()
+    policy = policy if late else deepspeed_cad.apply(policy, TOGETHER)
+    policy.model.layers[0] = wrap(policy.model.layers[0])
+    model, reference = wrap(policy), wrap(training.tiny_llama().eval())
+    deepspeed_cad.apply(model, TOGETHER)
+    session = deepspeed_cad.current_session()
+    for passes in range(2):
+        mine = [training.documents([70 if rank else 9, 30], seed) for seed in range(1 + (1 + passes) * rank)]
+        with torch.no_grad():
+            for i, batch in enumerate(session.look_ahead([training.pack(docs) for docs in mine], model)):
+                for one in (model.train(i % 2 == 0), reference):
+                    found = one(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
+                    assert (found - torch.cat(_alone(plain, mine[i]))).abs().max() < 1e-10
+        docs = training.documents([40, 9], seed=passes + rank)
+        loss = training.loss_sum(model.train(), training.pack(docs))
+        assert abs(float(loss.detach()) - training.alone(plain, docs)[0]) < 1e-8
+        loss.backward()
+    assert session.statistics.micro_batches == 2
+    return session.forward_only.micro_batches
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_fsdp1_with_unequal_numbers_of_batches(workers: WorkerPool, late: bool) -> None:
+    """A rank that ran out calls the wrapper, which gathers parameters with the others."""
+    assert workers.run(_fsdp1, 2, late) == 2 * [2 * (2 + 3)]
 
 
 def _alone_by_default(rank: int, world: int) -> None:
