@@ -163,8 +163,9 @@ def test_measurements_by_name(tmp_path: Path, name: str, sizes: str, last: str) 
     assert re.search(last, run.stdout) and list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("hosts", [False, True])
 def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts: bool) -> None:
     # Servers tell twice a second how long they attended: as many steps as last longer.
     size = [*TINY, *"--tokens 512 --warmup 1 --steps 15".split()]

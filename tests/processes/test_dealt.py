@@ -289,9 +289,12 @@ def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, An
         ("llama", {}, "weight", False),
         ("llama", {"overlap": "interleave"}, "", False),
         ("llama", {"verify": 1}, "", False),
-        ("qwen3_next", {"model": {"layer_types": ["linear_attention", "full_attention"]}}, "", False),  # state
+        pytest.param(  # state
+            "qwen3_next", {"model": {"layer_types": ["linear_attention", "full_attention"]}}, "", False,
+            marks=[pytest.mark.slow, pytest.mark.long],
+        ),
     ],
-)
+)  # fmt: skip
 def test_documents_that_are_cut(workers: WorkerPool, kind: str, changes: dict[str, Any], more: str, cut: bool) -> None:
     if not known_kind(kind):
         pytest.skip(f"transformers {version('transformers')} has no {kind}")

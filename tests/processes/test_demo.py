@@ -61,6 +61,7 @@ def _finetune(*arguments: str) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on the CPU")
 def test_example(tmp_path: Path) -> None:

@@ -120,7 +120,9 @@ def _dies(rank: int, world: int, when: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["before the lengths", "in the exchange", "hangs"])
+@pytest.mark.parametrize(
+    "when", [pytest.param("before the lengths", marks=pytest.mark.long), "in the exchange", "hangs"]
+)
 def test_a_peer_that_dies_is_named(workers: WorkerPool, when: str) -> None:
     errors, _ = workers.try_run(_dies, 3, when, grace=60.0)
     for rank in (0, 2):

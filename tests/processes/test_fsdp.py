@@ -95,7 +95,7 @@ WAYS: dict[str, Callable[[torch.nn.Module, int], torch.nn.Module]] = {
     "FSDP1": _fsdp1, "DDP, frozen embedding": _frozen_embedding,
 }  # fmt: skip
 
-LATE = ["FSDP2", "FSDP1", "FSDP2, checkpoint wrappers"]
+SELDOM = ["FSDP2, root", "FSDP2, checkpointing", "FSDP2, parameters kept"]
 
 
 def _train(
@@ -140,7 +140,15 @@ def _compare(rank: int, world: int, ways: list[str], late: bool) -> dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ways", "late"), [([*WAYS], False), (LATE, True)])
+@pytest.mark.parametrize(
+    ("ways", "late"),
+    [
+        ([way for way in WAYS if way not in SELDOM], False), (["FSDP2, checkpoint wrappers"], True),
+        pytest.param(SELDOM, False, marks=pytest.mark.long),
+        pytest.param(["FSDP2", "FSDP1"], True, marks=pytest.mark.long),
+    ],
+    ids=["often", "late", "seldom", "seldom late"],
+)  # fmt: skip
 def test_same_losses_gathers_and_balance(workers: WorkerPool, ways: list[str], late: bool) -> None:
     """`late`: apply after the sharding, as -m deepspeed_cad.run does in a loop of plain torch."""
     for found in workers.run(_compare, WORLD, ways, late, timeout=140.0):

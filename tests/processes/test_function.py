@@ -266,7 +266,10 @@ def train(rank: int, world: int, way: str) -> tuple[int, int]:
     return cad.session.counts.forwards, cad.session.counts.replays
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * ("compiled" in way)) for way in WAYS])
+SELDOM = {"compiled": [pytest.mark.slow, pytest.mark.long], "compiled, checkpointing": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=SELDOM.get(way, ())) for way in WAYS])
 def test_a_model_of_ones_own_is_exact(workers: WorkerPool, way: str) -> None:
     """Three layers and micro-batches; what checkpointing runs again is taken from what was kept."""
     again = 0 if WAYS[way][0] is _straight else 9

@@ -45,7 +45,7 @@ def processes_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
             "kernel rows transport model two exactness lifetimes",
         ),
         # Two trainers, which are a world of their own.
-        ("servers", 3, "reserved"),
+        pytest.param("servers", 3, "reserved", marks=pytest.mark.long),
     ],  # fmt: skip
     ids=["all", "servers"],
 )

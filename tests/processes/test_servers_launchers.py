@@ -31,8 +31,9 @@ def _check(plain: list[float], words: list[str], folder: Path, *script: str) -> 
     assert f"server 2 is done: {STEPS} micro-batches served" in found["said"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("loop", ["ddp", "fsdp2"])
 def test_torchrun(plain: list[float], tmp_path: Path, loop: str) -> None:
     _check(plain, [*torchrun(3), "-m", *CAD], tmp_path, loop)
 

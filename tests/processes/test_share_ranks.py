@@ -175,6 +175,7 @@ def _demo_steps(rank: int, world: int, rows: list[dict[str, torch.Tensor]], bloc
     return steps
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_balance_between_replicas_on_the_mix_of_the_demo(workers: WorkerPool, tmp_path: Path) -> None:
     """Documents, tokenizer, rows, and block of `make demo`, on two replicas of two."""

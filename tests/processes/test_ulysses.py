@@ -173,7 +173,7 @@ def _zero(rank: int, world: int, stage: int, accumulation: int) -> dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), (1, 2)])
+@pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_zero(fresh_workers: WorkerPool, stage: int, accumulation: int) -> None:
     """Rows of one document as DeepSpeed trains them; rows of several, which it would not keep apart with sdpa, as each
     document alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from ports import free_port
 
 from deepspeed_cad import cli
 from deepspeed_cad.cli import profile as profile_command
+from deepspeed_cad.cli import progress
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost, choice, choose_profile, fit_cost, measure, speed
@@ -254,12 +256,14 @@ def test_the_subcommand_writes_and_adds(
     monkeypatch.setattr(measure, "sizes_for", lambda device, quick: tiny)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(profile_command, "NOISY", float("inf"))  # so few and short calls fit as they may
+    monkeypatch.setattr(progress, "QUIET", 0.001)
     path = tmp_path / "profile.json"
     words = ["profile", "--output", str(path), "--kernel", "torch_math", "--kv-heads", "2"]
     for heads in ("4", "8"):
         assert cli.main([*words, "--heads", heads, "--head-dim", "16", "--value-dim", "8"]) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert "documents of 64" in shown and "mixed lengths 1 *" in shown and "relative error" in shown
+    assert re.search(r"… attention call \d+ of \d+, \d+ s\n", said) and "…" not in shown
     profile = Profile.load(path)
     assert [entry.shape for entry in profile.entries] == [HeadShape(8, 2, 16, 8, 4), HeadShape(4, 2, 16, 8, 4)]
     assert (profile.kernel, profile.unit, profile.inside) == ("torch_math", "seconds", None)
