@@ -1,6 +1,6 @@
 """A training loop that ends in some way at step 3 on some rank; tests/processes/test_servers_life.py launches it.
 
-script_servers.py {well,raise,kill,terminate,interrupt,early,wait,until,apart,idle,pause} RANK
+script_servers.py {well,raise,kill,terminate,interrupt,early,wait,until,idle} RANK
 """
 
 import os
@@ -14,15 +14,10 @@ import torch
 import torch.distributed as dist
 import training
 
-import deepspeed_cad
-
 how, who = sys.argv[1], int(sys.argv[2])
 if how == "idle":
     sys.exit(0)
-if how == "apart":
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-else:
-    dist.init_process_group("gloo")
+dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = training.tiny_llama(torch.float32).train()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,10 +48,5 @@ for step in range(2000 if how in ("wait", "until") else 6):
     print(f"step {step}", flush=True)
     if how in ("wait", "until"):
         time.sleep(0.2)
-if how == "pause":
-    print("pause", flush=True)
-    changes = deepspeed_cad.current_session().reserved.changes
-    while rank == 0 and not changes.newcomers:
-        time.sleep(0.05)
-if how in ("well", "until", "pause"):
+if how in ("well", "until"):
     dist.barrier()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import training
 from engines import engine_config, import_deepspeed
 from model_cases import known_kind, tiny_model
-from pool import WorkerError, WorkerPool
+from pool import WorkerPool
 from trainers import losses_of, settings, start_anew, tokenizer, training_arguments, without_and_with
 
 import deepspeed_cad
@@ -107,6 +107,7 @@ def _shuffle(rank: int, world: int, seed: int, padded: bool) -> None:
     dealt = Dealt(step.whole(rows // 2, rows % 2), step.tokens, 1.0, 1.0)
     padding = next((one for one in paddings if len(one)), np.zeros(0, np.int64))
     group = dist.new_group(backend="gloo")
+    dist.barrier()  # who has nothing to send would leave while others still connect
     moved = move_documents(
         batches[rank], fields[0], padding, documents, dealt, Gatherer(group, rank, world, None)
     )  # fmt: skip
@@ -473,33 +474,6 @@ def test_trl(fresh_workers: WorkerPool, tmp_path: Any, padding_free: bool) -> No
         assert np.mean(dealt["tokens"]) < np.mean(dealt["before"]) - 0.02
 
 
-def _prepared(cad: bool) -> dict[str, Any]:
-    """Gradients of a loop with a prepared loader: from the second micro-batch on documents are dealt out."""
-    from accelerate import Accelerator
-    from deepspeed_cad.integrations.accelerate import CADPlugin
-
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**BLOCK, documents="deal")] if cad else None)
-    data = torch.utils.data.DataLoader(_Samples(32), batch_size=4, collate_fn=_collate(False))
-    model, loader = accelerator.prepare(training.sdpa_llama(torch.float64), data)
-    for batch in loader:
-        accelerator.backward(training.loss_sum(model, batch) / 100)
-    if cad:
-        figures = deepspeed_cad.current_session().statistics.as_events()
-        assert figures["cad/tokens_max_over_mean"] < figures["cad/tokens_max_over_mean_before"] - 0.02
-    return {key: value.grad.numpy().copy() for key, value in model.module.named_parameters()}
-
-
-def _both_prepared(rank: int, world: int) -> Any:
-    return without_and_with(_prepared)
-
-
-@pytest.mark.slow
-def test_prepared_loader(fresh_workers: WorkerPool) -> None:
-    for plain, dealt in fresh_workers.run(_both_prepared, 2, timeout=140.0):
-        for key, value in plain.items():
-            assert np.abs(dealt[key] - value).max() < 1e-10 * (1 + np.abs(value).max()), key
-
-
 def _staying(rank: int, world: int, folder: str) -> dict[str, str]:
     """What the first line says where documents stay, by the reason."""
     from transformers import Trainer
@@ -594,24 +568,6 @@ def test_engine(fresh_workers: WorkerPool) -> None:
 
 
 # Errors
-
-
-def _bad_batch(rank: int, world: int) -> None:
-    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": "deal"})
-    model.train()
-    batches = _rank_batches(LENGTHS[rank], 0) * 2
-    if rank == 1:
-        batches[3] = {**batches[3], "position_ids": batches[3]["position_ids"] + 5}
-        batches[3]["position_ids"][0, 30] = -3
-    for batch in deepspeed_cad.current_session().look_ahead(batches, model, accumulation=2):
-        training.loss_sum(model, batch).backward()
-
-
-def test_a_bad_batch_of_the_next_step_is_named_everywhere(workers: WorkerPool) -> None:
-    with pytest.raises(WorkerError) as error:
-        workers.run(_bad_batch, 2, timeout=30.0)
-    for name, message, _ in error.value.errors:
-        assert name == "CADDataError" and "position_ids[0, 30]" in message
 
 
 # Refusals

@@ -19,7 +19,6 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.ahead import gather, plan
 from deepspeed_cad.ahead.step import announce
-from deepspeed_cad.attention import parking
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import find_binding
 
@@ -38,8 +37,6 @@ def _wrong(rank: int, world: int, what: str) -> None:
     """A step in which rank 1 differs in one thing, or has bad positions."""
     differs = rank == 1
     block: dict[str, Any] = {**BLOCK, "tolerance": 0.05 if differs and what == "config" else 0.1}
-    if what == "host memory":
-        block["keep"] = "host"
     model = training.tiny_llama(num_hidden_layers=3 if differs and what == "model" else 2)
     batch, given, make = _batch(rank), _batch(rank), plan.make_plan
     positions = given["position_ids"]
@@ -58,7 +55,6 @@ def _wrong(rank: int, world: int, what: str) -> None:
 
     patches = {
         "version": (gather, "__version__", "0.0.1"), "plan": (plan, "make_plan", swapped),
-        "host memory": (parking, "available_host_memory", lambda: parking.RESERVE + (5 << 20)),
     }  # fmt: skip
     with mock.patch.object(*patches[what]) if differs and what in patches else nullcontext():
         deepspeed_cad.apply(model, block)
@@ -88,15 +84,6 @@ def test_every_rank_says_why(workers: WorkerPool, what: str, kind: str, words: l
         assert error[0] in (kind, "CADPeerError"), error
         for word in words:
             assert word in error[1], (rank, error[1])
-
-
-def test_host_memory_that_runs_out_ends_all(workers: WorkerPool) -> None:
-    """The rank that has none says how much it wanted, holds and has; the others name it."""
-    (other, own), _ = workers.try_run(_wrong, 2, "host memory")
-    assert own is not None and own[0] == "CADError", own
-    wanted = '"keep": "host" needs 64 MiB more host memory beside the 0 MiB'
-    assert wanted in own[1] and "1029 MiB is available" in own[1]
-    assert other is not None and other[0] == "CADPeerError" and "rank 1" in other[1], other
 
 
 def _dies(rank: int, world: int, when: str) -> None:

@@ -159,6 +159,11 @@ ERRORS = {
     ),
     "in the backward": (loop(batches=(6, 6), ahead=False, plant=Plant("backward", 1, 0, 2, caught=True)), AT_THE_NEXT),
     "in the loss": (loop(batches=(6, 6), ahead=False, plant=Plant("loss", 1, 0, 2, caught=True)), AT_THE_NEXT),
+    "positions in the next step": (
+        loop(block={"documents": "deal"}, batches=(4, 4), accumulation=2, plant=Plant("positions", 1, 0, 3)),
+        ["rank 1", "at row 3 position_ids jump to 5"],
+    ),
+    "no room": (loop(block={"memory": 1e-7}), ["does not fit", '"memory" allows', "MiB more than"]),
     "a loader that raises": (
         loop(batches=(5, 5), generator=True, plant=Plant("loader", 1, 0, 2)),
         ["rank 1", "a torn file"],

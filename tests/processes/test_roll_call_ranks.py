@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 import training
@@ -47,44 +44,6 @@ def test_after_a_common_call_absent_ranks_are_named(workers: WorkerPool, without
             assert f"CAD is on on rank {rank} and {named}" in said and "not installed there" in said
         else:
             assert said == "here"
-
-
-def _meet(rank: int, world: int, late: int) -> tuple[str, str]:
-    """What a rank warned of, and its error; the late one comes when all others have said one or the other. Nobody is
-    impatient before all but that one are here."""
-    before, patience.LATE_S, roll_call.LATE_S = patience.LATE_S, 1.0, 1.0
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: (said.append(record.getMessage()), _tell(rank))
-    store, wait = dist.distributed_c10d._get_default_store(), roll_call.wait_until
-
-    def wait_together(*given: Any, **named: Any) -> bool:
-        turn = roll_call._store().add(f"sessions/{rank}", 0)
-        store.set(f"waits/{rank}/{turn}", "")
-        others = [other for other in range(world) if turn > 1 or late not in (rank, other)]
-        store.wait([f"waits/{other}/{turn}" for other in others])
-        return wait(*given, **named)
-
-    roll_call.logger.addHandler(handler)
-    roll_call.wait_until = wait_together
-    try:
-        if rank == late:
-            _wait_until_told([other for other in range(world) if other != late])
-        roll_call.call_roll(60.0)
-        roll_call.call_roll(60.0)  # a second session of the same processes
-    except CADPeerError as error:
-        _tell(rank)
-        return " ".join(said), str(error)
-    finally:
-        roll_call.wait_until, patience.LATE_S, roll_call.LATE_S = wait, before, before
-        roll_call.logger.removeHandler(handler)
-    return " ".join(said), ""
-
-
-def test_a_late_rank_is_awaited_and_named_in_a_warning(workers: WorkerPool) -> None:
-    for rank, (said, error) in enumerate(workers.run(_meet, 3, 1)):
-        assert not error
-        assert ("for rank 1 to turn CAD on" in said) == (rank != 1), said
 
 
 def _deepspeed(rank: int, world: int) -> str:

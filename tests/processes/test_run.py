@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import training
-from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, run_ranks, torchrun, trained, zero
+from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, torchrun, trained, zero
 from ports import free_port
 from trainers import assert_same
 
@@ -75,27 +74,3 @@ def test_deepspeed_launcher(plain, tmp_path) -> None:
 
 
 # Bad input: one clear line, and no training
-
-
-def _refused(folder: Path, *words: str) -> str:
-    done = run_ranks(1, [*CAD, SCRIPT, *words], folder)
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
-    return next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
-
-
-@pytest.mark.slow
-def test_not_active_by_the_first_step(tmp_path) -> None:
-    line = _refused(tmp_path, "eval", "out.json")
-    assert "not active at the first optimizer step" in line and "eval mode" in line and "--cad" in line
-    assert not (tmp_path / "out.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", [pytest.param("deepspeed", marks=pytest.mark.long), "trainer"])
-def test_two_sources_that_disagree(tmp_path, loop: str) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(zero(1, cad={"tolerance": 0.3, "granularity": 16})))
-    done = run_ranks(1, [*CAD, SCRIPT, loop, "out.json", "--json", "ds.json"], tmp_path)
-    assert done.returncode != 0
-    line = next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
-    assert 'the "cad" block of the DeepSpeed JSON disagree in tolerance: 0.02 and 0.3' in line

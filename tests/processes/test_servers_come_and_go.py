@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -78,25 +77,3 @@ def test_a_trainer_that_fails_ends_all_the_same(job: Job, how: str, reason: str)
     codes = job.ends("rank1")
     assert 0 not in codes.values() and codes["rank2"] == codes["rank3"] == 1
     assert reason in job.said("rank2") and "rank 1 stopped" in job.said("rank0"), job.said("rank0")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_server_that_comes_too_late_ends_well(job: Job) -> None:
-    """Trainers are between two steps until it is there, and end without another one."""
-    block = {**GOES_ON, "servers": {"reserved": 1}}
-    job.launch_all(3, "pause", "9", block=block)
-    job.wait_for("rank0", "pause")
-    job.serve("late")
-    assert job.processes["late"].wait(120) == 0
-    assert "the training ended before it came to a step" in job.said("late")
-    assert set(job.ends("rank0").values()) == {0}
-
-
-@pytest.mark.slow
-def test_servers_that_come_need_a_job_that_lets_them(job: Job) -> None:
-    job.launch_all(3, "wait", "9")
-    job.wait_for("rank0", "step 0")
-    job.serve("late")
-    assert job.processes["late"].wait(120) == 2
-    assert json.dumps({"joined": 1})[:9] in job.said("late") and '"on_server_failure": "continue"' in job.said("late")

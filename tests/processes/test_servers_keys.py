@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -14,12 +13,10 @@ import pytest
 import torch
 import training
 from pool import WorkerPool
-from ports import free_port
-from served import BLOCK, play, run
+from served import run
 
 import deepspeed_cad
 from deepspeed_cad.cli.trace import summary
-from deepspeed_cad.feedback.memory_limit import ALL
 from deepspeed_cad.session import close_session
 from deepspeed_cad.trace.record import WARM_UP
 
@@ -103,49 +100,3 @@ def test_documents_are_dealt_out_to_trainers(workers: WorkerPool) -> None:
     assert dealt["losses"] == pytest.approx(kept["losses"], rel=1e-10)
     for name, gradient in kept["gradients"].items():
         assert np.abs(dealt["gradients"][name] - gradient).max() < 1e-9, name
-
-
-def _warned(rank: int, trainers: int, block: dict[str, Any]) -> list[str]:
-    """Warnings from before the session opens until a micro-batch was trained."""
-    said: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("deepspeed_cad").addHandler(listener)
-    try:
-        model = deepspeed_cad.apply(training.tiny_llama(), block).train()
-        training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=rank))).backward()
-    finally:
-        logging.getLogger("deepspeed_cad").removeHandler(listener)
-    return [text for text in said if "on reserved servers" in text]
-
-
-def test_trainer_0_says_once_that_servers_do_not_park(workers: WorkerPool) -> None:
-    (first,), second = _run(workers, _warned, keep="host")
-    assert first.startswith('"keep" is "host" and does nothing on reserved servers') and second == []
-
-
-def _refused(rank: int, trainers: int, block: dict[str, Any]) -> tuple[str, int]:
-    """What the first step says, and what the ticks of one that is allowed needed at most."""
-    model = deepspeed_cad.apply(training.tiny_llama(), block).train()
-    session = deepspeed_cad.current_session()
-    assert session.learned.memory.share == ALL
-    said = ""
-    try:
-        training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=1))).backward()
-    except deepspeed_cad.CADError as error:
-        said = str(error)
-    return said, int(session.learned.memory.most_needed)
-
-
-def test_memory_that_no_cut_fits_into_is_refused(workers: WorkerPool) -> None:
-    """All trainers get one error with the figures before anything is exchanged; and its figure is enough."""
-    block = {**BLOCK, "servers": {"reserved": 1}, "overlap": "local_first", "memory": 1e-5}
-    first, second, server = workers.run(play, 3, free_port(), block, _refused, joined=False)
-    (said, needed) = first
-    assert second == first and needed == server.micro_batches == 0
-    assert "cut into the smallest waves, what lands at rank" in said
-    least = float(said.split('Set "memory" to at least ')[1].split(" ")[0])
-    assert 1e-5 < least < 1e-3
-    first, second = _run(workers, _refused, overlap="local_first", memory=1.01 * least)
-    assert first == second and first[0] == ""
-    assert 0 < first[1] <= 1.01 * least * 2**30

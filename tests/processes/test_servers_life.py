@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import time
 
 import pytest
 import torch
-from jobs import BLOCK, ROOT, SCRIPT, Job, job
+from jobs import BLOCK, Job, job
 
 __all__ = ["job"]
 
@@ -76,62 +74,6 @@ def test_a_server_of_another_launch_joins(job: Job, first: str) -> None:
     assert "server 2 is done: 6 micro-batches served" in job.said("server")
 
 
-@pytest.mark.slow
-def test_a_server_with_another_configuration_or_one_too_many(job: Job) -> None:
-    block = {**BLOCK, "servers": {"joined": 1}}
-    job.launch_all(2, "wait", "9", block=block)
-    other = job.serve("other", "--cad", json.dumps({**block, "granularity": 32}))
-    assert other.wait(120) == 2 and 'another "cad" block than this server (granularity)' in job.said("other")
-    job.serve("server")
-    job.wait_for("rank0", "step 1")
-    late = job.serve("late")
-    assert late.wait(120) == 2 and "has its 1 servers already" in job.said("late")
-    # The training that is under way goes on.
-    job.wait_for("rank0", "step 20")
-
-
-@pytest.mark.slow
-def test_two_launches_at_one_rendezvous(job: Job) -> None:
-    job.launch_all(3, "wait", "9")
-    job.start(
-        "again", ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK), SCRIPT, "wait", "9"], RANK=2, WORLD_SIZE=3,
-        LOCAL_RANK=2, LOCAL_WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=job.port,
-    )  # fmt: skip
-    assert "two launches use the same rendezvous" in job.said(_first_to_end(job, ("again", "rank2")))
-
-
-def _first_to_end(job: Job, names: tuple[str, ...]) -> str:
-    while True:
-        for name in names:
-            if job.processes[name].poll() is not None:
-                return name
-        time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_reserved_ranks_without_the_launcher(job: Job) -> None:
-    """The JSON alone: an error that shows the command."""
-    script = "import torch, sys; sys.path.insert(0, sys.argv[1]); import training, deepspeed_cad\n"
-    script += f"deepspeed_cad.apply(training.tiny_llama(), {BLOCK!r})"
-    done = job.start("alone", ["-c", script, str(ROOT / "tests")], RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=4)
-    assert done.wait(120) == 1
-    assert "torchrun --nproc_per_node 4 -m deepspeed_cad.run --cad" in job.said("alone")
-
-
-@pytest.mark.parametrize(
-    ("servers", "words"),
-    [
-        ({"reserved": 2}, "at least one must train"),
-        pytest.param({"reserved_per_node": 2}, "no trainer would be left on a host of 2 ranks", marks=pytest.mark.long),
-    ],
-)
-def test_a_reservation_that_does_not_fit(job: Job, servers: dict, words: str) -> None:
-    job.launch_all(2, "well", "9", block={**BLOCK, "servers": servers})
-    assert set(job.ends("rank0").values()) == {2}
-    for name in job.processes:
-        assert words in job.said(name) and "Traceback" not in job.said(name)
-
-
 OUT_OF_MEMORY = """
 import torch
 from deepspeed_cad.server import loop
@@ -188,15 +130,3 @@ def test_what_does_not_fit_ends_all_with_the_same_words(job: Job, who: int | Non
     assert 0 not in codes.values(), codes
     for name in job.processes:
         assert words in job.said(name) and "Traceback" not in job.said(name), job.said(name)
-
-
-@pytest.mark.slow
-def test_a_script_with_a_world_of_its_own_numbers(job: Job) -> None:
-    """The store is the launcher's, as under torchrun: a server hears there why the trainers ended."""
-    store = torch.distributed.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)
-    job.launch_all(3, "apart", "9")
-    codes = job.ends("rank0")
-    assert codes == {"rank0": 2, "rank1": 2, "rank2": 1} and store.port == job.port
-    for name in job.processes:
-        assert "torch.distributed counts 1 ranks here" in job.said(name), job.said(name)
-        assert "Traceback" not in job.said(name)

@@ -43,20 +43,3 @@ def test_transfers_correct_the_links_of_all_ranks(workers: WorkerPool) -> None:
     assert first == second
     source, start, now = first
     assert source == "measured, corrected" and 0 < now.inside < start.inside, "small transfers are slow ones"
-
-
-def _deterministic(rank: int, world: int) -> tuple[str, Any]:
-    """One rank turns deterministic algorithms on after CAD."""
-    model, session = _session({})
-    torch.use_deterministic_algorithms(rank == 1)
-    try:
-        _train(model, rank, 2)
-        return str(session.learned.links.links), session.learned.links.now
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_deterministic_ranks_plan_without_measured_links(workers: WorkerPool) -> None:
-    first, second = workers.run(_deterministic, 2)
-    assert first == second
-    assert "of the profile" in first[0] and first[1] == (None, None)

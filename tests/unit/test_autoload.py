@@ -210,25 +210,6 @@ def test_a_block_that_accelerate_would_leave_unread(python, tmp_path, call: str,
     assert python(code, **launcher) == said
 
 
-@pytest.mark.parametrize("key", ["CAD", "cad_config", "cadConfig", "deepspeed_cad", "Cad "])
-@pytest.mark.parametrize("beside", ["", "'cad': {}, "])
-def test_a_key_that_was_meant_to_be_cad(python, key: str, beside: str) -> None:
-    code = (
-        ARM
-        + ENGINE
-        + (
-            f"import deepspeed\ntry:\n deepspeed.initialize(config={{{beside}{key!r}: {{}}}})\n"
-            "except ValueError as error:\n print(error)"
-        )
-    )
-    assert f'has "{key}" at its top level' in python(code)
-
-
-@pytest.mark.parametrize("key", ["cadence", "cascade", "checkpoint", "aio"])
-def test_other_keys_are_left_alone(python, key: str) -> None:
-    assert python(ARM + f"import deepspeed; print(deepspeed.initialize(config={{{key!r}: {{}}}})[0])") == "deepspeed"
-
-
 RECORD = """
 import sys, types
 asked = types.ModuleType("deepspeed_cad.launch.armed")

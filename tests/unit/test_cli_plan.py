@@ -21,7 +21,6 @@ from deepspeed_cad.cli.plan import add_arguments
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting
-from deepspeed_cad.forecast.compared import RUNS
 from deepspeed_cad.forecast.model_shape import SHAPES
 from deepspeed_cad.forecast.steps import deal_out, lay
 from deepspeed_cad.layout import Layout
@@ -231,17 +230,6 @@ def columns(said: str, name: str) -> list[str]:
     return line[len(name) :].split()
 
 
-def test_servers_are_no_second_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["long-mix", "--ranks", "8", "--steps", "4", "--modes", "cad,cad reserved", "--sharding", "zero1", "--json"]
-    assert main(["plan", *words]) == 0
-    shown = capsys.readouterr()
-    answer = json.loads(shown.out)
-    cad, reserved = answer["modes"]
-    assert answer["reserve"] == 0 and "\nTake CAD in place; " in shown.err
-    # Of the same documents, in more steps.
-    assert reserved["tokens"] * len(reserved["steps"]) == pytest.approx(cad["tokens"] * len(cad["steps"]), rel=0.2)
-
-
 def test_rows_that_are_alike_need_no_cad(capsys: pytest.CaptureFixture[str]) -> None:
     """Its 1.1 times plain are attention that is not repeated: one column, and balance another."""
     words = ["web", "--packing", "wrapped", "--ranks", "8", "--steps", "2", "--reserve", "none"]
@@ -290,29 +278,6 @@ def test_what_fits_has_room_for_what_the_simulator_does_not_see(capsys: pytest.C
     assert '\nTake CAD in place, "keep": "host": ' in said
     _, said = foresee_steps(capsys, *words, "--loss", "whole", "--memory", "100")
     assert "transformers' own loss (94 GiB for logits)" in said and "\nNothing fits: " in said
-
-
-def test_servers_refuse_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = foresee_steps(capsys, "long-mix", "--ranks", "16", "--tensor", "8", "--steps", "1")
-    assert code == 0 and "\nCAD, reserved servers: left out, servers know nothing of tensor parallelism" in said
-    assert "\nCAD in place *" in said
-
-
-def test_a_star_where_nothing_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    """Modes and sizes of docs/foreseen.md have none: plain, Ulysses and CAD on 2 and 4 GPUs, servers on 2."""
-    words = ["long-mix", "--steps", "1", "--sharding", "zero1", "--context", "16384", "--reserve", "1"]
-    words += ["--modes", "plain,plain kept,ulysses,gathered,cad,cad reserved"]
-    stars = {}
-    for ranks in ("2", "4", "8"):
-        _, said = foresee_steps(capsys, *words, "--ranks", ranks)
-        lines = said.splitlines()
-        head = next(number for number, line in enumerate(lines) if "÷ plain" in line)
-        stars[ranks] = [re.split(r"  +", line)[0].endswith(" *") for line in lines[head + 1 : head + 7]]
-    assert stars["2"] == [False, True, False, True, False, False]
-    assert stars["4"] == [False, True, False, True, False, True] and all(stars["8"])
-    assert "no run of this mode on 8 NVIDIA H200 with zero1 was compared" in said
-    sizes = ", ".join(sorted({str(run.ranks) for run in RUNS}))
-    assert f"compared with its prediction; runs had {sizes} GPUs (" in said
 
 
 @pytest.mark.parametrize("name", ["h100", "a100", "b200"])
@@ -469,15 +434,3 @@ def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "lengths.txt").write_text(content)
     code, shown = foresee_steps(capsys, str(tmp_path / "lengths.txt"))
     assert code == 2 and said in shown and "lengths.txt" in shown and shown.count("\n") == 1
-
-
-def test_the_bound_alone_is_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    code, shown = foresee_steps(capsys, "long-mix", "--ranks", "8", "--steps", "1", "--modes", "packed")
-    assert code == 0 and "ask for other modes beside it" in shown
-
-
-def test_memory_that_cannot_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    code, shown = foresee_steps(capsys, "long-mix", "--ranks", "8", "--steps", "1", "--memory", "25")
-    assert code == 0 and "plain * does not fit" in shown and "rows of at most" in shown
-    code, shown = foresee_steps(capsys, "long-mix", "--ranks", "8", "--steps", "1", "--memory", "5")
-    assert code == 0 and "Nothing fits" in shown and "more GPUs that share the weights" in shown

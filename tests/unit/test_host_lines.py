@@ -19,7 +19,6 @@ from deepspeed_cad.integrations.verify import loss_of
 from transformers import LlamaConfig, PretrainedConfig, Trainer
 
 import deepspeed_cad
-from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.report.statistics import Statistics
 
@@ -131,16 +130,6 @@ def test_the_row_of_padding_is_taken_out_wherever_it_is() -> None:
     found = no_rows({"logits": padded, "hidden": (padded, other), "loss": None, "count": 5})
     assert found["logits"].shape == (1, 0, 4) and found["hidden"][0].shape == (1, 0, 4)
     assert found["hidden"][1] is other and found["loss"] is None and found["count"] == 5
-
-
-# How what runs beside training ends: the look-ahead thread, and the last words of a process.
-
-
-def test_the_look_ahead_thread_ends_after_its_jobs() -> None:
-    worker, done = Worker(), []
-    worker.submit(lambda: done.append("a job"))
-    worker.close()
-    assert done == ["a job"] and not worker._thread.is_alive()
 
 
 class WithoutSdpa:

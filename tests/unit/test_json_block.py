@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-from deepspeed_cad.engine.block import block_of
+from deepspeed_cad.engine.block import ABSENT, block_of
 from deepspeed_cad.engine.initialize import find_replica
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 from deepspeed_cad.launch import deepspeed_hook
@@ -34,6 +34,14 @@ from deepspeed_cad.launch import deepspeed_hook
 def test_a_block_inside_another_is_refused_by_its_place(config: dict[str, Any], where: str) -> None:
     with pytest.raises(CADConfigError, match=f'has "cad" inside {where}.*top level'):
         block_of(config)
+
+
+@pytest.mark.parametrize("key", ["CAD", "cad_config", "cadConfig", "deepspeed_cad", "Cad "])
+@pytest.mark.parametrize("beside", [{}, {"cad": {}}])
+def test_a_key_that_was_meant_to_be_cad(key: str, beside: dict[str, Any]) -> None:
+    with pytest.raises(CADConfigError, match=f'has "{key}" at its top level'):
+        block_of({**beside, key: {}})
+    assert all(block_of({other: {}}) is ABSENT for other in ("cadence", "cascade", "checkpoint", "aio"))
 
 
 @pytest.fixture

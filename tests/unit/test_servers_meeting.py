@@ -82,6 +82,12 @@ def test_a_server_that_does_not_come(place: str) -> None:
     assert all(isinstance(one, CADConfigError) and "server 2 did not come within 1.5 s" in str(one) for one in found)
 
 
+def test_two_launches_at_one_rendezvous(place: str) -> None:
+    Rendezvous(Split(2, 1, 2, place), 20.0).claim()
+    with pytest.raises(CADConfigError, match="two launches use the same rendezvous"):
+        Rendezvous(Split(2, 1, 2, place), 20.0).claim()
+
+
 @pytest.mark.parametrize(("reason", "kind"), [("", Abandoned), ("ValueError: no data", CADPeerError)])
 def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, kind: type[CADError]) -> None:
     """It ends well where the trainer did."""

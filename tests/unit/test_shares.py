@@ -14,7 +14,7 @@ from deepspeed_cad.integrations.shares import refuse_heads
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.replicas import of_replicas
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADDataError, CADUnsupportedError
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments, assemble, segments_from_positions
 from deepspeed_cad.shares import Replica, Shares, refuse_beside_shares, replica_in, replica_of_groups, replica_of_mesh
 
@@ -77,9 +77,19 @@ def test_groups_that_do_not_divide_the_job(said: list[Any], words: str) -> None:
             replica_of_groups(said, rank)
 
 
-def test_both_kinds_on_a_mesh_are_refused() -> None:
-    with pytest.raises(CADUnsupportedError, match="divided twice"):
-        replica_of_mesh(mesh((2, 2), "sp", "tp"), 0, 4)
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        (mesh((2, 2)), "the mesh has no names.*mesh_dim_names"),
+        (mesh((2, 2), "dp", "cp"), 'axis "cp" of 2 ranks, context parallelism'),
+        (mesh((2, 2), "dp", "other"), 'axis "other" of which CAD does not know'),
+        (mesh((1, 2), "dp", "tp"), "the mesh has 2 ranks and the job 4"),
+        (mesh((2, 2), "sp", "tp"), "heads are divided twice, by tensor parallelism and by Ulysses"),
+    ],
+)
+def test_meshes_that_say_too_little(grid: Any, words: str) -> None:
+    with pytest.raises(CADError, match=words):
+        replica_of_mesh(grid, 0, 4)
 
 
 @pytest.mark.parametrize(

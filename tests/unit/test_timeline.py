@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_cad.cli import main
 from deepspeed_cad.trace.file import ASIDE, COMPUTE, STEP, Span, merge_parts, name_gaps, part_path, to_events
 from deepspeed_cad.trace.record import NOT_TRACED, PATH_VARIABLE, STEPS_VARIABLE, WARM_UP, Tracer, open_tracer
 
@@ -242,3 +244,32 @@ def test_who_asks_for_a_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(STEPS_VARIABLE, "5")
     found = open_tracer(str(tmp_path / "a"), CPU, 0, 1)
     assert found is not None and (found.path, found.steps) == (tmp_path / "b", 5)
+
+
+def test_the_last_rank_merges(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    tracers = [Tracer(str(path), 1, CPU, rank, 2) for rank in range(2)]
+    for tracer in tracers:
+        for _ in range(WARM_UP + 1):
+            tracer.next_micro_batch()
+        with tracer.span("served", 1, "layer", True):
+            pass
+    tracers[1].finish()
+    assert not path.exists()
+    tracers[0].finish()
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["name"] == "served B"} == {0, 1}
+    assert min(event["ts"] for event in events if event["ph"] == "X") < 1e5
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_cli_says_what_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace"]) == 2
+    assert "there is no command to run" in capfd.readouterr().err
+    output = ["--output", str(tmp_path / "trace.json")]
+    assert main(["trace", *output, "--steps", "0", "--", "true"]) == 2
+    assert "--steps is 0" in capfd.readouterr().err
+    assert main(["trace", *output, "--", str(tmp_path / "missing")]) == 2
+    assert "cannot run" in capfd.readouterr().err
+    assert main(["trace", *output, "--", sys.executable, "-c", "pass"]) == 2
+    assert "left no timeline" in capfd.readouterr().err
