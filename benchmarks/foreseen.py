@@ -262,7 +262,7 @@ Ulysses, the only one between hosts.
   nothing alternates.
 - **Packing by length**: an oracle's; no way to reach it is known.
 - **Runs of which too little is left**: `h200x4/accelerate_fsdp2_128k.md` has no documents, the hybrid only ratios
-  (and delta nets are not simulated).
+  (and what a delta net takes is from its steps without attention).
 """
 
 

@@ -161,6 +161,26 @@ def replica_of_groups(said: Sequence[Sequence[int] | None], rank: int) -> Replic
     return Replica(tuple(own[place] for own in groups))
 
 
+def choose_groups(heads: Sequence[int], ranks: int) -> int:
+    """In how many groups tensors of so many heads are divided among the ranks of a document: as many as every tensor
+    has if these suffice, so that nothing moves twice; else the fewest that do, for which those with fewer are repeated.
+    """
+    most, least = max(heads), min(heads)
+    fits = [g for g in range(1, most + 1) if most % g == 0 and all(h % g == 0 or g % h == 0 for h in heads)]
+    if least in fits and least >= ranks:
+        return least
+    return next((g for g in fits if g >= ranks), fits[-1])
+
+
+def divide(groups: int, held: Ints) -> Ints:
+    """[ranks] head groups of each, in proportion to the rows that it holds, rounded by the largest remainders."""
+    exact = groups * held / held.sum()
+    shares = np.floor(exact).astype(np.int64)
+    missing = groups - int(shares.sum())
+    shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
+    return shares
+
+
 def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
     """Raise CADUnsupportedError for what is not built where ranks divide heads; `pieces`: see Replica."""
     if config.documents == "deal":

@@ -21,6 +21,7 @@ from deepspeed_cad.integrations.structure import name_layer
 from deepspeed_cad.attention.spanning import Share, Spanning
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import Session
+from deepspeed_cad.shares import choose_groups
 
 CONVOLUTION = "causal_conv1d_fn"
 KERNELS: dict[str, dict[str, str]] = {
@@ -163,16 +164,6 @@ def _run_kernel(
         rows = torch.cat([rows, rows.new_zeros(groups, 1, rows.shape[2])], dim=1)
     whole = _Grouped(rows, most, axes[first]).ungroup(rows, groups)
     return (whole, *[None] * (len(output) - 1)) if isinstance(output, tuple) else whole
-
-
-def choose_groups(heads: list[int], ranks: int) -> int:
-    """In how many groups heads are divided: as many as every tensor has if these suffice for the ranks, so that nothing
-    moves twice; else the fewest that do, for which the tensors with fewer heads are repeated."""
-    most, least = max(heads), min(heads)
-    fits = [g for g in range(1, most + 1) if most % g == 0 and all(h % g == 0 or g % h == 0 for h in heads)]
-    if least in fits and least >= ranks:
-        return least
-    return next((g for g in fits if g >= ranks), fits[-1])
 
 
 class _Grouped:

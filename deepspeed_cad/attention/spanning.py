@@ -25,6 +25,7 @@ from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Transport
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.schedule import HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
+from deepspeed_cad.shares import divide
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,15 +214,6 @@ class Spanning:
             self._rank, self._ranks, 1, None, rows, 0, table[home & leaves], table[server & leaves],
             table[home & ~leaves], np.stack([landed, nothing], axis=1), np.stack([returned, nothing], axis=1), (), (),
         )  # fmt: skip
-
-
-def divide(groups: int, held: Ints) -> Ints:
-    """[ranks] head groups of each, in proportion to the rows that it holds, rounded by the largest remainders."""
-    exact = groups * held / held.sum()
-    shares = np.floor(exact).astype(np.int64)
-    missing = groups - int(shares.sum())
-    shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
-    return shares
 
 
 class _Move(torch.autograd.Function):

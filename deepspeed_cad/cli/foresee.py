@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,8 @@ from deepspeed_cad.forecast.compare import MODES, THREADS, Comparison, compare, 
 from deepspeed_cad.forecast.compared import MEMORY, RUNS
 from deepspeed_cad.forecast.outlook import StepOutlook, foresee
 from deepspeed_cad.forecast.packing import DEALT, say_cut
-from deepspeed_cad.forecast.step import OUTSIDE
+from deepspeed_cad.forecast.state_layers import find_travel
+from deepspeed_cad.forecast.step import OUTSIDE, Foreseen
 from deepspeed_cad.forecast.steps import deal_out, for_fewer, make_steps
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import Plan
@@ -69,9 +71,11 @@ def foresee_steps(args: argparse.Namespace) -> int:
         rival, cad = comparison.best_rival, comparison.of("cad")
         gains = [before / after for before, after in zip(rival.steps, cad.steps)] if rival and cad else []
         outlooks = [replace(outlook, gain=gain) for outlook, gain in zip(outlooks, gains)] or outlooks
+        state = _about_state(setting, steps, cad)
         lines = [
             *assumptions(args, setting, full),
             *_about_data(lengths, outlooks if cad else [], args),
+            *([state["says"]] if state else []),
             *([f"{len(skipped)} files skipped, the first: {skipped[0]}"] if skipped else []),
             "",
             *table(comparison, setting),
@@ -87,6 +91,7 @@ def foresee_steps(args: argparse.Namespace) -> int:
             "packing": args.packing,
             "full": full,
             "gain": float(np.mean(gains)) if gains else None,
+            "state_layers": state,
             "steps": [asdict(outlook) for outlook in outlooks],
             **comparison.to_json(),
         }
@@ -133,6 +138,30 @@ def _about_data(lengths: list[int], outlooks: list[StepOutlook], args: argparse.
             f"with it {np.mean(after):.3f}, at worst {max(after):.3f}; planned in {np.mean(took):.0f} ms"
         )
     return lines
+
+
+def _about_state(setting: Setting, steps: Sequence[Sequence[Layout]], cad: Foreseen | None) -> dict[str, Any] | None:
+    """How layers that carry state fare in the mean step of CAD in place, where documents span GPUs."""
+    found = [find_travel(setting, layout) for step in steps for layout in step]
+    travels, layers = [one for one in found if one is not None], setting.model.state
+    if cad is None or layers is None or not travels:
+        return None
+    exchange, late, own, gathered = (
+        float(sum(way.total for way in ways)) / len(steps)
+        for ways in zip(*((one.seconds, one.late, one.own, one.gathered) for one in travels))
+    )
+    moved = float(sum(one.moved.sum() for one in travels)) / len(steps) / setting.seats / layers.count
+    ratio, instead = 1.0 + (exchange + late) / own, cad.seconds.total - exchange - late + gathered
+    says = (
+        f"{layers.count} layers carry state, which travels: {moved / 1e9:.2f} GB a GPU, layer and step, "
+        f"{exchange:.2f} s of a step of CAD of {cad.seconds.total:.2f} s; the busiest GPU runs their kernels for "
+        f"{max(one.busiest for one in travels):.2f} times its own rows. Without MLPs they take {ratio:.2f} times what "
+        f"a GPU's own rows do. With all rows gathered instead a step would take {instead:.2f} s"
+    )
+    return {
+        "layers": layers.count, "bytes_a_layer": moved, "exchange_seconds": exchange, "late_seconds": late,
+        "over_own_rows": ratio, "step_seconds_gathered": instead, "says": says,
+    }  # fmt: skip
 
 
 def _columns(outlooks: list[StepOutlook], *fields: str) -> list[list[float]]:

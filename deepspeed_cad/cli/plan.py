@@ -94,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train = parser.add_argument_group("training")
     train.add_argument(
         "--model",
-        help="a checkpoint's name, folder or config.json, or a shape: llama-8b (default), llama-34b or -70b",
+        help="a checkpoint's name, folder or config.json, or a shape: llama-8b (default), llama-34b or -70b, "
+        "qwen3.5-9b",
     )
     train.add_argument(
         "--sharding", default="zero3", choices=("zero1", "zero2", "zero3", "fsdp"), help="of weights (default: zero3)"

@@ -16,6 +16,9 @@ from deepspeed_cad.planner.plan import O_RECEIVED, QKV_SENT, Flows
 MLP_TENSORS = 7.0
 HIDDEN_TENSORS = 9.4
 """Bytes of the working set over 2 bytes × the hidden size, and of its width; see above."""
+STATE_BYTES = 11.0
+"""Of the working set of a layer that carries state, beside what one that attends has: for each element that its kernel
+takes or gives of a token. From the run that STATE (non_attention_seconds.py) is from."""
 SAVED_MLP = 4.0
 SAVED_HIDDEN = 12.0
 """Tensors that autograd keeps of a layer without checkpointing: counted in transformers' Llama, not measured."""
@@ -68,10 +71,13 @@ def activation_bytes(
     """
     model = setting.model
     active = 1.0 - waiting / max(tokens, 1.0)
-    work = 2.0 * (MLP_TENSORS * model.intermediate * active + HIDDEN_TENSORS * model.hidden)
+    state = model.state
+    carried = 0.0 if state is None else STATE_BYTES * (state.taken + state.given)
+    work = 2.0 * (MLP_TENSORS * model.intermediate * active + HIDDEN_TENSORS * model.hidden) + carried
     saved = 2.0 * model.hidden
     if not setting.checkpointing:
         saved = 2.0 * (SAVED_MLP * model.intermediate + SAVED_HIDDEN * model.hidden)
+        saved += carried * (1.0 - model.attending / model.layers)
 
     def held(count: int, work: float) -> float:
         own = tokens * (saved * setting.layers * count + work) / setting.sharing
@@ -88,7 +94,7 @@ def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> fl
     if not setting.checkpointing or setting.recompute_attention:
         return 0.0
     row = setting.shape.query_heads * (2.0 * setting.shape.value_dim + LSE)
-    layers = setting.layers * in_flight
+    layers = setting.attending * in_flight
     return tokens * row * (min(layers, 2 if setting.keep == "host" else layers) - 1)
 
 
@@ -102,7 +108,7 @@ def served_bytes(setting: Setting, flows: Flows) -> float:
     held = rows * (shape.output_bytes * (1.0 + LSE / (2.0 * shape.value_dim)))
     if not setting.checkpointing:
         held = held + rows * shape.query_bytes + keys * shape.key_value_bytes
-    layers = 1 if setting.checkpointing and setting.recompute_attention else setting.layers
+    layers = 1 if setting.checkpointing and setting.recompute_attention else setting.attending
     return float(held.max(initial=0.0)) * layers
 
 

@@ -262,6 +262,8 @@ def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
             return "documents go on on the next GPU, and it would cut them there: another computation"
         return [partial(modes.plain, setting, kept=kept)]
     if mode == "cad":
+        if setting.model.state is not None and setting.sharing > 1 and any(one.segments.begin.any() for one in step):
+            return "documents go on on the next GPU, and state does not travel where GPUs divide heads"
         ways: dict[str, Setting] = {"": setting}
         if setting.checkpointing and not setting.recompute_attention:
             # No faster, and what is kept over the recompute may be what does not fit.
@@ -272,6 +274,8 @@ def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
         return [partial(modes_cad.in_place, way, variant=name) for name, way in ways.items()]
     if setting.sequence > 1:
         return "Ulysses divides the rows already"
+    if kind in ("ulysses", "gathered") and setting.model.state is not None:
+        return "state would have to travel in its other layers, which nothing does for models of transformers"
     if kind in SHARING:
         longest = max(int(document_lengths(layout).max(initial=1)) for layout in step)
         degrees = modes.degrees(setting, kind, longest, int(step[0].tokens.max()))
@@ -288,6 +292,8 @@ def _with_servers(
 ) -> list[Choice] | str:
     """Numbers of seats that may be reserved, each with its steps; or why none."""
     seats, layout = setting.seats, steps[0][0]
+    if setting.model.state is not None and any(one.segments.begin.any() for step in steps for one in step):
+        return "documents go on on the next GPU, and state of layers that carry it does not travel beside servers"
     if setting.sharing > 1:
         return "servers know nothing of tensor parallelism or Ulysses, beside which CAD runs in place only"
     if setting.forwards:
@@ -301,7 +307,7 @@ def _with_servers(
     if servers is not None:
         counts = [servers]
     else:
-        attention = float(of_documents(layout, setting.cost).total.mean()) * setting.shape.groups * setting.layers
+        attention = float(of_documents(layout, setting.cost).total.mean()) * setting.shape.groups * setting.attending
         attention *= setting.machine.in_training
         even = modes_cad.even_servers(setting, float(layout.tokens.mean()), attention)
         # Where rows are not equally full the fullest trainer sets the pace, and fewer servers are enough.

@@ -52,7 +52,7 @@ def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kep
     """See the module. `joined`: the rows of a group are one micro-batch, not one after the other."""
     tokens, attention = _rows(setting, step, degree, joined, lambda layout: of_documents(layout, setting.cost))
     size = tokens * ulysses_bytes(setting.shape, degree)
-    once = for_each(size, lambda one: setting.cluster.all_to_all(one, degree, setting.tensor)) * setting.layers
+    once = for_each(size, lambda one: setting.cluster.all_to_all(one, degree, setting.tensor)) * setting.attending
     moved = _moved(setting, size, degree)
     return _foresee(setting, "ulysses", tokens, attention, kept, degree, Both(once, once), moved)
 
@@ -121,7 +121,7 @@ def _foresee(
     `attention`: of one head group in one layer, run once; `exchange`: sent once; `held`: bytes besides activations.
     """
     # All groups, the layers of a stage, and kernels in training.
-    attention = attention * (setting.shape.groups * setting.layers * setting.machine.in_training)
+    attention = attention * (setting.shape.groups * setting.attending * setting.machine.in_training)
     own = replace(setting, keep="device", recompute_attention=False)  # which say what CAD keeps
     in_flight = min(own.pipeline, len(tokens)), 1
     peak = state_bytes(own, own.seats) + activation_bytes(own, float(tokens.max()), in_flight, kept) + held
@@ -160,14 +160,16 @@ def _gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Both, F
     gather = for_each(size, lambda one: setting.cluster.gather(one, degree, setting.tensor))
     # Head and tail pieces read one and a half times the row, out of what was gathered.
     copies = 1.5 * 2.0 * size / setting.machine.memory_rate
-    exchange = Both((gather + copies) * setting.layers, (gather + 2.0 * copies) * setting.layers)
+    exchange = Both((gather + copies) * setting.attending, (gather + 2.0 * copies) * setting.attending)
     return exchange, _moved(setting, size, degree), 4.0 * float(size.max())
 
 
 def _moved(setting: Setting, size: Floats, degree: int) -> Floats:
     """[2] bytes that a rank sends of buffers of `size` bytes, inside its host and to others."""
     times = 1 if setting.forward_only else 3 if setting.checkpointing else 2
-    return float(size.sum(0).mean()) * setting.layers * times * np.array(setting.cluster.shares(degree, setting.tensor))
+    return (
+        float(size.sum(0).mean()) * setting.attending * times * np.array(setting.cluster.shares(degree, setting.tensor))
+    )
 
 
 def _nothing(tokens: Floats) -> Both:

@@ -34,6 +34,7 @@ from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_s
 from deepspeed_cad.forecast.non_attention_seconds import before_attention
 from deepspeed_cad.forecast.schedule import compose, non_attention
 from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.forecast.step import Foreseen, Seconds
 from deepspeed_cad.forecast.steps import deal_out
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
@@ -61,14 +62,21 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
     stages, most = setting.pipeline, float(max(layout.tokens.max() for layout in step))
     rounds = Rounds(stages, len(step))
     in_flight = rounds.in_flight(0), rounds.in_flight(stages - 1)
-    met, peak, moved = [], 0.0, np.zeros(2)
+    met, peak, moved, state_moved = [], 0.0, np.zeros(2), np.zeros(2)
     for layout in _ticks(rounds, step):
         ran, seconds, flows = _meet(setting, layout)
+        travel = find_travel(setting, layout)
+        if travel is not None:
+            waited = float(travel.seconds.total)
+            ran += waited + float(travel.late.total)
+            seconds = seconds._replace(exchange=seconds.exchange + waited)
+            state_moved += travel.moved
         met.append((ran, *seconds))
         moved += moved_bytes(flows, not setting.forward_only)
         # In pipelines another rank runs the backward of what it serves: servers keep nothing.
         held = landing_bytes(setting, flows, with_outputs=stages > 1) + (served_bytes(setting, flows) * (stages == 1))
         tokens = most if stages > 1 else float(layout.tokens.max())
+        held += 0.0 if travel is None else travel.held
         peak = max(peak, held + activation_bytes(setting, tokens, in_flight, kept=True))
     ran, *parts = map(float, np.sum(met, 0))
     again = RECOMPUTED if setting.checkpointing and setting.recompute_attention else 1.0
@@ -79,7 +87,7 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
         Seconds(*parts),
         len(step),
         float(sum(layout.tokens.sum() for layout in step)),
-        moved * (setting.layers * again / (stages * setting.seats)),
+        moved * (setting.attending * again / (stages * setting.seats)) + state_moved / setting.seats,
         peak=peak + state_bytes(setting, setting.seats),
         variant=variant,
     )
@@ -112,7 +120,7 @@ def _side_by_side(layouts: list[Layout]) -> Layout:
 
 def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
-    hosts, ranks, layers = setting.all_hosts, layout.ranks, setting.layers
+    hosts, ranks, layers = setting.all_hosts, layout.ranks, setting.attending
     plan = setting.made[id(layout)][1] if id(layout) in setting.made else plan_in_place(setting, layout)
     flows = flows_of(plan, layout.tick())
     again = setting.checkpointing and setting.recompute_attention
@@ -170,7 +178,7 @@ def _one_layer(setting: Setting) -> Both:
     each = other.layers + other.tensor
     head = setting.head * (setting.pipeline == 1)
     forward, backward = each.forward - head.forward, each.backward - head.backward
-    return Both(forward / setting.layers, backward / setting.layers)
+    return Both(forward / setting.attending, backward / setting.attending)
 
 
 def question(setting: Setting, tick: Tick, base_load: Floats | None = None, waves: tuple[int, ...] = (1,)) -> PlanInput:
@@ -233,7 +241,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         Seconds(*parts),
         len(step),
         trained,
-        moved * (setting.layers / setting.seats),
+        moved * (setting.attending / setting.seats),
         holders=trainers,
         peak=peak + state_bytes(setting, trainers),
         degree=servers,
@@ -267,7 +275,7 @@ def _in_turn(setting: Setting, rows: Layout) -> _Met:
     sent, received, back, home = (flows.bytes[kind] for kind in (QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED))
     forward = np.maximum(received + home, sent + back)
     backward = np.maximum(received + back + sent, sent + home + received)
-    transfer = (link_seconds(setting.machine, forward) + link_seconds(setting.machine, backward)) * setting.layers
+    transfer = (link_seconds(setting.machine, forward) + link_seconds(setting.machine, backward)) * setting.attending
     other = non_attention(setting, rows.tokens.astype(np.float64))
     attended = float(work.max())
     exposed = max(0.0, float(transfer.max()) - attended)
@@ -298,14 +306,14 @@ def _alternate(setting: Setting, rows: Layout, trainers: int) -> _Met:
         tokens = tick.query_tokens[:trainers]
         beside = Both(tokens * each.forward, tokens * each.backward)
         own, served = (
-            Both(work.forward[who], work.backward[who]) * (1.0 / setting.layers)
+            Both(work.forward[who], work.backward[who]) * (1.0 / setting.attending)
             for who in (slice(trainers), slice(trainers, None))
         )
         parts.append(Part(beside, own, served, *trip_seconds(setting.machine, flows[-1]), plan.waves))
     before = before_attention(setting.model)
     ran, hidden = (
-        forward_seconds(way, setting.layers, before)
-        + backward_seconds(way, setting.layers, before)
+        forward_seconds(way, setting.attending, before)
+        + backward_seconds(way, setting.attending, before)
         + float(rows.tokens.max()) * loss
         for way in (parts, [replace(one, out=(0.0, 0.0), back=(0.0, 0.0)) for one in parts])
     )
@@ -330,8 +338,8 @@ def _attention(setting: Setting, rows: Segments) -> float:
 
 def _task_seconds(setting: Setting, tasks: Ints, ranks: int) -> Both:
     """[ranks]: tasks of a plan, in training, all layers of a stage."""
-    return of_tasks(tasks, setting.cost, ranks) * (setting.machine.in_training * setting.layers)
+    return of_tasks(tasks, setting.cost, ranks) * (setting.machine.in_training * setting.attending)
 
 
 def _latency(setting: Setting) -> float:
-    return 2 * EXCHANGES * setting.layers * setting.machine.latency
+    return 2 * EXCHANGES * setting.attending * setting.machine.latency

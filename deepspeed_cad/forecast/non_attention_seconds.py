@@ -19,6 +19,10 @@ ACTIVATION = (10, 18)
 """Per element of the width of the MLP: SiLU and the product with the other half."""
 RESIDUAL = (12, 12)
 """Per element of the hidden size: two sums."""
+STATE = (169, 338)
+"""Per element that a recurrent kernel takes or gives of a token: convolution, kernel, gates and norm of a delta net.
+From one run, the step without attention (benchmarks/results/h200x2/hybrid_prolong_64k_2r_b064ed1.json:
+flash-linear-attention, no causal-conv1d); that backward takes twice as long as forward is assumed."""
 LOSS = 40
 """Per logit: a cross entropy over pieces of rows, in fp32."""
 WHOLE_LOSS = 60
@@ -39,18 +43,25 @@ class Work:
     """Seconds per token on one rank of a tensor-parallel group."""
 
     forward: float
-    """One layer."""
+    """One layer; of a hybrid in the mean."""
     backward: float
-    """One layer, without a recompute."""
+    """The same, without a recompute."""
     loss: float
     """Head and loss, forward and backward."""
 
 
 def work_per_token(model: ModelShape, machine: Machine, tensor: int = 1, whole_loss: bool = False) -> Work:
     """Linear layers shared by `tensor` ranks, norms too (as with sequence parallelism inside the group)."""
-    turned = model.head_dim * (model.heads + model.kv_heads)
+    turned = model.head_dim * (model.heads + model.kv_heads) * model.attending / model.layers
+    state = model.state
+    carried = 0.0 if state is None else (state.taken + state.given) * state.count / model.layers
     forward, backward = (
-        (model.hidden * (2 * NORM[way] + RESIDUAL[way]) + turned * ROTATION[way] + model.intermediate * ACTIVATION[way])
+        (
+            model.hidden * (2 * NORM[way] + RESIDUAL[way])
+            + turned * ROTATION[way]
+            + model.intermediate * ACTIVATION[way]
+            + carried * STATE[way]
+        )
         / machine.memory_rate
         for way in range(2)
     )

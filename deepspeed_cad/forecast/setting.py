@@ -87,6 +87,8 @@ class Setting:
             raise CADConfigError('keep is "host" with recompute_attention, with which attention keeps nothing')
         if self.offload_optimizer and self.sharding == "fsdp":
             raise CADConfigError("FSDP offloads weights with the optimizer, which is not foreseen; expected ZeRO")
+        if self.pipeline > 1 and self.model.state is not None:
+            raise CADConfigError("CAD refuses pipelines of models with layers that carry state; expected 1 stage")
         if self.pipeline > 1 and (self.forwards or self.forward_only):
             raise CADConfigError("passes without backward through pipeline stages cannot be foreseen; leave one out")
         if self.cost.unit != "seconds":
@@ -118,6 +120,11 @@ class Setting:
     @property
     def layers(self) -> int:
         return self.model.layers // self.pipeline
+
+    @property
+    def attending(self) -> int:
+        """Layers that attend."""
+        return self.model.attending // self.pipeline
 
     @property
     def shape(self) -> HeadShape:

@@ -75,7 +75,7 @@ def deal_out(setting: Setting, step: Sequence[Layout], trainers: int | None = No
     rank, turn, length = np.array(columns, np.int64).reshape(-1, 3).T
     tokens = np.stack([layout.tokens[:ranks] for layout in step], axis=1)
     given = Step(rank, turn, length, tokens, padded=bool(tokens.sum() > length.sum()))
-    kernels = setting.machine.in_training * setting.shape.groups * setting.layers if trainers is None else 0.0
+    kernels = setting.machine.in_training * setting.shape.groups * setting.attending if trainers is None else 0.0
     each = (work.forward * (2 if setting.checkpointing else 1) + work.backward) * setting.layers + work.loss
     costs = Costs(setting.cost.of(0 * length, length) * kernels, np.full(ranks, each), np.ones(ranks))
     found = deal(given, costs, setting.tolerance, setting.hosts, cuts=trainers is None)

@@ -224,6 +224,27 @@ def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest
     assert answer["reserve"] == 0 and "Reserve" not in shown.err and shown.err.count("\nTake ") == 1
 
 
+def test_a_hybrid_with_documents_that_span_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of docs/million-tokens.md: what its layers that carry state move, and who cannot train it."""
+    (tmp_path / "million.json").write_text(json.dumps([1 << 20] * 2))
+    words = "--model qwen3.5-9b --ranks 8 --context 131072 --offload-optimizer --keep host".split()
+    assert main(["plan", str(tmp_path / "million.json"), *words, "--packing", "spanning", "--json"]) == 0
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    state, modes = answer["state_layers"], {one["mode"]: one for one in answer["modes"]}
+    assert state["says"] in shown.err and state["layers"] == 24
+    # Forward, recompute and backward: seven eighths of Q, K and V, of 16 and 32 heads of 128, and of O.
+    assert state["bytes_a_layer"] == pytest.approx(3 * (1 << 17) * 7 / 8 * 2 * (8192 + 4096))
+    assert modes["cad"]["seconds"]["exchange"] > state["exchange_seconds"] > state["late_seconds"] == 0.0
+    assert 1.0 < state["over_own_rows"] < 1.15
+    assert state["step_seconds_gathered"] > modes["cad"]["step_seconds"] and modes["cad"]["fits"]
+    for mode in ("ulysses", "gathered", "cad reserved"):
+        assert "state" in answer["left_out"][mode]
+    assert main(["plan", str(tmp_path / "million.json"), *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state_layers"] is None, "documents that are cut do not span"
+    assert main(["plan", str(tmp_path / "million.json"), *words, "--pipeline", "2"]) == 2
+
+
 def columns(said: str, name: str) -> list[str]:
     """The figures of a mode in the table."""
     line = next(line for line in said.splitlines() if line.startswith(name))

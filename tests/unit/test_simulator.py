@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
@@ -26,15 +30,18 @@ from deepspeed_cad.forecast.bytes_held import (
 from deepspeed_cad.forecast.distributions import NAMED
 from deepspeed_cad.forecast.exchanges import end_of_passes, flows_of, read_others
 from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
-from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.model_shape import ModelShape, StateLayers
 from deepspeed_cad.forecast.non_attention_seconds import work_per_token
 from deepspeed_cad.forecast.schedule import non_attention, one_forward_one_backward, weight_seconds
+from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, Plan, PlanInput
+from deepspeed_cad.schedule import HOME, ROWS, SERVER
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ModelShape(layers=4, hidden=4096, intermediate=14336, vocabulary=32000)
 COST = CostModel("test", "seconds", pair=1.1e-11, row=6.5e-9, key=2.4e-9)
 UNEVEN = Layout.from_rank_lengths([[16384], [4096] * 4, [1024] * 16, [8192, 8192]])
@@ -87,6 +94,38 @@ def test_linear_layers_are_counted_products_and_passes() -> None:
     assert work_per_token(MODEL, slow).forward == pytest.approx(
         (4096 * 84 + 18 * 128 * 40 + 10 * 14336) / slow.memory_rate
     )
+
+
+def test_layers_that_carry_state_are_as_measured() -> None:
+    """Eight layers of a Qwen3.5 of 8B sizes, six of them delta nets, without attention."""
+    run = json.loads((ROOT / "benchmarks/results/h200x2/hybrid_prolong_64k_2r_b064ed1.json").read_text())
+    measured = run["modes"]["bound_qkv"]
+    delta = StateLayers(6, 2, 4096 * (8192 + 2 * 4096 + 2 * 32), 8192, 4096, (16, 32))
+    own = Setting(replace(MODEL, layers=8, state=delta), Cluster(2, 2, Machine.load("h200")), COST)
+    found = modes.without_attention(own, [Layout.from_rank_lengths([[65536], [65536]])])
+    assert found.seconds.total == pytest.approx(np.mean(measured["step_seconds"]), rel=0.01)
+    assert found.peak / 2**30 == pytest.approx(measured["peak_GiB"], rel=0.01)
+
+
+@pytest.mark.parametrize("lengths", [[100], [33, 5, 71, 3], [7, 90, 11, 200, 60]])
+def test_rows_of_layers_that_carry_state_travel_as_schedules_have_them(lengths: list[int]) -> None:
+    layout = Layout.from_stream(lengths, 4, -(-sum(lengths) // 4))
+    state = StateLayers(1, 3, 0, 1, 0, (2, 4))
+    own = replace(setting(per_host=2, checkpointing=False), model=replace(MODEL, state=state))
+    travel = find_travel(own, layout)
+    nobody: Any = None
+    hosts, moved, ran = np.arange(4) // 2, np.zeros(2), np.zeros(4)
+    for rank in range(4):
+        spanning = Spanning(layout, rank, nobody, 0, torch.device("cpu"))
+        heads = spanning.heads(4)
+        for slices in heads.way.out.sends:
+            moved[int(hosts[slices[HOME]] != hosts[slices[SERVER]])] += slices[ROWS]
+        ran[rank] = layout.tokens[rank] - len(spanning.rows)
+        ran[rank] += sum(tokens * (end - begin) / 4 for tokens, begin, end in heads.shares)
+    assert travel is not None
+    # Elements of two bytes, a quarter of which is of a group; there and, of gradients, back.
+    assert travel.moved == pytest.approx(moved / 4 * 2 * 2)
+    assert travel.busiest == pytest.approx(max(1.0, ran.max() / layout.tokens.max()))
 
 
 def test_a_recompute_is_a_second_forward() -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed_cad.integrations.spanning import choose_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cad.attention.spanning import Spanning, Way, divide
+from deepspeed_cad.attention.spanning import Spanning, Way
 from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import HOME, HOME_ROW, ROWS, SERVER, SERVER_ROW
+from deepspeed_cad.shares import choose_groups, divide
 
 
 def _all_ranks(layout: Layout) -> list[Spanning]:

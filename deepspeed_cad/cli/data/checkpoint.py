@@ -16,7 +16,7 @@ from typing import Any
 from deepspeed_cad.cli.data.documents import REMEDY
 from deepspeed_cad.config import read_json
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
-from deepspeed_cad.forecast.model_shape import SHAPES, ModelShape
+from deepspeed_cad.forecast.model_shape import SHAPES, ModelShape, StateLayers
 
 MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names of the width of the MLP; where a model has none of them or no value, it is four times the hidden size."""
@@ -44,6 +44,7 @@ def read_model_shape(where: str | None) -> ModelShape:
         raise CADConfigError(f"--model: {path} holds a {type(fields).__name__}; expected the config.json of a model")
     config, read_by = _resolve(fields)
     _refuse(fields)
+    state = _state_layers(config)
     try:
         heads, hidden = int(_get(config, "num_attention_heads")), int(_get(config, "hidden_size"))
         widths = [getattr(config, name, None) for name in MLP_NAMES]
@@ -55,7 +56,8 @@ def read_model_shape(where: str | None) -> ModelShape:
             heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
-            not_counted=_not_counted(config),
+            not_counted=_not_counted(config, state),
+            state=state,
         )
     except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise CADConfigError(
@@ -63,11 +65,58 @@ def read_model_shape(where: str | None) -> ModelShape:
         ) from error
 
 
-def _not_counted(config: Any) -> str:
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+CARRYING = {"linear_attention", "mamba", "conv", "hybrid"}
+"""Names of kinds of layers that carry state."""
+
+
+def _state_layers(config: Any) -> StateLayers | None:
+    """What the layers that carry state are like in the model that transformers builds; None where there are none, or
+    where nothing builds it."""
+    if not CARRYING & set(_kinds(config)):
+        return None
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from deepspeed_cad.integrations.recurrent import find_recurrent
+        from deepspeed_cad.integrations.structure import decoder_layers, find_decoder, has_attention
+
+        with _quiet(), torch.device("meta"):
+            decoder = find_decoder(AutoModelForCausalLM.from_config(config))
+    except Exception:  # not installed, or a model that this transformers does not know
+        return None
+    carrying, layers = list(find_recurrent(decoder).values()), decoder_layers(decoder)
+    if not carrying or not layers:
+        return None
+    attending = sum(has_attention(layer) for layer in layers)
+    return StateLayers(len(carrying), attending, *_sizes(carrying[0], int(_get(config, "hidden_size"))))
+
+
+def _sizes(module: Any, hidden: int) -> tuple[int, int, int, tuple[int, ...]]:
+    """Weights of the matrices of a layer that carries state, elements that its kernel takes and gives, heads."""
+    matrices = [tuple(one.weight.shape) for one in module.modules() if type(one).__name__ == "Linear"]
+    weights = sum(rows * columns for rows, columns in matrices)
+    decay = next((own for name, own in module.named_parameters() if name.endswith("A_log")), None)
+    if decay is None:
+        return weights, 0, 0, ()
+    given = [columns for rows, columns in matrices if rows == hidden][-1]
+    taken = next(one.in_channels for one in module.children() if hasattr(one, "in_channels"))
+    if decay.ndim > 1:  # the first kind of Mamba: each channel a head, and as many steps and gates
+        return weights, 3 * taken, given, (1, given)
+    heads = int(decay.numel())
+    return weights, taken, given, (int(getattr(module, "num_k_heads", getattr(module, "n_groups", heads))), heads)
+
+
+def _kinds(config: Any) -> list[str]:
+    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
+
+
+def _not_counted(config: Any, state: StateLayers | None) -> str:
+    kinds = _kinds(config)
     if not kinds and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         kinds = ["sliding_attention"] * int(_get(config, "num_hidden_layers"))
-    others = [kind for kind in kinds if kind not in ("full_attention", "attention")]
+    counted = {"full_attention", "attention"} | (CARRYING if state else set())
+    others = [kind for kind in kinds if kind not in counted]
     said = [f"{len(others)} of {len(kinds)} layers ({', '.join(sorted(set(others)))})"] if others else []
     if any(getattr(config, name, None) for name in EXPERTS):
         said.append("its experts")

@@ -1,0 +1,105 @@
+"""Layers that carry state where documents span ranks: what their exchanges move and take, and how even they are.
+
+In: a setting of a hybrid and the layout of a micro-batch. Out: `Travel`, of all these layers; None where nothing
+travels. How they run: docs/models.md. Nothing hides these exchanges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_cad.forecast.attention_seconds import Both, Floats
+from deepspeed_cad.forecast.bytes_held import HEADROOM
+from deepspeed_cad.forecast.exchanges import link_seconds
+from deepspeed_cad.forecast.non_attention_seconds import STATE
+from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.planner.plan import BETWEEN, INSIDE
+from deepspeed_cad.shares import choose_groups, divide
+
+PASSES = 8.0
+"""Bytes read and written on a rank for each byte of its rows, counted in the code: put in the order of heads, packed,
+taken out of where they land, and put as the kernel takes them."""
+COPIES = 2.0
+"""Of what the kernel takes, beside what the layer would hold on one rank: as packed at home, and as it came."""
+KERNELS = 2, 3
+"""Exchanges of a layer with a recurrent kernel, in a recompute and in the others: what the kernel takes, what it gives,
+and rows before pieces, which are kept."""
+
+
+@dataclass(frozen=True)
+class Travel:
+    seconds: Both
+    """Of exchanges, copies for them included, where a rank waits; as often as layers run."""
+    late: Both
+    """Of the kernels of the rank that runs most, beyond those of its own rows."""
+    own: Both
+    """Of these layers without their MLPs on a rank's own rows of such documents."""
+    moved: Floats
+    """[2] bytes that all ranks send, inside hosts and between them, as often as layers run."""
+    busiest: float
+    """Rows for which that rank runs kernels, of all heads, over the most that a rank holds."""
+    held: float
+    """Bytes on the fullest rank, beside what the layer holds without."""
+    gathered: Both
+    """Seconds that the same layers would wait and work longer than on a rank's own rows if each gathered the rows of
+    its documents and ran them whole, on each of their ranks."""
+
+
+def find_travel(setting: Setting, layout: Layout) -> Travel | None:
+    """See the module."""
+    state, machine, own = setting.model.state, setting.machine, layout.segments
+    if state is None or not own.begin.any():
+        return None
+    hosts = np.zeros(layout.ranks, np.int64) if setting.hosts is None else setting.hosts
+    sent, received, gathered = np.zeros((3, 2, layout.ranks))
+    inside, runs, whole = np.zeros((3, layout.ranks))
+    names, spread = own.count_ranks()
+    groups = choose_groups(state.heads, int(spread.max()))
+    for document in names[spread > 1]:
+        of = own.document == document
+        held = np.bincount(own.rank[of], weights=(own.end - own.begin)[of], minlength=layout.ranks)
+        share, there = divide(groups, held) / groups, held > 0
+        for amount, mine, theirs in ((sent, held, share), (received, share, held), (gathered, there, held)):
+            near = np.bincount(hosts, weights=theirs)[hosts]
+            amount[INSIDE] += mine * (near - theirs)
+            amount[BETWEEN] += mine * (theirs.sum() - near)
+        inside += held
+        runs += held.sum() * share
+        whole += held.sum() * there
+    taken, size, most = 2.0 * state.taken, 2.0 * (state.taken + state.given), float(layout.tokens.max())
+    copied = PASSES * size * float(inside.max()) / machine.memory_rate
+    once = state.count * (_slowest(setting, np.maximum(sent, received)) * size + copied)
+    again, every = KERNELS if state.taken else (0, 1)
+    calls = setting.in_pass(_both(every, every + again * setting.checkpointing), kept=True)
+    kernel, layer = (
+        _both(
+            *(
+                state.count * (way * (size / 2.0) / machine.memory_rate + times * flops)
+                for way, times in zip(STATE, (1, 2))
+            )
+        )
+        for flops in (0.0, 2.0 * state.parameters / machine.matrix_flops)
+    )
+    extra, redone = (float((layout.tokens - inside + rows).max()) - most for rows in (runs, whole))
+    gather = state.count * 2.0 * setting.model.hidden * _slowest(setting, gathered)
+    return Travel(
+        setting.in_pass(_both(once, once)) + calls * (machine.latency * state.count),
+        setting.in_pass(kernel * max(0.0, extra)),
+        setting.in_pass(layer * float(inside.max())),
+        sent.sum(1) * (size * state.count * float(setting.in_pass(_both(1.0, 1.0)).total)),
+        1.0 + max(0.0, extra) / most,
+        (HEADROOM + COPIES) * taken * float(np.maximum(inside, runs).max()),
+        setting.in_pass(layer * redone + _both(gather, gather)),
+    )
+
+
+def _slowest(setting: Setting, rows: Floats) -> float:
+    """Seconds of the busiest link for each byte of a row."""
+    return float(link_seconds(setting.machine, rows).max())
+
+
+def _both(forward: float, backward: float) -> Both:
+    return Both(np.float64(forward), np.float64(backward))
