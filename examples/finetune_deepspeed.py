@@ -57,6 +57,8 @@ def main() -> None:
         model=model, model_parameters=model.parameters(), config=config, training_data=data, collate_fn=only_row
     )
     del sharded
+    if args.checkpoint and Path(args.checkpoint, "latest").exists():
+        engine.load_checkpoint(args.checkpoint)
     if args.span:
         streams = pack(documents, args.context * world, rows_needed)
         loader = span_batches(streams, rank, world, args.zigzag)
@@ -69,12 +71,14 @@ def main() -> None:
 
 
 def train(engine: Any, loader: Iterable[dict[str, Any]], args: argparse.Namespace) -> list[float]:
-    """The loop: `gradient_accumulation_steps` micro-batches for each step. Gives the mean loss of every step."""
+    """The loop: `gradient_accumulation_steps` micro-batches for each step. Gives the mean loss of every step; of a run
+    that goes on, of those that were missing."""
     accumulation = engine.gradient_accumulation_steps()
-    batches = iter(loader)
+    # What was trained before is passed over.
+    batches = islice(loader, engine.global_steps * accumulation, None)
     losses = []
     engine.train()
-    for step in range(args.steps):
+    for step in range(engine.global_steps, args.steps):
         begin = time.perf_counter()
         total = 0.0
         for _ in range(accumulation):
@@ -86,6 +90,8 @@ def train(engine: Any, loader: Iterable[dict[str, Any]], args: argparse.Namespac
             total += loss.detach().float()
         losses.append(mean_over_ranks(total / accumulation))
         report(args, step, losses[-1], time.perf_counter() - begin)
+        if args.checkpoint and (step + 1) % (args.every or args.steps) == 0:
+            engine.save_checkpoint(args.checkpoint)
     return losses
 
 
@@ -213,6 +219,8 @@ def read_arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, help="instead of the JSON's")
     add("--seed", type=int, default=0)
     add("--save", metavar="FOLDER", help="write the trained checkpoint here")
+    add("--checkpoint", metavar="FOLDER", help="leave the state of the run here, and go on from one that is here")
+    add("--every", type=int, metavar="N", help="with --checkpoint: every N steps (default: at the end)")
     add("--report", metavar="FILE", help="append the figures of each step as JSON lines")
     model = parser.add_argument_group("model")
     model.add_argument("--model", help="a checkpoint: a folder, or a name on the hub")

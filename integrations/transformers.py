@@ -256,12 +256,13 @@ class Binding:
         """The micro-batch of a training forward, and what is compared later where it was not read."""
         if any(getattr(m, "gradient_checkpointing", False) for m in self._checkpointed):
             refuse_checkpointing(decoder)
-        announced, unread = self.feed.next_announced, None
-        if announced is not None and (unread := compare_later(given, announced)) is not None:
-            micro_batch = self.feed.take(None)
-        else:
+        announced = self.feed.next_announced
+        unread = None if announced is None or self.feed.draws_more else compare_later(given, announced)
+        if announced is None or unread is None:
             announced = self._read(given)
             micro_batch = self.feed.take(announced)
+        else:
+            micro_batch = self.feed.take(None)
         self.trained += 1
         self.last_read = announced.local
         return micro_batch, unread

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
@@ -85,6 +86,9 @@ class Feed:
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
         self._epoch = self._index = self._step = self._asked = 0
         self._forwards = self._looks = 0
+        self.given_out = 0
+        """Announced micro-batches that the loader gave out and that were not trained yet."""
+        self._at_once = 1
         self._unannounced = 0
         """Training forwards in a row that no loader had announced."""
         self._ends: dict[int, End] = {}
@@ -112,14 +116,15 @@ class Feed:
         subject = Subject(What.LOADER, self.number, index=number)
         return [one.value for one in self.worker.run(lambda: self.gatherer.gather(subject, value=value))]
 
-    def begin_epoch(self) -> None:
-        """The loader starts again: what was announced but not trained is dropped, here and on the other ranks."""
-        dropped = [future for _, future in self._ahead]
-        if dropped and self.gatherer.liveness is not None:
-            self.worker.submit(lambda: self._drop(dropped))
-        self._ahead.clear()
+    def begin_epoch(self, at_once: int = 1) -> None:
+        """The loader starts again: what was announced but not trained is dropped, here and on the other ranks.
+
+        `at_once`: as many micro-batches may be drawn before the first of them is trained, those of a step.
+        """
+        self._drop_next(len(self._ahead))
         self._epoch += 1
-        self._index = self._step = 0
+        self._index = self._step = self.given_out = 0
+        self._at_once = max(self._at_once, at_once)
 
     def announce(self, mine: Announcement, backward: bool = True) -> None:
         """This rank will run `mine` after everything it announced before; `backward`: and its backward."""
@@ -187,6 +192,12 @@ class Feed:
         return self._ahead[0][0] if self._ahead else None
 
     @property
+    def draws_more(self) -> bool:
+        """Whether the training loop drew more micro-batches than it draws at once: it may have passed some over, as one
+        does that goes on from a checkpoint."""
+        return self.given_out > self._at_once
+
+    @property
     def over(self) -> str:
         """Why the announced micro-batch that comes next cannot be trained, as far as this rank has heard; or ""."""
         ahead = next(iter(tuple(self._ahead)), None)
@@ -198,8 +209,14 @@ class Feed:
         """The planned micro-batch of this training forward. `mine` is None where it is the announced one, unread."""
         self._refuse_abandoned()
         if self._ahead:
+            if mine is not None and self.draws_more:
+                drawn = (one.local.same_as(mine.local) for one, _ in islice(self._ahead, self.given_out))
+                passed_over = next((place for place, same in enumerate(drawn) if same), 0)
+                self._drop_next(passed_over)
+                if not passed_over:  # it reads its loader ahead of training
+                    self._at_once = self.given_out
             announced, future = self._ahead.popleft()
-            self._unannounced = 0
+            self._unannounced, self.given_out = 0, max(self.given_out - 1, 0)
             if mine is not None and not announced.local.same_as(mine.local):
                 self.fail(
                     CADDataError(
@@ -353,6 +370,13 @@ class Feed:
     def _next_index(self) -> int:
         index, self._index = self._index, self._index + 1
         return index
+
+    def _drop_next(self, count: int) -> None:
+        """The announced micro-batches that come next will not be trained here."""
+        dropped = [self._ahead.popleft()[1] for _ in range(count)]
+        self.given_out = max(self.given_out - count, 0)
+        if dropped and self.gatherer.liveness is not None:
+            self.worker.submit(lambda: self._drop(dropped))
 
     # On the look-ahead thread
 

@@ -67,7 +67,7 @@ class LookAheadLoader:
 
     def _announced(self, source: Source, given: int) -> Iterator[Any]:
         """The batches of a pass that trains them, of which so many were given out."""
-        self._feed.begin_epoch()
+        self._feed.begin_epoch(self._accumulation)
         begun = (given if self._trained is None else self._trained()) % self._accumulation
         step = self._submit(source, source.take(self._accumulation - begun))
         while step is not None:
@@ -80,6 +80,7 @@ class LookAheadLoader:
                     following += source.take(self._accumulation - len(following))
                     step = self._submit(source, following)
                 source.given_out(last=step is None and i == len(batches) - 1)
+                self._feed.given_out += 1
                 yield batch
 
     def __len__(self) -> int:

@@ -50,14 +50,14 @@ def test_demo(tmp_path: Path) -> None:
     assert "Largest difference" in printed and "load.png" in printed
 
 
-def _finetune(*arguments: str) -> list[float]:
+def _finetune(*arguments: str, steps: int = 3) -> list[float]:
     printed = _run(
         *demo.launcher(), "--num_gpus", "2", "--master_port", str(demo.free_port()),
         "examples/finetune_deepspeed.py", "--tiny", "--steps", "3", "--learning-rate", "0.01", *arguments,
     )  # fmt: skip
     last = next(line for line in printed.splitlines() if line.startswith("losses: "))
     losses: list[float] = json.loads(last.removeprefix("losses: "))
-    assert len(losses) == 3
+    assert len(losses) == steps
     return losses
 
 
@@ -65,12 +65,15 @@ def _finetune(*arguments: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on the CPU")
 def test_example(tmp_path: Path) -> None:
-    """ZeRO-3 with and without the block, and a checkpoint that loads without this package."""
-    with_cad = _finetune("--save", str(tmp_path / "trained"))
+    """ZeRO-3 with and without the block, gone on from its first step, and a checkpoint that loads without this package."""
+    with_cad = _finetune("--save", str(tmp_path / "trained"), "--checkpoint", str(tmp_path / "state"), "--every", "1")
     without = _finetune("--no-cad")
     assert max(abs(a - b) for a, b in zip(with_cad, without, strict=True)) < 1e-5
     config: dict[str, Any] = json.loads((tmp_path / "trained" / "config.json").read_text())
     assert "cad" not in json.dumps(config)
+    (tmp_path / "state" / "latest").write_text("global_step1")
+    went_on = _finetune("--checkpoint", str(tmp_path / "state"), steps=2)
+    assert max(abs(a - b) for a, b in zip(with_cad[1:], went_on, strict=True)) < 1e-6, "as without a stop"
     load = "import sys, torch; from transformers import AutoModelForCausalLM as M; m = M.from_pretrained(sys.argv[1])\n"
     load += "print(m(input_ids=torch.arange(9)[None]).logits.shape[-1], 'deepspeed_cad' in sys.modules)"
     alone = ("env", "DEEPSPEED_CAD_AUTOLOAD=0", sys.executable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -96,6 +97,29 @@ def test_a_loader_is_read_ahead(workers: WorkerPool) -> None:
     """With look-ahead the forward finds its plan made: nothing is gathered in a step."""
     for counted in workers.run(_count, 2, "pingpong", False, True):
         assert counted == {"exchange": 2 * 2 * 4, "all_to_all_single": 2 * 2 * FIELDS}
+
+
+def _passes_over(rank: int, world: int, first: int, drawn: int) -> None:
+    """A loop that trains from micro-batch `first` on, as after a checkpoint, and draws so many at once."""
+    model = deepspeed_cad.apply(training.tiny_llama(), BLOCK).train()
+    documents = [training.documents([20 * step + 9, 90 * rank + 5], seed=10 * step + rank) for step in range(6)]
+    session = deepspeed_cad.current_session()
+    batches = iter(session.look_ahead([training.pack(one) for one in documents], model))
+    for _ in range(first):
+        next(batches)
+    waiting = list(islice(batches, drawn - 1))
+    for step in range(first, 6):
+        waiting += islice(batches, 1)
+        loss = training.loss_sum(model, waiting.pop(0))
+        loss.backward()
+        expected, _ = training.alone(training.tiny_llama(), documents[step])
+        assert abs(float(loss.detach()) - expected) < 1e-8
+    assert session.statistics.micro_batches == 6 - first
+
+
+@pytest.mark.parametrize(("first", "drawn"), [(3, 1), (0, 3)])
+def test_loops_may_pass_over_batches_or_draw_several(workers: WorkerPool, first: int, drawn: int) -> None:
+    workers.run(_passes_over, 2, first, drawn)
 
 
 def _engine(rank: int, world: int) -> None:
