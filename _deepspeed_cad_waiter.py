@@ -87,11 +87,13 @@ def wait_for(names, act, role) -> None:
 
 
 def when_imported(name, act) -> None:
-    """Call `act` with the module of that name: now if it is loaded, else right after its import."""
-    if name in sys.modules:
-        act(sys.modules[name])
-    else:
+    """Call `act` with the module of that name: now if it is loaded, else right after its import. While it is being
+    imported it is too late for either."""
+    module = sys.modules.get(name)
+    if module is None:
         sys.meta_path.insert(0, Waiter((name,), act))
+    elif not getattr(module.__spec__, "_initializing", False):
+        act(module)
 
 
 def only_warn(act):

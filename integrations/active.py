@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from deepspeed_cad.integrations.forward_only import generates, install_generation_hooks
+from deepspeed_cad.integrations.openrlhf import install_worker_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -93,6 +94,7 @@ class ProcessCheck(ActivationCheck):
         """Models of which it is settled whether they have CAD, and models of transformers inside them."""
         self._forward_handle = register_module_forward_pre_hook(self._before_forward)
         when_imported("transformers.generation.utils", install_generation_hooks)
+        when_imported("openrlhf.trainer.ray.launcher", install_worker_hooks)
         # A process that is forked from this one trains, or not, for itself.
         os.register_at_fork(after_in_child=self._start_again)
 

@@ -202,7 +202,8 @@ class Binding:
         cached = given.get("past_key_values") is not None or generates()
         # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
         asks = bool(given.get("use_cache"))
-        even = self._follows is not None or (not asks and are_shared(self.session, given))
+        follows = self._follows is not None
+        even = follows or (not asks and are_shared(self.session, given))
         shared = training or (even and not cached)
         if self.reference and self._keeps_its_own(decoder, given):
             running.set(Scope(self, None))
@@ -228,7 +229,7 @@ class Binding:
             if micro_batch.layout.segments.begin.any():
                 refuse_spanning(getattr(decoder, "config", None), self.state_stays)
         empty = 0 in batch_shape(given)
-        if not empty and self.ulysses is None:
+        if not (empty or follows) and self.ulysses is None:
             self._look_at_padding(micro_batch, given)
         ready_made = getattr(given.get(MASK), "ndim", 2) == 4
         shown = int(micro_batch.local().end.max(initial=0)) if ready_made else 0
@@ -242,7 +243,7 @@ class Binding:
             changed["use_cache"] = False
         if self.ways is not None:
             changed |= self._hand_borders(micro_batch, (1, 1) if empty else batch_shape(given))
-        return changed | (one_row(given) if empty else {})
+        return changed | (one_row(given) if empty or follows else {})
 
     def _keeps_its_own(self, decoder: torch.nn.Module, given: dict[str, Any]) -> bool:
         """Whether a reference attends by itself: where it is trained, lies on another device (offloaded), or is in fp32
@@ -291,7 +292,9 @@ class Binding:
         model = self.model()
         if model is None or self.session.config.forward_only != "balanced" or self.session.group_ranks == 1:
             return
-        nothing = torch.zeros(1, 0, dtype=torch.long, device=self.session.device)
+        # Of no document: what a model computes beside attention may know no rows without tokens, or need a mask.
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.session.device)
+        given = {"input_ids": token, "attention_mask": torch.ones_like(token)}
         with torch.no_grad():
             while (said := self.feed.others_look()) is not None:
                 number = next(one.model for one in said if len(one.payload))
@@ -303,7 +306,9 @@ class Binding:
                         "deepspeed_cad.apply(model), or run it at least once on every rank"
                     )
                 looks._follows = looks.feed.follow(said)
-                root_of(model)(input_ids=nothing)
+                # OpenRLHF's critic gives values of actions, or this.
+                takes = inspect.signature(model.forward).parameters
+                root_of(model)(**given, **({"return_output": True} if "return_output" in takes else {}))
 
     def _hand_borders(self, micro_batch: MicroBatch, shape: tuple[int, int]) -> dict[str, Any]:
         """Arguments by which layers that carry state learn where documents begin."""

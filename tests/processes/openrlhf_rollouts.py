@@ -1,7 +1,7 @@
-"""A step of OpenRLHF's PPO on a CPU, without Ray: openrlhf_rollouts.py OUT.pt MODEL ROLE,ROLE….
+"""A step of OpenRLHF's PPO on a CPU, without Ray: openrlhf_rollouts.py OUT.pt MODEL ROLE,ROLE… WORD….
 
 Its worker classes are what Ray would run, one of each in every process, called as its experience maker and its trainer
-call them; rollouts come from a list. Each rank writes what every role gave to OUT.pt.RANK.
+call them; rollouts come from a list. Each rank writes what every role gave to OUT.pt.RANK. WORD: of its command line.
 """
 # ruff: noqa: E402 - functions of GPUs are replaced before the rest is imported
 
@@ -107,10 +107,10 @@ def train(args: Any, workers: dict[str, Any], batches: list[Any], found: dict[st
         found[f"{role} parameters"] = [one.detach().clone() for one in trained.parameters()]
 
 
-def main(out: str, model: str, roles: list[str]) -> None:
+def main(out: str, model: str, roles: list[str], words: list[str]) -> None:
     """Forwards of all roles for all rollouts, then what trains, trains."""
     args = arguments(
-        model, "--ds.packing_samples", "--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "240",
+        model, "--ds.packing_samples", *words, "--train.max_tokens_per_gpu", "240",
         "--rollout.batch_size", "16", "--train.batch_size", "4", "--vllm.num_engines", "1", "--ds.zero_stage", "2",
         "--rollout.n_samples_per_prompt", "1", "--vllm.sync_backend", "gloo", "--actor.adam.lr", "1e-3",
         "--critic.adam.lr", "1e-3", "--actor.gradient_checkpointing_enable",
@@ -146,4 +146,4 @@ def main(out: str, model: str, roles: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3].split(","))
+    main(sys.argv[1], sys.argv[2], sys.argv[3].split(","), sys.argv[4:])

@@ -106,8 +106,11 @@ def test_the_first_loss_of_dpo_is_ln_2(tmp_path: Path) -> None:
         assert found["losses"][:2] == 2 * [float(torch.tensor(math.log(2)))] != found["losses"][-2:]
 
 
-def _rollouts(folder: Path, name: str, roles: str) -> list[dict[str, Any]]:
-    words = [str(HERE / "openrlhf_rollouts.py"), str(folder / name), "model", roles]
+DYNAMIC = "--train.dynamic_batch_enable"
+
+
+def _rollouts(folder: Path, name: str, roles: str, how: str = DYNAMIC) -> list[dict[str, Any]]:
+    words = [str(HERE / "openrlhf_rollouts.py"), str(folder / name), "model", roles, *how.split()]
     done = run_ranks(2, words, folder) if name == "plain" else run([*torchrun(2), *words], folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"{name}.{rank}") for rank in range(2)]
@@ -129,3 +132,15 @@ def test_a_step_of_ppo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: st
         for found, expected in zip(_rollouts(tmp_path, "alone", "ref"), together, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(found["ref"], expected["actor"], strict=True))
             assert found["looks"] == found["micro_batches"] and found["balance"][1] < 1.05
+
+
+def test_workers_with_unequal_numbers_of_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 6 rollouts each, and the last worker has fewer: it attends for the others, with whichever model they run."""
+    _write_inputs(tmp_path)
+    roles, how = "actor,critic,ref,reward", "--rollout.micro_batch_size 6"
+    plain = _rollouts(tmp_path, "plain", roles, how)
+    assert [one["micro_batches"] for one in plain] == [2, 1]
+    monkeypatch.setenv("DEEPSPEED_CAD_CONFIG", BALANCED)
+    for found, expected in zip(_rollouts(tmp_path, "together", roles, how), plain, strict=True):
+        _assert_equal(found, expected)
+        assert found["looks"] == 4 * 2
