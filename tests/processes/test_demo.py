@@ -65,7 +65,7 @@ def _finetune(*arguments: str, steps: int = 3) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on the CPU")
 def test_example(tmp_path: Path) -> None:
-    """ZeRO-3 with and without the block, gone on from its first step, and a checkpoint that loads without this package."""
+    """ZeRO-3 with and without the block, gone on from a step, and a checkpoint that loads without this package."""
     with_cad = _finetune("--save", str(tmp_path / "trained"), "--checkpoint", str(tmp_path / "state"), "--every", "1")
     without = _finetune("--no-cad")
     assert max(abs(a - b) for a, b in zip(with_cad, without, strict=True)) < 1e-5
