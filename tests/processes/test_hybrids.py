@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from engines import engine_config, import_deepspeed
 from hybrids import alone, packed
 from model_cases import FAMILIES, NEW, tiny_model
 from pool import WorkerPool
@@ -37,39 +36,12 @@ def _worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> f
     return max(float((got[name] - value).abs().max()) for name, value in expected.items()) / largest
 
 
-def _zero3(rank: int, world: int, kind: str, checkpoint: bool) -> float:
-    from deepspeed.utils import safe_get_full_grad
-
-    deepspeed = import_deepspeed()
-    model = _model(kind)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = engine_config(3, cad=BLOCK)
-    config["optimizer"]["params"]["lr"] = 0.0
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    engine.train()
-    for _ in range(2):
-        engine.backward(_loss(engine(**packed(ROWS[rank]), use_cache=False).logits, rank))
-        got = {name: safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
-        engine.step()
-    engine.destroy()
-    return _worst(got, _expected(kind, world))
-
-
 def _loss(logits: torch.Tensor, rank: int) -> torch.Tensor:
     """That of `hybrids.run`: every logit counts."""
     lengths = ROWS[rank]
     found = torch.cat([logits[row, : sum(of)] for row, of in enumerate(lengths)])
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     return (found * weights.to(found.dtype)).sum()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", [pytest.param(False, marks=pytest.mark.long), True])
-def test_zero3(fresh_workers: WorkerPool, checkpoint: bool) -> None:
-    """Layers that run once per document are gathered once, as often on every rank; the gradients are right."""
-    for worst in fresh_workers.run(_zero3, 2, "qwen3_5_text", checkpoint, timeout=240.0):
-        assert worst < 1e-4
 
 
 def _fsdp2(rank: int, world: int, kind: str, late: bool) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from engines import engine_config, import_deepspeed
+from engines import import_deepspeed
 from pool import WorkerPool
 from torch.nn.parallel import DistributedDataParallel
 from trainers import BLOCK, PackedRows, collate, training_arguments, zero
@@ -90,46 +90,21 @@ def test_a_corrupted_exchange_is_found(workers: WorkerPool) -> None:
     assert "rank 0" in texts[1]
 
 
-def _deepspeed(rank: int, world: int) -> list[str]:
-    deepspeed = import_deepspeed()
-    said = _said()
-    config = engine_config(3, cad=VERIFY)
-    model = training.tiny_llama(torch.float32)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-    def backward(loss: torch.Tensor) -> None:
-        engine.backward(loss)
-        engine.step()
-
-    _steps(engine, rank, backward)
-    engine.destroy()
-    return said
-
-
-@pytest.mark.slow
-def test_deepspeed(fresh_workers: WorkerPool) -> None:
-    first, _ = fresh_workers.run(_deepspeed, 2, timeout=120.0)
-    assert len(first) == 2 and all("loss 4." in line and "dK" in line for line in first)
-
-
-def _trainer(rank: int, world: int, folder: str, stage: int | None) -> list[str]:
+def _trainer(rank: int, world: int, folder: str) -> list[str]:
     from transformers import Trainer
 
     import_deepspeed()
     said = _said()
     model = training.sdpa_llama()
-    if stage is None:
-        deepspeed_cad.apply(model, VERIFY)
     arguments = training_arguments(
-        folder, max_steps=3, deepspeed=None if stage is None else {**zero(stage), "cad": VERIFY},
-        gradient_checkpointing=stage is not None, gradient_checkpointing_kwargs={"use_reentrant": False},
+        folder, max_steps=3, deepspeed={**zero(3), "cad": VERIFY}, gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
     Trainer(model=model, args=arguments, train_dataset=PackedRows(16), data_collator=collate).train()
     return said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [None, pytest.param(3, marks=pytest.mark.long)])
-def test_trainer(fresh_workers: WorkerPool, tmp_path: Any, stage: int | None) -> None:
-    first, _ = fresh_workers.run(_trainer, 2, str(tmp_path), stage, timeout=120.0)
+def test_trainer(fresh_workers: WorkerPool, tmp_path: Any) -> None:
+    first, _ = fresh_workers.run(_trainer, 2, str(tmp_path), timeout=120.0)
     assert len(first) == 2 and all("is the same without CAD" in line and "dK" in line for line in first)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import weakref
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from deepspeed_cad.forecast.distributions import NAMED
 from deepspeed_cad.forecast.exchanges import end_of_passes, flows_of, read_others
 from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
 from deepspeed_cad.forecast.model_shape import ModelShape, StateLayers
-from deepspeed_cad.forecast.non_attention_seconds import work_per_token
 from deepspeed_cad.forecast.schedule import non_attention, one_forward_one_backward, weight_seconds
 from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.layout import Layout
@@ -81,19 +79,6 @@ def test_collectives_on_one_host_and_on_several() -> None:
 
 
 # Work
-
-
-def test_linear_layers_are_counted_products_and_passes() -> None:
-    fast = replace(machine(), memory_rate=1e30)
-    work = work_per_token(MODEL, fast)
-    assert work.forward == pytest.approx(2 * MODEL.layer_parameters / fast.matrix_flops)
-    assert work.backward == pytest.approx(2 * work.forward)
-    assert work.loss == pytest.approx(6 * MODEL.hidden * MODEL.vocabulary / fast.matrix_flops)
-    assert work_per_token(MODEL, fast, 8).forward == pytest.approx(work.forward / 8)
-    slow = replace(machine(), matrix_flops=1e30)
-    assert work_per_token(MODEL, slow).forward == pytest.approx(
-        (4096 * 84 + 18 * 128 * 40 + 10 * 14336) / slow.memory_rate
-    )
 
 
 def test_layers_that_carry_state_are_as_measured() -> None:
@@ -242,16 +227,6 @@ def test_ranks_are_done_when_the_planner_says(layout: Layout, rate: float, waves
 # Who waits for whom
 
 
-def test_a_plain_step_ends_with_the_rank_that_has_most_attention() -> None:
-    own = setting(optimizer=False)
-    found = modes.plain(own, [UNEVEN])
-    attention = of_documents(UNEVEN, COST).repeated(True).total * own.shape.groups * MODEL.layers
-    linear = non_attention(own, np.array([16384.0])).layers.total[0]
-    assert found.seconds.total == pytest.approx(linear + attention.max())
-    assert found.seconds.waiting == pytest.approx(attention.max() - attention.mean())
-    assert found.tokens == 4 * 16384 and found.tokens_per_second == pytest.approx(16384 / found.seconds.total)
-
-
 @pytest.mark.parametrize(("sharding", "waits"), [("zero1", False), ("zero2", True), ("zero3", True), ("fsdp", True)])
 def test_micro_batches_make_up_for_each_other_only_where_ranks_meet_at_the_end(sharding: Any, waits: bool) -> None:
     rows = [[16384], [1024] * 16]
@@ -271,42 +246,6 @@ def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: f
     assert weight_seconds(own, 3, fast, 16) == pytest.approx(3 * (late + first))
 
 
-def test_ulysses_shares_each_row_and_pays_for_it() -> None:
-    own = setting()
-    plain, found = modes.plain(own, [UNEVEN]), modes.ulysses(own, [UNEVEN], 4)
-    assert found.seconds.waiting == pytest.approx(0.0, abs=1e-9)
-    assert found.seconds.attention == pytest.approx(plain.seconds.attention)
-    # Q, K, V and O of a quarter of each row, of which three quarters leave, forward, recompute and backward.
-    size = 4096 * (2 * 32 + 2 * 8) * 128 * 2
-    assert found.inside == pytest.approx(4 * MODEL.layers * 3 * size * 3 / 4)
-    each = size * 3 / 4 / own.machine.all_to_all + own.machine.latency
-    assert found.seconds.exchange == pytest.approx(4 * MODEL.layers * 3 * each)
-    assert found.peak < plain.peak, "a quarter of the tokens at a time"
-    assert modes.ulysses(own, [UNEVEN], 4, joined=True).peak == pytest.approx(plain.peak)
-    assert modes.degrees(own, "ulysses") == [2, 4]
-    assert modes.degrees(setting(ranks=64, per_host=8), "ulysses") == [2, 4, 8, 16, 32], "no more than query heads"
-
-
-def test_kept_attention_is_not_repeated() -> None:
-    own = setting()
-    shape, again = own.shape, setting(recompute_attention=True)
-    for mode, more in ((modes.plain, {}), (modes.ulysses, {"degree": 4}), (modes.gathered, {"degree": 4})):
-        repeated, kept = mode(own, [UNEVEN], **more), mode(own, [UNEVEN], kept=True, **more)
-        assert kept.mode == f"{repeated.mode} kept" and repeated.repeats and not kept.repeats
-        without = mode(replace(own, checkpointing=False), [UNEVEN], **more)
-        # What runs once without checkpointing runs once; what the backward needs of Q, K and V still travels.
-        assert kept.seconds.attention == pytest.approx(without.seconds.attention)
-        assert kept.seconds.exchange == pytest.approx(without.seconds.exchange)
-        assert kept.inside == repeated.inside and kept.seconds.non_attention == repeated.seconds.non_attention
-        rows = 4096 if mode is modes.ulysses else 16384
-        size = shape.query_heads * (2 * shape.value_dim + 4)
-        assert kept.peak - repeated.peak == pytest.approx(rows * size * (MODEL.layers - 1))
-        assert mode(again, [UNEVEN], kept=True, **more).peak == kept.peak, "a key of CAD alone"
-    stages = setting(8, 8, pipeline=2)
-    both = [modes.plain(stages, [UNEVEN] * 4, kept=kept).peak for kept in (False, True)]
-    assert both[1] > both[0]
-
-
 def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
     own = setting()
     whole = modes.packed(own, [UNEVEN], 1)
@@ -322,40 +261,6 @@ def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
 
 
 # CAD
-
-
-@pytest.mark.usefixtures("alike")
-def test_in_place_every_rank_has_the_mean_and_attention_is_not_repeated() -> None:
-    own = setting(tolerance=0.01)
-    found, plain = modes_cad.in_place(own, [UNEVEN]), modes.plain(own, [UNEVEN])
-    once = of_documents(UNEVEN, COST).total.mean() * own.shape.groups * MODEL.layers
-    assert found.seconds.attention == pytest.approx(once, rel=0.03)
-    assert found.seconds.waiting < 0.05 * once
-    assert found.tokens_per_second > plain.tokens_per_second
-    again = modes_cad.in_place(replace(own, recompute_attention=True), [UNEVEN])
-    assert again.seconds.attention == pytest.approx(found.seconds.attention + 0.25 * once, rel=0.03)
-    assert again.peak < found.peak and again.inside == pytest.approx(1.4 * found.inside)
-
-
-def test_slow_links_are_seen_by_the_plan_and_by_the_seconds() -> None:
-    fast, slow = (setting(per_host=2, figures=machine(between=rate)) for rate in (50e9, 5e8))
-    found = [modes_cad.in_place(own, [UNEVEN]) for own in (fast, slow)]
-    assert found[1].between < found[0].between, "less is moved"
-    assert found[1].tokens_per_second < found[0].tokens_per_second
-    hidden = modes_cad.in_place(replace(slow, overlap="pingpong", believed=fast.cost), [UNEVEN])
-    shown = modes_cad.in_place(replace(slow, believed=fast.cost), [UNEVEN])
-    assert hidden.between == pytest.approx(shown.between) and hidden.seconds.exchange < shown.seconds.exchange
-
-
-def test_ranks_that_meet_in_every_layer_lose_a_share_of_what_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, outside = setting(), non_attention(setting(), np.array([16384.0])).layers.total[0]
-    for run, parts in ((partial(modes_cad.in_place, own), 1), (partial(modes_cad.reserved, own, servers=1), 2)):
-        waits = []
-        for share in (0.0, 0.5):
-            monkeypatch.setattr(modes_cad, "UNEVEN", share)
-            waits.append(run([UNEVEN]).seconds)
-        assert waits[1].waiting - waits[0].waiting == pytest.approx(0.5 * parts * outside)
-        assert waits[1].exchange == waits[0].exchange
 
 
 @pytest.mark.usefixtures("alike")
@@ -432,24 +337,6 @@ def test_servers_and_trainers_must_both_be_there(servers: int) -> None:
 def test_even_stages_take_as_long_as_the_formula_says(stages: int, count: int) -> None:
     ones = np.ones((count, 1))
     assert one_forward_one_backward(ones, 2 * ones, stages) == pytest.approx([3 * (count + stages - 1)])
-
-
-def test_lockstep_rounds_have_as_many_ticks_and_idle_stages_serve() -> None:
-    own = setting(4, pipeline=2, figures=machine(latency=0.0), optimizer=False, tolerance=0.01)
-    step = [Layout.from_rank_lengths([[8192] * 2] * 2)] * 3
-    found, plain = modes_cad.in_place(own, step), modes.plain(own, step)
-    linear = non_attention(own, np.array([16384.0])).layers.total[0]
-    attention = of_documents(step[0], COST).total[0] * own.shape.groups * own.layers
-    # Four ticks; in the first and the last one half of the ranks has tokens and all of them serve.
-    weights = 2 * own.cluster.gather(2 * own.stage_parameters, 2)
-    # The last stage has head and loss of three micro-batches besides, and the others wait for it.
-    loss = 3 * non_attention(own, np.array([16384.0])).loss[0]
-    hops = 4 * 2 * non_attention(own, np.array([16384.0])).hop[0]
-    assert found.seconds.total - weights == pytest.approx(4 * linear + 3 * attention + loss + hops, rel=0.01)
-    assert found.seconds.total < plain.seconds.total and loss > linear / 4
-    assert non_attention(replace(own, pipeline=1), np.ones(1)).loss == non_attention(setting(), np.ones(1)).hop == 0.0
-    far = replace(own, cluster=Cluster(4, 2, own.machine))
-    assert non_attention(far, np.ones(1)).hop == pytest.approx(2 * 4096 / own.machine.between)
 
 
 def test_the_last_stage_holds_all_logits_of_a_micro_batch() -> None:
