@@ -74,10 +74,3 @@ def test_a_server_is_killed(workers: WorkerPool, what: str) -> None:
     case = replace(SMALL, servers=1, block=block, fates=(Fate(0, "KILL", what, 1),))
     failure, played = run_case(workers, case)
     assert not failure and played[2] is None and [one.trained for one in played[:2] if one] == [2, 2]
-
-
-@pytest.mark.slow
-def test_a_pipeline(workers: WorkerPool) -> None:
-    case = replace(SMALL, stages=2, accumulation=2, evaluate=1, checkpoint="plain")
-    failure, played = run_case(workers, case)
-    assert not failure and [one.trained for one in played if one] == [4, 4]

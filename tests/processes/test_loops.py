@@ -73,6 +73,30 @@ def test_right(workers: WorkerPool, name: str) -> None:
         assert len(one.load) == case.world + case.servers and (not case.servers or min(one.load) > 0)
 
 
+PIPELINES = {
+    "windows": loop(stages=2, model="mistral", accumulation=3, checkpoint="plain", forms=("row", "row none lengths")),
+    "parked": loop(stages=2, block={"keep": "host"}, accumulation=2, checkpoint="plain", evaluate=1),
+    "sinks, two replicas": loop(4, {"waves": 3}, stages=2, model="gpt_oss", accumulation=4, checkpoint="reentrant"),
+    "three stages, one micro-batch": loop(3, stages=3),
+    "one stage": loop(1, stages=1, accumulation=3),
+    "three stages, two replicas": loop(6, stages=3, accumulation=5),
+    "four stages, two replicas": loop(8, stages=4, accumulation=6, evaluate=1),
+    "latent attention": loop(stages=2, model="deepseek_v3", accumulation=9),
+}
+
+
+SELDOM |= {name: SLOW if i < 4 else LONG for i, name in enumerate(PIPELINES) if i > 1}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SELDOM.get(name, ())) for name in PIPELINES])
+def test_pipelines(workers: WorkerPool, name: str) -> None:
+    """Stages × replicas × micro-batches, fewer micro-batches than stages among them."""
+    case = PIPELINES[name]
+    failure, played = run_case(workers, case)
+    assert not failure, failure
+    assert [one and (one.error, one.trained) for one in played] == [(None, 2 * case.accumulation)] * case.world
+
+
 # Servers that die, and trainers that go on
 
 

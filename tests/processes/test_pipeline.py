@@ -80,24 +80,6 @@ def test_two_stages(workers: WorkerPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("world", "cases"),
-    [
-        (1, [(1, 3, {})]),
-        (2, [(1, 2, {}), (2, 1, {}), (2, 9, {})]),
-        (3, [(3, 2, {}), (3, 5, {})]),
-        (6, [(2, 3, {}), (3, 1, {})]),
-        (8, [(4, 2, {}), (4, 6, {})]),
-    ],
-    ids=lambda value: f"{value} ranks" if isinstance(value, int) else "",
-)
-def test_any_width(fresh_workers: WorkerPool, world: int, cases: list[Any]) -> None:
-    """Stages × replicas × micro-batches, fewer micro-batches than stages among them."""
-    fresh_workers.run(_compare, world, cases, timeout=200.0)
-
-
-@pytest.mark.slow
 def test_what_stages_are_made_of(fresh_workers: WorkerPool) -> None:
     """Unequal stages, one without attention, and activation checkpointing of both kinds: the same gradients."""
     cases = [

@@ -18,20 +18,16 @@ COUNT = 3
 
 
 def _config(name: str) -> Any:
-    from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
     common = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
     }  # fmt: skip
-    if name == "llama":
-        return LlamaConfig(**common)
     if name == "qwen3, tied":
         return Qwen3Config(**common | {"head_dim": 8, "tie_word_embeddings": True})
     if name == "qwen3, two kinds of layers":
         return Qwen3Config(**common, head_dim=8, use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    if name == "mistral":
-        return MistralConfig(**common, sliding_window=16)
     if name == "gpt-oss":
         # Sinks, windows in every other layer, and experts.
         return GptOssConfig(
@@ -42,7 +38,7 @@ def _config(name: str) -> Any:
     return Qwen3MoeConfig(**common, **moe)
 
 
-NAMES = ["llama", "qwen3, tied", "qwen3, two kinds of layers", "mistral", "qwen3 moe", "gpt-oss"]
+NAMES = ["qwen3, tied", "qwen3, two kinds of layers", "qwen3 moe", "gpt-oss"]
 
 
 def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[float, dict[str, torch.Tensor]]:
