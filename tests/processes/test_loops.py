@@ -52,6 +52,7 @@ RIGHT = {
     "numbers, padded": loop(forms=("rows none numbers",)),
     "additive": loop(block=interleaved(), forms=("row none bias",)),
     "a stream": loop(3, block={"overlap": "pingpong"}, forms=("stream",)),
+    "streams, some in zigzag": loop(3, block={"waves": 2}, forms=("stream",), batches=(4,) * 3),
     # Beside reserved servers.
     "2 + 1": loop(servers=1, batches=(3, 3)),
     "1 + 2": loop(1, servers=2, batches=(3,)),
