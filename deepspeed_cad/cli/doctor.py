@@ -10,15 +10,11 @@ import logging
 import platform
 import sys
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.cli import probes
 from deepspeed_cad.cli.probes import CORE_PACKAGES, Finding
 from deepspeed_cad.cli.progress import Progress
-from deepspeed_cad.cli.trace import say_idle
-from deepspeed_cad.config import read_json
-from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.version import __version__
 
 _WIDTH = 16
@@ -78,30 +74,13 @@ def summary_line() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--timeline", type=Path, metavar="FILE",
-        help="of deepspeed-cad trace: only say how long trainers and reserved servers are idle in it",
-    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the report; 0 where the core works, else 1. Raises CADConfigError where a timeline cannot be read."""
-    if args.timeline:
-        print("\n".join(_examine_timeline(args.timeline)))
-        return 0
+    """Prints the report; 0 where the core works, else 1."""
     report = examine()
     print(json.dumps(report.to_dict(), indent=2) if args.json else _format(report))
     return 0 if report.core_works else 1
-
-
-def _examine_timeline(path: Path) -> list[str]:
-    timeline = read_json(path, f"--timeline: {path}")
-    try:
-        return say_idle(timeline) or [
-            f"{path} is a timeline without reserved servers: nobody is idle for want of others"
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CADConfigError(f"--timeline: {path} is none that deepspeed-cad trace wrote ({error})") from error
 
 
 def _format(report: Report) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad import cli
 from deepspeed_cad import session as sessions
 from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.config import CADConfig
@@ -90,21 +87,9 @@ def test_idle_in_a_timeline() -> None:
     assert covered([(3.0, 4.0), (0.0, 2.0), (1.0, 1.5)]) == 3.0
 
 
-def test_the_doctor_says_who_is_idle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps(_timeline()))
-    assert cli.main(["doctor", "--timeline", str(path)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+def test_who_is_idle_in_words() -> None:
+    first, second = say_idle(_timeline())
     assert first == "idle: trainer 0 20%, trainer 1 0%, server 2 35%"
     assert "servers were idle for 35% and trainers waited for 10% of these micro-batches" in second
     assert 'none ("servers": "all")' in second
     assert say_idle(_timeline(serves=False)) == []
-
-
-@pytest.mark.parametrize(("text", "words"), [("{}", "none that deepspeed-cad trace wrote"), (None, "cannot be read")])
-def test_what_is_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: str) -> None:
-    path = tmp_path / "trace.json"
-    if text is not None:
-        path.write_text(text)
-    assert cli.main(["doctor", "--timeline", str(path)]) == 2
-    assert words in capsys.readouterr().err
