@@ -130,8 +130,8 @@ def _run_kernel(
     unknown = (tensors.keys() - axes.keys()) | {name for name in placed if name not in tensors}
     if unknown or len(placed) < len(args):
         raise CADUnsupportedError(
-            f"a layer that carries state called its kernel in a way that CAD does not know ({len(args)} arguments by "
-            f"position, {', '.join(sorted(unknown))}). Give every rank whole documents"
+            f"{name_layer(layer)} called its kernel in a way that CAD does not know ({len(args)} arguments by "
+            f"position, {', '.join(sorted(unknown))}), so its state cannot travel. Give every rank whole documents"
         )
     of_heads = {name for name in tensors if axes[name] == "H"}
     of_rows = {name: _Grouped.of(tensors[name], axes[name]) for name in axes if name in tensors.keys() - of_heads}

@@ -9,6 +9,7 @@ import pytest
 import served
 import torch
 import torch.distributed as dist
+from deepspeed_cad.integrations import spanning
 from engines import engine_config, import_deepspeed
 from hybrids import Kernels, difference
 from model_cases import FAMILIES, FP32, NEW, tiny_model
@@ -17,7 +18,7 @@ from training import LINKS
 
 import deepspeed_cad
 from deepspeed_cad.attention.spanning import Spanning
-from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.schedule import ROWS
 
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": LINKS}
@@ -52,15 +53,34 @@ def _built(kind: str, dtype: torch.dtype) -> Any:
     return tiny_model(kind, dtype, **family.changes).train()
 
 
+def _with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=LORA, init_lora_weights=False))
+
+
+LORA = ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj"]
+
+
 def _spans(
-    rank: int, world: int, kind: str, streams: list[list[int]], checkpoint: bool | None, how: dict[str, Any]
+    rank: int,
+    world: int,
+    kind: str,
+    streams: list[list[int]],
+    checkpoint: bool | None,
+    how: dict[str, Any],
+    lora: bool = False,
+    changes: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """`checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it."""
+    """`checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it; `changes`: of the block."""
     reference, model = _built(kind, torch.float64), _built(kind, torch.float64)
+    if lora:
+        reference, model = _with_lora(reference), _with_lora(model)
     if checkpoint is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
         model.enable_input_require_grads()
-    deepspeed_cad.apply(model, BLOCK)
+    deepspeed_cad.apply(model, BLOCK | (changes or {}))
     return [_one_stream(rank, world, reference, model, lengths, how) for lengths in streams]
 
 
@@ -132,6 +152,17 @@ def test_cuts(workers: WorkerPool, kind: str, world: int, checkpoint: bool | Non
     """Two to four ranks, pieces dealt out in zigzag, without checkpointing and with the reentrant kind."""
     how = {"zigzag": zigzag, "ranks_per_host": 2 if zigzag else None}
     _check(workers.run(_spans, world, kind, STREAMS[world], checkpoint, how, timeout=240.0), kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", [None, False])
+@pytest.mark.parametrize(("lora", "changes"), [(True, {}), (False, {"keep": "host"})], ids=["lora", "keep_host"])
+def test_adapters_and_what_is_kept(
+    workers: WorkerPool, lora: bool, changes: dict[str, Any], checkpoint: bool | None
+) -> None:
+    """Adapters on projections of both kinds of layers; what attention keeps on the host."""
+    found = workers.run(_spans, 2, "qwen3_5_text", STREAMS[2], checkpoint, {}, lora, changes, timeout=240.0)
+    _check(found, "qwen3_5_text")
 
 
 def _with_kernels(rank: int, world: int, kind: str, module: str, kernel: str) -> dict[str, Any]:
@@ -298,3 +329,35 @@ def test_servers_are_refused(workers: WorkerPool) -> None:
     """Every trainer says so, with the name of a layer, and what to do."""
     for said in served.run(workers, 2, 1, _beside_servers)[0]:
         assert "Lfm2ShortConv of layer 0" in said and "reserved servers" in said and "whole documents" in said
+
+
+def _refused(rank: int, world: int, what: str) -> str:
+    """What every rank says of a model whose state cannot travel."""
+    (kernel,) = (name for name in spanning.KERNELS if "gated_delta" in name)
+    axes = {name: of for name, of in spanning.KERNELS[kernel].items() if name != "beta"}
+    with pytest.MonkeyPatch.context() as patch:
+        if what != "differs":
+            patch.setattr(spanning, "KERNELS", {} if what == "kernel" else {kernel: axes})
+        types = ["linear_attention", "full_attention"]
+        types = types[::-1] if what == "differs" and rank else types
+        model = tiny_model("qwen3_5_text", torch.float32, layer_types=types, num_hidden_layers=2).train()
+        try:
+            deepspeed_cad.apply(model, BLOCK)
+            model(**_part(STREAM, rank, world)[0], use_cache=False)
+        except CADError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("kernel", "Qwen3_5GatedDeltaNet of layer 0 has no kernel that CAD knows"),
+        ("arguments", "Qwen3_5GatedDeltaNet of layer 0 called its kernel in a way that CAD does not know"),
+        ("differs", "have another model than the rest"),
+    ],
+)
+def test_refusals(fresh_workers: WorkerPool, what: str, said: str) -> None:
+    """Kernels that CAD does not know, and ranks whose layers differ."""
+    for found in fresh_workers.run(_refused, 2, what):
+        assert said in found, found

@@ -108,3 +108,4 @@ def test_shares() -> None:
     assert choose_groups([16, 16, 32], 8) == 16
     assert choose_groups([48, 48, 1, 1], 5) == 6
     assert choose_groups([4, 4], 8) == 4
+    assert choose_groups([5, 3], 2) == 1, "heads that do not part run on one rank"
