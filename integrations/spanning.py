@@ -137,29 +137,35 @@ def _run_kernel(
     of_rows = {name: _Grouped.of(tensors[name], axes[name]) for name in axes if name in tensors.keys() - of_heads}
     first = next(iter(of_rows))
     groups = choose_groups([one.heads for one in of_rows.values()], spanning.widest)
-    n, most = len(spanning.rows), max(one.heads for one in of_rows.values())
+    most = max(one.heads for one in of_rows.values())
     slots = [one.by_group(groups) for one in of_rows.values()]
-    way, shares = spanning.heads(groups)
-    landed = spanning.move(way, layer, [one[:, :n].flatten(0, 1) for one in slots])
-    if not shares:
-        # Who runs no heads learns from one row what an output is like; what landed, nothing, stays in the graph.
-        landed = [torch.cat([one, own_rows[0, :1]]) for one, own_rows in zip(landed, slots)]
-    runs = shares or [Share(1, 0, 1)]
-    parts = [one.split([(end - begin) * tokens for tokens, begin, end in runs]) for one in landed]
-    found: list[torch.Tensor] = []
-    for number, (tokens, begin, end) in enumerate(runs):
+    size = sum(one[0, 0].numel() * one.element_size() for one in slots)
+    heads = spanning.heads(groups, size, name_layer(layer))
+
+    def run(share: Share, landed: list[torch.Tensor]) -> Any:
         call = dict(given)
-        for (name, one), part in zip(of_rows.items(), parts):
-            call[name] = one.ungroup(part[number].unflatten(0, (end - begin, tokens)), groups)
+        for (name, one), part in zip(of_rows.items(), landed):
+            call[name] = one.ungroup(part.unflatten(0, (share.end - share.begin, share.tokens)), groups)
         for name in of_heads:
             each = most // groups
-            call[name] = tensors[name][begin * each : end * each]
-        output = own(*[call.pop(name) for name in placed], **call)
-        like = _Grouped.of(output[0] if isinstance(output, tuple) else output, axes[first])
-        found.append(like.by_group(end - begin).flatten(0, 1))
-    kept = found if shares else [found[0][:0]]
-    (back,) = spanning.move(way.reverse(), layer, [torch.cat(kept)])
-    rows = back.unflatten(0, (groups, n))
+            call[name] = tensors[name][share.begin * each : share.end * each]
+        return own(*[call.pop(name) for name in placed], **call)
+
+    n, back = len(spanning.rows), []
+    for wave, *leaving in zip(heads.waves, *(heads.leave(one[:, :n]) for one in slots)):
+        landed = spanning.move(wave.way, layer, leaving)
+        if not wave.shares:
+            # Who runs no heads learns from one row what an output is like; what landed, nothing, stays in the graph.
+            landed = [torch.cat([one, own_rows[0, :1]]) for one, own_rows in zip(landed, slots)]
+        runs = wave.shares or [Share(1, 0, 1)]
+        parts = zip(*(one.split([(end - begin) * tokens for tokens, begin, end in runs]) for one in landed))
+        found: list[torch.Tensor] = []
+        for share, part in zip(runs, parts):
+            output = run(share, list(part))
+            like = _Grouped.of(output[0] if isinstance(output, tuple) else output, axes[first])
+            found.append(like.by_group(share.end - share.begin).flatten(0, 1))
+        back += spanning.move(wave.way.reverse(), layer, [torch.cat(found if wave.shares else [found[0][:0]])])
+    rows = heads.come_home(back, groups)
     if not n:
         rows = torch.cat([rows, rows.new_zeros(groups, 1, rows.shape[2])], dim=1)
     whole = _Grouped(rows, most, axes[first]).ungroup(rows, groups)

@@ -93,7 +93,8 @@ class MicroBatch:
         if not self.layout.segments.begin.any():
             return None
         assert self.transport is not None  # a document on several ranks
-        return Spanning(self.layout, self.rank, self.transport, self.turn, self.device)
+        memory = NO_LIMIT if self.memory is None else self.memory
+        return Spanning(self.layout, self.rank, self.transport, self.turn, self.device, memory)
 
     def rows(self, nano_batch: int) -> int:
         """Rows of this rank whose output a nano-batch computes, padding included."""

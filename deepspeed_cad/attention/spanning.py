@@ -6,12 +6,14 @@ that leaves a rank lands at one place, so the backward is the same exchange the 
 in each, also with nothing to send.
 
 A document's heads are divided among its ranks in proportion to the rows that each holds: so every rank runs as much as
-it would of its own rows, and fewer rows move than with equal shares. `n` rows of such documents on this rank, ordered
-by document and position; `G` head groups; `L` tokens of a document.
+it would of its own rows, and fewer rows move than with equal shares. Where what lands would be more than there is
+memory for, it comes in waves, a part of each rank's heads after the other. `n` rows of such documents on this rank,
+ordered by document and position; `G` head groups; `L` tokens of a document.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.thread_state import in_backward, unseen_by_checkpointing
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Moment
@@ -47,11 +50,35 @@ class Share(NamedTuple):
     end: int
 
 
-class Heads(NamedTuple):
-    """How head groups are divided. Rows at home lie group by group ([G, n]), as they land ([groups, L] per share)."""
+class Wave(NamedTuple):
+    """Some head groups of every document. Rows land share by share, [groups, L] each."""
 
     way: Way
     shares: list[Share]
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """How head groups are divided."""
+
+    waves: list[Wave]
+    index: tuple[torch.Tensor, torch.Tensor]
+    """[G · n] each: head group and row of what leaves home, one wave behind the other."""
+
+    def leave(self, rows_GnX: torch.Tensor) -> list[torch.Tensor]:
+        """Rows of each wave, as they leave home. Differentiable."""
+        ordered: torch.Tensor = _Order.apply(rows_GnX, self.index)
+        return list(ordered.split([wave.way.out.query_tokens for wave in self.waves]))
+
+    def come_home(self, waves: list[torch.Tensor], groups: int) -> torch.Tensor:
+        """The reverse: [G, n, …]."""
+        found: torch.Tensor = _Place.apply(torch.cat(waves), self.index, groups)
+        return found
+
+
+AREAS = 2
+"""Times what lands in a wave that there is memory for it: landing areas that take turns, or what is packed beside what
+comes."""
 
 
 class Before(NamedTuple):
@@ -70,14 +97,22 @@ class Before(NamedTuple):
 class Spanning:
     """All documents in several pieces of one micro-batch, seen from one rank."""
 
-    def __init__(self, layout: Layout, rank: int, transport: Transport, turn: int, device: torch.device) -> None:
-        """`turn`: of the micro-batch, as in `Moment`."""
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        transport: Transport,
+        turn: int,
+        device: torch.device,
+        memory: ExchangeMemory = NO_LIMIT,
+    ) -> None:
+        """`turn`: of the micro-batch, as in `Moment`; `memory`: what may land at once."""
         segments = layout.segments
         several = np.bincount(segments.document)[segments.document] > 1
         order = np.lexsort((segments.begin, segments.document))
         pieces = self._pieces = segments.select(order[several[order]])
         self._rank, self._ranks, self._transport, self._turn = rank, layout.ranks, transport, turn
-        self._device = device
+        self._device, self._memory = device, memory
         sizes, self._base = pieces.end - pieces.begin, np.zeros(len(pieces), np.int64)
         for one in range(layout.ranks):
             at = pieces.rank == one
@@ -91,17 +126,24 @@ class Spanning:
         """[n] rows of this rank's token buffer."""
         self.widest = int(pieces.count_ranks()[1].max(initial=1))
         """Ranks of the document that lies on most."""
-        self._heads: dict[int, Heads] = {}
+        self._held = np.zeros((len(np.unique(pieces.document)), layout.ranks), np.int64)
+        """[documents, ranks] rows."""
+        np.add.at(self._held, (np.unique(pieces.document, return_inverse=True)[1], pieces.rank), sizes)
+        self._heads: dict[tuple[int, int], Heads] = {}
         self._before: dict[int, Before] = {}
         self._layers: dict[Hashable, int] = {}
         """In the order in which they first ran."""
         self._came: dict[Hashable, torch.Tensor] = {}
 
-    def heads(self, groups: int) -> Heads:
-        """How `groups` head groups are divided."""
-        if groups not in self._heads:
-            self._heads[groups] = self._divide(groups)
-        return self._heads[groups]
+    def heads(self, groups: int, size: int = 0, label: str = "") -> Heads:
+        """How `groups` head groups are divided. `size`: bytes of a row of one of them; `label` names the layer.
+
+        Raises CADError, the same on all ranks, where one group at a time is more than there is memory for.
+        """
+        if (groups, size) not in self._heads:
+            widths = np.array([divide(groups, held) for held in self._held]).reshape(self._held.shape)
+            self._heads[groups, size] = self._divide(self._cut(widths, size, label))
+        return self._heads[groups, size]
 
     def before(self, count: int) -> Before:
         """The `count` rows before each piece."""
@@ -141,25 +183,58 @@ class Spanning:
         copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
         return tuple(part.view(x.dtype).view(len(part), *x.shape[1:]) for part, x in zip(copies, tensors, strict=True))
 
-    def _divide(self, groups: int) -> Heads:
+    def _cut(self, widths: Ints, size: int, label: str) -> list[Ints]:
+        """[documents, ranks] first head group of each rank in each of as few waves as fit, and the last one's end.
+
+        `widths`: [documents, ranks] groups that each runs.
+        """
+        first, memory = np.cumsum(widths, axis=1) - widths, self._memory
+        needed = np.zeros(1)
+        for waves in range(1, int(widths.max(initial=1)) + 1):
+            cuts = [first + widths * wave // waves for wave in range(waves + 1)]
+            parts = np.diff(cuts, axis=0)
+            served = (parts * self._held.sum(1)[:, None]).sum(1)
+            home = (parts.sum(2)[..., None] * self._held).sum(1)
+            needed = AREAS * size * np.maximum(served, home).max(0)
+            if needed.max() <= memory.limit:
+                break
+        if needed.max() > max(memory.limit, memory.most):
+            raise CADError(
+                f"{label}: rows of documents that span ranks do not fit. One head group at a time, rank "
+                f"{int(needed.argmax())} needs {needed.max() / 2**20:.3g} MiB for what lands, and {memory.source} "
+                f'allows {memory.limit / 2**20:.3g}. Set "memory" to at least {needed.max() / 2**30:.3g} (GiB), use '
+                "shorter documents or more ranks, or free GPU memory by more checkpointing"
+            )
+        memory.needed(float(needed.max()))
+        return cuts
+
+    def _divide(self, cuts: list[Ints]) -> Heads:
+        own: list[Ints] = [np.zeros((2, 0), np.int64)]
+        waves = [self._one_wave(begins, ends, own) for begins, ends in itertools.pairwise(cuts)]
+        group, row = (torch.from_numpy(one).to(self._device) for one in np.concatenate(own, axis=1))
+        return Heads(waves, (group, row))
+
+    def _one_wave(self, begins: Ints, ends: Ints, own: list[Ints]) -> Wave:
+        """`begins` and `ends`: [documents, ranks] of the head groups; `own` gets groups and rows that leave here."""
         pieces, table, shares = self._pieces, [], []
-        landed = np.zeros(self._ranks, np.int64)
-        for document in np.unique(pieces.document):
-            of = np.flatnonzero(pieces.document == document)
-            held = np.bincount(pieces.rank[of], weights=(pieces.end - pieces.begin)[of], minlength=self._ranks)
-            tokens = int(held.sum())
-            ends = np.cumsum(divide(groups, held.astype(np.int64)))
-            for server, end in enumerate(ends):
-                begin = int(ends[server - 1]) if server else 0
-                for group in range(begin, int(end)):
+        names = np.unique(pieces.document)
+        left, landed = np.zeros(self._ranks, np.int64), np.zeros(self._ranks, np.int64)
+        for document, name in enumerate(names):
+            of, tokens = np.flatnonzero(pieces.document == name), int(self._held[document].sum())
+            for server in range(self._ranks):
+                begin, end = int(begins[document, server]), int(ends[document, server])
+                for group in range(begin, end):
                     for at in of:
-                        home, size = pieces.rank[at], pieces.end[at] - pieces.begin[at]
-                        row = group * self._rows_of_rank[home] + self._base[at]
-                        table.append((home, row, server, landed[server] + pieces.begin[at], size))
+                        home, size = int(pieces.rank[at]), int(pieces.end[at] - pieces.begin[at])
+                        table.append((home, left[home], server, landed[server] + pieces.begin[at], size))
+                        left[home] += size
+                        if home == self._rank:
+                            rows = self._base[at] + np.arange(size)
+                            own.append(np.stack([np.full(size, group), rows]))
                     landed[server] += tokens
                 if server == self._rank and begin < end:
-                    shares.append(Share(tokens, begin, int(end)))
-        return Heads(self._way(table, groups * self._rows_of_rank, landed), shares)
+                    shares.append(Share(tokens, begin, end))
+        return Wave(self._way(table, left, landed), shares)
 
     def _look_back(self, count: int) -> Before:
         pieces, table = self._pieces, []
@@ -231,3 +306,35 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         spanning, way, layer = ctx.given
         return None, None, None, None, *spanning.exchange(way, layer, gradients, backward=True)
+
+
+class _Order(torch.autograd.Function):
+    """Rows [G, n, …] in another order, [G · n, …]: each once, so a backward writes and adds nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        ctx.given = index, rows.shape[0]
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _placed(gradient, *ctx.given), None
+
+
+class _Place(torch.autograd.Function):
+    """The reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int) -> torch.Tensor:
+        ctx.index = index
+        return _placed(rows, index, groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient[ctx.index], None, None
+
+
+def _placed(rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int) -> torch.Tensor:
+    found = rows.new_empty(groups, len(rows) // groups, *rows.shape[1:])
+    found[index] = rows
+    return found

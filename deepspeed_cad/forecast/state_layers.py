@@ -22,8 +22,9 @@ from deepspeed_cad.shares import choose_groups, divide
 PASSES = 8.0
 """Bytes read and written on a rank for each byte of its rows, counted in the code: put in the order of heads, packed,
 taken out of where they land, and put as the kernel takes them."""
-COPIES = 2.0
-"""Of what the kernel takes, beside what the layer would hold on one rank: as packed at home, and as it came."""
+COPIES = 2.0 + 2.0 * HEADROOM
+"""Of what the kernel takes, beside what the layer would hold on one rank: as packed at home, as it came, and two
+landing areas, which take turns. In waves it would be less."""
 KERNELS = 2, 3
 """Exchanges of a layer with a recurrent kernel, in a recompute and in the others: what the kernel takes, what it gives,
 and rows before pieces, which are kept."""
@@ -91,7 +92,7 @@ def find_travel(setting: Setting, layout: Layout) -> Travel | None:
         setting.in_pass(layer * float(inside.max())),
         sent.sum(1) * (size * state.count * float(setting.in_pass(_both(1.0, 1.0)).total)),
         1.0 + max(0.0, extra) / most,
-        (HEADROOM + COPIES) * taken * float(np.maximum(inside, runs).max()),
+        COPIES * taken * float(np.maximum(inside, runs).max()),
         setting.in_pass(layer * redone + _both(gather, gather)),
     )
 

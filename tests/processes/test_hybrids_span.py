@@ -48,9 +48,9 @@ def _expected(model: Any, docs: list[torch.Tensor]) -> tuple[torch.Tensor, torch
     return logits.detach(), weights
 
 
-def _built(kind: str, dtype: torch.dtype) -> Any:
+def _built(kind: str, dtype: torch.dtype, **sizes: Any) -> Any:
     family = next(one for one in FAMILIES if one.kind == kind)
-    return tiny_model(kind, dtype, **family.changes).train()
+    return tiny_model(kind, dtype, **family.changes | sizes).train()
 
 
 def _with_lora(model: Any) -> Any:
@@ -273,6 +273,32 @@ def _moved(rank: int, world: int, kind: str, lengths: list[int], checkpoint: boo
     finally:
         Spanning.exchange = exchange  # type: ignore[method-assign]
     return moved
+
+
+def _in_waves(rank: int, world: int, memory: float | None) -> tuple[dict[str, Any], list[Any]]:
+    """How far eight heads are from each document alone, and in how many waves they came."""
+    heads = {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
+    reference, model = (_built("qwen3_5_text", torch.float64, **heads) for _ in range(2))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found, divide = [], Spanning.heads
+
+    def counted(self: Any, groups: int, *given: Any) -> Any:
+        heads = divide(self, groups, *given)
+        found.append(len(heads.waves))
+        return heads
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Spanning, "heads", counted)
+        deepspeed_cad.apply(model, {**BLOCK, "memory": memory} if memory else BLOCK)
+        return _one_stream(rank, world, reference, model, [60, 200, 20], {}), found
+
+
+def test_waves(workers: WorkerPool) -> None:
+    """Where memory is short, what lands comes in parts of each rank's heads; forward and recompute alike."""
+    for memory, waves in ((None, [1, 1]), (2e-4, [3, 3])):
+        for found, came in workers.run(_in_waves, 2, memory):
+            assert came == waves
+            _check([[found]], "qwen3_5_text")
 
 
 def test_what_moves(workers: WorkerPool) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cad.attention.spanning import Spanning, Way
+from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
+from deepspeed_cad.attention.spanning import AREAS, Spanning, Way
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import HOME, HOME_ROW, ROWS, SERVER, SERVER_ROW
 from deepspeed_cad.shares import choose_groups, divide
 
+ROW_BYTES = 16
 
-def _all_ranks(layout: Layout) -> list[Spanning]:
+
+def _all_ranks(layout: Layout, memory: ExchangeMemory = NO_LIMIT) -> list[Spanning]:
     nobody: Any = None
-    return [Spanning(layout, rank, nobody, 0, torch.device("cpu")) for rank in range(layout.ranks)]
+    return [Spanning(layout, rank, nobody, 0, torch.device("cpu"), memory) for rank in range(layout.ranks)]
 
 
 def _carry(ways: list[Way], rows: list[np.ndarray]) -> list[np.ndarray]:
@@ -45,35 +51,56 @@ STREAMS = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
-@given(STREAMS)
-def test_every_row_lands_once(drawn: tuple[list[int], int, bool, int]) -> None:
+LIMITS = st.sampled_from([math.inf, 4000.0, 500.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(STREAMS, LIMITS)
+def test_every_row_lands_once(drawn: tuple[list[int], int, bool, int], limit: float) -> None:
     """Documents are whole and in order where their heads run; back every row lands where it was; no more rows move than
-    by an all-to-all by heads."""
+    by an all-to-all by heads, and no more land at once than fit, where head groups can be parted so."""
     lengths, ranks, zigzag, groups = drawn
     layout = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks), zigzag)
-    all_ranks = _all_ranks(layout)
-    heads = [one.heads(groups) for one in all_ranks]
+    all_ranks = _all_ranks(layout, ExchangeMemory(limit, most=math.inf))
+    heads = [one.heads(groups, ROW_BYTES) for one in all_ranks]
     names = np.concatenate([[0], np.cumsum(lengths)])  # of the first row of each document
     rows = []
     for rank, one in enumerate(all_ranks):
         local = layout.local(rank)
         document = np.repeat(layout.segments.document[layout.segments.rank == rank], local.end - local.begin)
-        name = names[document] + local.positions()[: len(document)]
-        rows.append((name[one.rows] + 1000 * np.arange(groups)[:, None]).reshape(-1))
-    landed = _carry([one.way for one in heads], rows)
-    for found, shares in zip(landed, [one.shares for one in heads]):
-        at = 0
-        for tokens, begin, end in shares:
-            part = found[at : at + (end - begin) * tokens].reshape(end - begin, tokens)
-            assert (part == part[0, 0] + np.arange(tokens) + 1000 * np.arange(end - begin)[:, None]).all()
-            at += part.size
-        assert at == len(found)
-    for got, expected in zip(_carry([one.way.reverse() for one in heads], landed), rows):
-        assert (got == expected).all()
+        name = torch.from_numpy(names[document] + local.positions()[: len(document)])[one.rows]
+        rows.append(heads[rank].leave(name + 1000 * torch.arange(groups)[:, None]))
+    moved, came = 0, []
+    most = max((end - begin for one in heads for wave in one.waves for _, begin, end in wave.shares), default=0)
+    for number, ways in enumerate(zip(*(one.waves for one in heads), strict=True)):
+        out = [one.way for one in ways]
+        leaving = [one[number].numpy() for one in rows]
+        landed = _carry(out, leaving)
+        for found, wave in zip(landed, ways):
+            at = 0
+            for tokens, begin, end in wave.shares:
+                part = found[at : at + (end - begin) * tokens].reshape(end - begin, tokens)
+                assert (part == part[0, 0] + np.arange(tokens) + 1000 * np.arange(end - begin)[:, None]).all()
+                at += part.size
+            assert at == len(found)
+        came.append(_carry([one.reverse() for one in out], landed))
+        moved += sum(int(one.out.sends[:, ROWS].sum()) for one in out)
+        fullest = max(max(len(one) for one in landed), max(len(one) for one in leaving))
+        assert AREAS * ROW_BYTES * fullest <= limit or most <= 1
+    for one, expected, *got in zip(heads, rows, *came):
+        own = one.come_home([torch.from_numpy(wave) for wave in got], groups)
+        assert (torch.cat(one.leave(own)) == torch.cat(expected)).all()
+        assert (own[:, :] == own[0] + 1000 * torch.arange(groups)[:, None]).all()
     documents, spread = layout.segments.count_ranks()
     by_heads = sum(lengths[d] * groups * (1 - 1 / k) for d, k in zip(documents, spread) if k > 1)
-    assert sum(int(one.way.out.sends[:, ROWS].sum()) for one in heads) <= by_heads + 1e-9
+    assert moved <= by_heads + 1e-9
+
+
+def test_what_does_not_fit_is_said_on_every_rank() -> None:
+    layout = Layout.from_stream([40], 2, 20)
+    for one in _all_ranks(layout, ExchangeMemory(1000.0, source='the key "memory"')):
+        with pytest.raises(CADError, match=r'Mixer of layer 3: .* rank 0 needs .* the key "memory" allows'):
+            one.heads(4, ROW_BYTES, "Mixer of layer 3")
 
 
 @settings(max_examples=30, deadline=None)
