@@ -48,9 +48,6 @@ class CostModel:
         return replace(self, pair=self.pair * share, row=self.row * share, key=0.0, task=self.task * share)
 
 
-TICKS_PER_LOAD = 2
-"""A load is that of forward and backward, a tick is one of them."""
-
 PAIRS = CostModel()
 """One per query-key pair: no measurement needed, and exact where kernels run at one speed."""
 
