@@ -12,6 +12,9 @@ import pytest
 import torch
 import training
 from pool import WorkerPool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_cad
 
@@ -29,6 +32,9 @@ def _two_models(rank: int, world: int, dtype: str, block: dict[str, Any], how: s
     model = deepspeed_cad.apply(policy, {**BLOCK, **block}).train()
     if how == "a copy":
         reference = copy.deepcopy(model)
+    elif how == "other wrappers":
+        model = DistributedDataParallel(model)
+        fully_shard(reference, mesh=init_device_mesh("cpu", (world,)))
     session = deepspeed_cad.current_session()
     for step in range(3):
         batch = training.pack(training.documents([230, 31] if rank == step % world else [20, 9, 44], 10 * step + rank))
@@ -50,7 +56,10 @@ def _two_models(rank: int, world: int, dtype: str, block: dict[str, Any], how: s
 
 
 @pytest.mark.parametrize("block", [{}, {"forward_only": "balanced"}], ids=["local", "balanced"])
-@pytest.mark.parametrize(("dtype", "how"), [("bfloat16", "another model"), ("float32", "a copy")])
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [("bfloat16", "another model"), ("float32", "a copy"), ("bfloat16", "other wrappers")],
+)
 def test_a_policy_and_its_reference(workers: WorkerPool, dtype: str, how: str, block: dict[str, Any]) -> None:
     assert all(sent > 0 for sent, _ in workers.run(_two_models, 3, dtype, block, how))
 
