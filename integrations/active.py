@@ -125,13 +125,15 @@ class ProcessCheck(ActivationCheck):
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        host = sys.modules.get("transformers.modeling_utils")  # a process without it trains no model of transformers
+        model = module._modules.get("_orig_mod", module)  # torch.compile
+        if host is None or not isinstance(model, host.PreTrainedModel):
+            return
         session = current_session()
         if session is not None and session is not self._opened:
             self._forward_handle.remove()
             return
-        host = sys.modules.get("transformers.modeling_utils")  # a process without it trains no model of transformers
-        model = module._modules.get("_orig_mod", module)  # torch.compile
-        if host is None or not isinstance(model, host.PreTrainedModel) or model in self._known:
+        if model in self._known:
             return
         trained = model.training and torch.is_grad_enabled()
         if not trained and (self.config.forward_only == "local" or generates()):

@@ -46,12 +46,12 @@ def _write_inputs(folder: Path) -> None:
     pandas.DataFrame({"messages": rows}).to_parquet(folder / "rows.parquet")
 
 
-def _train(cad: bool, folder: Path, *words: str) -> list[dict[str, Any]]:
-    """What both ranks wrote."""
+def _train(cad: bool, folder: Path, world: int, *words: str) -> list[dict[str, Any]]:
+    """What all ranks wrote."""
     out = folder / f"out.{cad}"
     front = ["-m", "deepspeed_cad.run", "--cad", BLOCK] if cad else []
     command = [
-        *torchrun(2), *front, SCRIPT, str(out), "model.path=model", "data.train_files=rows.parquet",
+        *torchrun(world), *front, SCRIPT, str(out), "model.path=model", "data.train_files=rows.parquet",
         "data.val_files=rows.parquet", "data.train_batch_size=8", "data.max_token_len_per_gpu=260",
         "data.max_length=300", "data.num_workers=0", "trainer.device=cpu", "engine=fsdp", "engine.strategy=fsdp2",
         "optim.lr=1e-3", "+engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
@@ -60,17 +60,17 @@ def _train(cad: bool, folder: Path, *words: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
     done = run(command, folder)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(f"{out}.{rank}") for rank in range(2)]
+    return [torch.load(f"{out}.{rank}") for rank in range(world)]
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_sft_and_the_engine(tmp_path: Path, checkpointing: bool) -> None:
+@pytest.mark.parametrize(("checkpointing", "world"), [(True, 2), (False, 4)])
+def test_sft_and_the_engine(tmp_path: Path, checkpointing: bool, world: int) -> None:
     """Three steps of dynamic micro-batches with a critic and a reference beside the model, then log-probabilities of
     `infer_batch`: all equal and balanced."""
     _write_inputs(tmp_path)
     words = f"model.enable_gradient_checkpointing={checkpointing}"
-    plain = _train(False, tmp_path, words)
-    for found, expected in zip(_train(True, tmp_path, words), plain, strict=True):
+    plain = _train(False, tmp_path, world, words)
+    for found, expected in zip(_train(True, tmp_path, world, words), plain, strict=True):
         assert len(set(expected["losses"])) == 3
         assert len(set(expected["value losses"])) == 3
         for name in expected:
