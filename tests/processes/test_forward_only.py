@@ -58,10 +58,9 @@ def _looks(rank: int, world: int, block: dict[str, Any], changes: dict[str, Any]
     for docs in mine[:2]:
         training.step_as_alone(model, training.tiny_llama(**changes), docs)
     counted, of_training = session.forward_only.copy(), session.statistics
-    calls = session.counts
     return {
         "looks": counted.micro_batches, "trained": of_training.micro_batches, "balance": counted.imbalance,
-        "before": counted.imbalance_before, "backwards": calls.backwards,
+        "before": counted.imbalance_before,
     }  # fmt: skip
 
 

@@ -200,6 +200,8 @@ OTHER: dict[str, Any] = {
     "GRPO, checkpointing": (_rollouts, {"gradient_checkpointing": True}),
     "KTO, checkpointing": (_kto, {"gradient_checkpointing": True}),
     "DPO, checkpointing": (_dpo, {"per_device_train_batch_size": 2, "gradient_checkpointing": True}),
+    "DPO, padding-free": (_dpo, {"padding_free": True, "max_length": None, "per_device_train_batch_size": 2}),
+    "RLOO": (_rollouts, {"kind": "RLOO"}),
     "DPO, LoRA as its own reference": (_dpo, {"lora": True, "gradient_accumulation_steps": 2}),
 }
 ZERO: dict[str, Any] = {"DPO, ZeRO-3": (_dpo, {"stage": 3, "per_device_train_batch_size": 2})}
@@ -214,6 +216,6 @@ def _compare(rank: int, world: int, cases: dict[str, Any], folder: str) -> dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [OFTEN, *(pytest.param(one, marks=pytest.mark.long) for one in (OTHER, ZERO))])
 def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, cases: dict[str, Any]) -> None:
-    for found in fresh_workers.run(_compare, WORLD, cases, str(tmp_path), timeout=140.0):
+    for found in fresh_workers.run(_compare, WORLD, cases, str(tmp_path), timeout=300.0):
         for name, (plain, cad) in found.items():
             assert_same_and_balanced(name, plain, cad)
