@@ -72,9 +72,10 @@ def _spans(
     how: dict[str, Any],
     lora: bool = False,
     changes: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> list[dict[str, Any]]:
     """`checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it; `changes`: of the block."""
-    reference, model = _built(kind, torch.float64), _built(kind, torch.float64)
+    reference, model = _built(kind, dtype), _built(kind, dtype)
     if lora:
         reference, model = _with_lora(reference), _with_lora(model)
     if checkpoint is not None:
@@ -144,6 +145,16 @@ def test_as_alone(workers: WorkerPool, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "jamba", "lfm2"])
+def test_in_fp32(workers: WorkerPool, kind: str) -> None:
+    """One model for each kernel."""
+    for of_rank in workers.run(_spans, 2, kind, [STREAM], False, {}, False, None, torch.float32, timeout=240.0):
+        for found in of_rank:
+            assert found["logits"] < 1e-5 and found["gradients"][0] < 1e-5, found
+
+
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize(
     ("world", "checkpoint", "zigzag"), [(2, None, False), (2, True, True), (3, None, True), (4, True, False)]
@@ -206,13 +217,13 @@ def test_kernels_that_take_borders(workers: WorkerPool, kind: str, module: str, 
 
 
 def _sharded(rank: int, world: int, kind: str, how: str) -> float:
-    """Largest difference of gradients, averaged over ranks as engines do, of a step under ZeRO-3 or FSDP2."""
+    """Largest difference of gradients, averaged over ranks as engines do, of a step under ZeRO or FSDP2."""
     reference, model = _built(kind, torch.float32), _built(kind, torch.float32)
     _, weights = _expected(reference, _documents(STREAM))
     part, here = _part(STREAM, rank, world)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    if how == "zero3":
-        got = _zero3(model, part, weights[here])
+    if how.startswith("zero"):
+        got = _zero(int(how[-1]), model, part, weights[here])
     else:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -227,11 +238,11 @@ def _sharded(rank: int, world: int, kind: str, how: str) -> float:
     return max(float((got[name] - one).abs().max()) for name, one in wanted.items()) / largest
 
 
-def _zero3(model: Any, part: Any, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+def _zero(stage: int, model: Any, part: Any, weights: torch.Tensor) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_grad
 
     deepspeed = import_deepspeed()
-    config = engine_config(3, cad=BLOCK)
+    config = engine_config(stage, cad=BLOCK)
     config["optimizer"]["params"]["lr"] = 0.0
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.train()
@@ -243,7 +254,14 @@ def _zero3(model: Any, part: Any, weights: torch.Tensor) -> dict[str, torch.Tens
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "how"), [("qwen3_5_text", "zero3"), pytest.param("falcon_h1", "fsdp2", marks=pytest.mark.long)]
+    ("kind", "how"),
+    [
+        ("qwen3_5_text", "zero3"),
+        *(
+            pytest.param(kind, how, marks=pytest.mark.long)
+            for kind, how in (("falcon_h1", "fsdp2"), ("lfm2", "zero1"), ("qwen3_5_text", "zero2"))
+        ),
+    ],
 )
 def test_sharded(fresh_workers: WorkerPool, kind: str, how: str) -> None:
     """Every rank gathers the same layers as often, whatever documents it has."""
