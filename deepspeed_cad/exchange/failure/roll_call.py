@@ -31,7 +31,8 @@ Name = TypeVar("Name")
 
 _REASONS = (
     "deepspeed_cad is not installed there, or in another version; or DEEPSPEED_CAD_AUTOLOAD=0 is set there; or these "
-    'ranks were not asked for CAD (another DeepSpeed JSON, no "cad" block). Run "deepspeed-cad doctor" on their hosts'
+    'ranks were not asked for CAD (another DeepSpeed JSON, no "cad" block), or did not run the forward at which CAD is '
+    'turned on here. Run "deepspeed-cad doctor" on their hosts'
 )
 
 
