@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 import training
 from pool import WorkerPool
 
@@ -91,23 +89,3 @@ def test_checkpointing(workers: WorkerPool, checkpoint: str, overlap: str, recom
         assert r["forwards"] == calls * (2 if recompute else 1)
         assert r["replays"] == (0 if recompute else calls)
         assert r["exchanges"] == calls * (6 if recompute else 4)
-
-
-def _evaluate(rank: int, world: int) -> None:
-    model = training.tiny_llama()
-    reference = training.tiny_llama()
-    deepspeed_cad.apply(model, {"granularity": 16, "links": training.LINKS})
-    session = deepspeed_cad.current_session()
-    own = training.documents([40, 3, 9], seed=rank)
-    model.eval()
-    with torch.no_grad():
-        if rank == 0:  # alone: nothing may wait for the other rank
-            with torch.enable_grad():
-                expected, _ = training.alone(reference, own)
-            assert abs(float(training.loss_sum(model, training.pack(own))) - expected) < 1e-8
-    assert session.transport.exchanges == 0
-    dist.barrier()
-
-
-def test_evaluation_is_local(workers: WorkerPool) -> None:
-    workers.run(_evaluate, 2)

@@ -53,6 +53,8 @@ RIGHT = {
     "additive": loop(block=interleaved(), forms=("row none bias",)),
     "a stream": loop(3, block={"overlap": "pingpong"}, forms=("stream",)),
     "streams, some in zigzag": loop(3, block={"waves": 2}, forms=("stream",), batches=(4,) * 3),
+    # One rank evaluates more often than the other.
+    "evaluation": loop(evaluate=1),
     # Beside reserved servers.
     "2 + 1": loop(servers=1, batches=(3, 3)),
     "1 + 2": loop(1, servers=2, batches=(3,)),
@@ -186,7 +188,7 @@ ERRORS = {
     "in the loss": (loop(batches=(6, 6), ahead=False, plant=Plant("loss", 1, 0, 2, caught=True)), AT_THE_NEXT),
     "positions in the next step": (
         loop(block={"documents": "deal"}, batches=(4, 4), accumulation=2, plant=Plant("positions", 1, 0, 3)),
-        ["rank 1", "at row 3 position_ids jump to 5"],
+        ["rank 1", "at row 3 position_ids jump to 5", "rows from 3 to 5"],
     ),
     "no room": (loop(block={"memory": 1e-7}), ["does not fit", '"memory" allows', "MiB more than"]),
     "a loader that raises": (

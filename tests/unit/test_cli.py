@@ -225,27 +225,6 @@ def test_the_trial_finds_what_a_transport_loses(workers, loses: str, found: list
     assert workers.run(trial_of_two, 2, loses) == found
 
 
-@pytest.mark.parametrize(("name", "host"), [("c10d", None), ("nccl", None), ("mixed", 1)])
-def test_the_trial_puts_its_processes_on_two_hosts_for_mixed(monkeypatch, name: str, host: int | None) -> None:
-    from deepspeed_cad.cli import exchange_trial
-
-    asked = []
-
-    class Asked(Exception):
-        pass
-
-    def choose(chosen, group, device, timeout_s, host):
-        asked.append((chosen, host))
-        raise Asked
-
-    monkeypatch.setattr(exchange_trial, "choose_transport", choose)
-    monkeypatch.setattr(exchange_trial.dist, "init_process_group", lambda *args, **options: None)
-    monkeypatch.setattr(exchange_trial.dist, "group", SimpleNamespace(WORLD=object()))
-    with pytest.raises(Asked):
-        exchange_trial.main(name, 1, "store")
-    assert asked == [(name, host)]
-
-
 @pytest.mark.slow
 def test_the_doctor_on_this_machine() -> None:
     done = subprocess.run(

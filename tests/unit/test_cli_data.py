@@ -98,25 +98,13 @@ def _write(folder: Path, name: str, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "list.json",
-        "indented.json",
-        "lines.json",
-        "lines.jsonl",
-        "lines.ndjson",
-        "lines.jsonl.gz",
-        "table.parquet",
-        "table.csv",
-        "table.tsv",
-        "saved",
-        "saved_splits",
-        "folder",
-        "blank_lines.txt",
-        "texts",
-    ],
+FORMATS = (
+    "list.json indented.json lines.json lines.jsonl lines.ndjson lines.jsonl.gz table.parquet table.csv table.tsv "
+    "saved saved_splits folder blank_lines.txt texts"
 )
+
+
+@pytest.mark.parametrize("name", FORMATS.split())
 def test_every_format_gives_the_same_lengths(tmp_path: Path, plan: Callable[..., Any], name: str) -> None:
     code, answer, said = plan(_write(tmp_path, name))
     assert code == 0, said

@@ -346,26 +346,10 @@ def test_bad_values_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
 
 
 def test_options_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+    usually = "plan long-mix --packing bfd --ranks 16 --steps 1 --modes plain,cad --json".split()
+
     def run(*words: str) -> dict[str, Any]:
-        assert (
-            main(
-                [
-                    "plan",
-                    "long-mix",
-                    "--packing",
-                    "bfd",
-                    "--ranks",
-                    "16",
-                    "--steps",
-                    "1",
-                    "--modes",
-                    "plain,cad",
-                    "--json",
-                    *words,
-                ]
-            )
-            == 0
-        )
+        assert main([*usually, *words]) == 0
         return {mode["mode"]: mode for mode in json.loads(capsys.readouterr().out)["modes"]}
 
     usual = run()
