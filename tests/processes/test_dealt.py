@@ -474,6 +474,33 @@ def test_trl(fresh_workers: WorkerPool, tmp_path: Any, padding_free: bool) -> No
         assert np.mean(dealt["tokens"]) < np.mean(dealt["before"]) - 0.02
 
 
+def _prepared(cad: bool) -> dict[str, Any]:
+    """Gradients of a loop with a prepared loader: from the second micro-batch on documents are dealt out."""
+    from accelerate import Accelerator
+    from deepspeed_cad.integrations.accelerate import CADPlugin
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**BLOCK, documents="deal")] if cad else None)
+    data = torch.utils.data.DataLoader(_Samples(32), batch_size=4, collate_fn=_collate(False))
+    model, loader = accelerator.prepare(training.sdpa_llama(torch.float64), data)
+    for batch in loader:
+        accelerator.backward(training.loss_sum(model, batch) / 100)
+    if cad:
+        figures = deepspeed_cad.current_session().statistics.as_events()
+        assert figures["cad/tokens_max_over_mean"] < figures["cad/tokens_max_over_mean_before"] - 0.02
+    return {key: value.grad.numpy().copy() for key, value in model.module.named_parameters()}
+
+
+def _both_prepared(rank: int, world: int) -> Any:
+    return without_and_with(_prepared)
+
+
+@pytest.mark.slow
+def test_prepared_loader(fresh_workers: WorkerPool) -> None:
+    for plain, dealt in fresh_workers.run(_both_prepared, 2, timeout=140.0):
+        for key, value in plain.items():
+            assert np.abs(dealt[key] - value).max() < 1e-10 * (1 + np.abs(value).max()), key
+
+
 def _staying(rank: int, world: int, folder: str) -> dict[str, str]:
     """What the first line says where documents stay, by the reason."""
     from transformers import Trainer

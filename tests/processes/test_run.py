@@ -6,7 +6,7 @@ import json
 
 import pytest
 import training
-from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, torchrun, trained, zero
+from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, run_ranks, torchrun, trained, zero
 from ports import free_port
 from trainers import assert_same
 
@@ -74,3 +74,13 @@ def test_deepspeed_launcher(plain, tmp_path) -> None:
 
 
 # Bad input: one clear line, and no training
+
+
+@pytest.mark.slow
+def test_not_active_by_the_first_step(tmp_path) -> None:
+    """A script that takes an optimizer step without CAD ends with 2, and leaves nothing that looks trained."""
+    done = run_ranks(1, [*CAD, SCRIPT, "eval", "out.json"], tmp_path)
+    line = next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "not active at the first optimizer step" in line and "eval mode" in line and "--cad" in line
+    assert not (tmp_path / "out.json").exists()
