@@ -213,7 +213,7 @@ def test_what_fits_and_what_would() -> None:
 def test_only_what_was_compared_has_no_star() -> None:
     names = {
         (ranks, one.mode)
-        for ranks in (2, 3, 4)
+        for ranks in (1, 2, 3, 4)
         for one in compare(setting(ranks), [[Layout.from_rank_lengths([[4096]] * ranks)]], servers=1).found
         if one.measured
     }
