@@ -52,5 +52,7 @@ def test_command(tmp_path, command: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     said = done.stdout
     assert "attention max/mean" in said and "loss" in said
+    if "own_model.py" in command:
+        return  # no model of transformers, and it saves nothing
     parameters, attention = launch(1, ["-c", LOAD, str(tmp_path)], ROOT).stdout.split()[-2:]
     assert int(parameters) > 50_000 and attention != "cad"
