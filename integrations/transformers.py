@@ -423,7 +423,8 @@ class Binding:
             if bool(scope.unread.differs):
                 self._refuse(
                     f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
-                    'announced. Set "look_ahead": 0 if batches are changed or skipped between loader and model'
+                    'announced. Set "look_ahead": 0 if batches are changed between loader and model, or fewer than a '
+                    "step's are skipped"
                 )
         return no_rows(output) if scope.empty else None
 

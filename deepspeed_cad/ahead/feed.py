@@ -86,9 +86,10 @@ class Feed:
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
         self._epoch = self._index = self._step = self._asked = 0
         self._forwards = self._looks = 0
-        self.given_out = 0
+        self._given_out = 0
         """Announced micro-batches that the loader gave out and that were not trained yet."""
         self._at_once = 1
+        """As many micro-batches this loop draws before it trains the first of them."""
         self._unannounced = 0
         """Training forwards in a row that no loader had announced."""
         self._ends: dict[int, End] = {}
@@ -123,8 +124,12 @@ class Feed:
         """
         self._drop_next(len(self._ahead))
         self._epoch += 1
-        self._index = self._step = self.given_out = 0
+        self._index = self._step = self._given_out = 0
         self._at_once = max(self._at_once, at_once)
+
+    def give_out(self) -> None:
+        """The loader gives the training loop one more batch, if one is left that was announced."""
+        self._given_out = min(self._given_out + 1, len(self._ahead))
 
     def announce(self, mine: Announcement, backward: bool = True) -> None:
         """This rank will run `mine` after everything it announced before; `backward`: and its backward."""
@@ -195,7 +200,7 @@ class Feed:
     def draws_more(self) -> bool:
         """Whether the training loop drew more micro-batches than it draws at once: it may have passed some over, as one
         does that goes on from a checkpoint."""
-        return self.given_out > self._at_once
+        return self._given_out > self._at_once
 
     @property
     def over(self) -> str:
@@ -210,20 +215,21 @@ class Feed:
         self._refuse_abandoned()
         if self._ahead:
             if mine is not None and self.draws_more:
-                drawn = (one.local.same_as(mine.local) for one, _ in islice(self._ahead, self.given_out))
+                drawn = (one.local.same_as(mine.local) for one, _ in islice(self._ahead, self._given_out))
                 passed_over = next((place for place, same in enumerate(drawn) if same), 0)
                 self._drop_next(passed_over)
                 if not passed_over:  # it reads its loader ahead of training
-                    self._at_once = self.given_out
+                    self._at_once = self._given_out
             announced, future = self._ahead.popleft()
-            self._unannounced, self.given_out = 0, max(self.given_out - 1, 0)
+            self._unannounced, self._given_out = 0, max(self._given_out - 1, 0)
             if mine is not None and not announced.local.same_as(mine.local):
                 self.fail(
                     CADDataError(
                         f"rank {self.rank}: the micro-batch that reached the model "
                         f"({mine.local.tokens} tokens in {len(mine.local.begin)} documents) is not the one that the "
                         f"loader announced ({announced.local.tokens} in {len(announced.local.begin)}). "
-                        'Set "look_ahead": 0 if batches are changed or skipped between loader and model'
+                        'Set "look_ahead": 0 if batches are changed between loader and model, or fewer than '
+                        "a step's are skipped"
                     )
                 )
         elif mine is None:
@@ -374,7 +380,7 @@ class Feed:
     def _drop_next(self, count: int) -> None:
         """The announced micro-batches that come next will not be trained here."""
         dropped = [self._ahead.popleft()[1] for _ in range(count)]
-        self.given_out = max(self.given_out - count, 0)
+        self._given_out = max(self._given_out - count, 0)
         if dropped and self.gatherer.liveness is not None:
             self.worker.submit(lambda: self._drop(dropped))
 

@@ -80,7 +80,7 @@ class LookAheadLoader:
                     following += source.take(self._accumulation - len(following))
                     step = self._submit(source, following)
                 source.given_out(last=step is None and i == len(batches) - 1)
-                self._feed.given_out += 1
+                self._feed.give_out()
                 yield batch
 
     def __len__(self) -> int:

@@ -684,7 +684,7 @@ def test_the_end_of_an_accelerate_loader_stays_where_it_is() -> None:
 
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(range(5)))
-    feed: Any = SimpleNamespace(replicas=1, deals=False, given_out=0, end=lambda: None)
+    feed: Any = SimpleNamespace(replicas=1, deals=False, give_out=lambda: None, end=lambda: None)
     feed.begin_epoch = lambda at_once: None
     ahead = LookAheadLoader(loader, feed, 2)
     for _ in range(2):
