@@ -92,10 +92,10 @@ def _open_in_place(config: CADConfig, device: torch.device, replica: Replica | N
         raise
     except RuntimeError as error:
         raise CADPeerError(
-            f"rank {rank} on {socket.gethostname()} cannot connect to all other ranks within "
-            f"{config.timeout_s:g} s ({str(error).strip().splitlines()[0][:300]}). The hosts reach the job's "
-            "store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network that "
-            "connects them, and look at routes and firewalls"
+            f"rank {rank} on {socket.gethostname()} cannot connect to all other ranks, with "
+            f"{config.timeout_s:g} s for each try ({str(error).strip().splitlines()[0][:300]}). The hosts reach the "
+            "job's store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network "
+            "that connects them, and look at routes and firewalls"
         ) from error
     board = open_board(cpu, rank, ranks, config.timeout_s)
     board.watched = shares.members
