@@ -65,22 +65,18 @@ def read_model_shape(where: str | None) -> ModelShape:
         ) from error
 
 
-CARRYING = {"linear_attention", "mamba", "conv", "hybrid"}
-"""Names of kinds of layers that carry state."""
-
-
 def _state_layers(config: Any) -> StateLayers | None:
     """What the layers that carry state are like in the model that transformers builds; None where there are none, or
     where nothing builds it."""
-    if not CARRYING & set(_kinds(config)):
-        return None
     try:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from deepspeed_cad.integrations.recurrent import find_recurrent
+        from deepspeed_cad.integrations.recurrent import CARRYING, find_recurrent
         from deepspeed_cad.integrations.structure import decoder_layers, find_decoder, has_attention
 
+        if not CARRYING & set(_kinds(config)):
+            return None
         with _quiet(), torch.device("meta"):
             decoder = find_decoder(AutoModelForCausalLM.from_config(config))
     except Exception:  # not installed, or a model that this transformers does not know
@@ -115,7 +111,11 @@ def _not_counted(config: Any, state: StateLayers | None) -> str:
     kinds = _kinds(config)
     if not kinds and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         kinds = ["sliding_attention"] * int(_get(config, "num_hidden_layers"))
-    counted = {"full_attention", "attention"} | (CARRYING if state else set())
+    counted = {"full_attention", "attention"}
+    if state:
+        from deepspeed_cad.integrations.recurrent import CARRYING
+
+        counted |= CARRYING
     others = [kind for kind in kinds if kind not in counted]
     said = [f"{len(others)} of {len(kinds)} layers ({', '.join(sorted(set(others)))})"] if others else []
     if any(getattr(config, name, None) for name in EXPERTS):
