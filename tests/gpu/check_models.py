@@ -1,4 +1,4 @@
-"""Tiny models of five families through `deepspeed_cad.apply` on every transport, against every document alone in fp64.
+"""Tiny models through `deepspeed_cad.apply` on every transport, against every document alone in fp64.
 
 What an ordinary run of the same model errs by is measured beside it: in the same precision, every document alone, with
 transformers' own attention. Loss and every gradient with CAD may err by twice as much. Documents stay on their rank,
@@ -8,6 +8,7 @@ with activation checkpointing, or span ranks, without.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,12 @@ COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 16384, "tie_word_embeddings": False,
 }  # fmt: skip
+TWO_EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     # A token that another rounding sends to another expert would hide everything else: all experts see all tokens.
@@ -43,13 +50,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 2,
     },
     # With flash-linear-attention where it is installed, else document by document
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "qwen3_5_text": DELTA,
+    "qwen3_next": {**DELTA, **TWO_EXPERTS},
+    "olmo_hybrid": DELTA,
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"],
+        "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "linear_num_heads": 4, "linear_head_dim": 64,
     },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], **MAMBA, **TWO_EXPERTS},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-", "mamba_num_heads": 16, "mamba_head_dim": 64, "n_groups": 2,
+        "ssm_state_size": 64,
+    },
+    "falcon_h1": {"mamba_d_ssm": None, **MAMBA},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 16},
 }  # fmt: skip
 """What a config says besides SMALL in model_cases.py; head sizes are those that kernels are built for."""
 HYBRID = "qwen3_5_text"
+NEEDS = {
+    **dict.fromkeys(("qwen3_next", "olmo_hybrid", "kimi_linear"), "fla"),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h", "falcon_h1", "jamba"), "mamba_ssm"),
+}
+"""Models that are here for the kernels of a package, and left out without it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +93,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
     if place.hosts and len(set(place.hosts)) == place.ranks:
         transports = ["mixed", "auto"]
     where = f", hosts {','.join(map(str, place.hosts))}" if place.hosts else ""
-    for kind in case.split(",") if case else filter(known_kind, MODELS):
+    for kind in case.split(",") if case else filter(_runs, MODELS):
         model = make_model(place, kind, sizes)
         several = ("rows", "stream", "waves") if kind == HYBRID else ("rows", "stream")
         exchanges = dict.fromkeys(transports, 0)
@@ -85,6 +108,10 @@ def run(place: Place, lines: Lines, case: str) -> None:
                 label = f"{kind}, {documents}{', checkpointing' * checkpointing}"
                 lines.check(f"model by {transport}{where}", label, check_one)
                 close_session()
+
+
+def _runs(kind: str) -> bool:
+    return known_kind(kind) and (kind not in NEEDS or importlib.util.find_spec(NEEDS[kind]) is not None)
 
 
 def make_model(place: Place, kind: str, sizes: Sizes) -> PreTrainedModel:
@@ -109,7 +136,7 @@ def make_model(place: Place, kind: str, sizes: Sizes) -> PreTrainedModel:
 def memory_of_waves(tokens: int, dtype: torch.dtype) -> float:
     """GiB: too few for two of the four head groups of a hybrid's document of so many tokens on two ranks, which land
     twice; enough for one."""
-    sizes = MODELS[HYBRID]
+    sizes: dict[str, Any] = DELTA
     heads = sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
     elements = 2 * sizes["linear_key_head_dim"] + heads * (sizes["linear_value_head_dim"] + 1)
     return 0.75 * 2 * 2 * tokens * (elements * dtype.itemsize + 4 * heads) / 2**30
