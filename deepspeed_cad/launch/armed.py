@@ -92,7 +92,7 @@ class Armed:
 
     def _arm_deepspeed(self, module: Any) -> None:
         """A call of `deepspeed.initialize` without a "cad" block gets ours; one with another block is refused."""
-        from deepspeed_cad.engine.block import ABSENT, find_cad_block
+        from deepspeed_cad.integrations.deepspeed.block import ABSENT, find_cad_block
         from deepspeed_cad.launch.deepspeed_hook import after_import
 
         after_import(module)
@@ -101,7 +101,7 @@ class Armed:
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            from deepspeed_cad.engine.initialize import initialize as with_cad
+            from deepspeed_cad.integrations.deepspeed.initialize import initialize as with_cad
 
             block = find_cad_block(original, args, kwargs)
             if block is ABSENT:

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from _deepspeed_cad_waiter import AUTOLOAD, WAITED_FOR, only_warn, wait_for
-from deepspeed_cad.engine.block import ABSENT, block_of, find_cad_block, read_config
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.integrations.deepspeed.block import ABSENT, block_of, find_cad_block, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _wrap_initialize(original: Callable) -> Callable:
 
         if not CADConfig.from_dict(block).enabled:
             return original(*args, **kwargs)
-        engine = import_module("deepspeed_cad.engine.initialize")
+        engine = import_module("deepspeed_cad.integrations.deepspeed.initialize")
         return engine.initialize(original, block, args, kwargs)
 
     return initialize

@@ -17,10 +17,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ForwardPass, InferenceSchedule
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.engine.block import find_config
-from deepspeed_cad.engine.monitor import write_statistics
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.roll_call import together
+from deepspeed_cad.integrations.deepspeed.block import find_config
+from deepspeed_cad.integrations.deepspeed.monitor import write_statistics
 from deepspeed_cad.integrations.pipeline import install_attention
 from deepspeed_cad.integrations.recurrent import find_recurrent
 from deepspeed_cad.pipeline.refusals import refuse_block, refuse_deepspeed, refuse_module, refuse_partitioned

@@ -41,9 +41,9 @@ REPORT = "def main(hide_operator_status=False):\n    print('the report')\n    re
 ENGINE = """
 import sys
 import types
-engine = types.ModuleType("deepspeed_cad.engine.initialize")
+engine = types.ModuleType("deepspeed_cad.integrations.deepspeed.initialize")
 engine.initialize = lambda original, block, args, kwargs: ("cad", dict(block), args, sorted(kwargs))
-sys.modules["deepspeed_cad.engine.initialize"] = engine
+sys.modules["deepspeed_cad.integrations.deepspeed.initialize"] = engine
 """
 ARM = "import _deepspeed_cad_autoload as hook; hook.arm()\n"
 FIND = "from _deepspeed_cad_waiter import AUTOLOAD, find_waiter\n"

@@ -16,9 +16,9 @@ pytest.importorskip("accelerate")
 
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from deepspeed_cad.integrations.deepspeed.block import ABSENT, block_of
+from deepspeed_cad.integrations.deepspeed.initialize import find_replica
 
-from deepspeed_cad.engine.block import ABSENT, block_of
-from deepspeed_cad.engine.initialize import find_replica
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 from deepspeed_cad.launch import deepspeed_hook
 

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("transformers", "deepspeed", "accelerate", "trl", "peft", "axolotl", "torchtitan")
-RUNNING = ("ahead", "attention", "exchange", "server", "session", "pipeline.step", "engine", "integrations")
+RUNNING = ("ahead", "attention", "exchange", "server", "session", "pipeline.step", "integrations")
 """Rooms that take part in training; those that only compute are tested without processes."""
 NEVER: dict[str, tuple[str, ...]] = {
     "config": ("torch", "numpy", *HOSTS),
@@ -27,17 +27,17 @@ NEVER: dict[str, tuple[str, ...]] = {
     "schedule": ("torch", *HOSTS, *RUNNING),
     "forecast": ("torch", "profiles", "cli", *HOSTS, *RUNNING),
     "profiles": ("torch.distributed", *HOSTS, *RUNNING),
-    "exchange": (*HOSTS, "attention", "ahead", "server", "session", "planner", "kernels", "engine", "integrations"),
+    "exchange": (*HOSTS, "attention", "ahead", "server", "session", "planner", "kernels", "integrations"),
     "kernels": ("torch.distributed", *HOSTS),
-    "attention": (*HOSTS, "ahead", "server", "session", "engine", "integrations"),
-    "feedback": (*HOSTS, "ahead", "attention", "server", "session", "engine", "integrations"),
-    "ahead": (*HOSTS, "server", "session", "engine", "integrations"),
-    "server": (*HOSTS, "session", "engine", "integrations"),
+    "attention": (*HOSTS, "ahead", "server", "session", "integrations"),
+    "feedback": (*HOSTS, "ahead", "attention", "server", "session", "integrations"),
+    "ahead": (*HOSTS, "server", "session", "integrations"),
+    "server": (*HOSTS, "session", "integrations"),
     "server.split": ("torch", "numpy"),
-    "session": (*HOSTS, "engine", "integrations"),
-    "function": (*HOSTS, "engine", "integrations"),
-    "groups": (*HOSTS, "session", "engine", "integrations"),
-    "shared_cost": (*HOSTS, "server", "session", "engine", "integrations"),
+    "session": (*HOSTS, "integrations"),
+    "function": (*HOSTS, "integrations"),
+    "groups": (*HOSTS, "session", "integrations"),
+    "shared_cost": (*HOSTS, "server", "session", "integrations"),
     "report": (*HOSTS, "torch", *RUNNING),
     "launch": ("torch",),
 }
@@ -48,8 +48,8 @@ THROUGH = {
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.pingpong",
     "attention.thread_state", "attention.layer", "attention.spanning", "pipeline.engine",
 }  # fmt: skip
-"""All that `engine` and `integrations` may import of the rest."""
-STARTS = {"engine", "pipeline", "cli", "api", "run", "launch"}
+"""All that `integrations` may import of the rest."""
+STARTS = {"pipeline", "cli", "api", "run", "launch"}
 """Who may import `integrations`, beside itself."""
 
 
@@ -190,6 +190,6 @@ def test_who_imports_the_integrations() -> None:
 
 
 def test_host_frameworks_reach_the_core_through_these_only() -> None:
-    here = set(of("engine", "integrations"))
+    here = set(of("integrations"))
     ours = {name for module in here for name in imports(module) & set(modules())} - here
     assert ours - {"_deepspeed_cad_waiter"} == {f"deepspeed_cad.{name}" for name in THROUGH}
