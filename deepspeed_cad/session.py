@@ -41,6 +41,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.feedback.memory_limit import ALL, SHARE, MemoryLimit
 from deepspeed_cad.feedback.non_attention import NonAttention
+from deepspeed_cad.feedback.shared_cost import share_cost
 from deepspeed_cad.groups import open_groups
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.kernels.registry import choose
@@ -52,7 +53,6 @@ from deepspeed_cad.report.statistics import Statistics
 from deepspeed_cad.report.unused_keys import unused_keys
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.server.surviving.members import transports_of
-from deepspeed_cad.shared_cost import share_cost
 from deepspeed_cad.shares import Replica, refuse_beside_shares
 from deepspeed_cad.trace.record import open_tracer
 

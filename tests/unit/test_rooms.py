@@ -37,7 +37,6 @@ NEVER: dict[str, tuple[str, ...]] = {
     "session": (*HOSTS, "integrations"),
     "function": (*HOSTS, "integrations"),
     "groups": (*HOSTS, "session", "integrations"),
-    "shared_cost": (*HOSTS, "server", "session", "integrations"),
     "report": (*HOSTS, "torch", *RUNNING),
     "launch": ("torch",),
 }
