@@ -24,7 +24,7 @@ from deepspeed_cad.integrations.borders import NAME, Borders
 from deepspeed_cad.integrations.mixed_in import inside_wrappers, mix_in
 from deepspeed_cad.integrations.spanning import run_over_ranks
 from deepspeed_cad.integrations.state_check import Way, find_way
-from deepspeed_cad.integrations.structure import name_layer
+from deepspeed_cad.integrations.structure import has_cache, name_layer
 from torch import nn
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError
@@ -34,7 +34,6 @@ logger = logging.getLogger("deepspeed_cad")
 CARRYING = {"linear_attention", "mamba", "conv", "hybrid"}
 """Kinds of decoder layers, as configs name them, that hold such a layer."""
 
-_CACHES = ("cache_params", "past_key_values", "past_key_value")
 _OF_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say where documents begin. CAD knows that from the plan and gives its own."""
 _UNUSED = ("cache_position", "labels", "shift_labels")
@@ -178,14 +177,13 @@ def _run(
         # Older versions of transformers hand the mask of attention to all layers, which is a plan here.
         mask = None
     label = name_layer(module)
-    cached = any(given.get(name) is not None for name in _CACHES)
     given = {name: value for name, value in given.items() if name not in _OF_BORDERS}
     if hidden_BSD.shape[:2] != (borders.batch, borders.width):
         raise CADError(
             f"{label} got {list(hidden_BSD.shape[:2])} tokens where its micro-batch has "
             f"[{borders.batch}, {borders.width}]"
         )
-    if cached:
+    if has_cache(given):
         if not borders.are_batch_rows:
             raise CADUnsupportedError(f"{label} got a cache for packed documents; pass use_cache=False")
         return whole(hidden_states=hidden_BSD, attention_mask=mask, **given)

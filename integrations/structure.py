@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deepspeed_cad.errors import CADUnsupportedError
+
+CACHES = ("cache", "past_key_values", "past_key_value", "cache_params")
+"""How versions of transformers call the argument that holds keys or state of tokens before; since 5.24 all "cache"."""
+
+
+def has_cache(given: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a decoder or layer hold what tokens before left."""
+    return any(given.get(name) is not None for name in CACHES)
 
 
 def find_model(model: torch.nn.Module) -> PreTrainedModel:

@@ -51,6 +51,7 @@ from deepspeed_cad.integrations.structure import (
     find_decoder,
     find_model,
     has_attention,
+    has_cache,
     text_part,
     training_device,
 )
@@ -199,7 +200,7 @@ class Binding:
             self.session.references.pop(decoder, None)
             self.remove()
             return {}
-        cached = given.get("past_key_values") is not None or generates()
+        cached = has_cache(given) or generates()
         # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
         asks = bool(given.get("use_cache"))
         follows = self._follows is not None

@@ -35,7 +35,8 @@ def given_by_transformers(positions: list[list[int]], mask: torch.Tensor | None,
     hidden = torch.zeros(*ids.shape, 4)
     arguments = {
         "config": config, "inputs_embeds": hidden, "input_embeds": hidden, "attention_mask": mask,
-        "cache_position": torch.arange(ids.shape[1]), "past_key_values": None, "position_ids": ids,
+        "cache_position": torch.arange(ids.shape[1]), "past_key_values": None, "cache": None,
+        "position_ids": ids,
     }  # fmt: skip
     known = inspect.signature(make).parameters
     make(**{name: value for name, value in arguments.items() if name in known})
