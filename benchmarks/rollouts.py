@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -159,7 +160,8 @@ def main() -> None:
             said.append([*(one for _, of in passes for one in of), *losses])
             if step:
                 seconds[way.name].append((sum(one for one, _ in passes), trained))
-        farthest = max(farthest, *(float((a - b).abs().max()) for a, b in zip(*said)))
+        found = [float((a - b).abs().max()) for a, b in zip(*said)]
+        farthest = max([farthest, *found], key=lambda one: (math.isnan(one), one))
     apart = torch.tensor(farthest)
     dist.all_reduce(apart, dist.ReduceOp.MAX)
     if rank == 0:

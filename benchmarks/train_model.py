@@ -17,6 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 LOSS_ROWS = 4096
 """Rows whose logits exist at a time."""
+ALIGNED = 128
+"""Every parameter begins at a multiple of so many values in the flat buffer: 256 bytes in bf16. The matrix products of
+gpt-oss's experts want 16 bytes."""
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -111,16 +114,17 @@ class ShardedAdamW:
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         device, dtype = parameters[0].device, parameters[0].dtype
-        self.shard = -(-sum(p.numel() for p in parameters) // (self.ranks * 128)) * 128
+        sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in parameters]
+        self.shard = -(-sum(sizes) // (self.ranks * ALIGNED)) * ALIGNED
         self.weights = torch.zeros(self.shard * self.ranks, dtype=dtype, device=device)
         self.gradients = torch.zeros_like(self.weights)
         begin = 0
-        for p in parameters:
+        for p, size in zip(parameters, sizes):
             view = self.weights[begin : begin + p.numel()].view_as(p)
             view.copy_(p.data)
             p.data = view
             p.grad = self.gradients[begin : begin + p.numel()].view_as(p)
-            begin += p.numel()
+            begin += size
         own = slice(self.rank * self.shard, (self.rank + 1) * self.shard)
         self.own_weights, self.own_gradients = self.weights[own], self.gradients[own]
         self.master = torch.nn.Parameter(self.own_weights.float())

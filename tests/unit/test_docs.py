@@ -182,18 +182,24 @@ COMMANDS = ("deepspeed-cad doctor", '"verify": 2', '"enabled": false')
 
 @pytest.mark.parametrize(("page", "base"), [("compare.md", "ulysses"), ("is-it-for-me.md", "dp")])
 def test_measured_ratios_are_those_of_the_runs(page: str, base: str) -> None:
-    """CAD over a mode as measured, and over the same without what its slowest rank spent on repeating attention."""
+    """CAD over a mode as measured, and over the same with attention kept: measured too or, with a star where a page has
+    both, without what its slowest rank spent on repeating attention."""
     text = (ROOT / "docs" / page).read_text()
     rows = re.findall(r"^\| \[.*?\]\(\.\./(benchmarks/results/.*?\.json)\).*? \| (.*) \|$", text, re.MULTILINE)
     assert len(rows) >= 4
     for path, cells in rows:
         modes = json.loads((ROOT / path).read_text())["modes"]
-        other, seconds = modes[base], modes["cad"]["seconds"]
-        repeated = other["attention_s_mean"] - other["attention_s_mean_without_recompute"]
-        kept = other["seconds"] - repeated * other["attention_max_over_mean"]
-        expected = [f"{other['seconds'] / seconds:.3f}", f"{kept / seconds:.3f}"]
+        other, kept, seconds = modes.get(base), modes.get(f"{base}:kept"), modes["cad"]["seconds"]
+        expected = ["–" if other is None else f"{other['seconds'] / seconds:.3f}"]
+        if kept is not None:
+            expected.append(f"{kept['seconds'] / seconds:.3f}")
+        else:
+            repeated = other["attention_s_mean"] - other["attention_s_mean_without_recompute"]
+            without = other["seconds"] - repeated * other["attention_max_over_mean"]
+            expected.append(f"{without / seconds:.3f}" + (" *" if base == "ulysses" else ""))
         if base == "ulysses":
-            expected.append(f"{other['peak_GiB']:.1f}, {modes['cad']['peak_GiB']:.1f}")
+            peaks = ["–" if mode is None else f"{mode['peak_GiB']:.1f}" for mode in (other, kept, modes["cad"])]
+            expected.append(", ".join(peaks))
         assert cells.split(" | ")[1:] == expected, path
 
 

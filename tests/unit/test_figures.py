@@ -42,8 +42,15 @@ def over(result: Any, mode: str = "cad", other: str = "dp") -> float:
 
 
 def over_kept(result: Any, mode: str = "cad", other: str = "dp") -> float:
-    """Over the other mode, if it did not repeat attention."""
+    """Over the other mode where it does not repeat attention; by arithmetic where that was not measured."""
+    if f"{other}:kept" in result["modes"]:
+        return over(result, mode, f"{other}:kept")
     return kept_seconds(result["modes"][other]) / sum(result["modes"][mode]["step_seconds"])
+
+
+def by_arithmetic(result: Any, mode: str) -> float:
+    """The step with attention kept, by arithmetic over measured."""
+    return kept_seconds(result["modes"][mode]) / sum(result["modes"][f"{mode}:kept"]["step_seconds"])
 
 
 def memory(result: Any, mode: str = "cad", other: str = "ulysses") -> float:
@@ -87,7 +94,7 @@ def served(*results: Any) -> list[float]:
     return [f(v) for v in (speeds[:2], speeds[2:], links, idle) for f in (min, max)]
 
 
-HEADLINE = ("h200x2/train_heavy_64k_2r_2026-11-21.json", "h200x4/train_prolong_64k_4r_2026-11-21.json")
+HEADLINE = ("h200x2/train_heavy_64k_2r_b12bcb0.json", "h200x4/train_prolong_64k_4r_2026-11-21.json")
 SERVED = tuple(
     f"h200x2/servers_{commit}_{mode}_{link}.json"
     for commit, link in (("5458279", "nvlink"), ("81c8253", "nvlink"), ("fcc832a", "host"), ("5458279", "host"))
@@ -97,11 +104,11 @@ EXACT = tuple(
     f"h200x2/exactness_hosts_{kernel}_88a09b1.md" for kernel in ("flash_attn_4", "flash_attn_2", "torch_varlen")
 )
 ALST = ("h200x2/alst_cad_81a8563.json", "h200x2/alst_ulysses_81a8563.json")
+MILLION = "h200x2/train_million_256k_2r_b12bcb0.json"
 WAVES = 'cad@{"keep":"host","memory":1.3}'
 
 GAINED = {
     "nearly even ({:.2f}, of it {:.2f} by balance)": "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
-    "its first 4 steps | {:.2f} of plain, kept {:.2f} | `81a8563` |": "h200x2/train_prolong_64k_2r_keep_81a8563.json",
     "even | {:.2f} of plain, kept {:.2f} | `20d1bbb` |": "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
     "attn 2 | {:.2f} of plain, kept {:.2f} | `963163a` |": "h200x2/train_heavy_64k_2r_flash_attn_2_2026-11-21.json",
     "nothing to gain | {:.2f} of plain, kept {:.2f} | `9e17d32` |": "h200x4/train_even_64k_4r_2026-11-21.json",
@@ -112,10 +119,10 @@ GAINED = {
 FIGURES: list[tuple[str, str, str | tuple[str, ...], Callable[..., Any]]] = [
     *(("README.md", words, file, both(over, over_kept)) for words, file in GAINED.items()),
     ("README.md", "| over plain data parallelism | {:.2f} | {:.2f} |", HEADLINE, both(over)),
-    ("README.md", "gained by balance** * | **{:.2f}** | **{:.2f}** |", HEADLINE, both(over_kept)),
+    ("README.md", "gained by balance** | **{:.2f}** | **{:.2f}** * |", HEADLINE, both(over_kept)),
     (
         "README.md",
-        "attention kept * | {0:.2f}; {2:.2f} | {1:.2f}; {3:.2f} |",
+        "attention kept | {0:.2f}; {2:.2f} | {1:.2f}; {3:.2f} * |",
         HEADLINE,
         both(partial(over, other="ulysses"), partial(over_kept, other="ulysses")),
     ),
@@ -123,7 +130,7 @@ FIGURES: list[tuple[str, str, str | tuple[str, ...], Callable[..., Any]]] = [
         "README.md",
         "free transfers, over plain | {:.2f} | {:.2f} |",
         HEADLINE,
-        both(lambda r: r["bounds"]["bound"]["tokens_per_s_per_gpu"] / rate(r, "dp")),
+        both(lambda r: r["bounds"]["bound_qkv"]["tokens_per_s_per_gpu"] / rate(r, "dp")),
     ),
     (
         "README.md",
@@ -133,21 +140,37 @@ FIGURES: list[tuple[str, str, str | tuple[str, ...], Callable[..., Any]]] = [
     ),
     (
         "README.md",
+        "6 steps | {:.2f} of plain, kept {:.2f}; kept {:.2f} of Ulysses | `b12bcb0` |",
+        "h200x2/train_prolong_64k_2r_b12bcb0.json",
+        both(over, over_kept, partial(over_kept, other="ulysses")),
+    ),
+    (
+        "README.md",
+        "attention {2:.0f} and {3:.0f} % of a step, ranks nearly even, 3 steps | kept {0:.2f}; kept {1:.2f} | "
+        "`b12bcb0` |",
+        tuple(f"h200x2/train_heavy_64k_2r_{shape}_b12bcb0.json" for shape in ("deepseek", "gpt_oss")),
+        both(
+            over_kept,
+            lambda r: 100 * r["modes"]["dp:kept"]["attention_s_mean"] / sum(r["modes"]["dp:kept"]["step_seconds"]),
+        ),
+    ),
+    (
+        "README.md",
         "documents are alike ({:.2f} of plain),",
         "h200x4/train_even_64k_4r_2026-11-21.json",
         both(over),
     ),
     (
         "README.md",
-        "fills all GPUs ({:.2f} of Ulysses, but {:.2f} with attention kept)",
-        "h200x2/train_million_256k_2r_fcc832a.json",
-        both(partial(over, other="ulysses"), partial(over_kept, other="ulysses")),
+        "fills all GPUs ({:.2f} of Ulysses with attention kept)",
+        MILLION,
+        both(partial(over_kept, other="ulysses")),
     ),
     (
         "README.md",
-        "(commit `404e59b`), that is {:.3f} of the step that keeps attention",
-        "h100x1/train_heavy_64k_1r_404e59b.json",
-        lambda r: (kept_seconds(r["modes"]["dp"]) / sum(r["modes"]["dp:kept"]["step_seconds"]),),
+        "that step is {:.3f} (plain) and {:.3f} (Ulysses) of the measured one (`b12bcb0`), and {:.3f} on one H100",
+        (HEADLINE[0], "h100x1/train_heavy_64k_1r_404e59b.json"),
+        lambda two, one: (by_arithmetic(two, "dp"), by_arithmetic(two, "ulysses"), by_arithmetic(one, "dp")),
     ),
     (
         "README.md",
@@ -167,19 +190,15 @@ FIGURES: list[tuple[str, str, str | tuple[str, ...], Callable[..., Any]]] = [
     ),
     (
         "README.md",
-        "2 layers, one step | {:.2f} of Ulysses, kept {:.2f}; {:.2f} of its memory | `fcc832a` |",
-        "h200x2/train_million_256k_2r_fcc832a.json",
-        both(partial(over, other="ulysses"), partial(over_kept, other="ulysses"), memory),
+        "2 layers, one step | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |",
+        MILLION,
+        both(partial(over_kept, other="ulysses"), partial(memory, other="ulysses:kept")),
     ),
     (
         "README.md",
-        '"memory": 1.3` | {:.2f} of Ulysses, kept {:.2f}; {:.2f} of its memory | `5458279` |',
-        "h200x2/train_million_256k_2r_5458279.json",
-        both(
-            partial(over, mode=WAVES, other="ulysses"),
-            partial(over_kept, mode=WAVES, other="ulysses"),
-            partial(memory, mode=WAVES),
-        ),
+        '"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |',
+        MILLION,
+        both(partial(over_kept, mode=WAVES, other="ulysses"), partial(memory, mode=WAVES, other="ulysses:kept")),
     ),
     (
         "README.md",
