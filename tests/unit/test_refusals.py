@@ -40,7 +40,7 @@ REFUSALS: list[tuple[str, str, dict[str, Any], str]] = [
     ("ALiBi", "bloom", {}, "_supports_attention_backend is False"),
     ("ALiBi of Falcon", "falcon", {"alibi": True}, "_supports_attention_backend is False"),
     ("ALiBi of MPT", "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "_supports_attention_backend is False"),
-    ("own attention", "gptj", {"rotary_dim": 8}, "_supports_attention_backend is False"),
+    ("own attention", "xglm", {}, "_supports_attention_backend is False"),
     ("sparse attention", "deepseek_v32", {"num_key_value_heads": 4}, "(indexed|sparse)_attention|Indexer"),
     ("differential attention", "diffllama", {}, 'model_type is "diffllama".*twice'),
     ("content-dependent mask", "doge", {}, 'model_type is "doge"'),
