@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -135,3 +136,21 @@ def assert_same(got: tuple[torch.Tensor, dict[str, Any]], expected: tuple[torch.
     largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
     worst = max((float((got[1][name] - value).abs().max()), name) for name, value in expected[1].items())
     assert worst[0] < within * largest, worst
+
+
+class _Torch:
+    """torch, whose float32 is float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def in_fp64(patch: pytest.MonkeyPatch, model: Any) -> None:
+    """What the code of a model computes in fp32 whatever its dtype, it computes in fp64."""
+    own = torch.Tensor.float
+    patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else own(x))
+    for name in {type(module).__module__ for module in model.modules()}:
+        if name.startswith("transformers.models."):
+            patch.setattr(sys.modules[name], "torch", _Torch())
