@@ -44,11 +44,12 @@ def make_hybrid(
 def with_borders(
     model: Any, setting: Setting, split: Callable[[int], list[MicroBatch]]
 ) -> Callable[[int], list[MicroBatch]]:
-    """`split` of a mode that trains whole rows, for a model whose layers may carry state."""
+    """`split` of a mode that trains whole rows, for a model whose layers may carry state.
+
+    Of a stream each rank takes what it holds of a document for all of it.
+    """
     if not find_recurrent(model):
         return split
-    if setting.workload.stream:
-        raise ValueError("documents of this workload lie over ranks, and state would have to travel")
     watch_state(model.model, model.model.layers)
     ways = Ways(_stop)
 
