@@ -206,7 +206,9 @@ class Session:
         return self.plans.crew.transport
 
     def close(self) -> None:
-        """Release communicators and buffers; the models go back to local attention."""
+        """Release communicators and buffers. Models that CAD was on for train no more; another one may begin anew."""
+        if self in _sessions:
+            _sessions.remove(self)
         self.say_last(why_ended(sys.exc_info()[1]))
         self.servers.close()
         if self.whereabouts is not None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.threads import start_daemon
 
 Result = TypeVar("Result")
@@ -36,6 +36,7 @@ class Worker:
         """Called every TELL_S by a training thread that waits here."""
         self._training: int | None = None
         self._submitted = self._done = 0
+        self._closed = False
         self._submitting = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = start_daemon("look-ahead", self._loop, device)
@@ -43,11 +44,16 @@ class Worker:
         atexit.register(self.close)
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
-        """Queue a job."""
+        """Queue a job. Raises CADError behind `close`."""
         future: Future[Result] = Future()
         with self._submitting:
+            if self._closed:
+                raise CADError(
+                    "the session of CAD that this model trains with was closed. Leave it open, or turn CAD on for a "
+                    "model that is built anew"
+                )
             self._submitted += 1
-        self._jobs.put((future, job))
+            self._jobs.put((future, job))
         return future
 
     def run(self, job: Callable[[], Result]) -> Result:
@@ -88,7 +94,9 @@ class Worker:
     def close(self) -> None:
         """Stop after the jobs that are queued, and wait for that, PATIENCE_S at most."""
         atexit.unregister(self.close)
-        self._jobs.put(None)
+        with self._submitting:
+            self._closed = True
+            self._jobs.put(None)
         if not self.is_current():
             self._thread.join(PATIENCE_S)
 

@@ -15,7 +15,7 @@ from model_cases import tiny_model
 
 import deepspeed_cad
 from deepspeed_cad.attention.microbatch import MaskDescriptor
-from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.session import find_binding
 
 
@@ -241,3 +241,16 @@ def test_binding_refuses_before_anything_is_opened() -> None:
     with pytest.raises(CADUnsupportedError, match="attention_dropout"):
         deepspeed_cad.apply(model, {})
     assert deepspeed_cad.current_session() is None and model.config._attn_implementation != "cad"
+
+
+def test_a_closed_session_stops_its_model_and_leaves_room_for_another() -> None:
+    model, _ = bound()
+    model(**batch())
+    session = deepspeed_cad.current_session()
+    session.close()
+    assert deepspeed_cad.current_session() is None
+    with pytest.raises(CADError, match="was closed"):
+        model(**batch())
+    other, _ = bound()
+    assert deepspeed_cad.current_session() is not session
+    other(**batch()).logits.sum().backward()
