@@ -227,7 +227,7 @@ def _read_training(result: dict[str, Any]) -> list[Mode]:
         raise ValueError(found)
     layouts, ranks = found
     sizes = result["settings"]
-    if sizes.get("model", "llama") != "llama" or sizes.get("tokens_per_rank"):
+    if sizes.get("model", "llama") != "llama" or sizes.get("tokens_per_rank") or sizes.get("full"):
         raise ValueError("no prediction of hybrids, sinks or MLA, or of rows that were cut")
     block = sizes.get("cad") or {}
     setting = make_setting(

@@ -58,7 +58,7 @@ def summarise(
     dist.all_gather_object(everyone, (attention, timed))
     workload = setting.workload
     steps = range(len(workload.steps))
-    tokens = workload.tokens_per_rank * ranks * len(steps)
+    tokens = workload.tokens
     found: dict[str, dict[str, Any]] = {}
     for mode in modes:
         rank_attention = [[one for one in who[0] if one.mode == mode.name] for who in everyone]
@@ -106,7 +106,7 @@ def summarise(
         "kernel": setting.kernel.name,
         "modes": found,
     }
-    results["bounds"] = _bounds(found, tokens / ranks)
+    results["bounds"] = _bounds(found, tokens / ranks, workload.evenness)
     return results
 
 
@@ -129,8 +129,11 @@ def _attention(rank_steps: list[list[Measured]]) -> dict[str, Any]:
     }
 
 
-def _bounds(found: dict[str, dict[str, Any]], tokens: float) -> dict[str, Any]:
-    """Seconds without attention plus mean attention seconds, of the exact mode in which these are fewest."""
+def _bounds(found: dict[str, dict[str, Any]], tokens: float, evenness: float) -> dict[str, Any]:
+    """Seconds without attention plus mean attention seconds, of the exact mode in which these are fewest.
+
+    Where rows are not equally full, those without attention are the mean row's: all work split evenly.
+    """
     exact = {
         name: mode["attention_s_mean_without_recompute"]
         for name, mode in found.items()
@@ -140,7 +143,7 @@ def _bounds(found: dict[str, dict[str, Any]], tokens: float) -> dict[str, Any]:
     for name, mode in found.items():
         if name.startswith("bound") and exact:
             best = min(exact, key=lambda other: exact[other])
-            seconds = mode["seconds"] + exact[best]
+            seconds = mode["seconds"] * evenness + exact[best]
             bounds[name] = {"attention_of": best, "seconds": seconds, "tokens_per_s_per_gpu": tokens / seconds}
     return bounds
 

@@ -97,6 +97,6 @@ def kernel_need(model: Any, device: torch.device, dtype: torch.dtype) -> KernelN
 def model_flops(model: Any, workload: Workload) -> float:
     """Of a pass over the workload, forward and backward; nothing is recomputed."""
     steps = range(len(workload.steps))
-    flops = 6.0 * matrix_parameters(model) * workload.tokens_per_rank * workload.ranks * len(steps)
+    flops = 6.0 * matrix_parameters(model) * workload.tokens
     of_pair = 6.0 * model.config.num_attention_heads * sum(head_sizes(model.config))
     return flops + sum(of_pair * workload.pairs(step, window) for window in windows(model) for step in steps)

@@ -184,6 +184,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, help="take the first steps of the workload")
     add("--tokens-per-rank", type=int, help="take fewer tokens: rows are cut")
     add("--scale", action="store_true", help="with --tokens-per-rank: scale the lengths down instead")
+    add("--full", help='how full the rows of the ranks are, "1,0.6"; what is beyond is cut off')
     add("--warmup", type=int, default=2, help="steps of every mode before anything is measured")
     add("--repeats", type=int, default=3, help="timed passes over the steps")
     add("--until", type=float, help="seconds since 1970 after which no timed pass but the first should end")
@@ -237,6 +238,8 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     logging.getLogger("deepspeed_cad").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     workload = Workload.load(options.workload).fit(ranks, options.tokens_per_rank, options.scale, options.steps)
+    if options.full:
+        workload = workload.fill([float(share) for share in options.full.split(",")])
     if options.model != "llama":
         workload = dataclasses.replace(workload, name=f"{workload.name}_{options.model}")
     dtype = getattr(torch, options.dtype or ("bfloat16" if cuda else "float32"))

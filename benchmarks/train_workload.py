@@ -83,6 +83,25 @@ class Workload:
         name = self.name if fitted == self else f"{self.name} ({ranks} ranks of {tokens} tokens)"
         return replace(fitted, name=name, steps=tuple(map(tuple, rows)))
 
+    def fill(self, shares: list[float]) -> Workload:
+        """Rows cut to these shares of their tokens, by rank. Raises ValueError for a stream, and for other numbers."""
+        if self.stream or len(shares) != self.ranks or not all(0 < share <= 1 for share in shares):
+            raise ValueError(f"{self.name}: rows of {self.ranks} ranks cannot be {shares} full")
+        ends = [round(self.tokens_per_rank * share) for share in shares]
+        steps = tuple(tuple(_cut(row, end, 1.0) for row, end in zip(step, ends)) for step in self.steps)
+        return replace(self, name=f"{self.name} (rows {', '.join(f'{share:.0%}' for share in shares)})", steps=steps)
+
+    @property
+    def tokens(self) -> int:
+        """Of all steps and ranks."""
+        return sum(sum(row) for step in self.steps for row in step)
+
+    @property
+    def evenness(self) -> float:
+        """Tokens of the mean row over those of the fullest one of each step."""
+        fullest = sum(max(sum(row) for row in step) for step in self.steps)
+        return self.tokens / fullest / self.rows
+
     def make_rows(self, step: int, vocab: int) -> list[Row]:
         """The rows of a step."""
         made = []

@@ -55,6 +55,16 @@ def test_workloads_can_be_cut_and_scaled(path: Path) -> None:
         workload.fit(workload.ranks + 1, None, False, None)
 
 
+def test_rows_that_are_not_equally_full() -> None:
+    workload = Workload("some", 2, 10, False, (((7, 3), (1, 9)), ((10,), (5, 5))))
+    cut = workload.fill([1.0, 0.6])
+    assert cut.steps == (((7, 3), (1, 5)), ((10,), (5, 1)))
+    assert (cut.tokens, cut.evenness, workload.evenness) == (32, 0.8, 1.0)
+    for shares in ([1.0], [1.0, 0.0]):
+        with pytest.raises(ValueError, match="rows of 2 ranks cannot be"):
+            workload.fill(shares)
+
+
 @pytest.mark.parametrize("window", [None, 1, 7])
 def test_pairs_inside_a_window(window: int | None) -> None:
     workload = Workload("some", 2, 10, False, (((7, 3), (1, 9)),))
