@@ -164,6 +164,8 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 def report(args: argparse.Namespace, step: int, loss: float, seconds: float) -> None:
     """Print a step; with CAD on, what it did. `--report FILE` gets the same figures as JSON, one line per step."""
     figures: dict[str, Any] = {"step": step + 1, "loss": loss, "seconds": seconds}
+    if torch.cuda.is_available():
+        figures["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
     session = deepspeed_cad.current_session()
     if session is not None:
         statistics = session.take_statistics("finetune_deepspeed")
