@@ -33,18 +33,23 @@ class Stopwatch:
     @contextmanager
     def span(self, name: str) -> Any:
         """Time the body: on a GPU, that of the current stream."""
+        end = self.begin(name)
+        yield
+        end()
+
+    def begin(self, name: str) -> Callable[[], None]:
+        """Begin a span; what is given ends it."""
         if not self.on:
-            yield
-        elif self.device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._spans.append((name, begin, end))
-        else:
-            begun = time.perf_counter()
-            yield
-            self._spans.append((name, begun, time.perf_counter()))
+            return lambda: None
+        begun = self._now()
+        return lambda: self._spans.append((name, begun, self._now()))
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def take(self) -> dict[str, tuple[float, int]]:
         """Seconds and number of spans by name since the last call; the device must have finished.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed_cad.integrations.borders import NAME, Borders
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, watch_state
+from train_attention import Stopwatch
 from train_model import random_weights
 from train_split import MicroBatch, Setting, own_row
 
@@ -63,6 +64,25 @@ def with_borders(
 def attending_layers(model: Any) -> int:
     """How many layers attend."""
     return len(model.model.layers) - len(find_recurrent(model))
+
+
+def time_state(model: Any, watch: Stopwatch) -> None:
+    """Spans "state forward", recompute included, and "state backward" around each layer that carries state."""
+
+    def open_forward(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        module.ends_span = watch.begin("state forward")
+
+    def close_forward(module: Any, args: tuple[Any, ...], given: dict[str, Any], output: torch.Tensor) -> None:
+        module.ends_span()
+        hidden = args[0] if args else given["hidden_states"]
+        if watch.on and torch.is_grad_enabled() and hidden.requires_grad:
+            under_way: list[Callable[[], None]] = []
+            output.register_hook(lambda grad: under_way.append(watch.begin("state backward")))
+            hidden.register_hook(lambda grad: under_way.pop()())
+
+    for module in find_recurrent(model).values():
+        module.register_forward_pre_hook(open_forward, with_kwargs=True)
+        module.register_forward_hook(close_forward, with_kwargs=True)
 
 
 def _stop(error: CADError) -> None:

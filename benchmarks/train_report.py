@@ -73,6 +73,8 @@ def summarise(
             "low": tokens / ranks / max(passes),
             "high": tokens / ranks / min(passes),
         }
+        # Of the pass in which spans were timed.
+        timed_slowest = [max(column, key=lambda one: one.seconds) for column in zip(*rank_attention)]
         waits = [sum(one.waited for one in own) / sum(one.seconds for one in own) for own in rank_timed]
         losses = {one.step: one.loss for one in rank_timed[0]}
         norms = {one.step: one.norm for one in rank_timed[0]}
@@ -90,6 +92,9 @@ def summarise(
             "exact": mode.exact,
             **(_attention(rank_attention) if mode.attends else {}),
         }
+        state = [[one.spans[name][0] for name in one.spans if name.startswith("state")] for one in timed_slowest]
+        if any(state):
+            found[mode.name]["state_s"] = sum(map(sum, state))
         if not mode.exchanges:
             found[mode.name]["exposed_exchange_s_per_step"] = found[mode.name]["exposed_exchange_share"] = None
     results: dict[str, Any] = {

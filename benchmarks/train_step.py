@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from process_group import open_process_group  # noqa: E402
 from train_attention import Stopwatch, TimedKernel  # noqa: E402
-from train_hybrid import attending_layers, make_hybrid  # noqa: E402
+from train_hybrid import attending_layers, make_hybrid, time_state  # noqa: E402
 from train_model import ChunkedLoss, ShardedAdamW, add_sizes, make_model  # noqa: E402
 from train_modes import CADMode, Mode, make_modes  # noqa: E402
 from train_report import Measured, summarise, write_results  # noqa: E402
@@ -255,6 +255,7 @@ def main() -> None:
     kernel = choose(options.kernel, kernel_need(model, device, dtype))
     block = {"kernel": options.kernel, **({"recompute_attention": True} if options.recompute else {}), **options.cad}
     setting = Setting(workload, rank, ranks, device, options.vocab, TimedKernel(kernel, watch), watch, block)
+    time_state(model, watch)
     modes = make_modes(split_names(options.mode), model, setting)
     trainer = Trainer(setting, optimizer, model_flops(model, workload))
     results = measure(trainer, modes, options)
@@ -274,6 +275,9 @@ def main() -> None:
         results["collective_GBps"] = {"inside" if on_hosts == 1 else "between": time_collectives(trainer)}
     if rank == 0:
         sys.stdout.write(write_results(results, options.output))
+    for name, one in results["modes"].items():
+        if "state_s" in one:
+            say(f"{name}: {one['state_s']:.3f} s in layers that carry state, on the slowest rank, recompute included")
     for mode in modes:
         if isinstance(mode, CADMode):
             known = mode.session.learned
