@@ -1,8 +1,7 @@
-"""Finds and loads the compiled library `_native.so` through ctypes, and calls those of its functions that plan.
+"""Finds, loads and calls the compiled library `_native.so` through ctypes.
 
 In: the file that installing put beside this one. Out: a `ctypes.CDLL`, or one CADError that says why there is none and
-what to do: nothing of CAD runs without it. The library has a plain C interface, so it depends on no Python and no torch
-version.
+what to do: nothing of CAD runs without it. Its plain C interface depends on no version of Python or torch.
 """
 
 import ctypes
@@ -23,6 +22,10 @@ REBUILD = (
 )
 
 
+class NativeCallError(CADError):
+    """A call into the native library, the CUDA driver or NCCL failed."""
+
+
 def load() -> ctypes.CDLL:
     """The library. Raises CADError where it is missing or does not fit this package."""
     library, reason = _load_once()
@@ -36,16 +39,16 @@ def why_missing() -> str:
     return _load_once()[1]
 
 
-def call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: Any, library: ctypes.CDLL | None = None) -> None:
     """Call a function that returns 0, or another number where it failed. Numpy arrays are passed by address.
 
-    Raises CADError with the library's own message where it failed, and where there is no library.
+    Raises NativeCallError with the library's own message where it failed, and CADError where there is no library.
     """
-    library = load()
+    library = library or load()
     passed = [ctypes.c_void_p(each.ctypes.data) if hasattr(each, "ctypes") else each for each in arguments]
     if getattr(library, name)(*passed):
         library.cad_last_error.restype = ctypes.c_char_p
-        raise CADError(f"{name} failed: {library.cad_last_error().decode(errors='replace')}")
+        raise NativeCallError(f"{name} failed: {library.cad_last_error().decode(errors='replace')}")
 
 
 @functools.cache
@@ -54,21 +57,17 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
-    what = "deepspeed_cad does not run without its compiled library"
     if not path.exists():
-        return None, f"{what}: {path} does not exist. To get it: {REBUILD}."
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        return None, f"{what}, which cannot be loaded: {error}. To get it: {REBUILD}."
-    try:
-        version = library.cad_abi_version()
-    except AttributeError:
-        return None, f"{what}: {path} exports no cad_abi_version(), so it is another one. To get it: {REBUILD}."
-    if version != ABI_VERSION:
-        return (
-            None,
-            f"{what}: {path} is stale: its ABI version is {version}, this package needs {ABI_VERSION}. To get it: "
-            f"{REBUILD}.",
-        )
-    return library, ""
+        reason = f": {path} does not exist"
+    else:
+        try:
+            library = ctypes.CDLL(str(path))
+            version = library.cad_abi_version()
+            if version == ABI_VERSION:
+                return library, ""
+            reason = f": {path} is stale: its ABI version is {version}, this package needs {ABI_VERSION}"
+        except OSError as error:
+            reason = f", which cannot be loaded: {error}"
+        except AttributeError:
+            reason = f": {path} exports no cad_abi_version(), so it is another one"
+    return None, f"deepspeed_cad does not run without its compiled library{reason}. To get it: {REBUILD}."

@@ -36,8 +36,8 @@ from deepspeed_cad.errors import CADConfigError, why_ended
 from deepspeed_cad.exchange.group import Group, OwnGroup
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.probe import DETERMINISTIC, Opened, open_transport, with_links
-from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.feedback.memory_limit import ALL, SHARE, MemoryLimit
 from deepspeed_cad.feedback.non_attention import NonAttention

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.streams import leave_to_streams
+from deepspeed_cad.exchange.transport import leave_to_streams
 
 logger = logging.getLogger("deepspeed_cad")
 

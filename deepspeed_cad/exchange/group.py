@@ -1,27 +1,30 @@
-"""The ranks that exchange attention: a process group of torch's world, or one of our own beside it.
+"""The ranks that exchange attention, and those of them that map each other's memory.
 
 With reserved servers trainers have a torch world without them, and a server has none at all. A group over both is made
 of a store alone, as tried on torch 2.11 and 2.13; what is private in torch about that is in this file and nowhere else.
-In: a store that all ranks reach. Out: an `OwnGroup`. Transports ask the functions below, which know both kinds.
+In: a store that all ranks reach. Out: an `OwnGroup`, or a `PeerGroup` over which landing areas are made. Transports ask
+the functions below, which know both kinds of groups. To find peers starts no collective and no communicator.
 """
 
 from __future__ import annotations
 
-import logging
+import re
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 from deepspeed_cad.threads import start_daemon
 
-logger = logging.getLogger(__name__)
-
+_TORCH: Any = dist.distributed_c10d
 OPENING = "the opening of the servers' group"
 LETTING_GO_S = 1.0
 """For whoever still holds a group that is given up to let go of it."""
@@ -50,8 +53,7 @@ class OwnGroup:
 
     def close(self) -> None:
         """Take the name back from torch."""
-        torch_groups: Any = dist.distributed_c10d
-        torch_groups._unregister_process_group(self.name)
+        _TORCH._unregister_process_group(self.name)
 
     def abandon(self) -> None:
         """Close a group one of whose ranks is lost; nobody uses it any more.
@@ -91,8 +93,7 @@ def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, n
             processes._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         named: Any = processes
         named._set_group_name(name)
-        register: Any = dist.distributed_c10d
-        register._register_process_group(name, processes)
+        _TORCH._register_process_group(name, processes)
     except (AttributeError, TypeError) as error:
         raise CADError(
             f"torch {torch.__version__} makes process groups in a way that is not known here ({error}): reserved "
@@ -131,7 +132,7 @@ def name_of(group: Group) -> str:
 
 def store_of(group: Group) -> dist.Store:
     """The store that all ranks of a group reach, and others: prefixes keep uses of it apart."""
-    return group.store if isinstance(group, OwnGroup) else dist.distributed_c10d._get_default_store()
+    return group.store if isinstance(group, OwnGroup) else _TORCH._get_default_store()
 
 
 def processes_of(group: Group) -> dist.ProcessGroup:
@@ -139,15 +140,152 @@ def processes_of(group: Group) -> dist.ProcessGroup:
     return group.processes if isinstance(group, OwnGroup) else group
 
 
-def global_rank(group: Group, rank: int) -> int:
-    """The number of a rank of a group in what surrounds it."""
-    return rank if isinstance(group, OwnGroup) else dist.get_global_rank(group, rank)
-
-
 def abort(group: Group, device: torch.device) -> None:
-    """End what this rank has under way on a device, whether or not the others take part; the group is of no use then.
-
-    A GPU cannot be freed otherwise from a collective that another rank does not join.
-    """
+    """End what this rank has under way on a device: a GPU cannot be freed otherwise from a collective that another rank
+    does not join. The group is of no use then."""
     backend: Any = processes_of(group)._get_backend(device)
     backend.abort()
+
+
+@dataclass(frozen=True, eq=False)
+class PeerGroup:
+    """Ranks that map each other's memory: a whole group, the ranks of one host in it, or one rank alone."""
+
+    members: Table
+    """Ranks of the CAD group, ascending."""
+    place: int
+    """Where this rank is among them."""
+    handle: dist.ProcessGroup | str | None
+    """What torch's symmetric memory calls them; None: a rank alone, whose memory nobody else maps."""
+    store: dist.Store | None
+    """Where they meet; None: a rank alone."""
+    registered: tuple[dist.ProcessGroup, dist.Store] | None = None
+    """Kept alive as long as torch is to find it by the name `handle`; and the store of it."""
+
+    def forget(self) -> None:
+        """Take the name back from torch."""
+        if self.registered is not None:
+            _TORCH._unregister_process_group(self.handle)
+
+
+def find_peers(group: Group, alarm: Alarm, near: list[int] | None) -> PeerGroup:
+    """The ranks r with the same `near[r]` as this one; None: all. Every rank of the group calls it at the same time."""
+    if near is not None:
+        return host_group(group, near)
+    members, rank, store = np.arange(size_of(group)), rank_of(group), open_store(group, "nvlink")
+    if not isinstance(group, OwnGroup):
+        return PeerGroup(members, rank, group, store)
+    ranks = {int(member): int(member) for member in members}
+    if not alarm.goes_on:
+        _show(group.name, group.processes, group.store, ranks)
+        return PeerGroup(members, rank, group.name, store)
+    # It was opened because servers changed: some ranks may have come later than others.
+    name, names = f"{group.name}, its memory", MemoryStore(dist.PrefixStore("symmetric memory", group.store), alarm)
+    return PeerGroup(members, rank, name, store, (_register(name, names, rank, ranks), names))
+
+
+def host_group(group: Group, near: list[int]) -> PeerGroup:
+    """The ranks with the same number as this one.
+
+    Symmetric memory wants no more of a process group than rank, size and a store, so one is registered that has
+    nothing else. `dist.new_group` would have all ranks of the job make the groups of all hosts, one after the other,
+    and where a device is bound to the default group, ranks outside of a gloo group split its NCCL communicator.
+    """
+    rank = rank_of(group)
+    members = np.flatnonzero(np.asarray(near) == near[rank]).astype(np.int64)
+    place = int(np.searchsorted(members, rank))
+    shared, number = _count_openings(group, "host")
+    if len(members) == 1:
+        return PeerGroup(members, 0, None, None)
+    name = f"deepspeed_cad host of rank {members[0]} in {name_of(group)}, {number}"
+    store = dist.PrefixStore(name, shared)
+    surrounding = [int(m) if isinstance(group, OwnGroup) else dist.get_global_rank(group, int(m)) for m in members]
+    registered = _register(name, store, place, {one: index for index, one in enumerate(surrounding)})
+    return PeerGroup(members, place, name, dist.PrefixStore("meetings", store), (registered, store))
+
+
+def _register(name: str, store: dist.Store, place: int, ranks: dict[int, int]) -> dist.ProcessGroup:
+    """A process group of a store alone, which torch's symmetric memory finds by its name."""
+    registered = dist.ProcessGroup(store, place, len(ranks))
+    _TORCH._register_process_group(name, registered)
+    _show(name, registered, store, ranks)
+    return registered
+
+
+def _show(name: str, processes: dist.ProcessGroup, store: dist.Store, ranks: dict[int, int]) -> None:
+    """Let an older torch's symmetric memory, whose `enable_symm_mem_for_group` is not deprecated, find a group.
+
+    It looks store and ranks up among its own groups. They are there for this moment only: the profiler, for one, takes
+    whatever is there for a whole process group.
+    """
+    enable = getattr(symmetric_memory(), "enable_symm_mem_for_group", None)
+    if enable is None or hasattr(enable, "__deprecated__"):
+        return
+    world = _TORCH._world
+    world.pg_map[processes], world.pg_group_ranks[processes] = ("none", store), ranks
+    try:
+        enable(name)
+    finally:
+        del world.pg_map[processes], world.pg_group_ranks[processes]
+
+
+def open_store(group: Group, purpose: str) -> dist.Store:
+    """A part of the job's store for one transport object: all ranks of the group open it in the same order."""
+    shared, number = _count_openings(group, purpose)
+    return dist.PrefixStore(f"{number}", shared)
+
+
+def _count_openings(group: Group, purpose: str) -> tuple[dist.Store, int]:
+    """What all openings for a purpose share, and how many this rank has made."""
+    shared = dist.PrefixStore(f"deepspeed_cad/{purpose}/{name_of(group)}", store_of(group))
+    return shared, shared.add(f"opened by {rank_of(group)}", 1)
+
+
+_KEY = re.compile(r"(.*)/(\d+)/(\d+)")
+
+
+class MemoryStore(dist.Store):
+    """The store of one group through which its ranks map each other's memory, not all of them there from the start.
+
+    Torch numbers what its symmetric memory exchanges, in keys "WHAT/NUMBER/RANK", by a counter of the process. A server
+    that came later has exchanged less, so its keys would never be those that the others wait for. Here each number is
+    replaced by its place among those of the group, in which all members exchange the same.
+
+    Torch holds it by a pointer: whoever registers it has to keep it.
+    """
+
+    def __init__(self, store: dist.Store, alarm: Alarm) -> None:
+        super().__init__()
+        self._store, self._alarm = store, alarm
+        self._places: dict[tuple[str, str], int] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._rename(key), value)
+
+    def get(self, key: str) -> bytes:
+        """A value, when it is there. Raises ServerLostError where a server is lost, CADPeerError where time is up."""
+        self.wait([key])
+        return self._store.get(self._rename(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check([self._rename(key) for key in keys])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until values are there; raises as `get`."""
+        alarm = self._alarm
+        # Asked again and again, so that it ends where a server is lost.
+        if not alarm.liveness.patiently(
+            lambda: self.check(keys), "other ranks' memory", with_servers=True, timeout_s=alarm.timeout_s
+        ):
+            raise CADPeerError(
+                f"rank {alarm.rank} waited {alarm.timeout_s:g} s for {', '.join(keys)} while ranks map "
+                "each other's memory"
+            )
+
+    def _rename(self, key: str) -> str:
+        found = _KEY.fullmatch(key)
+        if found is None:
+            return key
+        what, number, rank = found.groups()
+        place = self._places.setdefault((what, number), len(self._places))
+        return f"{what}/place {place}/{rank}"

@@ -5,27 +5,12 @@ missing into the same areas (strangers.py).
 
 One C++ call per exchange queues strided copies of every slice straight from the producer's tensors on one stream, and
 behind each peer's copies writes of the exchange's identity and of its number to that peer's flag. Consumers wait for
-their own flags on their own stream. No kernel, no packing, no host synchronisation. What identities say is compared by
+their own flags on their own stream: no kernel, no packing, no host synchronisation. What identities say is compared by
 the watchdog's thread (failure/identity.py). Only where training goes on without a server that is lost, the host looks
-at the flags instead of a stream (arrival.py).
+at the flags instead of a stream (Watchdog.wait_for). Beside reserved servers each way has a copy stream and flags of
+its own: on one stream a rank's word that it has come to an exchange would wait behind what it sends the other way.
 
-Beside reserved servers each way has a copy stream and flags of its own, as results go home while the next nano-batch
-goes out: on one stream a rank's word that it has come to an exchange would wait behind what it sends the other way.
-
-Why memory is never overwritten too early. All ranks start the same exchanges in the same order, numbered 1, 2, …; flag
-p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
-stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
-"flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
-served tasks run beside local ones: the training stream waits for that before it places what came back. Where ways are
-apart, flag p is the one of the way of n.
-Waves of one nano-batch take turns in few lanes (lanes.py), each with memory of its own; nano-batches have their own.
-  Dispatch: one area per lane. What landed is read before its return starts, on the same stream; so the area is free at
-  a peer whose flag has reached that return.
-  Only where dispatches follow each other without a return (links are timed so), a second area takes turns with the
-  first: what landed is valid until the next dispatch, so the area of the one before last is free at a peer whose flag
-  has reached the last one.
-  Return: one area per lane. A return must be waited for before the next dispatch starts whose return takes its lane
-  (checked), so the area is free at a peer whose flag has reached that dispatch.
+Why memory is never overwritten too early is told in landing.py.
 """
 
 from __future__ import annotations
@@ -41,7 +26,6 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.arrival import Reader, read_numbers, wait_for
 from deepspeed_cad.exchange.copies import (
     PushTable,
     address_fields,
@@ -51,20 +35,25 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, Moment, Register
+from deepspeed_cad.exchange.failure.identity import RING, Comparison, Flags, Identity, Moment, Register
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
-from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, size_of
-from deepspeed_cad.exchange.landing import LandingArea, make_buffers
-from deepspeed_cad.exchange.lanes import Lanes
-from deepspeed_cad.exchange.native_calls import CudaCalls, Table, cuda_calls
+from deepspeed_cad.exchange.group import Group, OwnGroup, find_peers, has_ways_apart, size_of
+from deepspeed_cad.exchange.landing import LandingArea, Lanes, grow_together, make_buffers
+from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.nccl import Messenger
-from deepspeed_cad.exchange.peers import find_peers
 from deepspeed_cad.exchange.placement import Placement, check_home, check_served, place, put_on_device
 from deepspeed_cad.exchange.strangers import Strangers
-from deepspeed_cad.exchange.streams import leave_to_streams
-from deepspeed_cad.exchange.transfers import Transfers
-from deepspeed_cad.exchange.transport import UNNAMED, Dispatched, Outgoing, Returned, Returning, UnderWay
+from deepspeed_cad.exchange.transport import (
+    UNNAMED,
+    Dispatched,
+    Outgoing,
+    Returned,
+    Returning,
+    UnderWay,
+    leave_to_streams,
+)
+from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 from deepspeed_cad.schedule.room import Room
 
@@ -78,19 +67,10 @@ LONG_AGO = 1 << 29
 """Exchanges. Flags come round after 2^32 and are compared by the nearer way: a number half a round behind would seem to
 be ahead. A lane may rest that long; who waits for what was longer ago than this waits for this, where all have been."""
 
-
 _Shape = tuple[int, int, torch.dtype]
 """Kind, width in elements and type of one field."""
-
-
-@dataclass(eq=False)
-class _Prepared:
-    """What is made once per schedule, landing area and shapes of fields: all layers use it."""
-
-    generation: int
-    addresses: Table
-    """See copies.address_fields; the sources are filled in for every exchange."""
-    landed: list[torch.Tensor]
+_Prepared = tuple[Table, list[torch.Tensor]]
+"""See copies.address_fields, its sources filled in for every exchange; and where fields land here."""
 
 
 class _Way(NamedTuple):
@@ -114,6 +94,7 @@ class _Tables:
     landed_rows: Table
     placements: tuple[Placement, ...]
     prepared: dict[tuple[str, tuple[_Shape, ...]], _Prepared]
+    """Made once per landing area and shapes of fields: all layers use it."""
 
 
 class LandingTransport:
@@ -144,7 +125,7 @@ class LandingTransport:
             roll_call = RollCall(peers.store, peers.members, peers.place, alarm)
             with torch.cuda.device(device):
                 torch.cuda.current_stream(device).synchronize()
-                self.calls: CudaCalls = cuda_calls()
+                self.calls = CudaCalls()
                 ways = 1 + has_ways_apart(group, alarm.liveness.may_change)
                 streams = [torch.cuda.Stream(device) for _ in range(ways)]
                 self._rescue = [torch.cuda.Stream(device, priority=-1) for _ in range(RESCUE_STREAMS)]
@@ -171,12 +152,12 @@ class LandingTransport:
         self._name_of_rank: Table = everywhere + ahead + NAME_BYTES * self.rank
         """Where this rank's names are written at each rank: in the first row of the ring."""
         self._name_row = NAME_BYTES * whole
-        self._neighbours: Sequence[int] = [int(rank) for rank in peers.members if rank != self.rank]
+        self._neighbours = [int(rank) for rank in peers.members if rank != self.rank]
         self._lanes = Lanes(peers, device, roll_call)
         self._tables: WeakKeyDictionary[Schedule, _Tables] = WeakKeyDictionary()
         self._watchdog = Watchdog(alarm, self._give_up, device, self._comparison)
-        self._reader: Reader | None = None
-        """Of the flags, where the host looks at them."""
+        self._seen: Flags | None = None
+        """Where the host looks at them."""
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
@@ -186,18 +167,17 @@ class LandingTransport:
         lane = self._lanes.out(nano_batch, moment.wave)
         guard, area = (self._back if lane.give_back else self._out, lane.guard), lane.next_area()
         shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
-        prepared = self._prepare(tables, area, tables.served_rows, shapes)
-        for row, f in zip(prepared.addresses, fields):
+        addresses, landed = self._prepare(tables, area, tables.served_rows, shapes)
+        for row, f in zip(addresses, fields):
             check_home(f.home, schedule, int(tables.dispatch.source_rows[f.kind]))
             size = f.home.element_size()
             row[1:4] = f.home.data_ptr(), f.home.stride(0) * size, f.home.stride(1) * size
-        identity = self._next(moment, nano_batch, False, schedule)
-        under_way = self._start(self._out, identity, [f.home for f in fields])
-        self._push(under_way, tables.dispatch, prepared, area, guard)
+        under_way = self._start(self._out, [f.home for f in fields], moment, nano_batch, False, schedule)
+        self._push(under_way, tables.dispatch, addresses, area, guard)
         lane.dispatch, lane.give_back = self.exchanges, 0
         if self.strangers is not None:
-            self._join(under_way, *self.strangers.outgoing(schedule, fields, prepared.landed))
-        return UnderWay(under_way, partial(self._arrive, prepared.landed))
+            self._join(under_way, *self.strangers.outgoing(schedule, fields, landed))
+        return UnderWay(under_way, partial(self._wait, landed))
 
     @property
     def two_ways(self) -> bool:
@@ -212,29 +192,28 @@ class LandingTransport:
         if lane.give_back:
             raise CADError(f"rank {self.rank}: two returns on nano-batch {nano_batch} without a dispatch between them")
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
-        prepared = self._prepare(tables, back.area, tables.landed_rows, shapes)
-        for row, f in zip(prepared.addresses, fields):
+        addresses, landed = self._prepare(tables, back.area, tables.landed_rows, shapes)
+        for row, f in zip(addresses, fields):
             check_served(f.served, int(tables.served_rows[self.place, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
-        identity = self._next(moment, nano_batch, True, schedule)
-        under_way = self._start(self._back, identity, [f.served for f in fields])
-        self._push(under_way, tables.give_back, prepared, back.area, (self._out, lane.dispatch))
+        under_way = self._start(self._back, [f.served for f in fields], moment, nano_batch, True, schedule)
+        self._push(under_way, tables.give_back, addresses, back.area, (self._out, lane.dispatch))
         lane.give_back = self.exchanges
-        back.unfinished = UnderWay(under_way, partial(self._place, tables.placements, fields, prepared.landed))
+        back.unfinished = UnderWay(under_way, partial(self._place, tables.placements, fields, landed))
         if self.strangers is not None:
-            self._join(under_way, *self.strangers.returning(schedule, fields, prepared.landed))
+            self._join(under_way, *self.strangers.returning(schedule, fields, landed))
         return back.unfinished
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
-        if self.strangers is None:
-            self._grow(schedules, room, nano_batch)
-        else:
-            self.strangers.make_room(partial(self._grow, schedules, room, nano_batch), schedules, room, nano_batch)
+        def grow() -> None:
+            self._alarm.check()
+            if self._lanes.make_room(schedules, room, nano_batch):
+                self._forget_views()
 
-    def _grow(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
-        self._alarm.check()
-        if self._lanes.make_room(schedules, room, nano_batch):
-            self._forget_views()
+        if self.strangers is None:
+            grow()
+        else:
+            self.strangers.make_room(grow, schedules, room, nano_batch)
 
     @property
     def landing_bytes(self) -> int:
@@ -269,19 +248,14 @@ class LandingTransport:
 
         return release
 
-    def _arrive(self, landed: list[torch.Tensor], under_way: _Pushed) -> list[torch.Tensor]:
-        self._wait(under_way)
-        return landed
-
     def _place(
         self, placements: tuple[Placement, ...], fields: list[Returning], landed: list[torch.Tensor],
         under_way: _Pushed,
     ) -> None:  # fmt: skip
-        self._wait(under_way)
-        for f, rows in zip(fields, landed):
+        for f, rows in zip(fields, self._wait(landed, under_way)):
             place(placements[f.kind], rows, f.served, f.home, f.add)
 
-    def _wait(self, under_way: _Pushed) -> None:
+    def _wait(self, landed: list[torch.Tensor], under_way: _Pushed) -> list[torch.Tensor]:
         """Queue on the current stream: until all ranks have pushed this exchange, and its sources have been read."""
         self._alarm.check()
         current = torch.cuda.current_stream(self.device)
@@ -296,6 +270,7 @@ class LandingTransport:
         under_way.sources.clear()
         identity = under_way.identity
         self._watchdog.track(before, after, identity, partial(self._comparison.arrived, identity, self._neighbours))
+        return landed
 
     def _wait_for_flags(self, stream: torch.cuda.Stream, way: _Way, number: int, waited_for: Identity) -> None:
         """What is queued on a stream from now on begins when all ranks have come to an exchange of a way."""
@@ -303,21 +278,15 @@ class LandingTransport:
         if not self._alarm.goes_on:
             self.calls.wait(stream.cuda_stream, way.own_flags, flag)
             return
-        # The reader sees the flags of one way. See has_ways_apart.
+        # The host sees the flags of one way. See has_ways_apart.
         assert not self.two_ways
-        if self._reader is None:
-            self._reader = read_numbers(self._flags.tensor[: FLAG_BYTES * self.ranks].view(torch.int32))
-        wait_for(partial(self._reader.reached, flag), self._alarm, self._watchdog, waited_for, waited_for.index)
+        if self._seen is None:
+            self._seen = Flags(self._flags.tensor[: FLAG_BYTES * self.ranks].view(torch.int32))
+        self._watchdog.wait_for(partial(self._seen.reached, flag), waited_for)
 
     def _begin(self, schedule: Schedule, nano_batch: int, wave: int) -> _Tables:
         self._alarm.check()
-        back = self._lanes.back(nano_batch, wave)
-        if back.unfinished is not None and not back.unfinished.waited:
-            raise CADError(
-                f"rank {self.rank}: an exchange on nano-batch {nano_batch} starts before the return of exchange "
-                f"{back.unfinished.parcel.identity.index} on it was waited for"
-            )
-        back.unfinished = None
+        self._lanes.begin(nano_batch, wave)
         tables = self._tables.get(schedule)
         if tables is None:
             near = near_part(schedule, self.peers.members)
@@ -338,31 +307,31 @@ class LandingTransport:
     def _prepare(self, tables: _Tables, area: LandingArea, rows: Table, shapes: tuple[_Shape, ...]) -> _Prepared:
         """`rows` ([members, 2]) land at every rank; the same numbers everywhere, so all grow the area together."""
         found = tables.prepared.get((area.label, shapes))
-        if found is not None and found.generation == area.generation:
+        if found is not None:
             return found
         kinds, widths = [kind for kind, _, _ in shapes], [width * dtype.itemsize for _, width, dtype in shapes]
         plan = plan_landing(rows, kinds, widths)
-        if area.ensure(plan.total):
+        if grow_together([(area, plan.total)]):
             self._forget_views()
         sources = [(kind, 0, 0, 0, width) for kind, width in zip(kinds, widths)]
         landed = [
             area.field(int(begin), int(rows[self.place, kind]), width, dtype)
             for begin, (kind, width, dtype) in zip(plan.offset[:, self.place], shapes)
         ]
-        made = _Prepared(area.generation, address_fields(sources, area.buffer.addresses, plan), landed)
-        tables.prepared[area.label, shapes] = made
+        made = tables.prepared[area.label, shapes] = address_fields(sources, area.buffer.addresses, plan), landed
         return made
 
-    def _next(self, moment: Moment, nano_batch: int, is_return: bool, schedule: Schedule) -> Identity:
+    def _start(
+        self, way: _Way, sources: list[torch.Tensor], moment: Moment, nano_batch: int, is_return: bool,
+        schedule: Schedule,
+    ) -> _Pushed:  # fmt: skip
         self.exchanges, self._pushed = self.exchanges + 1, self._pushed + 1
         self._comparison.newest = self.exchanges
-        return self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
-
-    def _start(self, way: _Way, identity: Identity, sources: list[torch.Tensor]) -> _Pushed:
+        identity = self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
         return _Pushed(way, identity, [], sources, torch.cuda.current_stream(self.device), [way.stream])
 
     def _push(
-        self, under_way: _Pushed, table: PushTable, prepared: _Prepared, area: LandingArea, guard: tuple[_Way, int]
+        self, under_way: _Pushed, table: PushTable, fields: Table, area: LandingArea, guard: tuple[_Way, int]
     ) -> None:
         """`guard`: the exchange that peers must have come to, and of which way it is."""
         way, identity, stream = under_way.way, under_way.identity, under_way.way.stream
@@ -371,7 +340,6 @@ class LandingTransport:
         if area.last_operation:
             self._wait_for_flags(stream, *guard, identity)
         area.last_operation = self.exchanges
-        fields = prepared.addresses
         names = self._name_of_rank + self._name_row * (identity.index % RING)
         self.calls.push(
             stream.cuda_stream, table.peers, table.begin, table.slices, fields,
@@ -399,8 +367,7 @@ class LandingTransport:
             self._end_waits()
         finally:
             if self.strangers is not None:
-                # After the waits for neighbours, so that messages behind them can be stopped.
-                self.strangers.leave()
+                self.strangers.leave()  # after the waits for neighbours: messages behind them can be stopped then
 
     def _end_waits(self) -> None:
         everyone, no_slices = np.arange(self.ranks, dtype=np.int64), np.zeros((0, 5), np.int64)
@@ -411,10 +378,11 @@ class LandingTransport:
                 for area in self._lanes.areas():
                     if area.capacity:
                         area.buffer.tensor.fill_(255)
-                for flags in (self._out.own_flags, self._back.own_flags):
+                for way in (self._out, self._back):
                     self.calls.push(
-                        stream.cuda_stream, everyone, nothing, no_slices, no_fields, flags, self._pushed + POISON
-                    )
+                        stream.cuda_stream, everyone, nothing, no_slices, no_fields, way.own_flags,
+                        self._pushed + POISON,
+                    )  # fmt: skip
 
 
 @dataclass(eq=False)

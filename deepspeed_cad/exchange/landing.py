@@ -1,27 +1,51 @@
-"""Landing areas: device memory that every rank of a group maps, so that peers can copy into it.
+"""Landing areas: device memory that every rank of a group maps, so that peers can copy into it; and lanes, the places
+that waves of a nano-batch take in turn, each with areas of its own.
 
-In: sizes that all ranks compute alike. Out: a tensor on this rank and the address of everyone's. Growing is
-collective: every rank decides it from the same plan, at the same exchange.
+In: sizes that all ranks compute alike. Out: a tensor on this rank and the address of everyone's. Growing is collective:
+every rank decides it from the same plan, at the same exchange.
+
+Why memory is never overwritten too early. All ranks start the same exchanges in the same order, numbered 1, 2, …; flag
+p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
+stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
+"flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
+served tasks run beside local ones: the training stream waits for that before it places what came back. Where ways are
+apart, flag p is the one of the way of n.
+Nano-batches have lanes of their own.
+  Dispatch: one area per lane. What landed is read before its return starts, on the same stream; so the area is free at
+  a peer whose flag has reached that return.
+  Only where dispatches follow each other without a return (links are timed so), a second area takes turns with the
+  first: what landed is valid until the next dispatch, so the area of the one before last is free at a peer whose flag
+  has reached the last one.
+  Return: one area per lane. A return must be waited for before the next dispatch starts whose return takes its lane
+  (checked), so the area is free at a peer whose flag has reached that dispatch.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.exchange.copies import ALIGNMENT
+from deepspeed_cad.exchange.failure.board import first_line
 from deepspeed_cad.exchange.failure.roll_call import RollCall
+from deepspeed_cad.exchange.group import PeerGroup
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
-from deepspeed_cad.exchange.peers import PeerGroup
-from deepspeed_cad.schedule.room import HEADROOM
+from deepspeed_cad.exchange.transport import Returned
+from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule.room import BACK, HEADROOM, OUT, Room, lane_bytes
 
 logger = logging.getLogger(__name__)
 
 GRAIN = 8 << 20
 """Bytes: capacities are multiples."""
+FIELDS = 8
+"""At most of one exchange."""
 
 
 class NoRoomError(CADError):
@@ -83,7 +107,7 @@ def _allocate(
                     torch.cuda.synchronize(device)
             return tensors, ""
         except RuntimeError as error:
-            problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            problem = first_line(error)
         tensors.clear()
         if attempt == 0:
             # Memory that torch keeps for later tensors is not free for the driver, of whom this memory is asked.
@@ -102,15 +126,9 @@ class LandingArea:
     def __init__(self, label: str, peers: PeerGroup, device: torch.device, roll_call: RollCall) -> None:
         self.label, self.peers, self.device, self.roll_call = label, peers, device, roll_call
         self.capacity = 0
-        self.generation = 0
-        """How often it was made anew."""
         self.last_operation = 0
         """Number of the exchange that filled it last."""
         self._buffer: SymmetricBuffer | None = None
-
-    def holds(self, needed: Table) -> bool:
-        """Whether `needed` bytes ([members]) fit as it is."""
-        return self._buffer is not None and int(needed.max(initial=0)) <= self.capacity
 
     @property
     def buffer(self) -> SymmetricBuffer:
@@ -118,19 +136,6 @@ class LandingArea:
         if self._buffer is None:
             raise CADError(f"landing area {self.label} was used before it was made, or after close()")
         return self._buffer
-
-    def ensure(self, needed: Table, headroom: float = HEADROOM) -> bool:
-        """Have room for `needed` bytes ([members]); every rank passes the same numbers and grows at the same exchange.
-
-        Gives whether the memory is another than before.
-        """
-        return grow_together([(self, needed)], headroom)
-
-    def take(self, buffer: SymmetricBuffer, capacity: int) -> None:
-        logger.info("landing area %s grows from %d to %d MiB", self.label, self.capacity >> 20, capacity >> 20)
-        self._buffer, self.capacity = buffer, capacity
-        self.last_operation = 0
-        self.generation += 1
 
     def field(self, begin: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """A field that landed here: [rows, width]."""
@@ -148,7 +153,11 @@ def grow_together(areas: list[tuple[LandingArea, Table]], headroom: float = HEAD
 
     Gives whether any has other memory than before.
     """
-    growing = [(area, _capacity(needed, headroom)) for area, needed in areas if not area.holds(needed)]
+    growing = [
+        (area, -(-int(max(most, 1) * headroom) // GRAIN) * GRAIN)
+        for area, most in ((area, int(needed.max(initial=0))) for area, needed in areas)
+        if area._buffer is None or most > area.capacity
+    ]
     if not growing:
         return False
     first = growing[0][0]
@@ -161,9 +170,95 @@ def grow_together(areas: list[tuple[LandingArea, Table]], headroom: float = HEAD
     what = f"the growth of landing area{'s' if len(growing) > 1 else ''} {labels}"
     buffers = make_buffers([size for _, size in growing], first.peers, first.device, first.roll_call, what)
     for (area, size), buffer in zip(growing, buffers, strict=True):
-        area.take(buffer, size)
+        logger.info("landing area %s grows from %d to %d MiB", area.label, area.capacity >> 20, size >> 20)
+        area._buffer, area.capacity, area.last_operation = buffer, size, 0
     return True
 
 
-def _capacity(needed: Table, headroom: float) -> int:
-    return -(-int(max(needed.max(initial=0), 1) * headroom) // GRAIN) * GRAIN
+@dataclass(eq=False)
+class OutLane:
+    """A place on the way out: its areas, and the numbers of the exchanges that used it last."""
+
+    areas: tuple[LandingArea, LandingArea]
+    """The second one only where dispatches follow each other without a return."""
+    filled: int = 1
+    """Which area the last dispatch landed in."""
+    dispatch: int = 0
+    give_back: int = 0
+    """The return of that dispatch; 0 before it started."""
+
+    @property
+    def guard(self) -> int:
+        """The exchange that peers must have reached, so that the area of the next dispatch is free there."""
+        return self.give_back or self.dispatch
+
+    def next_area(self) -> LandingArea:
+        self.filled = 0 if self.give_back else 1 - self.filled
+        return self.areas[self.filled]
+
+
+@dataclass(eq=False)
+class BackLane:
+    """A place on the way back: its area and what is under way."""
+
+    area: LandingArea
+    unfinished: Returned | None = None
+
+
+class Lanes:
+    """All lanes of a transport."""
+
+    def __init__(self, peers: PeerGroup, device: torch.device, roll_call: RollCall) -> None:
+        self.peers, self.device, self.roll_call = peers, device, roll_call
+        self._out: dict[tuple[int, int], OutLane] = {}
+        self._back: dict[tuple[int, int], BackLane] = {}
+
+    def out(self, nano_batch: int, wave: int) -> OutLane:
+        """Where a wave of a nano-batch lands at its servers; areas are empty at first."""
+        key = nano_batch, wave % OUT
+        if key not in self._out:
+            self._out[key] = OutLane((self._area("out", *key), self._area("out (odd)", *key)))
+        return self._out[key]
+
+    def begin(self, nano_batch: int, wave: int) -> None:
+        """Raises CADError where the last return there was not waited for."""
+        back = self.back(nano_batch, wave)
+        if back.unfinished is not None and not back.unfinished.waited:
+            raise CADError(
+                f"rank {self.peers.members[self.peers.place]}: an exchange on nano-batch {nano_batch} starts before "
+                f"the return of exchange {back.unfinished.parcel.identity.index} on it was waited for"
+            )
+        back.unfinished = None
+
+    def back(self, nano_batch: int, wave: int) -> BackLane:
+        """Where its results land at home."""
+        key = nano_batch, wave % BACK
+        if key not in self._back:
+            self._back[key] = BackLane(self._area("back", *key))
+        return self._back[key]
+
+    def _area(self, what: str, nano_batch: int, number: int) -> LandingArea:
+        label = f"{what} {nano_batch}" + (f", wave {number}" if number else "")
+        return LandingArea(label, self.peers, self.device, self.roll_call)
+
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> bool:
+        """Have memory for all waves of a tick. Collective; gives whether some is new. Raises NoRoomError."""
+        out = lane_bytes([one.served_rows[self.peers.members] for one in schedules], room.out, OUT)
+        back = lane_bytes([one.landed_rows[self.peers.members] for one in schedules], room.back, BACK)
+        areas = [self.out(nano_batch, number).areas[0] for number in range(len(out))]
+        areas += [self.back(nano_batch, number).area for number in range(len(back))]
+        # Each field begins at a multiple of an alignment.
+        needed = [(area, size + FIELDS * ALIGNMENT) for area, size in zip(areas, out + back, strict=True)]
+        return grow_together(needed, room.headroom)
+
+    def areas(self) -> Iterator[LandingArea]:
+        for out in self._out.values():
+            yield from out.areas
+        for back in self._back.values():
+            yield back.area
+
+    def release(self) -> None:
+        for area in self.areas():
+            area.release()
+        self._out.clear()
+        self._back.clear()

@@ -1,13 +1,14 @@
-"""The C functions of csrc/ that transports call, with Python types: addresses in, nothing out, errors raised.
+"""The C functions of csrc/ that transports call.
 
-In: addresses, streams and int64 tables. Out: work queued on a CUDA stream. Raises NativeCallError with the library's
-own message; `cuda_calls` and `nccl_calls` raise it where the driver or NCCL is missing.
+In: addresses, streams and int64 tables. Out: work queued on a CUDA stream, or NativeCallError with the library's own
+message, also where the driver or NCCL is missing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from functools import partial
 from importlib import import_module, util
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from deepspeed_cad import native
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.native import NativeCallError
 
 Table = npt.NDArray[np.int64]
 
@@ -35,112 +36,74 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 }
 
 
-class NativeCallError(CADError):
-    """A call into the native library, the CUDA driver or NCCL failed."""
-
-
 class UnreachedError(NativeCallError):
     """Hosts do not reach each other through NCCL: nothing else that runs through NCCL would."""
 
 
-class _Library:
-    """The loaded library with argument types declared and error codes turned into exceptions."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        library.cad_last_error.restype = ctypes.c_char_p
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, _I
-
-    def call(self, name: str, *arguments: object) -> None:
-        if getattr(self._library, name)(*arguments):
-            raise NativeCallError(self._library.cad_last_error().decode(errors="replace"))
-
-
-def _library() -> _Library:
+def _library() -> ctypes.CDLL:
     library = native.load()
-    try:
-        return _Library(library)
-    except AttributeError as error:
-        raise NativeCallError(f"the native library is incomplete: {error}. To repair it: {native.REBUILD}") from error
-
-
-def _at(table: Table) -> int:
-    return table.ctypes.data
+    for name, arguments in _SIGNATURES.items():
+        getattr(library, name).argtypes = arguments
+    return library
 
 
 class CudaCalls:
-    """Copies, flag writes and flag waits on CUDA streams, in one context."""
+    """Copies, flag writes and flag waits on CUDA streams, in the context of the thread that makes it."""
 
-    def __init__(self, library: _Library, context: int) -> None:
-        self._library, self._context = library, context
+    def __init__(self, driver: str | None = None) -> None:
+        """`driver` names another driver library than libcuda.so.1 (tests)."""
+        context = _P()
+        self._call = partial(native.call, library=_library())
+        self._call("cad_cuda_open", None if driver is None else driver.encode())
+        self._call("cad_cuda_context", ctypes.byref(context))
+        self._context = context.value or 0
 
     def push(
-        self,
-        stream: int,
-        peers: Table,
-        begin: Table,
-        slices: Table,
-        fields: Table,
-        flags: Table,
-        value: int,
-        names: Table | None = None,
-        name: int = 0,
-    ) -> None:
+        self, stream: int, peers: Table, begin: Table, slices: Table, fields: Table, flags: Table, value: int,
+        names: Table | None = None, name: int = 0,
+    ) -> None:  # fmt: skip
         """Queue one exchange: see cad_nvlink_push in csrc/nvlink.cpp for the tables, all contiguous int64."""
-        self._library.call(
-            "cad_nvlink_push", self._context, stream, len(flags), len(peers), _at(peers), _at(begin), _at(slices),
-            len(fields), _at(fields), _at(flags), value & 0xFFFFFFFF, None if names is None else _at(names), name,
+        self._call(
+            "cad_nvlink_push", self._context, stream, len(flags), len(peers), peers, begin, slices, len(fields), fields,
+            flags, value & 0xFFFFFFFF, names, name,
         )  # fmt: skip
 
     def wait(self, stream: int, flags: Table, value: int) -> None:
         """Make a stream wait until every flag (addresses) is at least `value`."""
-        self._library.call("cad_nvlink_wait", self._context, stream, len(flags), _at(flags), value & 0xFFFFFFFF)
-
-
-def cuda_calls(driver: str | None = None) -> CudaCalls:
-    """Calls in the CUDA context of this thread. `driver` names another driver library than libcuda.so.1 (tests)."""
-    library = _library()
-    library.call("cad_cuda_open", None if driver is None else driver.encode())
-    context = _P()
-    library.call("cad_cuda_context", ctypes.byref(context))
-    return CudaCalls(library, context.value or 0)
+        self._call("cad_nvlink_wait", self._context, stream, len(flags), flags, value & 0xFFFFFFFF)
 
 
 class NcclCalls:
     """One NCCL communicator."""
 
-    def __init__(self, library: _Library, unique_id: bytes, ranks: int, rank: int) -> None:
-        self._library, self._communicator, self._leaving = library, _P(), threading.Lock()
-        library.call("cad_nccl_join", unique_id, ranks, rank, ctypes.byref(self._communicator))
+    def __init__(self, unique_id: bytes, ranks: int, rank: int) -> None:
+        self._communicator, self._leaving = _P(), threading.Lock()
+        native.call("cad_nccl_join", unique_id, ranks, rank, ctypes.byref(self._communicator))
 
     def exchange(self, stream: int, messages: Table) -> None:
         """Queue messages ([n, 4]: is_send, peer, address, bytes) as one group."""
-        self._library.call("cad_nccl_exchange", self._communicator, stream, len(messages), _at(messages))
+        native.call("cad_nccl_exchange", self._communicator, stream, len(messages), messages)
 
-    def leave(self, abort: bool = False) -> None:
-        """Leave the communicator; harmless when called again, by any thread."""
+    def leave(self) -> None:
+        """Abort what is under way and leave the communicator; harmless when called again, by any thread."""
         with self._leaving:
             communicator, self._communicator = self._communicator, _P()
         if communicator.value:
-            self._library.call("cad_nccl_leave", communicator, int(abort))
+            native.call("cad_nccl_leave", communicator, 1)
 
 
-def open_nccl() -> tuple[_Library, int]:
-    """The library with NCCL found, and NCCL's version number."""
-    library = _library()
-    path = nccl_file()
-    library.call("cad_nccl_open", None if path is None else str(path).encode())
-    version = _I()
-    library.call("cad_nccl_version", ctypes.byref(version))
-    return library, version.value
+def open_nccl() -> int:
+    """Find NCCL; gives its version number."""
+    library, path, version = _library(), nccl_file(), _I()
+    native.call("cad_nccl_open", None if path is None else str(path).encode(), library=library)
+    native.call("cad_nccl_version", ctypes.byref(version), library=library)
+    return version.value
 
 
-def new_unique_id(library: _Library) -> bytes:
-    """What all ranks of a new communicator must hand to NcclCalls."""
+def new_unique_id() -> bytes:
+    """What all ranks of a new communicator must hand to NcclCalls. NCCL is open."""
     buffer = ctypes.create_string_buffer(128)
-    library.call("cad_nccl_unique_id", buffer)
+    native.call("cad_nccl_unique_id", buffer)
     return buffer.raw
 
 

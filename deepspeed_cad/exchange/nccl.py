@@ -1,5 +1,5 @@
-"""Messages by NCCL: a communicator of all ranks of a group, apart from torch's, on a stream of its own. And the carrier
-of the `nccl` transport, across nodes too: the rows of a field to a peer are one message.
+"""Messages by NCCL: a communicator of all ranks of a group, apart from torch's, on a stream of its own. And the `nccl`
+transport, across nodes too: the rows of a field to a peer are one message.
 
 In: tables of messages. Out: work queued on the stream. Ahead of the messages of an exchange, and in a call of their
 own, travel the numbers of the exchange (failure/identity.py), to whoever gets messages: if two ranks are in different
@@ -17,24 +17,16 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange.arrival import wait_for
 from deepspeed_cad.exchange.copies import list_messages
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
-from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, rank_of, size_of
-from deepspeed_cad.exchange.native_calls import (
-    NativeCallError,
-    NcclCalls,
-    Table,
-    UnreachedError,
-    new_unique_id,
-    open_nccl,
-)
-from deepspeed_cad.exchange.packed import Load, PackedTransport
-from deepspeed_cad.exchange.peers import open_store
-from deepspeed_cad.exchange.streams import leave_to_streams
-from deepspeed_cad.exchange.transfers import Transfers
+from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, open_store, rank_of, size_of
+from deepspeed_cad.exchange.native_calls import NcclCalls, Table, UnreachedError, new_unique_id, open_nccl
+from deepspeed_cad.exchange.packed import Counts, PackedTransport
+from deepspeed_cad.exchange.transport import leave_to_streams
+from deepspeed_cad.exchange.waits import Transfers
+from deepspeed_cad.native import NativeCallError
 from deepspeed_cad.threads import run_aside, start_daemon
 
 NUMBER_BYTES = 8
@@ -51,14 +43,14 @@ def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
     roll_call = RollCall(open_store(group, "nccl"), np.arange(ranks), rank, alarm)
     unique_id, problem = "", ""
     try:
-        library, _ = open_nccl()
-        unique_id = new_unique_id(library).hex() if rank == 0 else ""
+        open_nccl()
+        unique_id = new_unique_id().hex() if rank == 0 else ""
     except CADError as error:
         problem = str(error)
     # Nobody enters NCCL before all are here: it waits without an end for a rank that never comes.
     roll_call.agree("opening NCCL", problem)
     unique_id = roll_call.call("opening NCCL", unique_id)[0]
-    joined = run_aside("joining NCCL", lambda: NcclCalls(library, bytes.fromhex(unique_id), ranks, rank), device)
+    joined = run_aside("joining NCCL", lambda: NcclCalls(bytes.fromhex(unique_id), ranks, rank), device)
     return _in_time(joined, alarm)
 
 
@@ -82,7 +74,7 @@ def _in_time(joined: Future[NcclCalls], alarm: Alarm) -> NcclCalls:
 
 def _leave(late: Future[NcclCalls]) -> None:
     if late.exception() is None:
-        late.result().leave(abort=True)
+        late.result().leave()
 
 
 class TwoWays:
@@ -122,13 +114,9 @@ class Messenger:
         """Of this rank's exchanges, to be sent from here: as many as a ring holds, so none is overwritten too early."""
 
     def exchange(
-        self,
-        identity: Identity,
-        messages: Table,
-        comparison: Comparison,
-        watchdog: Watchdog,
+        self, identity: Identity, messages: Table, comparison: Comparison, watchdog: Watchdog,
         transfers: Transfers | None = None,
-    ) -> torch.cuda.Event | None:
+    ) -> torch.cuda.Event | None:  # fmt: skip
         """Queue the messages ([n, 4], see NcclCalls.exchange) of an exchange behind what the current stream holds now.
 
         Gives what happens when they are over; None where there are none. `transfers` notes how long they took: from
@@ -164,11 +152,9 @@ class Messenger:
         return done
 
     def leave(self) -> None:
-        """Leave the communicator and stop what is under way; harmless when called again.
-
-        Leaving in good order would wait for ranks that may be gone.
-        """
-        self.calls.leave(abort=True)
+        """Leave the communicator and stop what is under way; harmless when called again. Leaving in good order would
+        wait for ranks that may be gone."""
+        self.calls.leave()
 
     def _queue(self, identity: Identity, messages: Table, watchdog: Watchdog) -> None:
         try:
@@ -188,90 +174,81 @@ def _number_messages(pairs: Table, mine: int, theirs: int) -> Table:
 
 
 @dataclass(eq=False)
-class UnderWay:
-    """One exchange."""
+class Parcel:
+    """One exchange under way."""
 
     identity: Identity
-    done: torch.cuda.Event | None
-    """None: nothing moves."""
     packed: list[torch.Tensor]
     """Held until the transfer is over."""
     arrived: list[torch.Tensor]
     producer: torch.cuda.Stream
     messages: torch.cuda.Stream
     """Where NCCL reads what is packed and writes what arrives."""
+    done: torch.cuda.Event | None = None
+    """None: nothing moves."""
 
     def __del__(self) -> None:
-        # An error fell before `finish` or `release`.
+        # An error fell before it was received or released.
         leave_to_streams([*self.packed, *self.arrived], [self.messages])
 
 
-class NcclCarrier:
-    """A Carrier. What comes back has a communicator of its own between hosts, and beside reserved servers."""
+class NcclTransport(PackedTransport):
+    """What comes back has a communicator of its own between hosts, and beside reserved servers."""
 
     name = "nccl"
     most_waves = 8
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm, several_hosts: bool = False) -> None:
         """Collective: every rank of the group makes one at the same time, `several_hosts` alike."""
-        self.group, self.device, self.alarm = group, device, alarm
-        self.rank, self.ranks = rank_of(group), size_of(group)
+        super().__init__(group, device, alarm)
         self.two_ways = has_ways_apart(group, alarm.liveness.may_change)
         self.messages = TwoWays(group, device, alarm, several_hosts or self.two_ways)
-        self.stream: torch.cuda.Stream | None = None
-        ring = torch.zeros(RING, self.ranks, dtype=torch.int64, device=device)
+        ring = torch.zeros(RING, size_of(group), dtype=torch.int64, device=device)
         # Message streams write the numbers: not before they are zeros.
         for way in (self.messages.out, self.messages.back):
             way.stream.wait_stream(torch.cuda.current_stream(device))
-        self._comparison = Comparison(ring, self.rank)
+        self._comparison = Comparison(ring, rank_of(group))
         self._watchdog = Watchdog(alarm, self.messages.leave, device, self._comparison)
-        self._unfinished: set[UnderWay] = set()
+        self._unfinished: set[Parcel] = set()
         """Where training goes on without a server that is lost: what NCCL may still read and write."""
 
-    def start(self, load: Load) -> UnderWay:
-        identity, packed, counts = load.identity, load.packed, load.counts
+    def _send(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> Parcel:
         self._comparison.newest = identity.index
         arrived = [rows.new_empty(int(received.sum()), rows.shape[1]) for rows, (_, received) in zip(packed, counts)]
-        runs = [(self._run_of_each(sent), self._run_of_each(received)) for sent, received in counts]
-        way = self.messages.back if load.is_return else self.messages.out
-        under_way = UnderWay(identity, None, packed, arrived, torch.cuda.current_stream(self.device), way.stream)
+        runs = [(_run_of_each(sent), _run_of_each(received)) for sent, received in counts]
+        way = self.messages.back if is_return else self.messages.out
+        parcel = Parcel(identity, packed, arrived, torch.cuda.current_stream(self.device), way.stream)
         if self.alarm.goes_on:
             going = {one for one in self._unfinished if one.done is None or not one.done.query()}
-            self._unfinished = {under_way, *going}
+            self._unfinished = {parcel, *going}
         table = list_messages(runs, packed, arrived)
-        under_way.done = way.exchange(identity, table, self._comparison, self._watchdog, load.transfers)
+        parcel.done = way.exchange(identity, table, self._comparison, self._watchdog, self.transfers)
         self.stream = way.stream
-        return under_way
+        return parcel
 
-    def finish(self, under_way: UnderWay) -> list[torch.Tensor]:
-        """See Carrier. What is queued on the current stream from now on begins when the exchange is over."""
+    def _receive(self, parcel: Parcel) -> list[torch.Tensor]:
+        """What is queued on the current stream from now on begins when the exchange is over."""
         self.alarm.check()
-        if self.alarm.goes_on and under_way.done is not None:
-            wait_for(
-                under_way.done.query, self.alarm, self._watchdog, under_way.identity, under_way.identity.index
-            )  # fmt: skip
+        if self.alarm.goes_on and parcel.done is not None:
+            self._watchdog.wait_for(parcel.done.query, parcel.identity)
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record(current)
-        if under_way.done is not None:
-            current.wait_event(under_way.done)
+        if parcel.done is not None:
+            current.wait_event(parcel.done)
         after.record(current)
-        if under_way.done is not None and current != under_way.producer:
-            under_way.producer.wait_event(under_way.done)
-        under_way.packed.clear()
-        self._watchdog.track(before, after, under_way.identity)
-        return under_way.arrived
+        if parcel.done is not None and current != parcel.producer:
+            parcel.producer.wait_event(parcel.done)
+        parcel.packed.clear()
+        self._watchdog.track(before, after, parcel.identity)
+        return parcel.arrived
 
-    def release(self, under_way: UnderWay) -> None:
+    def _release(self, parcel: Parcel) -> None:
         """What arrived has been read by work queued on the current stream; its memory goes back to its producer's."""
         current = torch.cuda.current_stream(self.device)
-        if current != under_way.producer:
-            under_way.producer.wait_event(current.record_event())
-        under_way.arrived = []
-
-    def _run_of_each(self, rows: Table) -> Table:
-        """[peers, 3]: peer, first row and rows of what goes to each, or comes from it, one behind the other."""
-        return np.stack([np.arange(self.ranks), np.cumsum(rows) - rows, rows], axis=1)
+        if current != parcel.producer:
+            parcel.producer.wait_event(current.record_event())
+        parcel.arrived = []
 
     def close(self) -> None:
         if not self.alarm.sounded:
@@ -302,6 +279,6 @@ class NcclCarrier:
         return lambda: None
 
 
-def nccl_transport(group: Group, device: torch.device, alarm: Alarm, several_hosts: bool = False) -> PackedTransport:
-    """The `nccl` transport. Collective: every rank of the group opens it at the same time, `several_hosts` alike."""
-    return PackedTransport(NcclCarrier(group, device, alarm, several_hosts), device)
+def _run_of_each(rows: Table) -> Table:
+    """[peers, 3]: peer, first row and rows of what goes to each, or comes from it, one behind the other."""
+    return np.stack([np.arange(len(rows)), np.cumsum(rows) - rows, rows], axis=1)

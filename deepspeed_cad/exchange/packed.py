@@ -1,9 +1,9 @@
-"""The transports `nccl` and `c10d`: rows are packed, travel as one message per peer, and are put into place on arrival.
+"""Transports that pack: rows travel as one message per peer, and are put into place on arrival.
 
 For ranks without access to each other's memory, and for CPUs. In: schedules and tensors. Out: the same as by any other
-transport. What moves the packed rows, and with them the numbers of exchanges (failure/identity.py), is a `Carrier`:
-here those of torch.distributed, in nccl.py one with a communicator of its own. Every exchange takes its buffers from
-torch's allocator and gives them back, so nano-batches and waves need no memory of their own.
+transport. A `PackedTransport` leaves to its subclasses what moves the packed rows, and with them the numbers of
+exchanges (failure/identity.py): here collectives of torch.distributed, the transport `c10d`; in nccl.py messages. Every
+exchange takes its buffers from torch's allocator, so nano-batches and waves need no memory of their own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,142 +27,106 @@ from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, abort, processes_of, rank_of, size_of
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import KindRows, place, rows_of_kinds, take
-from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import UNNAMED, Dispatched, Outgoing, Returned, Returning, UnderWay
+from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room
 
-
-@dataclass(frozen=True, eq=False)
-class Load:
-    """What an exchange moves."""
-
-    identity: Identity
-    packed: list[torch.Tensor]
-    """[rows, width] of every field, ordered by peer."""
-    counts: list[tuple[Table, Table]]
-    """Of each, its rows to every peer and from it."""
-    is_return: bool
-    transfers: Transfers | None
-    """Notes how long it took, where the carrier can tell."""
+Counts = list[tuple[Table, Table]]
+"""Of each field, its rows to every peer and from it."""
 
 
-class Carrier(Protocol):
-    """Moves packed rows."""
-
-    name: str
-    alarm: Alarm
-    most_waves: int
-    two_ways: bool
-    """These two as a Transport has them."""
-    stream: torch.cuda.Stream | None
-    """Where the newest transfer ends, if that is one stream: for timelines."""
-
-    def start(self, load: Load) -> Any:
-        """Begin to move an exchange; gives what the other methods take."""
-
-    def finish(self, parcel: Any) -> list[torch.Tensor]:
-        """What arrived, [rows, width] of every field, complete for work queued after this call.
-
-        A dead peer is a CADPeerError that names it.
-        """
-
-    def release(self, parcel: Any) -> None:
-        """What arrived has been read, by work queued before this call."""
-
-    def close(self) -> None:
-        """Nothing is under way any more."""
-
-    def abandon(self) -> Callable[[], None]:
-        """See Transport.abandon."""
-
-
-class PackedTransport:
+class PackedTransport(ABC):
     """See the top of this file, and Transport."""
 
+    name: str
+    two_ways = False
+    most_waves = 1
     landing_bytes = 0
+    stream: torch.cuda.Stream | None = None
+    """Where the newest transfer ends, if that is one stream: for timelines."""
 
-    def __init__(self, carrier: Carrier, device: torch.device) -> None:
-        self.carrier, self.device = carrier, device
-        self.name, self.most_waves = carrier.name, carrier.most_waves
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
+        self.group, self.device, self.alarm = group, device, alarm
         self.exchanges = 0
         self.bytes_sent = 0
         self.transfers: Transfers | None = None
         self.register = Register()
         self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, KindRows]] = WeakKeyDictionary()
 
-    @property
-    def two_ways(self) -> bool:
-        return self.carrier.two_ways
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """Where the messages of the newest exchange end, if that is known: for timelines."""
-        return self.carrier.stream
-
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
     ) -> Dispatched:
-        self.carrier.alarm.check()
-        kinds = self._look_up(schedule)
+        kinds = self._begin(schedule)
         packed = [take(f.home, kinds[f.kind].home) for f in fields]
         counts = [(kinds[f.kind].sent, kinds[f.kind].received) for f in fields]
-        parcel = self._start(packed, counts, schedule, nano_batch, moment, is_return=False)
+        parcel = self._send(packed, counts, self._next(packed, counts, schedule, nano_batch, moment, False), False)
         return UnderWay(parcel, partial(self._arrange, schedule, fields, kinds))
 
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
     ) -> Returned:
-        self.carrier.alarm.check()
-        kinds = self._look_up(schedule)
+        kinds = self._begin(schedule)
         packed = [f.served.index_select(0, kinds[f.kind].received_row) for f in fields]
         counts = [(kinds[f.kind].received, kinds[f.kind].sent) for f in fields]
-        parcel = self._start(packed, counts, schedule, nano_batch, moment, is_return=True)
+        parcel = self._send(packed, counts, self._next(packed, counts, schedule, nano_batch, moment, True), True)
         return UnderWay(parcel, partial(self._place, fields, kinds))
 
-    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:  # noqa: B027
         """Nothing is kept between exchanges."""
 
+    @abstractmethod
     def close(self) -> None:
-        self.carrier.close()
+        """See Transport."""
 
+    @abstractmethod
     def abandon(self) -> Callable[[], None]:
-        return self.carrier.abandon()
+        """See Transport."""
 
-    def _start(
-        self,
-        packed: list[torch.Tensor],
-        counts: list[tuple[Table, Table]],
-        schedule: Schedule,
-        nano_batch: int,
-        moment: Moment,
-        is_return: bool,
-    ) -> Any:
-        self.exchanges += 1
-        identity = self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
-        self.bytes_sent += sum(
-            int(sent.sum()) * rows.shape[1] * rows.element_size() for rows, (sent, _) in zip(packed, counts)
-        )
-        return self.carrier.start(Load(identity, packed, counts, is_return, self.transfers))
+    @abstractmethod
+    def _send(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> Any:
+        """Begin to move an exchange: [rows, width] of every field, ordered by peer. Gives what the others take."""
 
-    def _arrange(
-        self, schedule: Schedule, fields: list[Outgoing], kinds: tuple[KindRows, KindRows], parcel: Any
-    ) -> list[torch.Tensor]:
-        arrived = self.carrier.finish(parcel)
-        buffers = [kinds[f.kind].group_major(schedule, f, rows) for f, rows in zip(fields, arrived)]
-        self.carrier.release(parcel)
-        return buffers
+    @abstractmethod
+    def _receive(self, parcel: Any) -> list[torch.Tensor]:
+        """What arrived, [rows, width] of every field, complete for work queued after this call.
 
-    def _place(self, fields: list[Returning], kinds: tuple[KindRows, KindRows], parcel: Any) -> None:
-        for f, rows in zip(fields, self.carrier.finish(parcel)):
-            place(kinds[f.kind].placement, rows, f.served, f.home, f.add)
-        self.carrier.release(parcel)
+        A dead peer is a CADPeerError that names it.
+        """
 
-    def _look_up(self, schedule: Schedule) -> tuple[KindRows, KindRows]:
+    def _release(self, parcel: Any) -> None:  # noqa: B027
+        """What arrived has been read, by work queued before this call."""
+
+    def _begin(self, schedule: Schedule) -> tuple[KindRows, KindRows]:
+        self.alarm.check()
         found = self._kinds.get(schedule)
         if found is None:
             found = self._kinds[schedule] = rows_of_kinds(schedule, self.device)
         return found
+
+    def _next(
+        self, packed: list[torch.Tensor], counts: Counts, schedule: Schedule, nano_batch: int, moment: Moment,
+        is_return: bool,
+    ) -> Identity:  # fmt: skip
+        self.exchanges += 1
+        self.bytes_sent += int(sum(sent.sum() * _row_bytes(rows) for rows, (sent, _) in zip(packed, counts)))
+        return self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
+
+    def _arrange(
+        self, schedule: Schedule, fields: list[Outgoing], kinds: tuple[KindRows, KindRows], parcel: Any
+    ) -> list[torch.Tensor]:
+        buffers = [kinds[f.kind].group_major(schedule, f, rows) for f, rows in zip(fields, self._receive(parcel))]
+        self._release(parcel)
+        return buffers
+
+    def _place(self, fields: list[Returning], kinds: tuple[KindRows, KindRows], parcel: Any) -> None:
+        for f, rows in zip(fields, self._receive(parcel)):
+            place(kinds[f.kind].placement, rows, f.served, f.home, f.add)
+        self._release(parcel)
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.element_size()
 
 
 @dataclass(eq=False)
@@ -179,68 +143,50 @@ class GroupTransfer:
     """Is over when the numbers are there; None where they were compared before."""
 
 
-class GroupCarrier(ABC):
-    """Collectives of torch on CAD's process group: one gathers the numbers, then one for each field moves its rows."""
+class GroupTransport(PackedTransport):
+    """Collectives of torch on CAD's process group: one gathers the numbers, then one for each field moves its rows.
+
+    Both ways share one queue of collectives, so nothing comes back before all is out; and where one starts on a CPU,
+    the host waits for the numbers of all ranks.
+    """
 
     name = "c10d"
-    group: dist.ProcessGroup
-    alarm: Alarm
-    stream: torch.cuda.Stream | None = None
-    two_ways = False
-    most_waves = 1
-    """Both ways share one queue of collectives, so nothing comes back before all is out; and where one starts on a CPU,
-    the host waits for the numbers of all ranks."""
 
-    def move(self, load: Load) -> GroupTransfer:
+    def _move(self, packed: list[torch.Tensor], counts: Counts, identity: Identity) -> GroupTransfer:
         """Begin to move the rows of all fields, as bytes: not every backend knows every type."""
-        arrived = [rows.new_empty(int(into.sum()), rows.shape[1]) for rows, (_, into) in zip(load.packed, load.counts)]
+        arrived = [rows.new_empty(int(into.sum()), rows.shape[1]) for rows, (_, into) in zip(packed, counts)]
         data = [
             dist.all_to_all_single(
-                into.view(torch.uint8), rows.view(torch.uint8), received.tolist(), sent.tolist(), group=self.group,
-                async_op=True,
+                into.view(torch.uint8), rows.view(torch.uint8), received.tolist(), sent.tolist(),
+                group=processes_of(self.group), async_op=True,
             )
-            for into, rows, (sent, received) in zip(arrived, load.packed, load.counts, strict=True)
+            for into, rows, (sent, received) in zip(arrived, packed, counts, strict=True)
         ]  # fmt: skip
-        return GroupTransfer(load.identity, load.packed, arrived, data)
-
-    def release(self, parcel: GroupTransfer) -> None:  # noqa: B027
-        """See Carrier."""
-
-    @abstractmethod
-    def start(self, load: Load) -> GroupTransfer:
-        """See Carrier."""
-
-    @abstractmethod
-    def finish(self, parcel: GroupTransfer) -> list[torch.Tensor]:
-        """See Carrier."""
+        return GroupTransfer(identity, packed, arrived, data)
 
 
-class ComparedFirst(GroupCarrier):
+class ComparedFirst(GroupTransport):
     """Collectives of gloo: once the numbers are compared, others move the data.
 
     Where exchanges differ, so may the sizes of what they move, and gloo ends a process whose buffer is too small; so no
     data move before. The host waits for the numbers where an exchange starts: what is under way then is the data.
     """
 
-    def __init__(self, group: Group, alarm: Alarm) -> None:
-        self.group, self.alarm = processes_of(group), alarm
-        self._owner: Group = group
-
-    def start(self, load: Load) -> GroupTransfer:
-        """See Carrier. Ranks have met when data starts to move, so a transfer lasts from then on."""
+    def _send(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> GroupTransfer:
+        """Ranks have met when data starts to move, so a transfer lasts from then on."""
         self.alarm.check()
-        identity = load.identity
-        numbers, mine = torch.zeros(self.group.size(), dtype=torch.int64), torch.tensor([identity.number])
+        group = processes_of(self.group)
+        numbers, mine = torch.zeros(group.size(), dtype=torch.int64), torch.tensor([identity.number])
         with Liveness.watch(self.alarm.liveness, str(identity), with_servers=True):
-            self._wait([dist.all_gather(list(numbers.split(1)), mine, group=self.group, async_op=True)], identity)
+            self._wait([dist.all_gather(list(numbers.split(1)), mine, group=group, async_op=True)], identity)
             if found := compare(dict(enumerate(numbers.tolist()))):
                 self.alarm.stop(found)
                 self.alarm.check()
-            begun, under_way = time.perf_counter(), self.move(load)
-        transfers, widths = load.transfers, [rows.shape[1] * rows.element_size() for rows in load.packed]
+            begun, under_way = time.perf_counter(), self._move(packed, counts, identity)
+        transfers = self.transfers
         if transfers is not None and under_way.data:
             sent, received = (
-                sum(counts[way] * width for counts, width in zip(load.counts, widths, strict=True)) for way in (0, 1)
+                sum(rows[way] * _row_bytes(x) for rows, x in zip(counts, packed, strict=True)) for way in (0, 1)
             )
             if (size := transfers.size(sent, received)) is not None:
                 # Noted when the end comes, not when somebody waits for it.
@@ -248,7 +194,7 @@ class ComparedFirst(GroupCarrier):
                 ended.add_done_callback(lambda _: transfers.note(size, time.perf_counter() - begun))
         return under_way
 
-    def finish(self, parcel: GroupTransfer) -> list[torch.Tensor]:
+    def _receive(self, parcel: GroupTransfer) -> list[torch.Tensor]:
         self.alarm.check()
         with Liveness.watch(self.alarm.liveness, str(parcel.identity), with_servers=True):
             self._wait(parcel.data, parcel.identity)
@@ -258,9 +204,9 @@ class ComparedFirst(GroupCarrier):
         """The process group belongs to the session."""
 
     def abandon(self) -> Callable[[], None]:
-        assert isinstance(self._owner, OwnGroup)
-        self._owner.abandon()
-        del self.group, self._owner
+        assert isinstance(self.group, OwnGroup)
+        self.group.abandon()
+        del self.group
         return lambda: None
 
     def _wait(self, works: list[dist.Work], identity: Identity) -> None:
@@ -269,7 +215,7 @@ class ComparedFirst(GroupCarrier):
             work.wait()
 
 
-class Collectives(GroupCarrier):
+class Collectives(GroupTransport):
     """Collectives of a backend for GPUs.
 
     Where exchanges differ, so may the sizes of what they move, and these may hang; the numbers are there by then, and
@@ -277,23 +223,23 @@ class Collectives(GroupCarrier):
     """
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
-        self.group, self.device, self.alarm = processes_of(group), device, alarm
-        self.rank, self.ranks = rank_of(group), size_of(group)
-        ring = torch.zeros(RING, self.ranks, dtype=torch.int64, device=device)
-        self._comparison = Comparison(ring, self.rank)
+        super().__init__(group, device, alarm)
+        ring = torch.zeros(RING, size_of(group), dtype=torch.int64, device=device)
+        self._comparison = Comparison(ring, rank_of(group))
         self._watchdog = Watchdog(alarm, partial(abort, group, device), device, self._comparison)
 
-    def start(self, load: Load) -> GroupTransfer:
+    def _send(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> GroupTransfer:
         self.alarm.check()
-        identity = load.identity
         row = self._comparison.ring[identity.index % RING]
         self._comparison.newest = identity.index
         mine = torch.full((1,), identity.number, dtype=torch.int64, device=self.device)
         with Liveness.watch(self.alarm.liveness, str(identity)), self._watchdog.inside(identity):
-            numbers = dist.all_gather_into_tensor(row, mine, group=self.group, async_op=True)
-            return replace(self.move(load), numbers=numbers)
+            numbers = dist.all_gather_into_tensor(row, mine, group=processes_of(self.group), async_op=True)
+            under_way = self._move(packed, counts, identity)
+        under_way.numbers = numbers
+        return under_way
 
-    def finish(self, parcel: GroupTransfer) -> list[torch.Tensor]:
+    def _receive(self, parcel: GroupTransfer) -> list[torch.Tensor]:
         self.alarm.check()
         label, current = parcel.identity, torch.cuda.current_stream(self.device)
         before, known, after = (torch.cuda.Event() for _ in range(3))
@@ -305,7 +251,7 @@ class Collectives(GroupCarrier):
             for work in parcel.data:
                 work.wait()
             after.record(current)
-        others = np.flatnonzero(np.arange(self.ranks) != self.rank).tolist()
+        others = np.delete(np.arange(size_of(self.group)), rank_of(self.group)).tolist()
         self._watchdog.track(before, known, label, partial(self._comparison.arrived, label, others))
         self._watchdog.track(known, after, label)
         return parcel.arrived
@@ -319,7 +265,6 @@ class Collectives(GroupCarrier):
         raise CADError("transport c10d cannot be given up on GPUs")
 
 
-def c10d_transport(group: Group, device: torch.device, alarm: Alarm) -> PackedTransport:
+def c10d_transport(group: Group, device: torch.device, alarm: Alarm) -> GroupTransport:
     """The `c10d` transport: torch.distributed's own collectives on a process group of CAD's own."""
-    carrier = ComparedFirst(group, alarm) if device.type == "cpu" else Collectives(group, device, alarm)
-    return PackedTransport(carrier, device)
+    return ComparedFirst(group, device, alarm) if device.type == "cpu" else Collectives(group, device, alarm)

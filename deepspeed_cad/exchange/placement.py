@@ -67,20 +67,16 @@ def place(placement: Placement, landed: torch.Tensor, served: torch.Tensor, home
         return
     if not add and placement.depth > 1:
         raise CADError(f"{placement.depth} rows came back for one row of an output, which only one task may write")
-    kernel = _triton_place() if home.is_cuda else None
-    if kernel is None:
-        _place_by_index(placement, landed, served, home, add)
-    else:
-        kernel(home, landed, served, placement.target, placement.begin, placement.source, placement.depth, add)
+    (_triton_place() if home.is_cuda else _place_by_index)(placement, landed, served, home, add)
 
 
 @functools.cache
-def _triton_place() -> Callable[..., None] | None:
+def _triton_place() -> Callable[..., None]:
     try:
         from deepspeed_cad.exchange.placement_triton import place as kernel
     except ImportError as error:
         logger.warning("returned rows are placed by torch index operations, which is slower: %s", error)
-        return None
+        return _place_by_index
     return kernel
 
 
@@ -146,16 +142,15 @@ def take(home: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of_kinds(schedule: Schedule, device: torch.device) -> tuple[KindRows, KindRows]:
+    """Of query rows and of key rows."""
     return _rows(schedule, QUERY, device), _rows(schedule, KEY, device)
 
 
 def _rows(schedule: Schedule, kind: int, device: torch.device) -> KindRows:
-    home = schedule.home_index(schedule.sends, kind)
-    own = schedule.home_index(schedule.own, kind)
     return KindRows(
         kind=kind,
-        home=upload(home, device),
-        own=upload(own, device),
+        home=upload(schedule.home_index(schedule.sends, kind), device),
+        own=upload(schedule.home_index(schedule.own, kind), device),
         own_served=upload(schedule.server_index(schedule.own, kind), device),
         received_row=upload(schedule.server_index(schedule.receives, kind), device),
         sent=schedule.rows_by_peer(schedule.sends, SERVER, kind),

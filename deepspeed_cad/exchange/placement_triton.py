@@ -3,6 +3,8 @@
 Imported by placement.py only where triton and a GPU are there. `T` targets, `W` width of a row in elements.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,23 +14,9 @@ ROWS_PER_PROGRAM = 8
 
 @triton.jit(do_not_specialize=["targets", "depth"])
 def _place(
-    home,
-    landed,
-    served,
-    target,
-    begin,
-    source,
-    targets,
-    groups,
-    row_stride,
-    group_stride,
-    width,
-    depth,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    home, landed, served, target, begin, source, targets, groups, row_stride, group_stride, width, depth,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = row < targets
@@ -57,36 +45,14 @@ def _place(
     tl.store(home + at_home, total.to(home.dtype.element_ty), mask=inside[:, None] & fits)
 
 
-def place(
-    home: torch.Tensor,
-    landed: torch.Tensor,
-    served: torch.Tensor,
-    target: torch.Tensor,
-    begin: torch.Tensor,
-    source: torch.Tensor,
-    depth: int,
-    add: bool,
-) -> None:
-    """See placement.place; all tensors on one GPU, `target`, `begin` and `source` int64."""
-    width = home.shape[2]
+def place(placement: Any, landed: torch.Tensor, served: torch.Tensor, home: torch.Tensor, add: bool) -> None:
+    """See placement.place; all tensors on one GPU, those of the Placement int64."""
+    targets, width = len(placement.target), home.shape[2]
     block = min(triton.next_power_of_2(width), 256)
-    grid = (triton.cdiv(len(target), ROWS_PER_PROGRAM), triton.cdiv(width, block))
+    grid = (triton.cdiv(targets, ROWS_PER_PROGRAM), triton.cdiv(width, block))
     _place[grid](
-        home,
-        landed,
-        served,
-        target,
-        begin,
-        source,
-        len(target),
-        home.shape[1],
-        home.stride(0),
-        home.stride(1),
-        width,
-        depth if add else 1,
-        ADD=add,
-        ROWS=ROWS_PER_PROGRAM,
-        BLOCK=block,
-        WIDE=tl.float64 if home.dtype == torch.float64 else tl.float32,
-        num_warps=4,
-    )
+        home, landed, served, placement.target, placement.begin, placement.source,
+        targets, home.shape[1], home.stride(0), home.stride(1), width, placement.depth if add else 1,
+        ADD=add, ROWS=ROWS_PER_PROGRAM, BLOCK=block,
+        WIDE=tl.float64 if home.dtype == torch.float64 else tl.float32, num_warps=4,
+    )  # fmt: skip

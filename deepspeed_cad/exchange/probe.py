@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError, ServerLostError
-from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.board import Liveness, first_line
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
 from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.links import Links, measure_links
-from deepspeed_cad.exchange.native_calls import UnreachedError, cuda_calls, open_nccl, peer_reach, symmetric_memory
-from deepspeed_cad.exchange.nccl import nccl_transport
+from deepspeed_cad.exchange.native_calls import CudaCalls, UnreachedError, open_nccl, peer_reach, symmetric_memory
+from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.packed import c10d_transport
 from deepspeed_cad.exchange.transport import Transport
 
@@ -106,7 +106,10 @@ def choose_transport(
     host = host_number() if host is None else host
     hosts = gather(host) if name != "c10d" else []
     refusals: list[str] = []
-    wanted = tuple(one for one in _candidates(hosts) if one in auto) if name == "auto" else (name,)
+    wanted = (name,)
+    if name == "auto":
+        copies = ("nvlink",) if len(set(hosts)) == 1 else ("mixed",) if len(set(hosts)) < len(hosts) else ()
+        wanted = tuple(one for one in (*copies, "nccl", "c10d") if one in auto)
     for candidate in wanted:
         near: list[int] = []
         reason = _refusal(candidate, device, gather, len(set(hosts)))
@@ -116,15 +119,20 @@ def choose_transport(
                 reason = unreached
         if reason is None:
             alarm = Alarm(rank_of(group), liveness, timeout_s)
-            found, reason = _make(partial(_open, candidate, group, device, alarm, near, len(set(hosts)) > 1), gather)
+            kinds: dict[str, Callable[[], Transport]] = {
+                "nvlink": partial(LandingTransport, group, device, alarm),
+                "mixed": partial(LandingTransport, group, device, alarm, near),
+                "nccl": partial(NcclTransport, group, device, alarm, len(set(hosts)) > 1),
+                "c10d": partial(c10d_transport, group, device, alarm),
+            }
+            found, reason = _make(kinds[candidate], gather)
             if found is not None:
                 _say(found.name, refusals, hosts, near, device.type == "cuda" and rank_of(group) == 0)
                 return found
         refusals.append(f"{candidate}: {reason}")
-    todo = (
-        'Set "on_server_failure" to "stop" to take another one.' if name == "auto"
-        else 'Leave "transport" out to take one that works.'
-    )  # fmt: skip
+    todo = 'Leave "transport" out to take one that works.'
+    if name == "auto":
+        todo = 'Set "on_server_failure" to "stop" to take another one.'
     raise CADUnsupportedError(f'transport "{name}" does not work here: {"; ".join(refusals)}. {todo}')
 
 
@@ -139,24 +147,13 @@ def probe(name: str) -> tuple[bool, str]:
     if reason is not None:
         return False, reason
     if name == "nccl":
-        return True, f"NCCL {_dotted(open_nccl()[1])} as torch loads it"
+        version = open_nccl()
+        return True, f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100} as torch loads it"
     reached = peer_reach(device)
     if len(reached) < 2:
         return False, f"GPU {device.index} reaches the memory of no other GPU that this process sees"
-    return (
-        True,
-        f"GPU {device.index} reaches the memory of {len(reached) - 1} others; driver and symmetric memory found",
-    )
-
-
-def _open(
-    name: str, group: Group, device: torch.device, alarm: Alarm, near: list[int], several_hosts: bool
-) -> Transport:
-    if name in ("nvlink", "mixed"):
-        return LandingTransport(group, device, alarm, near if name == "mixed" else None)
-    if name == "nccl":
-        return nccl_transport(group, device, alarm, several_hosts)
-    return c10d_transport(group, device, alarm)
+    others = len(reached) - 1
+    return True, f"GPU {device.index} reaches the memory of {others} others; driver and symmetric memory found"
 
 
 def _make(build: Callable[[], Transport], gather: Agree) -> tuple[Transport | None, str]:
@@ -175,7 +172,7 @@ def _make(build: Callable[[], Transport], gather: Agree) -> tuple[Transport | No
     except UnreachedError as error:
         unreached = error
     except (RuntimeError, OSError, AttributeError, TypeError, KeyError) as error:
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
     try:
         answers = gather(_UNREACHED if unreached is not None else int(made is not None))
     except ServerLostError:
@@ -189,15 +186,6 @@ def _make(build: Callable[[], Transport], gather: Agree) -> tuple[Transport | No
     if _UNREACHED in answers:
         raise unreached or UnreachedError(f"NCCL did not join rank {answers.index(_UNREACHED)} to the others")
     return None, reason
-
-
-def _candidates(hosts: list[int]) -> tuple[str, ...]:
-    """What "auto" tries: the host of every rank decides."""
-    if len(set(hosts)) == 1:
-        return ("nvlink", "nccl", "c10d")
-    if len(set(hosts)) == len(hosts):
-        return ("nccl", "c10d")
-    return ("mixed", "nccl", "c10d")
 
 
 def _refusal(name: str, device: torch.device, gather: Agree, hosts: int) -> str | None:
@@ -249,7 +237,7 @@ def _local_refusal(name: str, device: torch.device) -> str | None:
         if name in ("nvlink", "mixed"):
             with torch.cuda.device(device):
                 torch.cuda.current_stream(device).synchronize()
-                cuda_calls()
+                CudaCalls()
             symmetric_memory()
     except CADError as error:
         return str(error)
@@ -286,7 +274,3 @@ def host_number() -> int:
     """This process's host as a number: equal exactly on one running operating system."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return zlib.crc32(f"{boot.read_text() if boot.exists() else ''}{socket.gethostname()}".encode())
-
-
-def _dotted(version: int) -> str:
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,10 +1,9 @@
 """What the `mixed` transport exchanges with ranks whose memory this one does not map: NCCL messages, in the same
 exchange as peer copies between neighbours (landed.py).
 
-Each way has a communicator of all ranks on a stream of its own. What travels between hosts is received straight into
-the landing areas, between the rows that neighbours copy there; so what arrived is one buffer, and what came back is
-placed by one launch, in the same order as by any other transport.
-A rank whose host has no other rank, or whose GPUs do not reach each other, has no neighbours and uses messages alone.
+What travels between hosts is received straight into the landing areas, between the rows that neighbours copy there; so
+what arrived is one buffer, and what came back is placed by one launch, in the same order as by any other transport. A
+rank whose host has no other rank, or whose GPUs do not reach each other, has no neighbours and uses messages alone.
 
 Why messages are never received too early. Every exchange makes the message stream wait for what was queued on the
 current stream before, whether it has messages or not. The areas take turns as landed.py says, so what landed in an
@@ -23,11 +22,10 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.copies import FarPart, far_part, list_messages
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.group import Group, rank_of, size_of
+from deepspeed_cad.exchange.group import Group, open_store, rank_of, size_of
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.nccl import Messenger, TwoWays
-from deepspeed_cad.exchange.peers import open_store
 from deepspeed_cad.exchange.placement import take, upload
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.schedule import KEY, QUERY, Schedule

@@ -11,14 +11,14 @@ and raises CADPeerError, on all ranks, where those that met do not belong togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from deepspeed_cad.exchange.failure.identity import Moment
-from deepspeed_cad.exchange.transfers import Transfers
+from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room
 
@@ -69,6 +69,18 @@ class UnderWay(Generic[Arrived]):
         return self._arrived
 
 
+def leave_to_streams(tensors: Iterable[torch.Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
+    """Once freed, the memory of these tensors is nobody's before each stream is done with what it has to do by then.
+
+    Torch's allocator gives freed memory to the next tensor of the stream that it was made on, at once, which is right
+    for what ends well: somebody has waited for all that others do with it. After an error, or where no backward comes,
+    the last reference goes on any thread, with any current stream.
+    """
+    for x in tensors:
+        for stream in streams:
+            x.record_stream(stream)
+
+
 Dispatched = UnderWay[list[torch.Tensor]]
 """Gives group-major buffers [served rows, width], one per field."""
 Returned = UnderWay[None]
@@ -85,6 +97,9 @@ class Transport(Protocol):
     most_waves: int
     """In how many waves a tick in place may usefully go. More work all the same, where they are asked for."""
 
+    transfers: Transfers | None
+    """Where it notes how long transfers took, if somebody wants to know and it can tell."""
+
     @property
     def two_ways(self) -> bool:
         """Whether results travel home while later dispatches travel out, and no host waits for either: beside reserved
@@ -93,9 +108,6 @@ class Transport(Protocol):
     @property
     def landing_bytes(self) -> int:
         """Memory that it keeps between exchanges for what arrives, outside of torch's allocator."""
-
-    transfers: Transfers | None
-    """Where it notes how long transfers took, if somebody wants to know and it can tell."""
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_cad.exchange.links import Links
-from deepspeed_cad.exchange.transfers import BETWEEN, INSIDE, Transfers
+from deepspeed_cad.exchange.waits import BETWEEN, INSIDE, Transfers
 from deepspeed_cad.layout import Ints
 
 GAIN = 0.25

@@ -24,7 +24,7 @@ from lines import Found, Lines, Place
 from deepspeed_cad.attention import overlap, parking
 from deepspeed_cad.attention.setup import WavesOut
 from deepspeed_cad.exchange import landed, nccl, probe
-from deepspeed_cad.exchange.arrival import read_numbers
+from deepspeed_cad.exchange.failure.identity import Flags
 from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Waits
@@ -169,16 +169,13 @@ def streams_of(transport: Any) -> list[Any]:
     if isinstance(transport, landed.LandingTransport):
         far = transport.strangers
         return [transport._out.stream, *([far.messages.out.stream] if far else [])]
-    return [transport.carrier.messages.out.stream] if transport.name == "nccl" else []
+    return [transport.messages.out.stream] if transport.name == "nccl" else []
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
     """What is read and written for a dispatch, landing areas aside."""
-    under_way = out.parcel if hasattr(out, "parcel") else out.under_way
-    fields = vars(getattr(under_way, "under_way", under_way))
-    return [x for name in ("sources", "packed", "arrived") for x in fields.get(name, ())] + [
-        fields[name] for name in ("outgoing", "incoming") if name in fields
-    ]
+    fields = vars(out.parcel)
+    return [x for name in ("sources", "packed", "arrived") for x in fields.get(name, ())]
 
 
 # Numbers
@@ -206,7 +203,7 @@ def check_flags(place: Place, group: Group) -> Found:
             one.serve(transport)
             one.collect()
             wrong += int(torch.stack(one.wrong).sum())
-        reader = read_numbers(flags)
+        reader = Flags(flags)
         missed += not comes(partial(reader.reached, transport._pushed))
         early += comes(partial(reader.reached, transport._pushed + 1), 0.05)
     found = place.gather((wrong, missed, early))

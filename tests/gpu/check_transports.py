@@ -24,8 +24,8 @@ from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange import probe
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.links import measure_links
-from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returning, Transport
+from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.groups import open_exchange
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, SERVER, Schedule, build_slices, schedule_rank

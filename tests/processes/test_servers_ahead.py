@@ -38,8 +38,9 @@ from deepspeed_cad.attention.surviving.call import SurvivingPass
 from deepspeed_cad.attention.surviving.passes import Passes
 from deepspeed_cad.errors import ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.failure.identity import compare
-from deepspeed_cad.exchange.packed import ComparedFirst, GroupTransfer, Load
+from deepspeed_cad.exchange.failure.identity import Identity, compare
+from deepspeed_cad.exchange.group import processes_of
+from deepspeed_cad.exchange.packed import ComparedFirst, Counts, GroupTransfer
 
 
 def _await(what: Callable[[], Any]) -> None:
@@ -47,16 +48,19 @@ def _await(what: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def _start_at_once(self: ComparedFirst, load: Load) -> GroupTransfer:
+def _start_at_once(
+    self: ComparedFirst, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool
+) -> GroupTransfer:
     self.alarm.check()
-    numbers, mine = torch.zeros(self.group.size(), dtype=torch.int64), torch.tensor([load.identity.number])
-    gathers = dist.all_gather(list(numbers.split(1)), mine, group=self.group, async_op=True)
-    found = replace(self.move(load), numbers=gathers)
+    group = processes_of(self.group)
+    numbers, mine = torch.zeros(group.size(), dtype=torch.int64), torch.tensor([identity.number])
+    gathers = dist.all_gather(list(numbers.split(1)), mine, group=group, async_op=True)
+    found = replace(self._move(packed, counts, identity), numbers=gathers)
     found.compared = lambda: compare(dict(enumerate(numbers.tolist())))  # type: ignore[attr-defined]
     return found
 
 
-_finish = ComparedFirst.finish
+_finish = ComparedFirst._receive
 
 
 def _finish_both(self: ComparedFirst, under_way: Any) -> list[torch.Tensor]:
@@ -99,7 +103,7 @@ def _play_ahead(rank: int, processes: int, port: int, line: str, folder: str) ->
         _await(begun.exists)
         strike(fate)
 
-    changes: list[Any] = [(ComparedFirst, "start", _start_at_once), (ComparedFirst, "finish", _finish_both)]
+    changes: list[Any] = [(ComparedFirst, "_send", _start_at_once), (ComparedFirst, "_receive", _finish_both)]
     changes += [(Passes, "undo", count), *([(SurvivingPass, "_begin", start_first)] if rank == 0 else [])]
     changes += [(SurvivingPass, "begin", begin_late)] if rank == 1 else []
     changes += [(roles, "_strike", strike_late)] if fate.what.endswith("dispatch") else []
@@ -185,18 +189,18 @@ def _apart(rank: int, trainers: int, block: dict[str, Any], folder: str) -> int:
 def _lose_last(folder: Path, servers: Any) -> None:
     """What comes back in the last exchange of a backward is lost, because the server dies before all of it is sent, but
     after trainer 0 has its part."""
-    finish = ComparedFirst.finish
+    finish = ComparedFirst._receive
 
     def lose(self: ComparedFirst, under_way: Any) -> Any:
         if "return in the backward of micro-batch 1, layer 0" not in str(under_way.identity):
             return finish(self, under_way)
-        ComparedFirst.finish = finish  # type: ignore[method-assign]
+        ComparedFirst._receive = finish  # type: ignore[method-assign]
         _await((folder / "through").exists)
         os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
         _await(servers.why)
         raise ServerLostError(servers.why())
 
-    ComparedFirst.finish = lose  # type: ignore[method-assign]
+    ComparedFirst._receive = lose  # type: ignore[method-assign]
 
 
 def test_a_trainer_that_is_ahead_helps(workers: WorkerPool, tmp_path: Path) -> None:

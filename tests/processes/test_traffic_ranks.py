@@ -11,7 +11,7 @@ from pool import WorkerPool
 
 import deepspeed_cad
 from deepspeed_cad.exchange.links import Links
-from deepspeed_cad.exchange.transfers import Transfers
+from deepspeed_cad.exchange.waits import Transfers
 
 LENGTHS = [[300], [40, 30]]
 

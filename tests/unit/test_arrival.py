@@ -16,19 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_cad import native
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange import nccl
-from deepspeed_cad.exchange.arrival import Reader, wait_for
 from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.failure.identity import Comparison
+from deepspeed_cad.exchange.failure.identity import Comparison, Flags, Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
-from deepspeed_cad.exchange.group import OwnGroup
+from deepspeed_cad.exchange.group import MemoryStore, OwnGroup
 from deepspeed_cad.exchange.landed import LandingTransport
-from deepspeed_cad.exchange.native_calls import NativeCallError, NcclCalls
-from deepspeed_cad.exchange.nccl import NcclCarrier
-from deepspeed_cad.exchange.peers import MemoryStore
+from deepspeed_cad.exchange.native_calls import NcclCalls
+from deepspeed_cad.exchange.nccl import NcclTransport
+from deepspeed_cad.native import NativeCallError
 from deepspeed_cad.threads import run_aside
 
 
@@ -57,43 +57,39 @@ class Side:
         self.dog = Watchdog(self.alarm, lambda: self.freed.append(time.monotonic()))
 
     def wait(self, reached: Callable[[], bool]) -> None:
-        wait_for(reached, self.alarm, self.dog, "exchange 7", 7)
+        self.dog.wait_for(reached, Identity(7, 0))
 
 
 class Ring:
     """Numbers of ranks in device memory; a copy of them takes a few looks."""
 
-    def __init__(self, numbers: list[int], looks: int = 2) -> None:
-        self.numbers, self.host, self.copies, self.looks = (
-            numbers,
-            torch.zeros(len(numbers), dtype=torch.int32),
-            0,
-            looks,
-        )
-        self.reader = Reader(self.host, self.begin)
+    under_way = False
 
-    def begin(self) -> SimpleNamespace:
-        self.copies += 1
-        left = [self.looks]
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.host, self.copies = numbers, torch.zeros(len(numbers), dtype=torch.int32), 0
+        self.flags = object.__new__(Flags)
+        self.flags._copy, self.flags.least = self, 0  # type: ignore[assignment]
 
-        def query() -> bool:
-            left[0] -= 1
-            if left[0] == 0:
-                # As a stream writes them: the last 32 bits.
-                self.host.copy_(torch.tensor(self.numbers).to(torch.int32))
-            return left[0] <= 0
+    def begin(self) -> None:
+        self.copies, self.under_way, self.looks = self.copies + 1, True, 2
 
-        return SimpleNamespace(query=query)
+    def is_there(self) -> bool:
+        self.looks -= 1
+        self.under_way = self.looks > 0
+        if not self.under_way:
+            # As a stream writes them: the last 32 bits.
+            self.host.copy_(torch.tensor(self.numbers).to(torch.int32))
+        return not self.under_way
 
 
 def test_a_number_is_reached_when_the_last_rank_is_there() -> None:
     ring = Ring([3, 2])
-    assert [ring.reader.reached(3) for _ in range(6)] == [False] * 6
+    assert [ring.flags.reached(3) for _ in range(6)] == [False] * 6
     ring.numbers[1] = 3
-    while not ring.reader.reached(3):
+    while not ring.flags.reached(3):
         assert ring.copies < 9
     copies = ring.copies
-    assert ring.reader.reached(3) and ring.reader.reached(1) and ring.copies == copies, "known, so nothing is read"
+    assert ring.flags.reached(3) and ring.flags.reached(1) and ring.copies == copies, "known, so nothing is read"
 
 
 @pytest.mark.parametrize("begin", [(1 << 31) - 3, (1 << 32) - 3, 5 * (1 << 31) - 3])
@@ -101,9 +97,9 @@ def test_numbers_come_round(begin: int) -> None:
     """After 2^31 exchanges they are less than nothing as 32 bits, after 2^32 they begin again."""
     ring = Ring([begin, begin - 1])
     for number in range(begin, begin + 6):
-        assert [ring.reader.reached(number) for _ in range(6)] == [False] * 6
+        assert [ring.flags.reached(number) for _ in range(6)] == [False] * 6
         ring.numbers[1] = number
-        while not ring.reader.reached(number):
+        while not ring.flags.reached(number):
             assert ring.copies < 99
         ring.numbers[0] = number + 1
 
@@ -173,7 +169,7 @@ def test_nobody_waits_for_a_lost_server_to_make_memory() -> None:
 
 def test_nobody_waits_for_a_lost_server_to_join_nccl() -> None:
     late, left, side = threading.Event(), [], Side(timeout_s=300.0)
-    calls = SimpleNamespace(leave=lambda abort: left.append(abort))
+    calls = SimpleNamespace(leave=lambda: left.append(True))
     joined = run_aside("late", lambda: late.wait() and calls)
     side.losses.reason = "server 1 ended"
     with pytest.raises(ServerLostError, match="server 1"):
@@ -184,12 +180,12 @@ def test_nobody_waits_for_a_lost_server_to_join_nccl() -> None:
     assert left == [True], "what was made too late is left"
 
 
-def test_a_communicator_is_left_once() -> None:
+def test_a_communicator_is_left_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = object.__new__(NcclCalls)
     left: list[object] = []
-    calls._library = SimpleNamespace(call=lambda name, *given: left.append(given))  # type: ignore[assignment]
+    monkeypatch.setattr(native, "call", lambda name, *given: left.append(given))
     calls._leaving, calls._communicator = threading.Lock(), SimpleNamespace(value=17)  # type: ignore[assignment]
-    threads = [threading.Thread(target=lambda: calls.leave(abort=True)) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: calls.leave()) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -285,12 +281,12 @@ def test_no_stream_waits_for_flags_where_a_server_may_be_lost(goes_on: bool) -> 
     side, ring = Side(), Ring([7, 7])
     side.board.losses = side.losses if goes_on else None
     nvlink, queued = object.__new__(LandingTransport), list[tuple[object, ...]]()
-    nvlink._alarm, nvlink._watchdog, nvlink._reader = side.alarm, side.dog, ring.reader
+    nvlink._alarm, nvlink._watchdog, nvlink._seen = side.alarm, side.dog, ring.flags
     nvlink.calls = SimpleNamespace(wait=lambda *given: queued.append(given))  # type: ignore[assignment]
     way: Any = SimpleNamespace(own_flags=np.arange(2))
     nvlink._out = nvlink._back = way
     nvlink.exchanges = nvlink._pushed = 7
-    nvlink._wait_for_flags(SimpleNamespace(cuda_stream=3), way, 7, SimpleNamespace(index=7))  # type: ignore[arg-type]
+    nvlink._wait_for_flags(SimpleNamespace(cuda_stream=3), way, 7, Identity(7, 0))  # type: ignore[arg-type]
     assert bool(queued) != goes_on and bool(ring.copies) == goes_on
     side.dog.abandon()
 
@@ -317,7 +313,7 @@ def test_memory_of_copies_is_released_when_trainers_go_on() -> None:
 
 
 def test_nccl_is_left_beside_and_its_buffers_stay_until_then() -> None:
-    nccl, side, said = object.__new__(NcclCarrier), Side(), list[str]()
+    nccl, side, said = object.__new__(NcclTransport), Side(), list[str]()
     nccl.group, nccl._watchdog, nccl.device = Given(said), side.dog, torch.device("cpu")
     stuck = threading.Event()
     way = SimpleNamespace(stream=SimpleNamespace(synchronize=lambda: said.append("drained")))

@@ -18,8 +18,8 @@ from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure import board as room
 from deepspeed_cad.exchange.failure import patience
 from deepspeed_cad.exchange.failure.board import LOST, Liveness
+from deepspeed_cad.exchange.failure.patience import PatientStore, SilentStoreError
 from deepspeed_cad.exchange.failure.roll_call import RollCall
-from deepspeed_cad.exchange.failure.store import PatientStore, SilentStoreError
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 
 

@@ -27,13 +27,13 @@ from deepspeed_cad.exchange import landed, landing, nccl, strangers
 from deepspeed_cad.exchange.copies import dispatch_pushes, far_part, list_messages, near_part, return_pushes
 from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.group import PeerGroup
 from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
-from deepspeed_cad.exchange.peers import PeerGroup
 from deepspeed_cad.exchange.placement import take
-from deepspeed_cad.exchange.transfers import Transfers
 from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import KEY, QUERY, SERVER
 from deepspeed_cad.schedule.room import Room
 
@@ -167,7 +167,7 @@ class Messages:
             else:
                 self.network.receives[peer, self.rank].append(message)
 
-    def leave(self, abort: bool = False) -> None:
+    def leave(self) -> None:
         self.left = True
 
 
@@ -209,7 +209,7 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Iterator[Netwo
     monkeypatch.setattr(watchdog, "start_daemon", lambda *_: SimpleNamespace(join=lambda timeout: None))
     for room in (landing, landed):
         monkeypatch.setattr(room, "make_buffers", lambda sizes, peers, *_: [Shared(size, peers) for size in sizes])
-    monkeypatch.setattr(landed, "cuda_calls", lambda: calls)
+    monkeypatch.setattr(landed, "CudaCalls", lambda: calls)
     monkeypatch.setattr(landed, "find_peers", lambda group, alarm, near: group_of(group, near or [0] * group.size))
     monkeypatch.setattr(strangers, "open_store", lambda group, what: None)
     monkeypatch.setattr(nccl, "join_ranks", lambda group, device, alarm: Messages(network, group.rank))

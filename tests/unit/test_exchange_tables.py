@@ -27,8 +27,9 @@ from deepspeed_cad.exchange.copies import (
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.native_calls import CudaCalls, NativeCallError, cuda_calls
+from deepspeed_cad.exchange.native_calls import CudaCalls
 from deepspeed_cad.exchange.placement import place, put_on_device, take
+from deepspeed_cad.native import NativeCallError
 from deepspeed_cad.schedule import (
     GROUP,
     HOME,
@@ -64,7 +65,7 @@ def over_a_stand_in_driver() -> CudaCalls:
         fake = str(Path(__file__).with_name("fake_driver.cpp"))
         subprocess.run(["g++", "-std=c++17", "-O1", "-fPIC", "-shared", fake, "-o", driver], check=True)
         patch.setattr(native_calls.native, "load", lambda: ctypes.CDLL(library))
-        return cuda_calls(driver)
+        return CudaCalls(driver)
 
 
 @pytest.fixture

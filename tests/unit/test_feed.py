@@ -123,7 +123,7 @@ def test_the_first_reason_for_stopping_is_told(board: bool, ranks: int) -> None:
 def test_gloo_is_waited_for_with_an_eye_on_the_board() -> None:
     done: list[Any] = []
     liveness = SimpleNamespace(patiently=lambda *given, **named: done.append((*given[1:], named)))
-    carrier = ComparedFirst(None, SimpleNamespace(liveness=liveness))  # type: ignore[arg-type]
+    carrier = ComparedFirst(None, None, SimpleNamespace(liveness=liveness))  # type: ignore[arg-type]
     identity, work = Identity(7, 0), SimpleNamespace(wait=lambda: done.append("waited"), is_completed=lambda: True)
     carrier._wait([work], identity)  # type: ignore[arg-type]
     assert done == [(str(identity), 7, {"with_servers": True}), "waited"]

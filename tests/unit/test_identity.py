@@ -24,7 +24,7 @@ from deepspeed_cad.exchange.failure.identity import (
     describe,
 )
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.nccl import nccl_transport
+from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.schedule import QUERY, Schedule
 
@@ -96,7 +96,7 @@ class Exchanges:
         elif kind == "mixed":
             self.transports = [landing_transport(rank, len(near), near=near) for rank in ranks]
         else:
-            self.transports = [nccl_transport(group(rank, len(near)), CPU, Alarm(rank, None, 300.0)) for rank in ranks]  # type: ignore[misc]
+            self.transports = [NcclTransport(group(rank, len(near)), CPU, Alarm(rank, None, 300.0)) for rank in ranks]  # type: ignore[misc]
 
     def run(self, moments: list[Moment]) -> None:
         """One exchange out and back, for each rank at its moment."""
@@ -150,7 +150,7 @@ def test_equal_moments_are_found_equal_however_many(
         exchanges.run([Moment(turn)] * 3)
         if turn % 50 == 0:
             for transport in exchanges.transports:
-                compares = getattr(transport, "carrier", transport)
+                compares = transport
                 compares._watchdog._pop()
                 assert compares._comparison.finish() == ""
     for transport in exchanges.transports:
@@ -170,7 +170,7 @@ def test_numbers_that_the_ring_has_lost_are_passed_over(monkeypatch: pytest.Monk
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: Stream())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     one = Comparison(torch.zeros(RING, 2, dtype=torch.int64), 0)
     one.newest = RING

@@ -27,7 +27,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange import landed
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.landed import LandingTransport
-from deepspeed_cad.exchange.lanes import OutLane
+from deepspeed_cad.exchange.landing import OutLane
 from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.layout import Layout, Tick
@@ -147,7 +147,7 @@ def gpus(network: Network, monkeypatch: pytest.MonkeyPatch) -> Gpus:  # noqa: F8
         ("stream", on),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(landed, "cuda_calls", lambda: Calls(found))
+    monkeypatch.setattr(landed, "CudaCalls", lambda: Calls(found))
     monkeypatch.setattr(landed, "place", placing)
     return found
 

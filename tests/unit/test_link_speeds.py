@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deepspeed_cad.exchange.links import Links
-from deepspeed_cad.exchange.transfers import BETWEEN, INSIDE, LEAST_S, Size, Transfers
+from deepspeed_cad.exchange.waits import BETWEEN, INSIDE, LEAST_S, Size, Transfers
 from deepspeed_cad.feedback.link_speeds import ENOUGH, FASTER, GAIN, LinkSpeeds
 
 START, RULE = Links(1e11, 1e10), Links(4e11, None, "of the profile")

@@ -24,9 +24,9 @@ from deepspeed_cad.exchange import landing, nccl
 from deepspeed_cad.exchange.failure import patience, roll_call
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.group import PeerGroup
 from deepspeed_cad.exchange.landing import LandingArea, NoRoomError, grow_together
-from deepspeed_cad.exchange.native_calls import NativeCallError
-from deepspeed_cad.exchange.peers import PeerGroup
+from deepspeed_cad.native import NativeCallError
 from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.threads import run_aside
 
@@ -98,7 +98,7 @@ def grow(state: SimpleNamespace, store: dist.Store) -> Callable[[int], bool]:
         state.rank.number = rank
         peers = PeerGroup(np.array([2, 7]), rank, "two ranks", store)
         area = LandingArea("out 0", peers, CPU, member(store, rank, [2, 7]))
-        return area.ensure(np.array([100, 200])) and area.capacity == landing.GRAIN
+        return grow_together([(area, np.array([100, 200]))]) and area.capacity == landing.GRAIN
 
     return run
 
@@ -142,7 +142,7 @@ def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace) ->
         areas = [LandingArea(f"lane {lane}", peers, CPU, calls) for lane in range(3)]
         with pytest.raises(NoRoomError) as error:
             grow_together([(area, np.array([100, 200])) for area in areas])
-        assert not gpus.met and all(area.capacity == 0 and area.generation == 0 for area in areas)
+        assert not gpus.met and all(area.capacity == 0 for area in areas)
         gpus.has[rank] = 0
         calls.call("all have looked")
         assert grow_together([(area, np.array([100, 200])) for area in areas[:2]])
@@ -159,7 +159,7 @@ def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace) ->
 class Nccl:
     """In place of NCCL."""
 
-    def __init__(self, library: object, unique_id: bytes, ranks: int, rank: int) -> None:
+    def __init__(self, unique_id: bytes, ranks: int, rank: int) -> None:
         self.given = (unique_id, ranks, rank)
 
 
@@ -170,8 +170,8 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(nccl, "NcclCalls", Nccl)
-    monkeypatch.setattr(nccl, "open_nccl", lambda: ("library", 0))
-    monkeypatch.setattr(nccl, "new_unique_id", lambda library: b"the id")
+    monkeypatch.setattr(nccl, "open_nccl", lambda: 0)
+    monkeypatch.setattr(nccl, "new_unique_id", lambda: b"the id")
     return monkeypatch
 
 
@@ -185,10 +185,10 @@ def test_ranks_join_by_the_id_of_the_first(joining: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_without_nccl_is_named_by_all(joining: pytest.MonkeyPatch) -> None:
-    def missing() -> tuple[object, int]:
+    def missing() -> int:
         if threading.current_thread() is not threading.main_thread() and next(turns):
             raise NativeCallError("no NCCL library")
-        return "library", 0
+        return 0
 
     turns = iter([False, True])
     joining.setattr(nccl, "open_nccl", missing)
@@ -198,7 +198,7 @@ def test_a_rank_without_nccl_is_named_by_all(joining: pytest.MonkeyPatch) -> Non
 
 def test_joining_ends_in_time_and_what_comes_too_late_is_left() -> None:
     may_join, left = threading.Event(), []
-    late = SimpleNamespace(leave=lambda abort: left.append(abort))
+    late = SimpleNamespace(leave=lambda: left.append(True))
     joined = run_aside("late", lambda: may_join.wait() and late)
     with pytest.raises(NativeCallError, match="within 0.1 s, though all of them were there.*NCCL_SOCKET_IFNAME"):
         nccl._in_time(joined, Alarm(0, None, 0.1))  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from deepspeed_cad.attention.surviving.origin import stream_beside
 from deepspeed_cad.errors import CADError, ServerLostError
 from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.nccl import NcclCarrier, UnderWay
+from deepspeed_cad.exchange.nccl import NcclTransport, Parcel
 from deepspeed_cad.exchange.packed import PackedTransport
 from deepspeed_cad.exchange.placement import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing, Returning
@@ -225,18 +225,18 @@ def test_nccl_frees_what_arrived_once_the_other_stream_has_read_it(main: Stream)
     tick = Layout.from_rank_lengths([[8], [8]]).tick()
     tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 1]])
     schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
-    carrier = NcclCarrier.__new__(NcclCarrier)
-    carrier.device, carrier.alarm, carrier.stream = CPU, Alarm(1, None, 1.0), None
-    carrier._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
+    transport = NcclTransport.__new__(NcclTransport)
+    transport.device, transport.alarm = CPU, Alarm(1, None, 1.0)
+    transport._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
     kinds = rows_of_kinds(schedule, CPU)
-    under_way = UnderWay(
-        Identity(1, 0), Event(), [], [torch.ones(8, 3)], main, Stream()  # type: ignore[arg-type]
+    parcel = Parcel(
+        Identity(1, 0), [], [torch.ones(8, 3)], main, Stream(), Event()  # type: ignore[arg-type]
     )  # fmt: skip
     fields = [Outgoing(QUERY, torch.zeros(8, 1, 3))]
     aside = Stream()
     with torch.cuda.stream(aside):  # type: ignore[arg-type]
         aside.work()
-        arrived = PackedTransport(carrier, CPU)._arrange(schedule, fields, kinds, under_way)
+        arrived = transport._arrange(schedule, fields, kinds, parcel)
         assert torch.equal(arrived[0], torch.ones(8, 3))
     assert main.is_after(aside)
 
@@ -265,12 +265,10 @@ def test_nccl_keeps_what_it_reads_and_writes_where_an_error_falls(
         return Event()
 
     way = SimpleNamespace(stream=Stream(), exchange=exchange)
-    carrier = NcclCarrier.__new__(NcclCarrier)
-    carrier.device, carrier.alarm, carrier.ranks = CPU, Alarm(1, None, 1.0), 2
-    carrier._comparison = SimpleNamespace(newest=0)  # type: ignore[assignment]
-    carrier._watchdog = carrier.stream = None  # type: ignore[assignment]
-    carrier.messages = SimpleNamespace(out=way, back=way)  # type: ignore[assignment]
-    transport = PackedTransport(carrier, CPU)
+    transport = NcclTransport.__new__(NcclTransport)
+    PackedTransport.__init__(transport, None, CPU, Alarm(1, None, 1.0))  # type: ignore[arg-type]
+    transport._comparison, transport._watchdog = SimpleNamespace(newest=0), None  # type: ignore[assignment]
+    transport.messages = SimpleNamespace(out=way, back=way)  # type: ignore[assignment]
 
     def start() -> Any:
         if back:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.exchange import peers
+from deepspeed_cad.exchange import group as peers
 from deepspeed_cad.exchange import probe as probing
+from deepspeed_cad.exchange.group import host_group
 from deepspeed_cad.exchange.native_calls import UnreachedError
-from deepspeed_cad.exchange.peers import host_group
 from deepspeed_cad.exchange.probe import choose_transport, probe
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -54,9 +54,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(probing, "peer_reach", lambda device: [0, 1])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
-    for name in ("nccl", "c10d"):
-        monkeypatch.setattr(probing, f"{name}_transport", lambda *given, n=name: Made(n, *given))
-    monkeypatch.setattr(probing, "LandingTransport", lambda *given: Made("mixed" if given[3] else "nvlink", *given))
+    for name, kind in (("nccl", "NcclTransport"), ("c10d", "c10d_transport")):
+        monkeypatch.setattr(probing, kind, lambda *given, n=name: Made(n, *given))
+    monkeypatch.setattr(probing, "LandingTransport", lambda *given: Made("mixed" if given[3:] else "nvlink", *given))
     return monkeypatch
 
 
@@ -149,7 +149,7 @@ def test_hosts_that_nccl_does_not_join_are_an_error_and_no_fallback(here: bool, 
         raise UnreachedError("cannot reach each other")
 
     if here:
-        gpus.setattr(probing, "nccl_transport", unreached)
+        gpus.setattr(probing, "NcclTransport", unreached)
     job = Job([7, 8, 9], answer_3=[-1 if here else 1, -1, 1])
     with pytest.raises(UnreachedError, match="cannot reach each other" if here else "did not join rank 1"):
         choose("auto", job)

@@ -1,24 +1,19 @@
 """The error board: what every rank says of itself on the job's store, and who is missing when an exchange fails.
 
-A rank that meets an error writes a line; ranks that do not write one within a few seconds are those that died or hang.
-Ranks that stopped with an error of their own are quoted. In: what this rank does, and a wait that does not end. Out:
-one error that names the ranks to blame.
+A rank that meets an error writes a line; ranks that write none within a few seconds are those that died or hang. In:
+what this rank does, and a wait that does not end. Out: one error that names the ranks to blame.
 
 Two ranks may also wait for each other in two places: a forward that only one rank runs asks the others for their
-documents, and they wait for that rank in an exchange which it starts after that forward. Neither ends. So a rank whose
-training thread is blocked leaves there how far it has come, and whoever waits in an exchange looks (`_standstill`).
+documents, and they wait for that rank in an exchange which it starts after that forward. So a rank whose training
+thread is blocked leaves there how far it has come, and whoever waits in an exchange looks (`_standstill`).
 
 Why this is never said of a rank that is only slow. Rank B is blocked: it waits for collective n of its look-ahead
 thread, and has started s exchanges. Rank A waits in exchange e > s, and its look-ahead thread is done with all that it
-was asked for, fewer than n collectives. Ranks that run the same program run the same collectives and exchanges, and in
-the same order: B waits for collective n before it starts exchange s + 1, so A asked for collective n before it started
-exchange s + 1, let alone e. It did not, however long anything took. Where the host waits in exchanges it cannot end,
-either: collective n needs A, whose training thread is kept by exchange e, which needs B, whose training thread is kept
-by collective n. Where only a stream waits A may come to collective n yet; its order is another one all the same.
-
-No clock is compared, and what was left on the board may be old: a rank is past collective n only after all ranks came
-to it, and then A has begun n of them. Loaders that are slow, plans that are late, ranks that compute something else
-meanwhile are on the way to what they are waited for, and A has asked for no less than B.
+was asked for, fewer than n collectives. Ranks that run the same program run the same collectives and exchanges, in the
+same order: B waits for collective n before it starts exchange s + 1, so A asked for collective n before it started
+exchange s + 1, let alone e. It did not, however long anything took. (Where only a stream of A waits, A may come to
+collective n yet; its order is another one all the same.) No clock is compared, and what is old on the board does no
+harm: a rank is past collective n only after all ranks came to it, and then A has begun n of them.
 """
 
 from __future__ import annotations
@@ -33,8 +28,13 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
-from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, WORDS_S, wait_until
-from deepspeed_cad.exchange.failure.store import PatientStore, SilentStoreError
+from deepspeed_cad.exchange.failure.patience import (
+    EXCHANGE_PAUSE_S,
+    WORDS_S,
+    PatientStore,
+    SilentStoreError,
+    wait_until,
+)
 from deepspeed_cad.notice import counted
 
 REMEMBERED = 256
@@ -70,10 +70,9 @@ class Reached(NamedTuple):
     """What the last collective is about, or why the rank has left."""
 
     @classmethod
-    def from_text(cls, text: str) -> Reached:
-        """From a line of the board: the three, with blanks between them."""
-        exchanges, collectives, words = text.split(" ", 2)
-        return cls(int(exchanges), int(collectives), words)
+    def from_text(cls, line: str) -> Reached:
+        exchanges, collectives, text = line.split(" ", 2)
+        return cls(int(exchanges), int(collectives), text)
 
 
 class Place(NamedTuple):
@@ -152,9 +151,8 @@ class Liveness:
         either."""
         if not self._left:
             self._left = True
-            self.write(
-                f"closed/{self.rank}", f"0 0 {reason}" if failed else f"{self.started()} {self.begun()} {reason}"
-            )
+            at = "0 0" if failed else f"{self.started()} {self.begun()}"
+            self.write(f"closed/{self.rank}", f"{at} {reason}")
 
     def move(self, place: Place | None) -> None:
         """Tell where this rank is that trains nothing; None: it trains again."""
@@ -283,19 +281,16 @@ class Liveness:
 
     def only_lost(self) -> bool:
         """Whether all ranks that stopped did so because they lost others."""
-        try:
+        with suppress(RuntimeError, OSError):
             words = self._last_words(self.others).values()
-        except (RuntimeError, OSError):
-            return False
-        return bool(words) and all(text.startswith(LOST) for text in words)
+            return bool(words) and all(text.startswith(LOST) for text in words)
+        return False
 
     def explain(
         self, waited_for: str, error: BaseException, with_servers: bool = False, patience_s: float | None = None
     ) -> CADPeerError:
-        """The error to raise on this rank: names the ranks that died, hang, or stopped and why.
-
-        `patience_s`: for the others' words, by default WORDS_S.
-        """
+        """The error to raise on this rank: names the ranks that died, hang, or stopped and why. `patience_s`: for the
+        others' words, by default WORDS_S."""
         if with_servers and self.losses is not None and (lost := self.losses.wait()):
             return ServerLostError(lost)
         if not self.watched:
@@ -304,29 +299,27 @@ class Liveness:
         said: dict[int, str] = {}
         watched = sorted({*self.watched, self.rank})
 
-        def all_said() -> bool:
+        def silent_ranks() -> list[int]:
             said.update(self._last_words([rank for rank in watched if rank not in said]))
-            return said.keys() >= set(watched)
+            return [rank for rank in watched if rank not in said]
 
         try:
-            wait_until(all_said, WORDS_S if patience_s is None else patience_s)
+            wait_until(lambda: not silent_ranks(), WORDS_S if patience_s is None else patience_s)
             who = self._describe([rank for rank in watched if rank not in said])
         except (RuntimeError, OSError) as silent:
             who = _why_silent(silent)
         stopped = [f"rank {rank} stopped: {text}" for rank, text in said.items() if not text.startswith(LOST)]
         who = who or "; ".join(stopped) or "every rank lost the connection"
-        return CADPeerError(f"rank {self.rank} waited for {waited_for}: {who}. First error here: {_first_line(error)}")
+        return CADPeerError(f"rank {self.rank} waited for {waited_for}: {who}. First error here: {first_line(error)}")
 
     def _describe(self, silent: Sequence[int]) -> str:
-        """Ranks that did not say that they stopped: where they are, or that nothing is known of them."""
         places = self.places(silent)
         unknown = ", ".join(str(rank) for rank in silent if rank not in places)
         known = [f"rank {rank} did not come: it was last seen {one.describe()}" for rank, one in places.items()]
         return "; ".join([f"rank {unknown} died or hangs"] * bool(unknown) + known)
 
     def _last_words(self, ranks: Sequence[int], exchange: int = 0, collective: int = 0) -> dict[int, str]:
-        """Of those ranks that have stopped, or left what is waited for, and of those with other shares that have
-        stopped: why."""
+        """Why those ranks stopped, or left what is waited for; and those with other shares that have stopped."""
         errors = self._read("error", {*ranks, *self.beside})
         return dict(sorted({**self.left(ranks, exchange, collective), **errors}.items()))
 
@@ -336,8 +329,7 @@ class Liveness:
         return {keys[key]: line for key, line in self.store.read([*keys]).items()}
 
     def write(self, key: str, text: str) -> None:
-        """Leave something under a key of the board, if that is still there."""
-        # A store that is gone is no reason to fail again.
+        """Leave something under a key of the board. A store that is gone is no reason to fail again."""
         with suppress(RuntimeError, OSError):
             self.store.set(key, text[:MOST])
 
@@ -351,28 +343,23 @@ class Liveness:
             raise
         except RuntimeError as error:
             if liveness is None:
-                raise CADPeerError(f"{waited_for} failed: {_first_line(error)}") from error
+                raise CADPeerError(f"{waited_for} failed: {first_line(error)}") from error
             raise liveness.explain(waited_for, error, with_servers) from error
 
 
 def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float = 300.0) -> Liveness:
-    """The board of a group, on the store of the job's default process group.
-
-    Nothing here waits inside the store: only what is there is read. Its time-out is the job's, for whom communicators
-    are opened later, and a PrefixStore hands the time-out that it is given down to the store of the whole job.
-    """
+    """The board of a group, on the store of the job's default process group. Nothing may set a time-out on that: a
+    PrefixStore hands it down to the store of the whole job."""
     store = dist.distributed_c10d._get_default_store()
-    board = dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store)
-    return Liveness(board, rank, ranks, timeout_s / 2)
+    return Liveness(dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store), rank, ranks, timeout_s / 2)
 
 
 def _why_silent(error: BaseException) -> str:
-    """What an error of the store says about the job."""
     if isinstance(error, SilentStoreError):
         return f"{error}: the host that holds it (that of rank 0, or of the launcher) cannot be reached"
     return "the job's store is gone: the process that holds it (rank 0, or the launcher) died"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0][:300] if text else type(error).__name__

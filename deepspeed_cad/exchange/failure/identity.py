@@ -7,14 +7,11 @@ direction and schedule of every exchange. Out: one `Identity` each, and words fo
 
 Ranks compare on the host, behind the GPU. Numbers arrive in a ring in device memory, [RING, ranks], row n % RING for
 exchange n: peers write them just before their flag, or they are received ahead of messages. Once the stream has passed
-that point, the watchdog's thread copies the ring to the host on a stream of its own. So no stream and no kernel ever
-waits for a comparison, and one costs no more than a few KB copied a few times per second.
-
-Why not let the stream wait until the numbers are equal. It could (two waits per peer), and nothing wrong would then be
-computed at all; but a wait that can never end is the one thing from which a GPU must be rescued, and a rank that is
-merely far behind would look like one that differs. Instead what was computed in between is lost with the run: all
-ranks end with an error within a second, landing areas become NaN, no exchange can start any more, and `finish` looks
-once more before a transport is closed.
+that point, the watchdog's thread copies the ring to the host on a stream of its own. A stream could wait until numbers
+are equal instead, but a wait that can never end is the one thing from which a GPU must be rescued, and a rank that is
+merely behind would look like one that differs. So what was computed in between is lost with the run: all ranks end
+with an error within a second, landing areas become NaN, no exchange can start any more, and `finish` looks once more
+before a transport is closed.
 """
 
 from __future__ import annotations
@@ -114,20 +111,63 @@ AHEAD = 128
 """No rank can be that many exchanges ahead of another: each waits for the others' last dispatch (landed.py)."""
 
 
+class HostCopy:
+    """Device memory as the host sees it. Nobody waits: a copy is begun, and found at a later look."""
+
+    def __init__(self, source: torch.Tensor, priority: int = 0) -> None:
+        # Made here and not by the thread that looks: pinning memory may wait for a GPU that hangs.
+        self.host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        self._source, self._stream = source, torch.cuda.Stream(source.device, priority=priority)
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def under_way(self) -> bool:
+        return self._copied is not None
+
+    def begin(self) -> None:
+        with torch.cuda.stream(self._stream):
+            self.host.copy_(self._source, non_blocking=True)
+            self._copied = self._stream.record_event()
+
+    def is_there(self) -> bool:
+        """Whether the copy under way is over; asked until it is."""
+        if self._copied is None or not self._copied.query():
+            return False
+        self._copied = None
+        return True
+
+
+class Flags:
+    """How far all ranks have come, by the int32 numbers that they write in this rank's device memory. For a host that
+    waits where no stream may (Watchdog.wait_for)."""
+
+    def __init__(self, numbers_R: torch.Tensor) -> None:
+        self._copy = HostCopy(numbers_R, priority=-1)
+        self.least = 0
+        """The least number that was read last: no rank is behind it."""
+
+    def reached(self, number: int) -> bool:
+        """Whether all ranks have come to a number. Never waits."""
+        if self.least < number:
+            if not self._copy.under_way:
+                self._copy.begin()
+            elif self._copy.is_there():
+                # As a GPU compares: no rank is half a round behind another, so the nearer way round is the right one.
+                ahead_R = (self._copy.host.long() - number + (1 << 31)) % (1 << 32) - (1 << 31)
+                self.least = number + int(ahead_R.min())
+        return self.least >= number
+
+
 class Comparison:
     """The numbers that reach one transport of one rank."""
 
     def __init__(self, ring: torch.Tensor, rank: int) -> None:
         """`ring`: int64 [RING, ranks], where the numbers arrive."""
-        self.ring, self.rank = ring, rank
+        self.ring, self.rank, self._copy = ring, rank, HostCopy(ring)
         self.newest = 0
         """Index of the last exchange that this rank has started."""
         self._arrived: deque[tuple[Identity, Sequence[int]]] = deque()
         self._reading: list[tuple[Identity, Sequence[int]]] = []
-        # Made here and not by the thread that compares: pinning memory may wait for a GPU that hangs.
-        self._host = torch.empty(ring.shape, dtype=torch.int64, pin_memory=ring.is_cuda)
-        self._stream = torch.cuda.Stream(ring.device)
-        self._copied: torch.cuda.Event | None = None
 
     def arrived(self, identity: Identity, peers: Sequence[int]) -> None:
         """The numbers of these ranks for an exchange are in the ring by now."""
@@ -136,36 +176,30 @@ class Comparison:
 
     def look(self) -> str:
         """What differs, or "". Never waits: it begins a copy of the ring, and a later call compares."""
-        if self._copied is not None:
-            if not self._copied.query():
-                return ""
-            self._copied = None
-            return self._compare()
+        if self._copy.under_way:
+            return self._compare() if self._copy.is_there() else ""
         if self._arrived:
             # First what is to be compared, then the copy: everything in the list lies in the ring when it is read.
             self._reading = [self._arrived.popleft() for _ in range(len(self._arrived))]
-            with torch.cuda.stream(self._stream):
-                self._host.copy_(self.ring, non_blocking=True)
-                self._copied = self._stream.record_event()
+            self._copy.begin()
         return ""
 
     def finish(self, patience_s: float = 5.0) -> str:
         """The same for all that has arrived; waits for the copies."""
 
         def ask() -> str | bool:
-            return self.look() or (self._copied is None and not self._arrived)
+            return self.look() or not (self._copy.under_way or self._arrived)
 
         found = wait_until(ask, patience_s, longest_pause_s=EXCHANGE_PAUSE_S)
         return found if isinstance(found, str) else ""
 
     def _compare(self) -> str:
-        rows, started = self._host.tolist(), self.newest
+        rows, started = self._copy.host.tolist(), self.newest
         for identity, peers in self._reading:
             # The ring has come round since: a later number, whose hash covers this one, speaks for it.
             if started - identity.index > RING - AHEAD:
                 continue
             row = rows[identity.index % RING]
-            found = compare({self.rank: identity.number, **{int(peer): row[peer] for peer in peers}})
-            if found:
+            if found := compare({self.rank: identity.number, **{int(peer): row[peer] for peer in peers}}):
                 return found
         return ""

@@ -1,9 +1,8 @@
 """Who is here, by the job's store: each rank says so under a key of its own, and reads those of the others, in time.
 
-Ranks that turn CAD on learn early which others do not. One on whose host the package is missing, or turned off, goes on
-into collectives of its own, and the others would wait for it in the opening of CAD's groups and fail without naming it.
-Whoever makes memory or a communicator together with others meets them here first, too: torch's and NCCL's own ways to
-meet wait for a dead rank for half an hour, and know nothing of one that cannot do its part.
+Ranks that turn CAD on meet here, because one on whose host the package is missing goes on into collectives of its own.
+So does whoever makes memory or a communicator with others: torch's and NCCL's own ways to meet wait half an hour for a
+dead rank, and know nothing of one that cannot do its part.
 
 In: a store. Out: what the others said; or a warning, and one CADPeerError, that name the ranks that are not here.
 """
@@ -19,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange.failure.patience import LATE_S, wait_until
-from deepspeed_cad.exchange.failure.store import PatientStore
+from deepspeed_cad.exchange.failure.patience import LATE_S, PatientStore, wait_until
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.notice import name_ranks

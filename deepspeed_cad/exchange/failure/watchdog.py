@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +31,8 @@ from deepspeed_cad.threads import start_daemon
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.2
+ARRIVAL_PAUSE_S = 1e-4
+"""At most, between two looks of the host: what is queued behind an exchange starts late by so much. A choice."""
 VAIN_S = 1.0
 """A wait that lasts so long after its stream reached it does not end with what is still on its way from a rank that
 stopped."""
@@ -81,35 +83,27 @@ class Alarm:
 
     def why(self) -> str:
         """What the alarm was sounded for, as far as it is known now."""
-        return str(self._describe(self._waited_for, RuntimeError(self._sign), patience_s=0.0))
+        return str(self.explain(self._waited_for, RuntimeError(self._sign), patience_s=0.0))
 
     def check(self) -> None:
         if self.sounded:
             raise self.explain(self._waited_for, RuntimeError(self._sign))
 
-    def explain(self, waited_for: str, error: BaseException) -> CADPeerError:
+    def explain(self, waited_for: str, error: BaseException, patience_s: float | None = None) -> CADPeerError:
         """The error for something that failed while this rank waited for others; ServerLostError where a server that
         is lost did that, and the others go on."""
-        explained = self._describe(waited_for, error)
+        if self._reason:
+            explained = CADPeerError(f"rank {self.rank} stopped: {self._reason}")
+        else:
+            # An alarm that was sounded has told the others that this rank stopped.
+            explained = self.liveness.explain(waited_for, error, not self.sounded, patience_s)
         self.told = self.told or not isinstance(explained, ServerLostError)
         return explained
 
-    def _describe(self, waited_for: str, error: BaseException, patience_s: float | None = None) -> CADPeerError:
-        if self._reason:
-            return CADPeerError(f"rank {self.rank} stopped: {self._reason}")
-        # An alarm that was sounded has told the others that this rank stopped.
-        return self.liveness.explain(waited_for, error, with_servers=not self.sounded, patience_s=patience_s)
-
-
-class Event(Protocol):
-    """What is needed of torch.cuda.Event."""
-
-    def query(self) -> bool: ...
-
 
 class _Wait(NamedTuple):
-    before: Event
-    after: Event
+    before: torch.cuda.Event
+    after: torch.cuda.Event
     label: object
     then: Callable[[], None] | None
 
@@ -118,12 +112,9 @@ class Watchdog:
     """Watches the waits of one transport, oldest first."""
 
     def __init__(
-        self,
-        alarm: Alarm,
-        give_up: Callable[[], None],
-        device: torch.device | None = None,
+        self, alarm: Alarm, give_up: Callable[[], None], device: torch.device | None = None,
         comparison: Comparison | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`device`: that of the events."""
         self.alarm, self.give_up, self.device, self.comparison = alarm, give_up, device, comparison
         self.end_process: Callable[[str], None] = _end_process
@@ -138,10 +129,12 @@ class Watchdog:
         self._lost_since: float | None = None
         self._freeing: threading.Thread | None = None
         self._looked_at = 0.0
-        self._reached: tuple[Event, float] | None = None
+        self._reached: tuple[torch.cuda.Event, float] | None = None
         """What is before the oldest wait that its stream has reached, and when that was seen."""
 
-    def track(self, before: Event, after: Event, label: object, then: Callable[[], None] | None = None) -> None:
+    def track(
+        self, before: torch.cuda.Event, after: torch.cuda.Event, label: object, then: Callable[[], None] | None = None
+    ) -> None:
         """Watch one wait; the thread starts with the first.
 
         `label` is asked for its words if they are needed; `then` is called from the thread when the wait is over.
@@ -158,6 +151,26 @@ class Watchdog:
             yield
         finally:
             self._host = None
+
+    def wait_for(self, reached: Callable[[], bool], exchange: Identity) -> None:
+        """Wait on the host for an exchange, where training goes on without a server that is lost. Raises
+        ServerLostError where one is before `reached`, which never waits, and CADPeerError as streams do.
+
+        Elsewhere streams wait, and the host queues work far ahead of its GPU: work that could not be taken back behind
+        a wait that does not end. So here no stream ever waits for another rank: only when all is there is queued what
+        reads it, nothing is computed from what did not come, and the GPU can always be waited for.
+        """
+
+        def has_arrived() -> bool:
+            # First this: what ends a wait by force sounds the alarm, or says that it frees, before it does so.
+            found = reached()
+            self.alarm.check()
+            return found and not self.freed
+
+        with self.inside(exchange):  # it knows how long that may last
+            self.alarm.liveness.patiently(
+                has_arrived, str(exchange), exchange.index, with_servers=True, longest_pause_s=ARRIVAL_PAUSE_S
+            )
 
     def close(self) -> None:
         """Stop watching; CADPeerError if what arrived last came from another exchange. Nothing is under way."""
