@@ -17,10 +17,8 @@ from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
 from deepspeed_cad.exchange.failure.board import Liveness, open_board
 from deepspeed_cad.exchange.failure.roll_call import call_roll
 from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options
-from deepspeed_cad.server.join import join_servers
 from deepspeed_cad.server.launch import find_role
-from deepspeed_cad.server.servers import NoServers
-from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.servers import NoServers, join_servers
 from deepspeed_cad.shares import Replica, Shares
 
 
@@ -38,6 +36,8 @@ class Groups:
     """The board on which ranks say that they end."""
     shares: Shares = field(default_factory=lambda: Shares.none(0, 1))
     """How trainers divide heads among them."""
+    hosts: list[str] = field(default_factory=lambda: [socket.gethostname()])
+    """The name of every trainer's host in this CAD group, for messages."""
 
     def close(self) -> None:
         """Release the groups; the servers must have been left."""
@@ -46,15 +46,6 @@ class Groups:
                 group.close()
             elif group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-
-    def host_names(self) -> list[str]:
-        """The name of every trainer's host in this CAD group, for messages. Collective over trainers."""
-        if self.cpu is None:
-            return [socket.gethostname()]
-        names = [""] * dist.get_world_size(self.cpu)
-        with Liveness.watch(self.liveness, "the other ranks' host names"):
-            dist.all_gather_object(names, socket.gethostname(), group=self.cpu)
-        return [names[rank] for rank in self.shares.members]
 
 
 def open_groups(config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int) -> Groups:
@@ -70,22 +61,33 @@ def open_groups(config: CADConfig, device: torch.device, replica: Replica | None
     Raises CADConfigError where ranks do not agree who divides heads with whom, CADUnsupportedError where they do so
     beside servers, and CADPeerError where ranks do not reach each other.
     """
-    role = find_role(config, ranks, rank)
-    if role is not None:
-        return _open_with_servers(role, config, device, replica, rank, ranks)
-    return Groups(NoServers(1)) if ranks == 1 else _open_in_place(config, device, replica, rank, ranks)
+    role, replica = find_role(config, ranks, rank), replica or Replica((rank,))
+    if role is not None and len(replica.ranks) > 1:
+        raise CADUnsupportedError(
+            f'"servers" reserves ranks, and {len(replica.ranks)} ranks divide the heads of a micro-batch among them '
+            "(tensor parallelism, Ulysses): servers know of no shares. Leave one of them out"
+        )
+    alone = Groups(NoServers(1))
+    trainers = alone if ranks == 1 else _open_trainers(config.timeout_s, device, replica, rank, ranks, role is None)
+    if role is None:
+        return trainers
+    servers, exchange = join_servers(role, config, device)
+    return Groups(servers, trainers.cpu, exchange, servers.liveness, trainers.shares, trainers.hosts)
 
 
-def _open_in_place(config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int) -> Groups:
-    call_roll(config.timeout_s)
-    timeout = timedelta(seconds=config.timeout_s)
-    exchange = None
+def _open_trainers(
+    timeout_s: float, device: torch.device, replica: Replica, rank: int, ranks: int, exchanges: bool
+) -> Groups:
+    """Of trainers alone; `exchanges`: without servers beside them."""
+    call_roll(timeout_s)
+    timeout, exchange = timedelta(seconds=timeout_s), None
     try:
         cpu = dist.new_group(timeout=timeout, backend="gloo")
-        shares = _gather_shares(cpu, replica, rank, ranks)
-        trainers = len(shares.replicas)
+        said = [(replica, socket.gethostname())] * ranks
+        dist.all_gather_object(said, said[rank], group=cpu)
+        shares = Shares.of([of for of, _ in said], rank)
         # All ranks make the groups of all shares, in the same order.
-        for members in shares.groups if trainers > 1 else []:
+        for members in shares.groups if exchanges and len(shares.replicas) > 1 else []:
             group = open_exchange(members, timeout, device)
             exchange = group if rank in members else exchange
     except CADError:
@@ -93,20 +95,15 @@ def _open_in_place(config: CADConfig, device: torch.device, replica: Replica | N
     except RuntimeError as error:
         raise CADPeerError(
             f"rank {rank} on {socket.gethostname()} cannot connect to all other ranks, with "
-            f"{config.timeout_s:g} s for each try ({str(error).strip().splitlines()[0][:300]}). The hosts reach the "
+            f"{timeout_s:g} s for each try ({str(error).strip().splitlines()[0][:300]}). The hosts reach the "
             "job's store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network "
             "that connects them, and look at routes and firewalls"
         ) from error
-    board = open_board(cpu, rank, ranks, config.timeout_s)
+    board = open_board(cpu, rank, ranks, timeout_s)
     board.watched = shares.members
     board.beside = [one for one in range(ranks) if one not in board.watched]
-    return Groups(NoServers(trainers), cpu, exchange, board, shares)
-
-
-def _gather_shares(cpu: dist.ProcessGroup, replica: Replica | None, rank: int, ranks: int) -> Shares:
-    said = [Replica((rank,))] * ranks
-    dist.all_gather_object(said, replica or said[rank], group=cpu)
-    return Shares.of(said, rank)
+    hosts = [said[one][1] for one in shares.members]
+    return Groups(NoServers(len(shares.replicas)), cpu, exchange, board, shares, hosts)
 
 
 def open_exchange(members: list[int] | None, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
@@ -114,19 +111,3 @@ def open_exchange(members: list[int] | None, timeout: timedelta, device: torch.d
     if device.type != "cuda":
         return dist.new_group(members, timeout=timeout, backend="gloo")
     return dist.new_group(members, timeout=timeout, backend="nccl", pg_options=nccl_options(timeout))
-
-
-def _open_with_servers(
-    role: Split, config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int
-) -> Groups:
-    if replica is not None and len(replica.ranks) > 1:
-        raise CADUnsupportedError(
-            f'"servers" reserves ranks, and {len(replica.ranks)} ranks divide the heads of a micro-batch among them '
-            "(tensor parallelism, Ulysses): servers know of no shares. Leave one of them out"
-        )
-    cpu = None
-    if ranks > 1:
-        call_roll(config.timeout_s)
-        cpu = dist.new_group(timeout=timedelta(seconds=config.timeout_s), backend="gloo")
-    servers, exchange = join_servers(role, config, device)
-    return Groups(servers, cpu, exchange, servers.liveness, Shares.none(rank, ranks))

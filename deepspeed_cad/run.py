@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, why_ended
-from deepspeed_cad.launch.armed import arm
+from deepspeed_cad.launch.armed import arm, farewell
 from deepspeed_cad.request import Request, agree, read_environment
-from deepspeed_cad.server.launch import farewell, take_role
+from deepspeed_cad.server.launch import take_role
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -70,9 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     words = args.args if args.local_rank is None else [f"--local_rank={args.local_rank}", *args.args]
     try:
-        request, served = take_role(request)
-        if served is not None:
-            return served
+        request, server = take_role(request)
+        if server is not None:
+            from deepspeed_cad.server.process import serve  # brings torch
+
+            return serve(server, request.config)
         code = run_script(args.script, words, args.module, request)
         farewell(f"exit code {code}" if code else "")
         return code

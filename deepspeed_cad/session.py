@@ -1,8 +1,7 @@
 """The session: the one object per process that ties the rooms together.
 
-It owns the groups, the transport, the look-ahead thread and the statistics. Host frameworks (engine/ and
-integrations/) talk to nothing else of the core. Its groups are opened in groups.py; report/session_lines.py words what
-it says.
+It owns the groups, the transport, the look-ahead thread and the statistics. Host frameworks talk to nothing else of the
+core. Its groups are opened in groups.py; report/session_lines.py words what it says.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, why_ended
-from deepspeed_cad.exchange.group import Group, OwnGroup
+from deepspeed_cad.exchange.group import OwnGroup
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.probe import DETERMINISTIC, Opened, open_transport, with_links
 from deepspeed_cad.exchange.transport import Transport
@@ -52,7 +51,7 @@ from deepspeed_cad.report.session_lines import SessionFacts
 from deepspeed_cad.report.statistics import Statistics
 from deepspeed_cad.report.unused_keys import unused_keys
 from deepspeed_cad.server.idle import EVERY, advise
-from deepspeed_cad.server.surviving.members import transports_of
+from deepspeed_cad.server.meeting import transports_of
 from deepspeed_cad.shares import Replica, refuse_beside_shares
 from deepspeed_cad.trace.record import open_tracer
 
@@ -83,7 +82,7 @@ class Session:
         """Why this process ends, or its session; empty where all is well, None while it goes on."""
         self.counts = CallCounts()
         self.bindings: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
-        """What integrations attached to which model."""
+        """What integrations attached to which model; it has a `feed`."""
         self.references: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         """The same of models that are only looked at."""
         self.decoders: WeakSet[torch.nn.Module] = WeakSet()
@@ -94,27 +93,25 @@ class Session:
         if self.shares.count > 1:
             refuse_beside_shares(config, self.shares.pieces)
         self.worker = Worker(device, config.timeout_s)
-        exchanges = self.group_ranks > 1
-        self.cost = share_cost(config, device, self.groups.cpu, exchanges)
+        self.cost = share_cost(config, device, self.groups.cpu, exchanges=self.group_ranks > 1)
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         settings = f"{config.fingerprint()} {self.cost.figures}"
         opening = Gatherer(self.groups.cpu, self.rank, self.ranks, self.liveness, settings, shares=self.shares)
-        opened = self._open_transport(self.groups.exchange, opening)
+        agree = self._numbers(opening)
+        opened = self._open_transport(agree)
         self.links = Links(None, None, "not used") if opened is None else opened.links
         """Speeds that this session began with."""
-        speeds = find_speeds(
-            config.speeds, device, config.kernel, self._numbers(opening),
+        self.speeds = find_speeds(
+            config.speeds, device, config.kernel, agree,
             torch.are_deterministic_algorithms_enabled(), self.cost,
         )  # fmt: skip
-        self.speeds = speeds
         """[ranks of the CAD group] in attention, beside what the costs say; None: all are equal."""
-        crew = self.servers.crew(opened, speeds)
-        self.learned = self._learned(crew)
-        reporters = [self.learned.links, self.learned.memory, self.learned.non_attention]
+        crew = self.servers.crew(opened, self.speeds)
+        learned = self.learned = self._learned(crew)
+        reporters = (learned.links, learned.memory, learned.non_attention, *self.servers.reporters)
         self.gatherer = Gatherer(
             self.groups.cpu, self.rank, self.ranks, self.liveness, settings,
-            [reporter for reporter in (*reporters, *self.servers.reporters) if reporter is not None], opening.begun,
-            self.shares,
+            [reporter for reporter in reporters if reporter is not None], opening.begun, self.shares,
         )  # fmt: skip
         self.tracer = self.counts.tracer = open_tracer(
             config.trace, device, self.rank, self.ranks + len(self.servers.members.servers)
@@ -141,10 +138,9 @@ class Session:
 
     # Opening and closing
 
-    def _open_transport(self, group: Group | None, gatherer: Gatherer) -> Opened | None:
-        if group is None:
+    def _open_transport(self, agree: Callable[[int], list[int]]) -> Opened | None:
+        if (group := self.groups.exchange) is None:
             return None
-        agree = self._numbers(gatherer)
         opened = open_transport(
             self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s,
             transports_of(self.config, self.device),
@@ -161,7 +157,7 @@ class Session:
         return lambda value: self.worker.run(lambda: gatherer.numbers(value, Subject(What.CHOICE)))
 
     def _change_servers(self, opened: Opened | None) -> None:
-        """Other servers than before: micro-batches are planned for these. Runs while the training thread is halted."""
+        """Other servers than before: micro-batches are planned for these. Runs on the training thread."""
         self.groups = replace(self.groups, exchange=None if opened is None else opened.group)
         crew = self.servers.crew(opened, self.speeds)
         if self.learned.links is not None and self.links.source == "measured" and crew.transport is not None:
@@ -177,28 +173,25 @@ class Session:
 
     def _learned(self, crew: Crew) -> Learned:
         """What is learned while training; where plans must not depend on measured times it stays as it is."""
-        pauses = torch.are_deterministic_algorithms_enabled
         if crew.transport is None:
             return Learned()
-        given = None if isinstance(self.config.memory, str) else self.config.memory
-        memory = MemoryLimit(
-            given, self.device, lambda: self.counts.backwards > 0, pauses, ALL if self.servers.at_start else SHARE
-        )  # fmt: skip
-        non_attention = NonAttention(crew.trainers, self._take_stretches, pauses)
-        return Learned(self._learn_links(crew, pauses), memory, non_attention)
-
-    def _learn_links(self, crew: Crew, pauses: Callable[[], bool]) -> LinkSpeeds:
+        pauses, counts = torch.are_deterministic_algorithms_enabled, self.counts
         profile = Links(self.cost.inside, self.cost.between, f"of the profile {self.cost.name}")
         rule = self.links if self.links.source == "given" else profile
         if self.links.source == DETERMINISTIC and (profile.inside or profile.between):
             self.links = Links(profile.inside, profile.between, f"{profile.source}; {DETERMINISTIC}")
         transfers = self._note_transfers(crew) if self.links.source == "measured" else None
         logger.info("%s", self.links)
-        return LinkSpeeds(self.links, rule, transfers, self.groups.host_names(), pauses)
+        links = LinkSpeeds(self.links, rule, transfers, self.groups.hosts, pauses)
+        given = None if isinstance(self.config.memory, str) else self.config.memory
+        share = ALL if self.servers.at_start else SHARE
+        memory = MemoryLimit(given, self.device, lambda: counts.backwards > 0, pauses, share)
 
-    def _take_stretches(self, model: int) -> tuple[list[float], list[float]]:
-        times = self.counts.stretch_times.get(model)
-        return ([], []) if times is None else times.take()
+        def take_stretches(model: int) -> tuple[list[float], list[float]]:
+            times = counts.stretch_times.get(model)
+            return ([], []) if times is None else times.take()
+
+        return Learned(links, memory, NonAttention(crew.trainers, take_stretches, pauses))
 
     @property
     def transport(self) -> Transport | None:
@@ -241,10 +234,6 @@ class Session:
         return self.servers.members.ranks
 
     # Models and their loaders
-
-    def bind(self, model: torch.nn.Module, binding: Any) -> None:
-        """Remember what an integration attached to a model; it has a `feed`."""
-        self.bindings[model] = binding
 
     def open_feed(self, fingerprint: str, alternates: bool = True) -> Feed:
         """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks.
@@ -314,10 +303,11 @@ class Session:
         looks = self.forward_only
         now.looks, now.looks_mean = looks.micro_batches, looks.mean
         now.looks_slowest, now.looks_slowest_before = looks.slowest, looks.slowest_before
-        transport = self.transport
-        if self.learned.memory is not None and transport is not None:
-            now.landing_bytes = transport.landing_bytes or int(self.learned.memory.most_needed)
-        now.bytes_sent = self.servers.bytes_sent + (0 if transport is None else transport.bytes_sent)
+        now.bytes_sent = self.servers.bytes_sent
+        if self.transport is not None:
+            now.bytes_sent += self.transport.bytes_sent
+            if self.learned.memory is not None:
+                now.landing_bytes = self.transport.landing_bytes or int(self.learned.memory.most_needed)
         return now
 
     @property
@@ -327,8 +317,7 @@ class Session:
 
     def take_statistics(self, reader: str) -> Statistics:
         """What happened since this reader last asked."""
-        now = self.statistics
-        earlier = self._read.get(reader, Statistics())
+        earlier, now = self._read.get(reader, Statistics()), self.statistics
         self._read[reader] = now
         return now.since(earlier)
 
@@ -351,7 +340,7 @@ class Session:
             cost=self.cost.name,
             speeds=in_words(self.speeds),
             links="" if learned.links is None else str(learned.links.links),
-            kernels=tuple(self.kernel_names),
+            kernels=tuple(dict.fromkeys(kernel.name for kernel in self._kernels.values())),
             landing_bytes=0 if transport is None else transport.landing_bytes,
             landing_limit=math.inf if learned.memory is None else learned.memory.now.size,
             parked_bytes=None if self.parking is None else self.parking.host_bytes,
@@ -407,11 +396,6 @@ class Session:
         if need not in self._kernels:
             self._kernels[need] = choose(self.config.kernel, need, self.rank)
         return self._kernels[need]
-
-    @property
-    def kernel_names(self) -> list[str]:
-        """The kernels that were chosen, in the order in which layers needed them."""
-        return list(dict.fromkeys(kernel.name for kernel in self._kernels.values()))
 
     def descriptor(
         self, micro_batch: MicroBatch, window: int | None, backward: bool | None = None, chunk: int | None = None

@@ -178,7 +178,7 @@ class Binding:
         if self.session.tracer is not None:
             self.session.tracer.watch_layers(layers)
         watch_for_references(decoder, bind_reference)
-        self.session.bind(model, self)
+        self.session.bindings[model] = self
 
     def remove(self) -> None:
         """Give a reference its own attention back."""

@@ -53,8 +53,9 @@ def play(rank: int, world: int, port: int, block: dict[str, Any], train: Callabl
     made = process.Loop
     process.Loop = lambda *given: loops.append(made(*given)) or loops[0]  # type: ignore[misc,assignment,func-returns-value]
     try:
-        request, code = take_role(Request(CADConfig.from_dict(block), "a test"))
-        if code is not None:
+        request, server = take_role(Request(CADConfig.from_dict(block), "a test"))
+        if server is not None:
+            code = process.serve(server, request.config)
             return Served(code, loops[0].micro_batches, loops[0].held, loops[0].most_held, len(loops[0]._opened))
         request.publish()
         dist.init_process_group("gloo")

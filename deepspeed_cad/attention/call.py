@@ -54,7 +54,7 @@ class Released:
 
 
 class Pass:
-    """A pass runs that may have to run again; what its steps leave is there (surviving/call.py)."""
+    """A pass runs that may have to run again; what its steps leave is there (surviving.py)."""
 
 
 State = (Unused | ForwardStarted | ForwardServed | Kept | Parked | HeldByAutograd) | (

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.run import add_source, read_request
-from deepspeed_cad.server.launch import start_server
-from deepspeed_cad.version import __version__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,11 +28,12 @@ def main(args: argparse.Namespace) -> int:
         raise CADConfigError(f"--rendezvous is {args.rendezvous!r}; expected HOST:PORT, such as 10.0.0.1:29500")
     given = args.cad is not None or args.cad_config is not None
     config = read_request(args.cad, args.cad_config).config if given else None
-    from deepspeed_cad.server.rendezvous import take_place  # brings torch
+    from deepspeed_cad.server.meeting import take_place  # both bring torch
+    from deepspeed_cad.server.process import serve
 
     place = args.rendezvous
     notice(f"waits at most {args.timeout:g} s for a training at {place} that has reserved servers")
-    role, config = take_place(place, args.timeout, config, __version__)
+    role, config = take_place(place, args.timeout, config)
     trainers = counted(role.trainers, "trainer")
     notice(f"server {role.rank} has found the training at {place} and waits for its {trainers} to turn CAD on")
-    return start_server(role, config, os.environ, args.device)
+    return serve(role, config, args.device)

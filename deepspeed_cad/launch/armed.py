@@ -20,14 +20,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from _deepspeed_cad_waiter import ASKED, ASKED_FOR, wait_for
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.request import Request, agree, read_environment
-from deepspeed_cad.server.launch import farewell
+from deepspeed_cad.server.launch import published
 
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.active import ProcessCheck
 
 logger = logging.getLogger("deepspeed_cad")
 
+LEAVE_S = 2.0
+"""For a trainer that ends without having met its servers to tell them."""
 EXIT_CODE = 2
 """Of a process that trained without CAD although it was asked for."""
 
@@ -133,3 +136,18 @@ def after_import(module: ModuleType) -> None:
     armed = arm()
     if armed is not None:
         armed.after_import(module)
+
+
+def farewell(reason: str) -> None:
+    """This process ends: tell whoever waits for it, if they were not told; `reason` is empty where it ends well."""
+    module = sys.modules.get("deepspeed_cad.session")
+    session = module.current_session() if module is not None else None
+    if session is not None:
+        session.leave(reason)
+    elif (role := published()) is not None:
+        from deepspeed_cad.server.meeting import Rendezvous
+
+        try:
+            Rendezvous(role, LEAVE_S).leave(reason)
+        except (CADError, RuntimeError, OSError) as error:
+            logger.debug("no server was told: %s", error)

@@ -56,7 +56,7 @@ def bind_pipeline(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     session = open_session(config, torch.device(engine.device), replica)
     binding = PipelineBinding(engine, session)
     binding.check_modules(install_attention(engine.module, binding), len(find_recurrent(engine.module)))
-    session.bind(engine.module, binding)
+    session.bindings[engine.module] = binding
     engine._train_schedule = lambda: LockstepSchedule(binding.rounds, engine.stage_id)
     engine._INSTRUCTION_MAP = {
         **engine._INSTRUCTION_MAP,

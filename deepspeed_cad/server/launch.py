@@ -1,61 +1,185 @@
-"""What a launcher does before it runs the training script: decide who serves, and give trainers a smaller world.
+"""Who trains and who serves, decided before the training script runs, and a smaller world for those that train.
 
-In: a request for CAD, and the environment that torchrun, accelerate or deepspeed made. Out: the exit code of a server,
-or a trainer's environment. Imports torch in a server only.
+In: a request for CAD with the "servers" key, and the environment variables RANK, WORLD_SIZE, LOCAL_RANK and those for
+the host, as torchrun, accelerate and deepspeed set them. Out: a `Split`, the same on all processes but for the rank,
+and a trainer's environment. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.request import Request, read_environment
-from deepspeed_cad.server.split import Split, split
-
-logger = logging.getLogger("deepspeed_cad")
 
 PROCESS = "process"
-LEAVE_S = 2.0
-"""For a trainer that ends without having met the servers to tell them."""
+Reservation = dict[str, Any]
+"""The value of "servers" where it is not "all"."""
+
+LAUNCH = "torchrun --nproc_per_node N -m deepspeed_cad.run --cad_config FILE train.py …"
 
 
-def take_role(request: Request) -> tuple[Request, int | None]:
-    """A server serves here, and its exit code comes back; a trainer's request says who it is, and None.
+@dataclass(frozen=True)
+class Split:
+    """One process of a job with reserved servers."""
+
+    trainers: int
+    servers: int
+    rank: int
+    """CAD rank: trainers come first."""
+    rendezvous: str
+    """HOST:PORT of the store that the trainers' torch.distributed meets at."""
+    attempt: int = 0
+    """How often the launcher has started the job again."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the CAD group."""
+        return self.trainers + self.servers
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this process only serves."""
+        return self.rank >= self.trainers
+
+    @property
+    def came_later(self) -> bool:
+        """Whether it is a server that came when the job ran."""
+        return self.rank >= self.ranks
+
+
+@dataclass(frozen=True)
+class LaunchedProcess:
+    """Where a launcher put a process."""
+
+    rank: int
+    world: int
+    local: int
+    local_world: int
+    host: int
+    hosts: int
+
+    @property
+    def first(self) -> int:
+        """The first rank of this host."""
+        return self.rank - self.local
+
+    @property
+    def hosts_are_equal(self) -> bool:
+        """Whether each host has as many ranks, so that the hosts of all ranks are known here."""
+        return self.hosts * self.local_world == self.world and self.first == self.host * self.local_world
+
+
+def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, dict[str, str]]:
+    """The role of this process, and the variables that change where it trains.
+
+    Raises CADConfigError where the reservation does not fit the launch; on all processes alike where each can tell.
+    """
+    place = read_place(environment)
+    rendezvous = f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}"
+    attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    kind, value = next(iter(servers.items()))
+    if kind == "joined":
+        return Split(place.world, value, place.rank, rendezvous, attempt), {}
+    if kind == "reserved_per_node":
+        below, here, total = value * place.host, value, value * place.hosts
+        serves = place.local >= place.local_world - value
+        number = below + place.local - (place.local_world - value)
+        if value >= place.local_world:
+            raise _no_trainer(servers, place.local_world)
+    else:
+        chosen = sorted(value) if kind == "ranks" else list(range(max(place.world - value, 0), place.world))
+        if kind == "reserved" and value >= place.world or len(chosen) >= place.world:
+            raise _bad(servers, f"there are {place.world} ranks: at least one must train")
+        if chosen[-1] >= place.world:
+            raise _bad(servers, f"there are {place.world} ranks, 0 to {place.world - 1}, and no rank {chosen[-1]}")
+        for first in range(0, place.world, place.local_world) if place.hosts_are_equal else [place.first]:
+            _check_host(servers, chosen, first, place.local_world)
+        below = sum(one < place.rank for one in chosen)
+        here = sum(place.first <= one < place.first + place.local_world for one in chosen)
+        total, serves, number = len(chosen), place.rank in chosen, below
+    trainers = place.world - total
+    if serves:
+        return Split(trainers, total, trainers + number, rendezvous, attempt), {}
+    rank = place.rank - below
+    changed = {"RANK": rank, "WORLD_SIZE": trainers}
+    # LOCAL_RANK stays: it says which GPU, and servers are the last ranks of their host.
+    changed |= {name: place.local_world - here for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environment}
+    changed |= {name: changed[name[5:]] for name in ("ROLE_RANK", "ROLE_WORLD_SIZE") if name in environment}
+    return Split(trainers, total, rank, rendezvous, attempt), {name: str(number) for name, number in changed.items()}
+
+
+def read_place(environment: Mapping[str, str]) -> LaunchedProcess:
+    """Where the launcher put this process. Raises CADConfigError where none says."""
+    missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]
+    if missing:
+        raise CADConfigError(
+            f'"cad": key "servers" reserves ranks, but {" and ".join(missing)} are not set: no launcher started this '
+            f"process. Start it with {LAUNCH}, or by accelerate-cad launch, or deepspeed --module deepspeed_cad.run"
+        )
+
+    def read(*names: str, default: int) -> int:
+        return next((int(environment[name]) for name in names if environment.get(name)), default)
+
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    local = read("LOCAL_RANK", default=rank)
+    local_world = read("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world)
+    host = read("GROUP_RANK", "CROSS_RANK", default=(rank - local) // max(local_world, 1))
+    hosts = read("GROUP_WORLD_SIZE", "CROSS_SIZE", default=-(-world // max(local_world, 1)))
+    return LaunchedProcess(rank, world, local, local_world, host, hosts)
+
+
+def _check_host(servers: Reservation, chosen: list[int], first: int, size: int) -> None:
+    here = [one for one in chosen if first <= one < first + size]
+    if len(here) == size:
+        raise _no_trainer(servers, size)
+    if here and here[0] != first + size - len(here):
+        raise _bad(
+            servers,
+            f"rank {here[0]} would serve and rank {next(r for r in range(here[0], first + size) if r not in chosen)} "
+            "of the same host train: reserve the last ranks of a host, because frameworks take the first one for its "
+            "main process",
+        )
+
+
+def _no_trainer(servers: Reservation, size: int) -> CADConfigError:
+    return _bad(
+        servers,
+        f"no trainer would be left on a host of {size} ranks. For hosts that only serve, start "
+        "`deepspeed-cad serve --rendezvous HOST:PORT` there, and say how many servers join: "
+        '{"joined": n}',
+    )
+
+
+def _bad(servers: Reservation, reason: str) -> CADConfigError:
+    return CADConfigError(f'"cad": key "servers" is {servers}: {reason}')
+
+
+def take_role(request: Request) -> tuple[Request, Split | None]:
+    """The role of a server; a trainer's request says who it is, and its role is None.
 
     Raises CADConfigError where the reservation does not fit the launch, or the script's world is already made.
     """
     if isinstance(request.config.servers, str) or not request.config.enabled:
         return request, None
-    _refuse_world()
+    module = sys.modules.get("torch.distributed")
+    if module is not None and module.is_available() and module.is_initialized():
+        raise CADConfigError(
+            "torch.distributed is initialised already, with ranks that are reserved for serving among its own: start "
+            "the script by -m deepspeed_cad.run before anything initialises it"
+        )
     role, changed = split(request.config.servers, os.environ)
     if role.is_server:
-        return request, start_server(role, request.config, os.environ)
+        return request, role
     os.environ.update(changed)
     return replace(request, split={**asdict(role), PROCESS: os.getpid()}), None
-
-
-def start_server(role: Split, config: CADConfig, environment: Mapping[str, str], device: str = "") -> int:
-    """Serve on the GPU that the launcher means for this process, or on the CPU where trainers use it too."""
-    import torch
-
-    from deepspeed_cad.server.process import serve
-
-    if device:
-        chosen = torch.device(device)
-    elif torch.cuda.is_available() and environment.get("DS_ACCELERATOR") != "cpu":
-        chosen = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    else:
-        chosen = torch.device("cpu")
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    return serve(role, config, chosen)
 
 
 def find_role(config: CADConfig, world: int, rank: int) -> Split | None:
@@ -65,7 +189,7 @@ def find_role(config: CADConfig, world: int, rank: int) -> Split | None:
     """
     if isinstance(config.servers, str):
         return None
-    if (told := _published()) is not None:
+    if (told := published()) is not None:
         role = told
     elif "joined" in config.servers:
         # All ranks of this launch train: nothing had to be done before the script.
@@ -96,25 +220,7 @@ def needs_launcher(config: CADConfig) -> str:
     )
 
 
-def farewell(reason: str) -> None:
-    """This process ends: tell whoever waits for it, if they were not told; `reason` is empty where it ends well."""
-    module = sys.modules.get("deepspeed_cad.session")
-    session = module.current_session() if module is not None else None
-    if session is not None:
-        session.leave(reason)
-        return
-    role = _published()
-    if role is None:
-        return
-    from deepspeed_cad.server.rendezvous import Rendezvous
-
-    try:
-        Rendezvous(role, LEAVE_S).leave(reason)
-    except (CADError, RuntimeError, OSError) as error:
-        logger.debug("no server was told: %s", error)
-
-
-def _published() -> Split | None:
+def published() -> Split | None:
     """What `take_role` found for this process; processes that it started or forked are no trainers."""
     try:
         request = read_environment()
@@ -122,12 +228,3 @@ def _published() -> Split | None:
         return None
     fields = {} if request is None or request.split is None else dict(request.split)
     return Split(**fields) if fields.pop(PROCESS, None) == os.getpid() else None
-
-
-def _refuse_world() -> None:
-    module = sys.modules.get("torch.distributed")
-    if module is not None and module.is_available() and module.is_initialized():
-        raise CADConfigError(
-            "torch.distributed is initialised already, with ranks that are reserved for serving among its own: start "
-            "the script by -m deepspeed_cad.run before anything initialises it"
-        )

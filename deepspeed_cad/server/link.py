@@ -1,8 +1,8 @@
 """A trainer's side: a socket to each reserved server, for the leader's orders and as a sign of life both ways.
 
 A socket closes with its process, however that ends, so nothing has to be sent to be known alive. In: orders. Out:
-frames; and, from a thread that listens, word of every server that failed, died or hangs. Here that ends the training:
-it goes to the error board. surviving/link.py has it otherwise.
+frames; and, from a thread that listens, word of every server that failed, died or hangs. That ends the training by the
+error board, unless servers may change: then whoever asks learns from `gone` who is lost.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Ints
+from deepspeed_cad.server.meeting import GIVEN_UP, LEFT
 from deepspeed_cad.server.orders import BUSY, LEAVE
 from deepspeed_cad.server.wire import MOST_REASON, Frame, Inboxes, encode
 from deepspeed_cad.threads import start_daemon
@@ -36,7 +37,7 @@ class ServerLink:
         """The servers that the job began with; one that says nothing for `silent_s` hangs, and is lost."""
         self.rank, self.liveness, self.silent_s = rank, liveness, silent_s
         self.gone: dict[int, str] = {}
-        """Servers that are lost, and why."""
+        """Servers that are lost, and why; where that ends the training, the first one."""
         self._generation = 0
         self._busy: dict[int, tuple[float, float]] = {}
         self._connections: dict[int, socket.socket] = {}
@@ -45,7 +46,7 @@ class ServerLink:
         self._new: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         for server, connection in connections.items():
-            self._add(server, connection)
+            self.add(server, connection)
         self._closing = False
         me = weakref.ref(self)
         # A forked data loader would hold the sockets open behind a trainer that died.
@@ -65,22 +66,37 @@ class ServerLink:
                 self._check()
 
     def _check(self) -> None:
-        for server, reason in self.gone.items():
+        for server, reason in self.gone.items() if not self.liveness.may_change else ():
             raise CADPeerError(f"rank {self.rank}: server {server} ended: {reason}")
 
     def _send(self, servers: Iterable[int], frame: bytes) -> None:
         for server in servers:
-            connection = self._connections.get(server)
-            if connection is not None:
+            # To one that others go on without a part of a frame may have gone out.
+            if server in self._connections and not (self.liveness.may_change and server in self.gone):
                 try:
-                    connection.sendall(frame)
+                    self._connections[server].sendall(frame)
                 except OSError as error:
                     self.lose(server, _in_words(error))
 
-    def _add(self, server: int, connection: socket.socket) -> None:
-        connection.settimeout(self.silent_s)
-        self._connections[server] = connection
+    def add(self, server: int, connection: socket.socket) -> None:
+        """A server has come. It is told nothing before it belongs to the crew."""
+        with self._lock:
+            connection.settimeout(self.silent_s)
+            self._connections[server] = connection
         self._new.put((server, connection))
+
+    def change(self, servers: tuple[int, ...], generation: int, head: dict[str, Any] | None) -> None:
+        """From now on these are the servers, the crew. They are told `head`; connections to others end."""
+        with self._lock:
+            self._generation, self._crew = generation, servers
+            if head is not None:
+                self._send(servers, encode(head))
+            for server in [server for server in self._connections if server not in servers]:
+                # That its socket ends here says nothing of it.
+                self.gone.setdefault(server, "a trainer lost it")
+                with suppress(OSError):  # it has gone already
+                    # The thread that listens is to see its end, so that it forgets it.
+                    self._connections.pop(server).shutdown(socket.SHUT_RDWR)
 
     def busy(self) -> tuple[float, float]:
         """Seconds that servers attended and that they are up, summed over servers, as they last told the leader."""
@@ -92,6 +108,14 @@ class ServerLink:
         with self._lock:
             if self._closing:
                 return
+            if self.liveness.may_change:
+                # Trainers that lose their servers because of this one ask the board who is left; and servers that came
+                # later and wait to be asked in have no socket to this trainer yet.
+                if reason:
+                    self.liveness.report(reason)
+                else:
+                    self.liveness.close()
+                self.liveness.write(LEFT, reason)
             self._closing = True
             self._send(self._connections, encode({"do": LEAVE, "reason": reason[:MOST_REASON]}))
             for connection in self._connections.values():
@@ -132,13 +156,14 @@ class ServerLink:
         return str(item.head.get("reason", ""))
 
     def lose(self, server: int, reason: str) -> None:
-        """A server is lost; only the first reason counts."""
-        if not self._closing and server not in self.gone:
-            self._note(server, reason)
-
-    def _note(self, server: int, reason: str) -> None:
-        """The first one that is lost ends all; others may be lost with it."""
-        if not self.gone:
+        """A server is lost; only the first reason counts. Where that ends all, only the first server: others may be
+        lost with it."""
+        if self._closing or server in self.gone:
+            return
+        if self.liveness.may_change:
+            self.gone[server] = reason
+            self.liveness.write(f"{GIVEN_UP}/{server}", reason)
+        elif not self.gone:
             self.gone[server] = reason
             # Said at once: a launcher may end this process before it meets the error itself.
             sys.stderr.write(f"deepspeed_cad: rank {self.rank}: server {server} ended: {reason}\n")

@@ -24,21 +24,28 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.group import OwnGroup
-from deepspeed_cad.exchange.probe import Opened, open_transport, with_links
+from deepspeed_cad.exchange.probe import Opened, with_links
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.profiles.speed import find_speeds
 from deepspeed_cad.server.handshake import Listener
-from deepspeed_cad.server.join import open_board, open_group
+from deepspeed_cad.server.launch import Split
 from deepspeed_cad.server.loop import Loop
+from deepspeed_cad.server.meeting import (
+    Abandoned,
+    Hello,
+    Members,
+    Rendezvous,
+    look_for_end,
+    may_change,
+    open_again,
+    open_board,
+    transports_of,
+    wait_to_be_asked_in,
+    why_not_change,
+)
 from deepspeed_cad.server.orders import REGROUP
-from deepspeed_cad.server.rendezvous import Abandoned, Rendezvous, hello
-from deepspeed_cad.server.split import Split
-from deepspeed_cad.server.surviving.board import look_for_end, wait_to_be_asked_in
-from deepspeed_cad.server.surviving.members import Members, may_change, transports_of, why_not_change
-from deepspeed_cad.server.surviving.regroup import regroup
 from deepspeed_cad.server.trainers import TrainerLinks
-from deepspeed_cad.version import __version__
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -54,9 +61,17 @@ FAREWELL_S = 3.0
 """For trainers to end after this server failed: a launcher may end them as soon as it sees this process go."""
 
 
-def serve(split: Split, config: CADConfig, device: torch.device) -> int:
-    """Serve until the trainers end; gives the exit code."""
-    server = _Server(split, config, device)
+def serve(split: Split, config: CADConfig, device: str = "") -> int:
+    """Serve until the trainers end; gives the exit code.
+
+    `device`: by default the GPU that the launcher means for this process, or the CPU where trainers use it too.
+    """
+    if not device and torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    chosen = torch.device(device or "cpu")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    server = _Server(split, config, chosen)
     _explain_signals(server)
     try:
         server.open()
@@ -82,10 +97,10 @@ class _Server:
         split, config, device = self.split, self.config, self.device
         meeting = self.meeting = Rendezvous(split, config.timeout_s)
         meeting.claim()
-        mine = hello(split, config, __version__)
+        mine = Hello.of(split, config)
         if reason := native.why_missing() or why_not_change(config, device):
             meeting.refuse(f"{mine.what}: {reason}")
-        self.liveness = open_board(meeting, split, config)
+        self.liveness = open_board(meeting, may_change(config))
         # Whoever starts training may first load a model for as long as it likes; nobody can connect meanwhile.
         if split.came_later:
             meeting.knock(mine)
@@ -106,26 +121,25 @@ class _Server:
         threading.Thread(target=self._end_with_trainers, daemon=True).start()
         self.worker = Worker(device, config.timeout_s)
         opened = None if split.came_later else self._open_group()
-        self.loop = Loop(device, partial(choose, config.kernel, rank=split.rank), self.worker, self._budget())
+        self.loop = Loop(device, partial(choose, config.kernel, rank=split.rank), self.worker, _budget(device))
         if opened is not None:
             self._begin_with(opened, split.rank, split.servers - 1)
-        if may_change(config):
+        if self.liveness.may_change:
             self.liveness.watched, self.liveness.losses = range(split.trainers), self._links
 
     def _open_group(self) -> Opened:
-        config, device, liveness = self.config, self.device, self.liveness
-        group = open_group(self.split, liveness, device, config.timeout_s)
-
-        def agree(value: int) -> list[int]:
-            return group.numbers(value, liveness)
-
-        opened = open_transport(
-            config.transport, group, device, agree, liveness, config.timeout_s, transports_of(config, device)
-        )
+        config, device = self.config, self.device
+        members = Members(0, self.split.trainers, tuple(range(self.split.trainers, self.split.ranks)))
+        opened = self._open(members)
+        agree = partial(cast(OwnGroup, opened.group).numbers, liveness=self.liveness)
         opened = with_links(opened, device, agree, config.links)
         # Trainers plan with what all ranks say of their speed; a server that comes later is taken for a mean one.
         find_speeds(config.speeds, device, config.kernel, agree, False)
         return opened
+
+    def _open(self, members: Members) -> Opened:
+        transports = transports_of(self.config, self.device)
+        return open_again(self.meeting, members, self.liveness, self.device, self.config.transport, transports)
 
     def run(self) -> int:
         split, loop = self.split, self.loop
@@ -174,8 +188,7 @@ class _Server:
             self.opened = None
             release()
         self._links.generation = members.generation
-        opened = regroup(self.meeting, members, self.config, self.device, self.liveness)
-        self._begin_with(opened, members.numbers.index(self.split.rank), len(members.servers) - 1)
+        self._begin_with(self._open(members), members.numbers.index(self.split.rank), len(members.servers) - 1)
 
     def _explain(self, error: Exception) -> str:
         """Why this server ends: what ended the trainers, if they did; else its own failure, which they are told."""
@@ -196,9 +209,6 @@ class _Server:
         self._links.wait_for_reason(FAREWELL_S)
         return reason
 
-    def _budget(self) -> int | None:
-        return int(torch.cuda.mem_get_info(self.device)[0] * BUDGET_SHARE) if self.device.type == "cuda" else None
-
     def _end_with_trainers(self) -> None:
         """A thread that ends the process soon after the trainers did, where it is stuck in a GPU or an exchange."""
         self._links.ended.wait()
@@ -215,6 +225,10 @@ class _Server:
                 self.opened.transport.close()
             cast(OwnGroup, self.opened.group).close()
         self._closed.set()
+
+
+def _budget(device: torch.device) -> int | None:
+    return int(torch.cuda.mem_get_info(device)[0] * BUDGET_SHARE) if device.type == "cuda" else None
 
 
 def _explain_signals(server: _Server) -> None:

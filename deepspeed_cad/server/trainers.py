@@ -15,8 +15,8 @@ from typing import Any
 
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import wait_until
+from deepspeed_cad.server.meeting import GIVEN_UP
 from deepspeed_cad.server.orders import BUSY, FAILED, LEAVE, REGROUP
-from deepspeed_cad.server.surviving.board import GIVEN_UP
 from deepspeed_cad.server.wire import MOST_REASON, Frame, Inboxes, encode
 from deepspeed_cad.threads import start_daemon
 

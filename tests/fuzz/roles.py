@@ -19,11 +19,11 @@ from unittest import mock
 import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.launch.armed import farewell
 from deepspeed_cad.request import VARIABLE, Request
 from deepspeed_cad.server import loop, process
-from deepspeed_cad.server.launch import farewell, start_server, take_role
-from deepspeed_cad.server.rendezvous import take_place
-from deepspeed_cad.version import __version__
+from deepspeed_cad.server.launch import take_role
+from deepspeed_cad.server.meeting import take_place
 from fuzz.case import Case, Fate
 from fuzz.play import TIMEOUT_S, Played, play, quiet, whole_block
 
@@ -49,8 +49,9 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
         if rank >= case.world + case.servers:
             code = _come_later(case.comes[rank - case.world - case.servers], port)
             return Played(rank, exit_code=code, cpu=time.process_time() - begun)
-        request, code = take_role(Request(CADConfig.from_dict(whole_block(case)), "a fuzz case"))
-        if code is not None:
+        request, server = take_role(Request(CADConfig.from_dict(whole_block(case)), "a fuzz case"))
+        if server is not None:
+            code = process.serve(server, request.config)
             held = made[0].held if made else 0
             last = said.getvalue().strip().rpartition("\n")[2]
             return Played(rank, exit_code=code, held=held, said=last, cpu=time.process_time() - begun)
@@ -61,9 +62,9 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
 
 def _come_later(after: float, port: int) -> int:
     """A server that comes when the job runs; gives its exit code."""
-    role, config = take_place(f"127.0.0.1:{port}", TIMEOUT_S, None, __version__)
+    role, config = take_place(f"127.0.0.1:{port}", TIMEOUT_S, None)
     time.sleep(after)
-    return start_server(role, config, os.environ, "cpu")
+    return process.serve(role, config, "cpu")
 
 
 @contextmanager

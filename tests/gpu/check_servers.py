@@ -30,7 +30,8 @@ import deepspeed_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.request import VARIABLE, Request
 from deepspeed_cad.server.launch import take_role
-from deepspeed_cad.server.surviving.change import SurvivingServers
+from deepspeed_cad.server.process import serve
+from deepspeed_cad.server.servers import SurvivingServers
 from deepspeed_cad.session import close_session
 
 OWN_WORLD = True
@@ -78,8 +79,9 @@ def run(place: Place, lines: Lines, case: str) -> None:
 def _take_part(place: Place, transport: str, checkpointing: bool, known: list[Any], more: dict[str, Any]) -> Found:
     """As trainer or server, whichever the launcher of CAD makes of this rank."""
     config = CADConfig.from_dict({**make_block(place, transport), **more})
-    request, code = take_role(Request(config, "gpu_check"))
-    if code is not None:
+    request, server = take_role(Request(config, "gpu_check"))
+    if server is not None:
+        code = serve(server, config)
         return code == 0, f"the server ended with {code}"
     request.publish()
     # A launcher has a store of its own for every attempt, and torch's groups rely on that; here they share one.

@@ -19,9 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 from group import leave_with_parent  # noqa: E402
 
 from deepspeed_cad.server import loop, process  # noqa: E402
-from deepspeed_cad.server.launch import start_server  # noqa: E402
-from deepspeed_cad.server.rendezvous import take_place  # noqa: E402
-from deepspeed_cad.version import __version__  # noqa: E402
+from deepspeed_cad.server.meeting import take_place  # noqa: E402
 
 
 def die_after(order: str, turn: int) -> None:
@@ -43,5 +41,5 @@ if __name__ == "__main__":
     rendezvous, device, *moment = sys.argv[1:]
     if moment:
         die_after(moment[0], int(moment[1]))
-    role, config = take_place(rendezvous, 120.0, None, __version__)
-    sys.exit(start_server(role, config, os.environ, device))
+    role, config = take_place(rendezvous, 120.0, None)
+    sys.exit(process.serve(role, config, device))

@@ -84,7 +84,7 @@ def fails(*given):
     return made(*given)
 loop.{0} = fails
 """
-BUDGET = "from deepspeed_cad.server import process; process._Server._budget = lambda self: 4096"
+BUDGET = "from deepspeed_cad.server import process; process._budget = lambda device: 4096"
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_server_out_of_memory_ends_all_with_its_reason(job: Job, first: str, w
         assert words in job.said(name), job.said(name)
 
 
-OTHER_VERSION = "from deepspeed_cad.server import process; process.__version__ = '9.9'"
+OTHER_VERSION = "from deepspeed_cad.server import meeting; meeting.__version__ = '9.9'"
 EARLY_WORLD = "import torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)"
 
 

@@ -238,18 +238,17 @@ def test_the_doctor_on_this_machine() -> None:
 
 
 def test_serve_says_what_it_waits_for(monkeypatch, capsys) -> None:
-    from deepspeed_cad.cli import serve
-    from deepspeed_cad.server import rendezvous as room
-    from deepspeed_cad.server.split import Split
+    from deepspeed_cad.server import meeting, process
+    from deepspeed_cad.server.launch import Split
 
     said = []
 
-    def take_place(rendezvous, timeout, config, version):
+    def take_place(rendezvous, timeout, config):
         said.append(capsys.readouterr().err)
         return Split(2, 1, 2, rendezvous), config
 
-    monkeypatch.setattr(room, "take_place", take_place)
-    monkeypatch.setattr(serve, "start_server", lambda *args: said.append(capsys.readouterr().err) or 0)
+    monkeypatch.setattr(meeting, "take_place", take_place)
+    monkeypatch.setattr(process, "serve", lambda *args: said.append(capsys.readouterr().err) or 0)
     assert cli.main(["serve", "--rendezvous", "10.0.0.1:29500", "--timeout", "40"]) == 0
     assert "waits at most 40 s for a training at 10.0.0.1:29500" in said[0]
     assert "server 2 has found the training at 10.0.0.1:29500 and waits for its 2 trainers" in said[1]

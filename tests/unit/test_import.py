@@ -16,7 +16,7 @@ from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.server import process
-from deepspeed_cad.server.split import Split
+from deepspeed_cad.server.launch import Split
 
 HEAVY = ("torch", "numpy", "transformers", "deepspeed", "accelerate", "greenlet")
 

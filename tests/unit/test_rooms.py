@@ -33,7 +33,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "feedback": (*HOSTS, "ahead", "attention", "server", "session", "integrations"),
     "ahead": (*HOSTS, "server", "session", "integrations"),
     "server": (*HOSTS, "session", "integrations"),
-    "server.split": ("torch", "numpy"),
+    "server.launch": ("torch", "numpy"),
     "session": (*HOSTS, "integrations"),
     "function": (*HOSTS, "integrations"),
     "groups": (*HOSTS, "session", "integrations"),

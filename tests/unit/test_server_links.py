@@ -18,7 +18,6 @@ from deepspeed_cad.server import link as link_room
 from deepspeed_cad.server import trainers as trainers_room
 from deepspeed_cad.server.link import ServerLink
 from deepspeed_cad.server.orders import BUSY, OPEN, PLAN, REGROUP, RELEASE
-from deepspeed_cad.server.surviving.link import SurvivingLink
 from deepspeed_cad.server.trainers import TrainerLinks
 from deepspeed_cad.server.wire import Frame, encode
 
@@ -33,8 +32,9 @@ class Ends:
         self.trainer, self.server = socket.socketpair()
 
     def link(self, goes_on: bool = True, silent_s: float = 30.0, server: int = 1) -> ServerLink:
-        kind = SurvivingLink if goes_on else ServerLink
-        return kind(0, {server: self.trainer}, Liveness(self.store, 0, 2), silent_s)
+        board = Liveness(self.store, 0, 2)
+        board.may_change = goes_on
+        return ServerLink(0, {server: self.trainer}, board, silent_s)
 
     def links(self, rank: int = 1) -> TrainerLinks:
         return TrainerLinks(rank, {0: self.server}, Liveness(self.store, rank, 2))
@@ -58,8 +58,8 @@ def wait_for(what: Callable[[], object]) -> None:
 
 
 def test_who_has_just_come_is_told_nothing_before_the_change(ends: Ends) -> None:
-    """The look-ahead thread plans for the present servers while another thread lets one in."""
-    link = SurvivingLink(0, {}, Liveness(ends.store, 0, 1), 30.0)
+    """The look-ahead thread plans for the present servers while the training thread lets one in."""
+    link = ServerLink(0, {}, Liveness(ends.store, 0, 1), 30.0)
     link.add(3, ends.trainer)
     link.tell({"do": OPEN, "turn": 7}, (np.zeros((0, 5), int), np.zeros(1, int), np.zeros(0, int)), generation=0)
     link.change((3,), 1, {"do": REGROUP, "generation": 1, "servers": [3], "exchanges": 0})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.server.split import split
+from deepspeed_cad.server.launch import split
 
 
 def torchrun(rank: int, sizes: list[int]) -> dict[str, str]:

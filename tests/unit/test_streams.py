@@ -25,8 +25,7 @@ from deepspeed_cad.attention.call import AttentionCall, Unused
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
-from deepspeed_cad.attention.surviving.origin import stream_beside
-from deepspeed_cad.errors import CADError, ServerLostError
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.nccl import NcclTransport, Parcel
@@ -305,15 +304,6 @@ def test_a_pass_that_nobody_finishes_leaves_the_streams_in_order(main: Stream) -
         call.state = Unused()
         gc.collect()
     assert written() is None and order == [True], "freed before the training stream waits"
-
-
-def test_what_runs_beside_is_over_where_it_ends_with_an_error(main: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more server is lost: the passes that ran again before that do not run once more."""
-    over: list[str] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: SimpleNamespace(synchronize=lambda: over.append("over")))
-    with pytest.raises(ServerLostError), stream_beside(torch.device("cuda")):
-        raise ServerLostError("server 2 ended")
-    assert over == ["over"]
 
 
 def test_threads_ask_about_events_on_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

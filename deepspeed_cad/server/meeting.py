@@ -1,10 +1,11 @@
-"""Where trainers and servers meet: the store at which the trainers' torch.distributed meets, under a prefix of ours.
+"""How trainers and servers come together, when a job begins and where servers change.
 
-Under torchrun that is the agent's store; with other launchers it is trainer 0's own and appears when the script calls
-init_process_group, so a server tries until then. In: what this rank says of itself. Out: what all ranks said; or the
-same CADError on every rank, where they do not belong together.
+They meet at the store at which the trainers' torch.distributed meets, under a prefix of ours. Under torchrun that is
+the agent's store; with other launchers it is trainer 0's own and appears when the script calls init_process_group, so a
+server tries until then. Servers of another launch find their places by word of the job that trainer 0 leaves there.
 
-Servers of another launch find their places by word of the job that trainer 0 leaves under a fixed key of the store.
+In: what this rank says of itself. Out: what all ranks said, or the same CADError on every rank where they do not belong
+together; the board; the group of all that are there.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
-from deepspeed_cad.exchange.failure.patience import wait_until
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.patience import PAUSE_S, wait_until
 from deepspeed_cad.exchange.failure.roll_call import missing
+from deepspeed_cad.exchange.group import OwnGroup, make_group
+from deepspeed_cad.exchange.probe import NAMES, Opened, open_transport
 from deepspeed_cad.server.handshake import Door
-from deepspeed_cad.server.split import Split
-from deepspeed_cad.server.surviving.members import may_change
+from deepspeed_cad.server.launch import Split
+from deepspeed_cad.threads import run_aside
+from deepspeed_cad.version import __version__
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -34,6 +40,56 @@ REFUSED = "refused"
 JOB = "job"
 CAME = "came"
 """Numbers of servers that came when the job ran, in one value: each adds its own by one call, or has not come."""
+LEFT, ASKED, GIVEN_UP = "left", "asked", "given up"
+"""On the board: the training has ended; a server that came later is asked in; trainers go on without a server."""
+
+
+def may_change(config: CADConfig) -> bool:
+    """Whether training goes on where a server is lost, and others may come."""
+    return config.on_server_failure == "continue"
+
+
+def transports_of(config: CADConfig, device: torch.device) -> tuple[str, ...]:
+    """The transports that may be used: where servers may change, those that let go of one that is lost."""
+    return ("nvlink", "nccl") if may_change(config) and device.type == "cuda" else NAMES
+
+
+def why_not_change(config: CADConfig, device: torch.device) -> str:
+    """Why servers cannot change while a job runs on this device, if it asks for that; else ""."""
+    if config.transport in ("auto", *transports_of(config, device)):
+        return ""
+    return (
+        f'"cad": key "on_server_failure" is "continue", attention runs on {device}, and key "transport" is '
+        f'"{config.transport}", of which nothing can be given up there while a server is waited for. Leave "transport" '
+        'out, set it to "nvlink" or "nccl", or set "on_server_failure" to "stop"'
+    )
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks that exchange attention, from one change of the servers to the next.
+
+    Trainers stay for as long as the job. A server has a number for life, by which it is called in messages, and a place
+    among the ranks of the present group: trainers first, then servers by their numbers.
+    """
+
+    generation: int
+    """Changes so far."""
+    trainers: int
+    servers: tuple[int, ...]
+    """Their numbers, ascending."""
+    exchanges: int = 0
+    """How many had been started before it."""
+
+    @property
+    def ranks(self) -> int:
+        """Size of the group."""
+        return self.trainers + len(self.servers)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of all ranks, by their places."""
+        return (*range(self.trainers), *self.servers)
 
 
 @dataclass(frozen=True)
@@ -51,6 +107,12 @@ class Hello:
     def what(self) -> str:
         """The rank in an error."""
         return f"{'trainer' if self.rank < self.trainers else 'server'} {self.rank} on {self.host}"
+
+    @classmethod
+    def of(cls, split: Split, config: CADConfig) -> Hello:
+        """Of this process."""
+        settings = json.loads(json.dumps(config.to_dict()))
+        return cls(split.rank, split.trainers, split.servers, __version__, settings, socket.gethostname())
 
 
 def open_store(rendezvous: str, timeout_s: float) -> dist.Store:
@@ -196,18 +258,13 @@ def compare(said: list[Hello]) -> str:
     return ""
 
 
-def hello(split: Split, config: CADConfig, version: str) -> Hello:
-    settings = json.loads(json.dumps(config.to_dict()))
-    return Hello(split.rank, split.trainers, split.servers, version, settings, socket.gethostname())
-
-
 def offer_places(meeting: Rendezvous, mine: Hello) -> None:
     """Let servers of another launch find this job."""
     job = {"attempt": meeting.split.attempt, **asdict(mine)}
     dist.PrefixStore(PREFIX, open_store(meeting.split.rendezvous, meeting.timeout_s)).set(JOB, json.dumps(job))
 
 
-def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None, version: str) -> tuple[Split, CADConfig]:
+def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None) -> tuple[Split, CADConfig]:
     """The next free place of a server in a job, and the job's configuration.
 
     Raises CADPeerError where there is no job in time, CADConfigError where it has another version, wants no server from
@@ -221,10 +278,10 @@ def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None, vers
         )
     job = json.loads(store.get(JOB))
     # First of all: the configuration of another version may have keys that are unknown here.
-    if job["version"] != version:
+    if job["version"] != __version__:
         raise CADConfigError(
-            f"the job at {rendezvous} has deepspeed_cad {job['version']} and this server has {version}: install the "
-            "same version everywhere"
+            f"the job at {rendezvous} has deepspeed_cad {job['version']} and this server has {__version__}: install "
+            "the same version everywhere"
         )
     theirs = CADConfig.from_dict(job["config"])
     joins = isinstance(theirs.servers, dict) and "joined" in theirs.servers
@@ -250,3 +307,73 @@ def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None, vers
         )
     rank = job["trainers"] + number - 1
     return Split(job["trainers"], job["servers"], rank, rendezvous, job["attempt"]), theirs
+
+
+def open_board(meeting: Rendezvous, goes_on: bool) -> Liveness:
+    """The error board of the job; `goes_on`: servers may change."""
+    role = meeting.split
+    liveness = Liveness(dist.PrefixStore("board", meeting.root), role.rank, role.ranks, meeting.timeout_s / 2)
+    liveness.may_change = goes_on
+    return liveness
+
+
+def open_group(meeting: Rendezvous, members: Members, liveness: Liveness, device: torch.device) -> OwnGroup:
+    """The process group of the present members. Collective over them; `meeting` tells the number of this one.
+
+    A server may die here, too. So nothing waits inside a store or a constructor on the thread that must notice: ranks
+    first leave a word in the store, and meet the way torch makes groups on a thread that may be lost. Raises
+    ServerLostError where a server is lost meanwhile and training goes on.
+    """
+    split, generation, limit = meeting.split, members.generation, meeting.timeout_s
+    here = {number: f"here/{generation}/{number}" for number in members.numbers}
+    meeting.root.set(here[split.rank], "1")
+    opening = "ranks to open a group of trainers and servers"
+    if not liveness.patiently(
+        lambda: meeting.has([*here.values()]), opening, with_servers=True, longest_pause_s=PAUSE_S, timeout_s=limit
+    ):
+        absent = missing(here, meeting.has)
+        raise CADPeerError(f"rank {liveness.rank} waited {limit:g} s for ranks {absent} of {opening}")
+    name, place = f"deepspeed_cad servers {split.attempt}.{generation}", members.numbers.index(split.rank)
+
+    def make() -> OwnGroup:
+        # A connection of its own: gloo waits inside the store, and nobody else could ask it anything meanwhile.
+        store = dist.PrefixStore(f"group/{generation}", Rendezvous(split, limit).root)
+        return make_group(store, place, members.ranks, device, name, limit)
+
+    made = run_aside("opens a group", make, device)
+    if not liveness.patiently(made.done, opening, with_servers=True, timeout_s=limit):
+        raise CADPeerError(f"rank {liveness.rank} waited {limit:g} s for {opening}")
+    with Liveness.watch(liveness, opening, with_servers=True):
+        return made.result()
+
+
+def open_again(
+    meeting: Rendezvous, members: Members, liveness: Liveness, device: torch.device, transport: str,
+    transports: tuple[str, ...],
+) -> Opened:  # fmt: skip
+    """Through what other members than before exchange; `transports`: may be used. Collective, see `open_group`."""
+    group = open_group(meeting, members, liveness, device)
+    opened = open_transport(
+        transport, group, device, lambda value: group.numbers(value, liveness), liveness, meeting.timeout_s, transports
+    )
+    opened.transport.exchanges = members.exchanges
+    return opened
+
+
+def wait_to_be_asked_in(liveness: Liveness) -> None:
+    """A server that came later, until trainers come to a step in which it takes part; raises as `look_for_end`."""
+    asked = f"{ASKED}/{liveness.rank}"
+    wait_until(lambda: liveness.look_up(asked), math.inf, lambda: look_for_end(liveness))
+
+
+def look_for_end(liveness: Liveness) -> None:
+    """For a server that came later and waits for trainers. Raises Abandoned where the training has ended, CADPeerError
+    where trainers go on without this server."""
+    if reason := liveness.look_up(f"{GIVEN_UP}/{liveness.rank}"):
+        raise CADPeerError(f"the trainers go on without it: {reason}")
+    try:
+        ended = liveness.store.check([LEFT])
+    except (RuntimeError, OSError):
+        ended = True
+    if ended or liveness.why_hopeless():
+        raise Abandoned("the training ended before it came to a step that this server could take part in")

@@ -1,1 +1,0 @@
-"""Attention calls that go on where servers change: each of their passes can run again with other servers."""

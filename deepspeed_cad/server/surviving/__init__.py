@@ -1,1 +1,0 @@
-"""Reserved servers that may be lost, or come later, while training goes on (`"on_server_failure": "continue"`)."""
