@@ -61,7 +61,7 @@ def open_groups(config: CADConfig, device: torch.device, replica: Replica | None
     Raises CADConfigError where ranks do not agree who divides heads with whom, CADUnsupportedError where they do so
     beside servers, and CADPeerError where ranks do not reach each other.
     """
-    role, replica = find_role(config, ranks, rank), replica or Replica((rank,))
+    role, replica = find_role(config.servers, ranks, rank), replica or Replica((rank,))
     if role is not None and len(replica.ranks) > 1:
         raise CADUnsupportedError(
             f'"servers" reserves ranks, and {len(replica.ranks)} ranks divide the heads of a micro-batch among them '

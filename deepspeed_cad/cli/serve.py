@@ -7,7 +7,6 @@ import argparse
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.notice import counted, notice
-from deepspeed_cad.run import add_source, read_request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=CADConfig.timeout_s, metavar="S", help="seconds to wait for the training"
     )
-    add_source(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -26,14 +24,12 @@ def main(args: argparse.Namespace) -> int:
     host, _, port = args.rendezvous.rpartition(":")
     if not host or not port.isdigit():
         raise CADConfigError(f"--rendezvous is {args.rendezvous!r}; expected HOST:PORT, such as 10.0.0.1:29500")
-    given = args.cad is not None or args.cad_config is not None
-    config = read_request(args.cad, args.cad_config).config if given else None
     from deepspeed_cad.server.meeting import take_place  # both bring torch
     from deepspeed_cad.server.process import serve
 
     place = args.rendezvous
     notice(f"waits at most {args.timeout:g} s for a training at {place} that has reserved servers")
-    role, config = take_place(place, args.timeout, config)
+    role, config = take_place(place, args.timeout)
     trainers = counted(role.trainers, "trainer")
     notice(f"server {role.rank} has found the training at {place} and waits for its {trainers} to turn CAD on")
     return serve(role, config, args.device)

@@ -13,9 +13,8 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.request import Request, read_environment
 
@@ -55,26 +54,16 @@ class Split:
         return self.rank >= self.ranks
 
 
-@dataclass(frozen=True)
-class LaunchedProcess:
+class _Place(NamedTuple):
     """Where a launcher put a process."""
 
     rank: int
     world: int
     local: int
-    local_world: int
+    size: int
+    """Ranks of this host."""
     host: int
     hosts: int
-
-    @property
-    def first(self) -> int:
-        """The first rank of this host."""
-        return self.rank - self.local
-
-    @property
-    def hosts_are_equal(self) -> bool:
-        """Whether each host has as many ranks, so that the hosts of all ranks are known here."""
-        return self.hosts * self.local_world == self.world and self.first == self.host * self.local_world
 
 
 def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, dict[str, str]]:
@@ -82,41 +71,42 @@ def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, 
 
     Raises CADConfigError where the reservation does not fit the launch; on all processes alike where each can tell.
     """
-    place = read_place(environment)
+    rank, world, local, size, host, hosts = _read_place(environment)
     rendezvous = f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}"
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     kind, value = next(iter(servers.items()))
     if kind == "joined":
-        return Split(place.world, value, place.rank, rendezvous, attempt), {}
+        return Split(world, value, rank, rendezvous, attempt), {}
+    first = rank - local
     if kind == "reserved_per_node":
-        below, here, total = value * place.host, value, value * place.hosts
-        serves = place.local >= place.local_world - value
-        number = below + place.local - (place.local_world - value)
-        if value >= place.local_world:
-            raise _no_trainer(servers, place.local_world)
+        if value >= size:
+            raise _no_trainer(servers, size)
+        here, total, serves = value, value * hosts, local >= size - value
+        below = value * host + max(local - (size - value), 0)
     else:
-        chosen = sorted(value) if kind == "ranks" else list(range(max(place.world - value, 0), place.world))
-        if kind == "reserved" and value >= place.world or len(chosen) >= place.world:
-            raise _bad(servers, f"there are {place.world} ranks: at least one must train")
-        if chosen[-1] >= place.world:
-            raise _bad(servers, f"there are {place.world} ranks, 0 to {place.world - 1}, and no rank {chosen[-1]}")
-        for first in range(0, place.world, place.local_world) if place.hosts_are_equal else [place.first]:
-            _check_host(servers, chosen, first, place.local_world)
-        below = sum(one < place.rank for one in chosen)
-        here = sum(place.first <= one < place.first + place.local_world for one in chosen)
-        total, serves, number = len(chosen), place.rank in chosen, below
-    trainers = place.world - total
+        chosen = sorted(value) if kind == "ranks" else list(range(max(world - value, 0), world))
+        if len(chosen) >= world:
+            raise _bad(servers, f"there are {world} ranks: at least one must train")
+        if chosen[-1] >= world:
+            raise _bad(servers, f"there are {world} ranks, 0 to {world - 1}, and no rank {chosen[-1]}")
+        # Where each host has as many ranks, the hosts of all ranks are known here.
+        known = hosts * size == world and first == host * size
+        for begin in range(0, world, size) if known else [first]:
+            _check_host(servers, chosen, begin, size)
+        below, here = sum(one < rank for one in chosen), sum(first <= one < first + size for one in chosen)
+        total, serves = len(chosen), rank in chosen
+    trainers = world - total
     if serves:
-        return Split(trainers, total, trainers + number, rendezvous, attempt), {}
-    rank = place.rank - below
-    changed = {"RANK": rank, "WORLD_SIZE": trainers}
+        return Split(trainers, total, trainers + below, rendezvous, attempt), {}
+    changed = {"RANK": rank - below, "WORLD_SIZE": trainers}
     # LOCAL_RANK stays: it says which GPU, and servers are the last ranks of their host.
-    changed |= {name: place.local_world - here for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environment}
+    changed |= {name: size - here for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environment}
     changed |= {name: changed[name[5:]] for name in ("ROLE_RANK", "ROLE_WORLD_SIZE") if name in environment}
-    return Split(trainers, total, rank, rendezvous, attempt), {name: str(number) for name, number in changed.items()}
+    role = Split(trainers, total, rank - below, rendezvous, attempt)
+    return role, {name: str(number) for name, number in changed.items()}
 
 
-def read_place(environment: Mapping[str, str]) -> LaunchedProcess:
+def _read_place(environment: Mapping[str, str]) -> _Place:
     """Where the launcher put this process. Raises CADConfigError where none says."""
     missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]
     if missing:
@@ -133,7 +123,7 @@ def read_place(environment: Mapping[str, str]) -> LaunchedProcess:
     local_world = read("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world)
     host = read("GROUP_RANK", "CROSS_RANK", default=(rank - local) // max(local_world, 1))
     hosts = read("GROUP_WORLD_SIZE", "CROSS_SIZE", default=-(-world // max(local_world, 1)))
-    return LaunchedProcess(rank, world, local, local_world, host, hosts)
+    return _Place(rank, world, local, local_world, host, hosts)
 
 
 def _check_host(servers: Reservation, chosen: list[int], first: int, size: int) -> None:
@@ -182,21 +172,26 @@ def take_role(request: Request) -> tuple[Request, Split | None]:
     return replace(request, split={**asdict(role), PROCESS: os.getpid()}), None
 
 
-def find_role(config: CADConfig, world: int, rank: int) -> Split | None:
+def find_role(servers: str | Reservation, world: int, rank: int) -> Split | None:
     """The numbers of this trainer, where ranks are reserved; `world`, `rank`: of torch.distributed.
 
     Raises CADConfigError where no launcher of ours reserved them, or the script made its world by other numbers.
     """
-    if isinstance(config.servers, str):
+    if isinstance(servers, str):
         return None
     if (told := published()) is not None:
         role = told
-    elif "joined" in config.servers:
+    elif "joined" in servers:
         # All ranks of this launch train: nothing had to be done before the script.
-        surrounding = {"RANK": str(rank), "WORLD_SIZE": str(world)} | dict(os.environ)
-        role, _ = split(config.servers, surrounding)
+        role, _ = split(servers, {"RANK": str(rank), "WORLD_SIZE": str(world)} | dict(os.environ))
     else:
-        raise CADConfigError(needs_launcher(config))
+        processes = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "N"))
+        command = f"-m deepspeed_cad.run --cad {shlex.quote(json.dumps({'servers': servers}))} {shlex.join(sys.argv)}"
+        raise CADConfigError(
+            f'"cad": key "servers" is {json.dumps(servers)}: reserved ranks hold no model and must not run the script, '
+            f"so CAD's launcher has to start it: torchrun --nproc_per_node {processes} {command} (or accelerate-cad "
+            "launch, or deepspeed --module deepspeed_cad.run). The block may come from your JSON: --cad_config FILE"
+        )
     if (role.trainers, role.rank) != (world, rank):
         raise CADConfigError(
             f"torch.distributed counts {world} ranks here and this is rank {rank}, but {role.trainers} trainers were "
@@ -205,19 +200,6 @@ def find_role(config: CADConfig, world: int, rank: int) -> Split | None:
             'the environment (init_method="env://")'
         )
     return role
-
-
-def needs_launcher(config: CADConfig) -> str:
-    """The error where the JSON alone asks for reserved ranks."""
-    processes = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "N"))
-    block = json.dumps({key: value for key, value in config.to_dict().items() if key in ("servers", "trainers_serve")})
-    command = f"-m deepspeed_cad.run --cad {shlex.quote(block)} {shlex.join(sys.argv)}"
-    return (
-        f'"cad": key "servers" is {json.dumps(config.servers)}: reserved ranks hold no model and must not run the '
-        f"script, so CAD's launcher has to start it: torchrun --nproc_per_node {processes} {command} (or "
-        "accelerate-cad launch, or deepspeed --module deepspeed_cad.run). The block "
-        "may come from your JSON: --cad_config FILE"
-    )
 
 
 def published() -> Split | None:

@@ -162,8 +162,8 @@ class Rendezvous:
             self.refuse(f"{self._name(missing(keys, self.has))} did not come within {limit:g} s")
         said = [self.hear(rank) for rank in keys]
         self._look_for_refusal()
-        if problem := compare(said):
-            raise CADConfigError(problem)
+        for other in said[1:]:
+            _compare(said[0], other)
         return said
 
     def knock(self, mine: Hello) -> None:
@@ -178,7 +178,7 @@ class Rendezvous:
 
     def hear(self, rank: int) -> Hello:
         said = json.loads(self.root.get(f"hello/{rank}"))
-        # Another version may say more; that it is another one is found by `compare`.
+        # Another version may say more; that it is another one is found by `_compare`.
         return Hello(**{name: value for name, value in said.items() if name in Hello.__dataclass_fields__})
 
     def open_door(self, door: Door | str) -> None:
@@ -234,28 +234,24 @@ class Abandoned(CADError):
     """The trainers ended well without having trained with CAD: there is nothing to serve."""
 
 
-def compare(said: list[Hello]) -> str:
-    """Why ranks do not belong together; "" where they do."""
-    first = said[0]
-    for other in said[1:]:
-        if other.version != first.version:
-            return (
-                f"{other.what} has deepspeed_cad {other.version} and {first.what} has {first.version}: install the "
-                "same version everywhere"
-            )
-        keys = [key for key in first.config if other.config.get(key) != first.config[key]]
-        if keys:
-            different = "; ".join(f"{key}: {first.config[key]!r} and {other.config.get(key)!r}" for key in keys)
-            return (
-                f'{first.what} and {other.what} have different "cad" blocks ({different}): give every rank the same '
-                "configuration"
-            )
-        if (other.trainers, other.servers) != (first.trainers, first.servers):
-            return (
-                f"{first.what} counts {first.trainers} trainers and {first.servers} servers, {other.what} "
-                f"{other.trainers} and {other.servers}: start all of them with one command, or as its hosts' equals"
-            )
-    return ""
+def _compare(first: Hello, other: Hello) -> None:
+    """Raise CADConfigError where two ranks do not belong together."""
+    if other.version != first.version:
+        raise CADConfigError(
+            f"{other.what} has deepspeed_cad {other.version} and {first.what} has {first.version}: install the same "
+            "version everywhere"
+        )
+    if keys := [key for key in first.config if other.config.get(key) != first.config[key]]:
+        different = "; ".join(f"{key}: {first.config[key]!r} and {other.config.get(key)!r}" for key in keys)
+        raise CADConfigError(
+            f'{first.what} and {other.what} have different "cad" blocks ({different}): give every rank the same '
+            "configuration"
+        )
+    if (other.trainers, other.servers) != (first.trainers, first.servers):
+        raise CADConfigError(
+            f"{first.what} counts {first.trainers} trainers and {first.servers} servers, {other.what} "
+            f"{other.trainers} and {other.servers}: start all of them with one command, or as its hosts' equals"
+        )
 
 
 def offer_places(meeting: Rendezvous, mine: Hello) -> None:
@@ -264,11 +260,11 @@ def offer_places(meeting: Rendezvous, mine: Hello) -> None:
     dist.PrefixStore(PREFIX, open_store(meeting.split.rendezvous, meeting.timeout_s)).set(JOB, json.dumps(job))
 
 
-def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None) -> tuple[Split, CADConfig]:
+def take_place(rendezvous: str, timeout_s: float) -> tuple[Split, CADConfig]:
     """The next free place of a server in a job, and the job's configuration.
 
     Raises CADPeerError where there is no job in time, CADConfigError where it has another version, wants no server from
-    another launch, has all of them, or is configured otherwise than `config`.
+    another launch, or has all of them.
     """
     store = dist.PrefixStore(PREFIX, open_store(rendezvous, timeout_s))
     if not wait_until(lambda: store.check([JOB]), timeout_s):
@@ -283,20 +279,12 @@ def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None) -> t
             f"the job at {rendezvous} has deepspeed_cad {job['version']} and this server has {__version__}: install "
             "the same version everywhere"
         )
-    theirs = CADConfig.from_dict(job["config"])
-    joins = isinstance(theirs.servers, dict) and "joined" in theirs.servers
-    changes = may_change(theirs)
+    config = CADConfig.from_dict(job["config"])
+    joins, changes = "joined" in config.servers, may_change(config)
     if not joins and not changes:
         raise CADConfigError(
-            f'the job at {rendezvous} has "servers": {json.dumps(theirs.servers)}: it launches its servers itself. For '
+            f'the job at {rendezvous} has "servers": {json.dumps(config.servers)}: it launches its servers itself. For '
             'servers of another launch it must say {"joined": n}, or "on_server_failure": "continue"'
-        )
-    if config is not None and config != theirs:
-        ours, other = config.to_dict(), theirs.to_dict()
-        keys = ", ".join(key for key in ours if ours[key] != other[key])
-        raise CADConfigError(
-            f'the job at {rendezvous} has another "cad" block than this server ({keys}): leave out --cad and '
-            "--cad_config to take the job's"
         )
     number = dist.PrefixStore(str(job["attempt"]), store).add("joined", 1) + (0 if joins else job["servers"])
     if number > job["servers"] and not changes:
@@ -306,7 +294,7 @@ def take_place(rendezvous: str, timeout_s: float, config: CADConfig | None) -> t
             'runs where it says "on_server_failure": "continue"'
         )
     rank = job["trainers"] + number - 1
-    return Split(job["trainers"], job["servers"], rank, rendezvous, job["attempt"]), theirs
+    return Split(job["trainers"], job["servers"], rank, rendezvous, job["attempt"]), config
 
 
 def open_board(meeting: Rendezvous, goes_on: bool) -> Liveness:

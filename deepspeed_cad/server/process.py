@@ -120,26 +120,32 @@ class _Server:
         self._closed = threading.Event()
         threading.Thread(target=self._end_with_trainers, daemon=True).start()
         self.worker = Worker(device, config.timeout_s)
-        opened = None if split.came_later else self._open_group()
         self.loop = Loop(device, partial(choose, config.kernel, rank=split.rank), self.worker, _budget(device))
-        if opened is not None:
-            self._begin_with(opened, split.rank, split.servers - 1)
+        if not split.came_later:
+            self._begin_with(Members(0, split.trainers, tuple(range(split.trainers, split.ranks))))
         if self.liveness.may_change:
             self.liveness.watched, self.liveness.losses = range(split.trainers), self._links
 
-    def _open_group(self) -> Opened:
-        config, device = self.config, self.device
-        members = Members(0, self.split.trainers, tuple(range(self.split.trainers, self.split.ranks)))
-        opened = self._open(members)
-        agree = partial(cast(OwnGroup, opened.group).numbers, liveness=self.liveness)
-        opened = with_links(opened, device, agree, config.links)
-        # Trainers plan with what all ranks say of their speed; a server that comes later is taken for a mean one.
-        find_speeds(config.speeds, device, config.kernel, agree, False)
-        return opened
-
-    def _open(self, members: Members) -> Opened:
-        transports = transports_of(self.config, self.device)
-        return open_again(self.meeting, members, self.liveness, self.device, self.config.transport, transports)
+    def _begin_with(self, members: Members) -> None:
+        """Serve in a group of these members."""
+        split, config, device, loop = self.split, self.config, self.device, self.loop
+        transports = transports_of(config, device)
+        opened = open_again(self.meeting, members, self.liveness, device, config.transport, transports)
+        self.opened = opened
+        if not members.generation:
+            agree = partial(cast(OwnGroup, opened.group).numbers, liveness=self.liveness)
+            with_links(opened, device, agree, config.links)
+            # Trainers plan with what all ranks say of their speed; a server that comes later is taken for a mean one.
+            find_speeds(config.speeds, device, config.kernel, agree, False)
+        if loop.transport is None:
+            budget = "" if loop.budget is None else f", {loop.budget / 2**30:.1f} GiB to hold for backwards"
+            others = len(members.servers) - 1
+            beside = f" beside {counted(others, 'other server')}" if others else ""
+            notice(
+                f"server {split.rank} is up: it serves {counted(split.trainers, 'trainer')}{beside}, on {device}, "
+                f"transport {opened.transport.name}{budget}"
+            )
+        loop.begin_with(members.numbers.index(split.rank), opened.transport)
 
     def run(self) -> int:
         split, loop = self.split, self.loop
@@ -168,18 +174,6 @@ class _Server:
         self._close()
         return _say(split, reason) if reason else 0
 
-    def _begin_with(self, opened: Opened, rank: int, others: int) -> None:
-        """Serve in a group, beside so many other servers."""
-        split, loop, self.opened = self.split, self.loop, opened
-        if loop.transport is None:
-            budget = "" if loop.budget is None else f", {loop.budget / 2**30:.1f} GiB to hold for backwards"
-            beside = f" beside {counted(others, 'other server')}" if others > 0 else ""
-            notice(
-                f"server {split.rank} is up: it serves {counted(split.trainers, 'trainer')}{beside}, on {self.device}, "
-                f"transport {opened.transport.name}{budget}"
-            )
-        loop.begin_with(rank, opened.transport)
-
     def _regroup(self, head: dict[str, Any]) -> None:
         """Servers have changed: begin again in a group with those that are there now."""
         members = Members(head["generation"], self.split.trainers, tuple(head["servers"]), head["exchanges"])
@@ -188,12 +182,11 @@ class _Server:
             self.opened = None
             release()
         self._links.generation = members.generation
-        self._begin_with(self._open(members), members.numbers.index(self.split.rank), len(members.servers) - 1)
+        self._begin_with(members)
 
     def _explain(self, error: Exception) -> str:
         """Why this server ends: what ended the trainers, if they did; else its own failure, which they are told."""
-        consequence = isinstance(error, CADPeerError)
-        if consequence and (reason := self._links.wait_for_reason(LAST_WORD_S)):
+        if isinstance(error, CADPeerError) and (reason := self._links.wait_for_reason(LAST_WORD_S)):
             return reason
         logger.debug("where it happened", exc_info=True)
         reason = str(error) if isinstance(error, CADError) else f"{type(error).__name__}: {error}"

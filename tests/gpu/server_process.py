@@ -41,5 +41,5 @@ if __name__ == "__main__":
     rendezvous, device, *moment = sys.argv[1:]
     if moment:
         die_after(moment[0], int(moment[1]))
-    role, config = take_place(rendezvous, 120.0, None)
+    role, config = take_place(rendezvous, 120.0)
     sys.exit(process.serve(role, config, device))

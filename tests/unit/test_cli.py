@@ -13,6 +13,7 @@ from deepspeed_cad import cli
 from deepspeed_cad.cli import doctor, probes, profile
 from deepspeed_cad.cli.doctor import Report
 from deepspeed_cad.cli.probes import Finding
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError
 
 WORKS = Report(
@@ -243,9 +244,9 @@ def test_serve_says_what_it_waits_for(monkeypatch, capsys) -> None:
 
     said = []
 
-    def take_place(rendezvous, timeout, config):
+    def take_place(rendezvous, timeout):
         said.append(capsys.readouterr().err)
-        return Split(2, 1, 2, rendezvous), config
+        return Split(2, 1, 2, rendezvous), CADConfig()
 
     monkeypatch.setattr(meeting, "take_place", take_place)
     monkeypatch.setattr(process, "serve", lambda *args: said.append(capsys.readouterr().err) or 0)
