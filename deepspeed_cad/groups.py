@@ -59,7 +59,7 @@ def open_groups(config: CADConfig, device: torch.device, replica: Replica | None
         ranks: how many they are.
 
     Raises CADConfigError where ranks do not agree who divides heads with whom, CADUnsupportedError where they do so
-    beside servers, and CADPeerError where ranks do not reach each other.
+    beside servers or what else is not built there, and CADPeerError where ranks do not reach each other.
     """
     role, replica = find_role(config.servers, ranks, rank), replica or Replica((rank,))
     if role is not None and len(replica.ranks) > 1:
@@ -69,6 +69,8 @@ def open_groups(config: CADConfig, device: torch.device, replica: Replica | None
         )
     alone = Groups(NoServers(1))
     trainers = alone if ranks == 1 else _open_trainers(config.timeout_s, device, replica, rank, ranks, role is None)
+    if trainers.shares.count > 1:
+        refuse_beside_shares(config, trainers.shares.pieces)
     if role is None:
         return trainers
     servers, exchange = join_servers(role, config, device)
@@ -111,3 +113,17 @@ def open_exchange(members: list[int] | None, timeout: timedelta, device: torch.d
     if device.type != "cuda":
         return dist.new_group(members, timeout=timeout, backend="gloo")
     return dist.new_group(members, timeout=timeout, backend="nccl", pg_options=nccl_options(timeout))
+
+
+def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
+    """Raise CADUnsupportedError for what is not built where ranks divide heads; `pieces`: see Replica."""
+    if config.documents == "deal":
+        raise CADUnsupportedError(
+            '"documents": "deal" moves documents between ranks, and here several ranks hold one micro-batch '
+            'together (tensor parallelism, Ulysses). Set it to "keep"'
+        )
+    if pieces and (config.overlap_used in ("interleave", "pingpong") or config.verify):
+        key = "verify" if config.verify else "overlap"
+        raise CADUnsupportedError(
+            f'"{key}" cannot be had beside Ulysses, where ranks hold all tokens inside attention only: leave it out'
+        )

@@ -52,7 +52,7 @@ from deepspeed_cad.report.statistics import Statistics
 from deepspeed_cad.report.unused_keys import unused_keys
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.server.meeting import transports_of
-from deepspeed_cad.shares import Replica, refuse_beside_shares
+from deepspeed_cad.shares import Replica
 from deepspeed_cad.trace.record import open_tracer
 
 logger = logging.getLogger("deepspeed_cad")
@@ -90,8 +90,6 @@ class Session:
         self.feeds: list[Feed] = []
         self.groups = open_groups(config, device, replica, self.rank, self.ranks)
         self.liveness, self.servers, self.shares = self.groups.liveness, self.groups.servers, self.groups.shares
-        if self.shares.count > 1:
-            refuse_beside_shares(config, self.shares.pieces)
         self.worker = Worker(device, config.timeout_s)
         self.cost = share_cost(config, device, self.groups.cpu, exchanges=self.group_ranks > 1)
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 from deepspeed_cad.layout import Ints
 
@@ -179,20 +178,6 @@ def divide(groups: int, held: Ints) -> Ints:
     missing = groups - int(shares.sum())
     shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
     return shares
-
-
-def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
-    """Raise CADUnsupportedError for what is not built where ranks divide heads; `pieces`: see Replica."""
-    if config.documents == "deal":
-        raise CADUnsupportedError(
-            '"documents": "deal" moves documents between ranks, and here several ranks hold one micro-batch '
-            'together (tensor parallelism, Ulysses). Set it to "keep"'
-        )
-    if pieces and (config.overlap_used in ("interleave", "pingpong") or config.verify):
-        key = "verify" if config.verify else "overlap"
-        raise CADUnsupportedError(
-            f'"{key}" cannot be had beside Ulysses, where ranks hold all tokens inside attention only: leave it out'
-        )
 
 
 def _describe(replica: Replica) -> str:

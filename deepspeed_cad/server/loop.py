@@ -59,6 +59,8 @@ logger = logging.getLogger("deepspeed_cad")
 
 CallPlace = tuple[int, int]
 """Layer and nano-batch."""
+PlannedTick = tuple[PlanKey, int]
+"""Kind of layer and nano-batch."""
 
 
 @dataclass(eq=False)
@@ -66,7 +68,6 @@ class Call:
     """One call of one layer."""
 
     setup: CallSetup
-    returns: bool
     home: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Q, K and V of this rank: no rows, but the shapes of rows."""
     sinks_H: torch.Tensor | None
@@ -79,9 +80,9 @@ class Call:
 @dataclass(eq=False)
 class ServedMicroBatch:
     ticks: tuple[Tick, ...]
-    schedules: dict[tuple[PlanKey, int], Future[tuple[Schedule, ...]]] = field(default_factory=dict)
+    schedules: dict[PlannedTick, Future[tuple[Schedule, ...]]] = field(default_factory=dict)
     """By waves."""
-    uploaded: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
+    uploaded: dict[PlannedTick, DeviceSchedule] = field(default_factory=dict)
     calls: dict[CallPlace, Call] = field(default_factory=dict)
 
 
@@ -126,7 +127,7 @@ class Loop:
         self._opened[head["turn"]] = ServedMicroBatch(layout.cut(cut) if len(cut) else (layout.tick(),))
 
     def _plan(self, head: dict[str, Any], arrays: list[Ints]) -> None:
-        opened, key, nano_batch = self._opened[head["turn"]], _key(head["key"]), head["nano_batch"]
+        opened, (key, nano_batch) = self._opened[head["turn"]], _tick(head)
         make = partial(
             schedule_waves, opened.ticks[nano_batch], arrays[0], self.rank, key.shape.groups, key.window,
             Cut(*head["cut"]),
@@ -134,25 +135,23 @@ class Loop:
         opened.schedules[key, nano_batch] = self.worker.submit(make)
 
     def _make_room(self, head: dict[str, Any], arrays: list[Ints]) -> None:
-        opened, key, nano_batch = self._opened[head["turn"]], _key(head["key"]), head["nano_batch"]
+        schedules = self._schedules(self._opened[head["turn"]], _tick(head))
         assert self.transport is not None
         # How much there may be trainers know: this cut fits into it.
         room = Room(math.inf, tuple(head["out"]), tuple(head["back"]), headroom=head["headroom"])
         try:
-            self.transport.make_room(self._schedules(opened, key, nano_batch), room, nano_batch)
+            self.transport.make_room(schedules, room, head["nano_batch"])
         except NoRoomError as error:
             # All ranks have it. Trainers cut into smaller waves and say so, or they end, and this server with them.
             logger.info("server %d: %s", self.rank, error)
 
-    def _schedules(self, opened: ServedMicroBatch, key: PlanKey, nano_batch: int) -> tuple[Schedule, ...]:
-        return self.worker.wait(opened.schedules[key, nano_batch], "a schedule")
+    def _schedules(self, opened: ServedMicroBatch, tick: PlannedTick) -> tuple[Schedule, ...]:
+        return self.worker.wait(opened.schedules[tick], "a schedule")
 
-    def _uploaded(self, opened: ServedMicroBatch, key: PlanKey, nano_batch: int) -> DeviceSchedule:
-        found = opened.uploaded.get((key, nano_batch))
-        if found is None:
-            found = upload_schedule(self._schedules(opened, key, nano_batch), self.device)
-            opened.uploaded[key, nano_batch] = found
-        return found
+    def _uploaded(self, opened: ServedMicroBatch, tick: PlannedTick) -> DeviceSchedule:
+        if tick not in opened.uploaded:
+            opened.uploaded[tick] = upload_schedule(self._schedules(opened, tick), self.device)
+        return opened.uploaded[tick]
 
     def _release(self, head: dict[str, Any], arrays: list[Ints]) -> None:
         for turn in head["turns"]:
@@ -216,7 +215,7 @@ class Loop:
         return call.running
 
     def _new_call(self, opened: ServedMicroBatch, head: dict[str, Any]) -> Call:
-        key = _key(head["key"])
+        key, nano_batch = tick = _tick(head)
         shape, dtype = key.shape, getattr(torch, head["dtype"])
         rule = MaskRule(head["scale"], key.window, head["softcap"])
         need = kernel_need(LayerKind(shape, rule, dtype), self.device, head["deterministic"])
@@ -224,8 +223,8 @@ class Loop:
             self._kernels[need] = self._choose(need)
         modes = Modes(False, False, sinks_travel=True, returns=head["returns"])
         setup = CallSetup(
-            self._uploaded(opened, key, head["nano_batch"]), self._kernels[need], self.transport, rule, modes,
-            self.counts, head["nano_batch"], f"layer {head['layer']}", None, head["turn"], head["layer"],
+            self._uploaded(opened, tick), self._kernels[need], self.transport, rule, modes, self.counts, nano_batch,
+            f"layer {head['layer']}", None, head["turn"], head["layer"],
         )  # fmt: skip
         home = tuple(
             torch.empty(0, heads, width, dtype=dtype, device=self.device)
@@ -235,7 +234,7 @@ class Loop:
         )  # fmt: skip
         # Only its shape counts: values come from the trainers, row by row.
         sinks = torch.zeros(shape.query_heads, dtype=lse_dtype(dtype), device=self.device) if head["sinks"] else None
-        return Call(setup, head["returns"], (home[0], home[1], home[2]), sinks)
+        return Call(setup, (home[0], home[1], home[2]), sinks)
 
     def _forward(self, call: Call) -> ServedPass:
         setup, (q, _, v) = call.setup, call.home
@@ -245,7 +244,7 @@ class Loop:
         def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
             with self.busy.timed(self.device):
                 served = serve_arrived(setup, wave, started, arrived, o, lse)
-            if call.returns:
+            if setup.modes.returns:
                 call.served.append(served)
                 self._hold(served)
             return outputs_back(started, served, o, lse)
@@ -293,5 +292,6 @@ def _bytes_of(served: ServedOutputs) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in served)
 
 
-def _key(fields: list[Any]) -> PlanKey:
-    return PlanKey(fields[0], HeadShape(*fields[1:]))
+def _tick(head: dict[str, Any]) -> PlannedTick:
+    window, *shape = head["key"]
+    return PlanKey(window, HeadShape(*shape)), head["nano_batch"]

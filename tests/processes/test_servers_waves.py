@@ -71,7 +71,6 @@ def _check(found: list[Counted], trainers: int, limit: float) -> None:
     assert len({(one.waves, one.tried) for one in found}) == 1 and found[0].waves[1] >= 3, found
 
 
-SLOW = [pytest.mark.slow]
 LONG = [pytest.mark.slow, pytest.mark.long]
 
 
@@ -80,10 +79,8 @@ LONG = [pytest.mark.slow, pytest.mark.long]
     [
         (2, 1, 510, False, {"overlap": "interleave"}),
         (1, 2, 260, False, {"overlap": "local_first"}),
-        pytest.param(2, 1, 510, False, {"overlap": "interleave", "waves": 3}, marks=SLOW),
-        pytest.param(1, 2, 620, True, {"overlap": "interleave"}, marks=SLOW),
+        pytest.param(2, 1, 510, False, {"overlap": "interleave", "waves": 3}, marks=[pytest.mark.slow]),
         pytest.param(1, 2, 560, True, {"overlap": "pingpong", "waves": 3}, marks=LONG),
-        pytest.param(2, 1, 380, False, {"overlap": "local_first"}, marks=LONG),
         pytest.param(2, 1, 380, True, {"overlap": "local_first", "recompute_attention": True}, marks=LONG),
         pytest.param(2, 1, 760, False, {"trainers_serve": False}, marks=LONG),
         pytest.param(2, 1, 380, True, {"overlap": "none", "keep": "host"}, marks=LONG),

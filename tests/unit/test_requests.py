@@ -1,12 +1,14 @@
-"""What a command line or the environment asks for, and how a process that was asked for CAD ends."""
+"""What a command line or the environment asks for, without what it starts, and how a process that was asked ends."""
 
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+import _deepspeed_cad_autoload as hook
 from deepspeed_cad import run
 from deepspeed_cad.cli import accelerate_cad
 from deepspeed_cad.config import CADConfig
@@ -21,18 +23,12 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
 
 
-@pytest.mark.parametrize("block", [{}, {"tolerance": 0.2, "kernel": "auto"}])
-def test_a_request_survives_the_environment(monkeypatch, block: dict) -> None:
-    monkeypatch.setenv(VARIABLE, "")
+def test_a_request_survives_the_environment(monkeypatch) -> None:
     assert read_environment() is None
-    given = Request(CADConfig.from_dict(block), "--cad")
+    given = Request(CADConfig(tolerance=0.2, kernel="auto"), "--cad")
     given.publish()
-    assert read_environment() == given
-    assert " " not in os.environ[VARIABLE]
-
-
-def test_a_user_may_write_the_block_alone(monkeypatch) -> None:
-    monkeypatch.setenv(VARIABLE, '{"tolerance": 0.2}')
+    assert read_environment() == given and " " not in os.environ[VARIABLE]
+    monkeypatch.setenv(VARIABLE, '{"tolerance": 0.2}')  # as a user may write it
     assert read_environment() == Request(CADConfig(tolerance=0.2), "DEEPSPEED_CAD_CONFIG")
 
 
@@ -95,3 +91,75 @@ def test_a_flag_behind_the_script_is_refused(late: list[str], tmp_path, capsys) 
 
 def test_a_script_may_have_a_flag_of_that_name() -> None:
     run.refuse_late_flags(["--cad", "computer aided design"], "before it")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--cad", "{tolerance: 1}"], "is not JSON"),
+        (["--cad", '{"tolerence": 1}'], 'did you mean "tolerance"?'),
+        (["--cad_config", "none.json"], "cannot be read"),
+        ([], "is not there"),
+    ],
+)
+def test_command_line_of_run(tmp_path, monkeypatch, capsys, flags: list[str], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run.main([*flags, "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
+        (["launch", "--cad_config", "none.json", "train.py"], "cannot be read"),
+    ],
+)
+def test_bad_input_of_accelerate_cad(started, capsys, words: list[str], said: str) -> None:
+    assert accelerate_cad.main(words) == 2 and not started
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[list[str]]:
+    """What accelerate-cad would have become; the environment is put back afterwards."""
+    words: list[list[str]] = []
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setitem(sys.modules, "_deepspeed_cad_autoload", hook)
+    monkeypatch.setattr(os, "execv", lambda program, all_words: words.append(all_words))
+    return words
+
+
+@pytest.mark.parametrize(
+    ("ours", "block", "asked_by"),
+    [
+        (["--cad", '{"tolerance": 0.1}'], {"tolerance": 0.1}, "--cad"),
+        (["--cad_config=block.json"], {"overlap": "none"}, "--cad_config block.json"),
+        ([], {}, "accelerate-cad launch"),
+    ],
+)
+def test_what_accelerate_cad_gives_to_accelerate(started, tmp_path, monkeypatch, ours, block, asked_by) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "block.json").write_text('{"overlap": "none"}')
+    theirs = ["--num_processes", "2", "train.py", "--cad", "x"]
+    assert accelerate_cad.main(["launch", *ours, *theirs]) == 0
+    assert started == [[sys.executable, "-m", "accelerate.commands.launch", *theirs]]
+    assert read_environment() == Request(CADConfig.from_dict(block), asked_by)
+
+
+def test_accelerate_cad_needs_the_hook(started, monkeypatch, capsys) -> None:
+    monkeypatch.delitem(sys.modules, "_deepspeed_cad_autoload")
+    assert accelerate_cad.main(["launch", "train.py"]) == 2 and not started
+    assert "the installed hook is not active" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["launch", "--cad", "{}", "-h"]])
+def test_help_of_accelerate_cad_says_what_its_flags_mean(started, capsys, words: list[str]) -> None:
+    try:
+        assert accelerate_cad.main(words) == 0
+    except SystemExit as end:
+        assert end.code == 0
+    shown = capsys.readouterr().out
+    assert 'the "cad" block, such as' in shown and "a JSON file with the block in it" in shown and not started

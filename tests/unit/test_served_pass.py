@@ -58,16 +58,16 @@ def of_a_trainer(waves: int) -> Events:
     return events
 
 
-def server(events: Events, waves: int, backward: bool = False) -> ServedPass:
+def server(events: Events, waves: int) -> ServedPass:
     def serve(wave: int, arrived: list) -> list:
         assert arrived == [wave]
         events.append(("served", wave))
         return []
 
-    return ServedPass(setup(events, waves), backward, out(events, waves), serve)
+    return ServedPass(setup(events, waves), False, out(events, waves), serve)
 
 
-@pytest.mark.parametrize("waves", [1, 2, 3, 4, 7, 32])
+@pytest.mark.parametrize("waves", [1, 2, 3, 7])
 def test_a_server_does_as_trainers_do(waves: int) -> None:
     """Trainers' exchanges are its orders; between them it serves and waits where they do."""
     expected, events = of_a_trainer(waves), Events()
@@ -92,19 +92,8 @@ def test_a_server_does_as_trainers_do(waves: int) -> None:
         ([("dispatch", wave) for wave in range(5)], "to dispatch wave 2 before wave 0 was returned"),
     ],
 )
-@pytest.mark.parametrize("backward", [False, True])
-def test_orders_in_another_order(orders: list[tuple[str, int]], says: str, backward: bool) -> None:
-    one = server([], 4, backward)
-    way = "backward" if backward else "forward"
-    with pytest.raises(CADError, match=f"the {way} of layer 3 in micro-batch 7.*{says}"):
+def test_orders_in_another_order(orders: list[tuple[str, int]], says: str) -> None:
+    one = server([], 4)
+    with pytest.raises(CADError, match=f"the forward of layer 3 in micro-batch 7.*{says}"):
         for what, wave in orders:
             getattr(one, what)(wave)
-
-
-def test_nothing_is_ordered_of_a_pass_that_is_over() -> None:
-    one = server([], 1)
-    one.dispatch(0)
-    one.give_back(0)
-    for order in (one.dispatch, one.give_back):
-        with pytest.raises(CADError, match="wave 1, where wave 1 of 1"):
-            order(1)

@@ -25,9 +25,11 @@ class Event:
         return later.at - self.at
 
 
-def run(busy: Busy, calls: list[tuple[float, float]]) -> None:
+def run(calls: list[tuple[float, float]]) -> Busy:
+    busy = Busy()
     for first, last in calls:
         busy._expect(Event(last), partial(busy._between, Event(first), Event(last)))  # type: ignore[arg-type]
+    return busy
 
 
 @pytest.mark.parametrize(
@@ -41,15 +43,12 @@ def run(busy: Busy, calls: list[tuple[float, float]]) -> None:
     ],
 )
 def test_time_counts_once(calls: list[tuple[float, float]], seconds: float) -> None:
-    busy = Busy()
-    run(busy, calls)
-    assert busy.seconds() == pytest.approx(seconds)
-    assert busy.seconds() == pytest.approx(seconds)
+    busy = run(calls)
+    assert busy.seconds() == busy.seconds() == pytest.approx(seconds)
 
 
 def test_what_still_runs_is_counted_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = Busy()
-    run(busy, [(0, 10), (20, 30)])
+    busy = run([(0, 10), (20, 30)])
     monkeypatch.setattr(Event, "now", 15)
     assert busy.seconds() == pytest.approx(0.010)
     monkeypatch.setattr(Event, "now", 40)

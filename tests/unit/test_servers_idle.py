@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,20 +35,13 @@ def test_which_way_to_change(
     assert words in found and bool(found) == bool(words)
 
 
-@pytest.fixture
-def session() -> Iterator[Session]:
-    opened = Session(CADConfig(), torch.device("cpu"))
-    servers = opened.servers
-    yield opened
-    opened.servers = servers
-    opened.close()
-
-
-def test_it_is_said_once_and_not_of_the_first_micro_batches(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_said_once_and_not_of_the_first_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(sessions, "notice", said.append)
     times = [0.0, 0.0]
-    session.servers = SimpleNamespace(at_start=2, busy=lambda: tuple(times), bytes_sent=0)  # type: ignore[assignment]
+    session = Session(CADConfig(), torch.device("cpu"))
+    monkeypatch.setattr(session.servers, "at_start", 2)
+    monkeypatch.setattr(session.servers, "busy", lambda: tuple(times))
     micro_batch = SimpleNamespace(planned={}, loaded=np.ones(2), layout=SimpleNamespace(tokens=np.ones(2)))
 
     def train(busy: float, total: float) -> None:
@@ -63,6 +55,7 @@ def test_it_is_said_once_and_not_of_the_first_micro_batches(session: Session, mo
     assert said == []
     train(7.0, 10.0)
     train(7.0, 10.0)
+    session.close()
     assert len(said) == 1 and "servers were idle for 30%" in said[0] and "reserve fewer of them, 1 servers" in said[0]
 
 

@@ -20,7 +20,6 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """Both ends of a connection."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield ours, theirs
@@ -48,11 +47,9 @@ def test_frames(pair: Pair, arrays: tuple[np.ndarray, ...]) -> None:
     ("head", "raw", "words"),
     [
         (b"", 0, "Expecting value"),
-        (b"\x80abc", 0, "codec can't decode"),
         ([], 0, "as an integer"),
         ({"do": RELEASE}, 0, "shapes"),
         ({"do": PLAN, "shapes": [[1, 1]]}, 16, "cannot reshape"),
-        ({"do": PLAN, "shapes": [[2, 1]]}, 8, "cannot reshape"),
         ({"do": PLAN, "shapes": [["a", "b"]]}, 8, "can't multiply"),
         ({"do": PLAN, "shapes": [[1]]}, 7, "buffer size must be a multiple"),
         (b"[" * 100_000, 0, "recursion"),

@@ -15,8 +15,9 @@ from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.replicas import of_replicas
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADUnsupportedError
+from deepspeed_cad.groups import refuse_beside_shares
 from deepspeed_cad.layout import LocalSegments, assemble, segments_from_positions
-from deepspeed_cad.shares import Replica, Shares, refuse_beside_shares, replica_in, replica_of_groups, replica_of_mesh
+from deepspeed_cad.shares import Replica, Shares, replica_in, replica_of_groups, replica_of_mesh
 
 
 def mesh(shape: tuple[int, ...], *names: str) -> Any:
