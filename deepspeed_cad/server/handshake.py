@@ -10,16 +10,18 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import queue
 import secrets
-import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.server.wire import keep_alive
+from deepspeed_cad.threads import start_daemon
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -34,7 +36,7 @@ GREET_S = 5.0
 MOST_GUESTS = 64
 """Connections that have not yet greeted; of more, the oldest go."""
 LOOK_S = 0.2
-"""Between two looks for connections that are late."""
+"""Between two looks."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,11 @@ class Listener:
         self._server = server
         family, address = find_interface(rendezvous.rpartition(":")[0], *hosts)
         self._socket = socket.create_server((address, 0), family=family)
-        self._socket.setblocking(False)
+        self._socket.settimeout(LOOK_S)
         self.door = Door(address, int(self._socket.getsockname()[1]), secrets.token_hex(2 * HALF))
-        self._waiting = selectors.DefaultSelector()
-        self._guests: list[_Guest] = []
+        self._guests: list[socket.socket] = []
         """That have not yet shown the token, oldest first."""
+        self._greeted: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
 
     def accept(
         self, trainers: int, timeout_s: float, look: Callable[[], None] = lambda: None
@@ -72,93 +74,76 @@ class Listener:
         """
         found: dict[int, socket.socket] = {}
         end = time.monotonic() + timeout_s
-        with self._socket, self._waiting:
-            self._waiting.register(self._socket, selectors.EVENT_READ)
+        with self._socket:
             while len(found) < trainers:
                 look()
-                if (now := time.monotonic()) > end:
+                if time.monotonic() > end:
                     missing = [rank for rank in range(trainers) if rank not in found]
                     raise CADPeerError(
                         f"server {self._server}: trainers {missing} did not connect to {self.door.address} port "
                         f"{self.door.port} within {timeout_s:g} s. Look at routes and firewalls between the hosts"
                     )
-                for key, _ in self._waiting.select(min(LOOK_S, end - now)):
-                    if key.data is None:
-                        self._let_in(now)
-                    elif (rank := self._read(key.data, trainers)) is not None:
-                        if rank in found:
-                            found[rank].close()
-                        found[rank] = key.data.connection
-                surplus = len(self._guests) - MOST_GUESTS
-                for guest in [guest for i, guest in enumerate(self._guests) if i < surplus or now > guest.end]:
-                    self._dismiss(guest, "it did not show the job's token in time")
-            for guest in list(self._guests):
-                self._dismiss(guest, "all trainers are here")
+                with suppress(OSError):  # nobody came, or whoever came has gone already
+                    connection, peer = self._socket.accept()
+                    self._guests.append(connection)
+                    start_daemon("greets", partial(self._greet, connection, peer, trainers), None)
+                for guest in self._guests[:-MOST_GUESTS]:
+                    _hang_up(guest)
+                while not self._greeted.empty():
+                    rank, connection = self._greeted.get()
+                    if rank in found:
+                        found[rank].close()
+                    found[rank] = connection
+        for guest in list(self._guests):
+            _hang_up(guest)
         for connection in found.values():
-            connection.setblocking(True)
+            connection.settimeout(None)
             keep_alive(connection)
         return found
 
-    def _let_in(self, now: float) -> None:
-        with suppress(OSError):  # it may have gone already
-            connection, peer = self._socket.accept()
-            connection.setblocking(False)
-            self._guests.append(_Guest(connection, f"{peer[0]} port {peer[1]}", now + GREET_S))
-            self._waiting.register(connection, selectors.EVENT_READ, self._guests[-1])
-
-    def _read(self, guest: _Guest, trainers: int) -> int | None:
-        """The rank of a trainer that has shown the token."""
+    def _greet(self, connection: socket.socket, peer: tuple[str, int], trainers: int) -> None:
+        """A thread of its own: whoever it is shows the token, or goes."""
         shown, answer = self.door.halves
+        rank = None
         try:
-            part = guest.connection.recv(GREETING - len(guest.greeting))
-            guest.greeting += part
-            if len(guest.greeting) < GREETING:
-                if part:
-                    return None
-                raise ConnectionResetError("it ended before it had shown the job's token")
-            rank = int.from_bytes(guest.greeting[HALF:], "big")
-            if not hmac.compare_digest(guest.greeting[:HALF], shown) or rank >= trainers:
+            greeting = _receive(connection, GREETING, GREET_S)
+            said = int.from_bytes(greeting[HALF:], "big")
+            if not hmac.compare_digest(greeting[:HALF], shown) or said >= trainers:
                 raise ConnectionRefusedError("it does not have the job's token")
-            guest.connection.sendall(answer)
+            connection.sendall(answer)
+            rank = said
         except OSError as error:
-            self._dismiss(guest, error)
-            return None
-        self._forget(guest)
-        return rank
-
-    def _dismiss(self, guest: _Guest, reason: object) -> None:
-        logger.warning("server %d dropped a connection from %s: %s", self._server, guest.name, reason)
-        self._forget(guest)
-        guest.connection.close()
-
-    def _forget(self, guest: _Guest) -> None:
-        self._waiting.unregister(guest.connection)
-        self._guests.remove(guest)
+            logger.warning("server %d dropped a connection from %s port %d: %s", self._server, *peer[:2], error)
+            connection.close()
+        self._guests.remove(connection)
+        if rank is not None:
+            self._greeted.put((rank, connection))
 
 
-@dataclass(eq=False)
-class _Guest:
-    connection: socket.socket
-    name: str
-    end: float
-    """Until when it may."""
-    greeting: bytes = b""
+def _hang_up(guest: socket.socket) -> None:
+    """Its thread closes it."""
+    with suppress(OSError):
+        guest.shutdown(socket.SHUT_RDWR)
+
+
+def _receive(connection: socket.socket, size: int, seconds: float) -> bytes:
+    """So many bytes, and no more. Raises OSError where they do not all come in time."""
+    end, found = time.monotonic() + seconds, b""
+    while len(found) < size:
+        connection.settimeout(max(end - time.monotonic(), 1e-3))
+        if not (part := connection.recv(size - len(found))):
+            raise ConnectionResetError("it was closed before all of it came")
+        found += part
+    return found
 
 
 def connect_to(trainer: int, server: str, door: Door) -> socket.socket:
     """A trainer's connection to a server; raises CADPeerError where it does not answer in time."""
-    end = time.monotonic() + CONNECT_S
     shown, expected = door.halves
     try:
         connection = socket.create_connection((door.address, door.port), timeout=CONNECT_S)
         connection.sendall(shown + trainer.to_bytes(GREETING - HALF, "big"))
-        answer = b""
-        while len(answer) < HALF:
-            connection.settimeout(max(end - time.monotonic(), 1e-3))
-            if not (part := connection.recv(HALF - len(answer))):
-                raise ConnectionResetError("it was closed before an answer came")
-            answer += part
-        if not hmac.compare_digest(answer, expected):
+        if not hmac.compare_digest(_receive(connection, HALF, CONNECT_S), expected):
             raise ConnectionRefusedError("somebody else answers")
     except OSError as error:
         raise CADPeerError(

@@ -145,7 +145,7 @@ def test_trainers_that_do_not_come_are_named(come: Callable[..., Guests]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"), [(b"", "closed before an answer"), (bytes(HALF), "somebody else answers"), (None, "timed out")]
+    ("answer", "words"), [(b"", "closed before all of it"), (bytes(HALF), "somebody else answers"), (None, "timed out")]
 )
 def test_a_trainer_is_not_fooled_by_whoever_took_the_port(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, answer: bytes | None, words: str
