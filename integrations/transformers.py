@@ -175,8 +175,6 @@ class Binding:
         self.session.decoders.add(decoder)
         if self.reference:
             return
-        if self.session.tracer is not None:
-            self.session.tracer.watch_layers(layers)
         watch_for_references(decoder, bind_reference)
         self.session.bindings[model] = self
 

@@ -161,7 +161,6 @@ def collect_backward(setup: CallSetup, done: BackwardServed) -> Gradients:
     gradients = done.own
     if done.back is not None:
         gradients = finish_back(setup, done.back, done.own, done.landing)
-    setup.mark("attention ends", backward=True)
     setup.counts.backwards += 1
     dk, dv = gradients.dk_UKD.to(done.started.k_UKD.dtype), gradients.dv_UKV.to(done.started.v_UKV.dtype)
     return Gradients(gradients.dq_THD, dk, dv)

@@ -191,7 +191,6 @@ def collect_forward(setup: CallSetup, done: ForwardServed) -> Kept:
     """Wait until O is complete at home."""
     if done.back is not None:
         done.back.finish(setup)
-    setup.mark("attention ends")
     setup.counts.forwards += 1
     return Kept(done.o_THV, done.lse_TH, done.served, done.started.sinks_H, version_of(done.o_THV))
 

@@ -174,8 +174,3 @@ class CallSetup:
         """A span of the timeline, where one is recorded."""
         tracer = self.counts.tracer
         return NOT_TRACED if tracer is None else tracer.span(what, self.nano_batch, self.label, backward, aside)
-
-    def mark(self, what: str, backward: bool = False) -> None:
-        """A moment of the timeline, where one is recorded."""
-        if self.counts.tracer is not None:
-            self.counts.tracer.mark(what, self.nano_batch, backward)

@@ -1,8 +1,8 @@
 """`deepspeed-cad trace --steps 3 --output trace.json -- torchrun … train.py`: a few steps of any run as one timeline.
 
 In: the command that starts the run. Out: its exit code, the timeline of all ranks as a file for https://ui.perfetto.dev
-or chrome://tracing, and a table of what every rank's training stream spent its time on. On several machines the config
-key "trace" says the same, with a path in a folder that all ranks see.
+or chrome://tracing, and how long each rank was idle. On several machines the config key "trace" says the same, with a
+path in a folder that all ranks see.
 """
 
 import argparse
@@ -10,14 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.server.idle import advise
-from deepspeed_cad.trace.file import COMPUTE, SERVING
-from deepspeed_cad.trace.idle import find_idle
+from deepspeed_cad.trace.file import find_idle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,46 +47,24 @@ def main(args: argparse.Namespace) -> int:
             + (f", only {', '.join(parts)}" if parts else "")
             + f". CAD must be on in it, and it must train more than {WARM_UP} micro-batches"
         )
-    timeline = json.loads(output.read_text())
-    lines = [summary(timeline), *say_idle(timeline), f"{output}: open it in https://ui.perfetto.dev"]
+    lines = [*say_idle(json.loads(output.read_text())), f"{output}: open it in https://ui.perfetto.dev"]
     sys.stdout.write("\n".join(lines) + "\n")
     return code
 
 
 def say_idle(timeline: dict[str, Any]) -> list[str]:
-    """How long ranks were idle, and what to change where it is too long; nothing where no server is reserved."""
-    found = find_idle(timeline)
-    if not found.servers or not found.trainers:
+    """How long ranks were idle, and what to change where servers are reserved and it is too long."""
+    trainers, servers = find_idle(timeline)
+    if not trainers:
         return []
     each = [
         f"{name} {rank} {share:.0%}"
-        for name, shares in (("trainer", found.trainers), ("server", found.servers))
+        for name, shares in (("trainer" if servers else "rank", trainers), ("server", servers))
         for rank, share in shares.items()
     ]
-    trainers, servers = (sum(one.values()) / len(one) for one in (found.trainers, found.servers))
-    where = "trainers waited for {} of these micro-batches"
-    advice = advise(servers, trainers, len(found.servers), len(found.trainers), where)
-    return [f"idle: {', '.join(each)}", *([advice] if advice else [])]
-
-
-def summary(timeline: dict[str, Any]) -> str:
-    """Milliseconds that each rank's training stream, or both streams of a server, spent on each thing, as a table."""
-    spent: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    compute = {
-        (event["pid"], event["tid"])
-        for event in timeline["traceEvents"]
-        if event["name"] == "thread_name" and event["args"]["name"] in (COMPUTE, *SERVING)
-    }
-    named = {e["pid"]: e["args"]["name"] for e in timeline["traceEvents"] if e["name"] == "process_name"}
-    for event in timeline["traceEvents"]:
-        if event["ph"] == "X" and (event["pid"], event["tid"]) in compute:
-            # Nano-batches A and B are one line.
-            name = event["name"].removesuffix(" A").removesuffix(" B")
-            direction = " backward" if event["cat"] == "backward" and name != "recompute" else ""
-            spent[name + direction][event["pid"]] += event["dur"] / 1e3
-    ranks = sorted({pid for pid, _ in compute})
-    width = max([len(name) for name in spent] + [12])
-    lines = ["ms per rank".ljust(width) + "".join(f"{named[rank]:>12}" for rank in ranks)]
-    for name, by_rank in sorted(spent.items(), key=lambda item: -max(item[1].values())):
-        lines.append(name.ljust(width) + "".join(f"{by_rank[rank]:12.3f}" for rank in ranks))
-    return "\n".join(lines)
+    lines = [f"idle: {', '.join(each)}"]
+    if servers:
+        waited, idle = (sum(shares.values()) / len(shares) for shares in (trainers, servers))
+        where = "trainers waited for {} of these micro-batches"
+        lines += filter(None, [advise(idle, waited, len(servers), len(trainers), where)])
+    return lines

@@ -70,7 +70,6 @@ def run_forward(
     else:
         _, back = run_tasks(setup, out, run, serve)
         back.finish(setup)
-    setup.mark("attention ends")
     setup.counts.forwards += 1
     return o, lse
 
@@ -125,7 +124,6 @@ def run_backward(
     else:
         _, back = run_tasks(setup, out, run, serve, backward=True)
         found = finish_back(setup, back, own, landing)
-    setup.mark("attention ends", backward=True)
     setup.counts.backwards += 1
     return Gradients(found.dq_THD, found.dk_UKD.to(k_TKD.dtype), found.dv_UKV.to(v_TKV.dtype))
 

@@ -1,13 +1,18 @@
-"""The file that a timeline becomes: trace events that Perfetto and chrome://tracing read.
+"""The file that a timeline becomes: trace events that Perfetto and chrome://tracing read, and how idle ranks are in it.
 
-In: the spans and marks of one rank, in the order in which they began. Out: its events, with names for what the training
-stream did between its spans; and one file from the parts of all ranks.
+In: the spans of one rank. Out: its events, with names for what the training stream did between its spans; one file from
+the parts of all ranks; shares of time in which servers attended nothing and trainers waited.
+
+Every rank is a process: a lane for its training stream, one for the stream beside it where served attention has its
+own, and one per nano-batch for exchanges. A rank that only serves has one per nano-batch for that.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +21,17 @@ COMPUTE, ASIDE, STEP = "training stream", "serving stream", "micro-batch"
 NANO_BATCHES = "AB"
 SERVING = tuple(f"serving {name}" for name in NANO_BATCHES)
 """Of a rank that only serves: each nano-batch has a stream of its own there, and both may run at a time."""
+MODEL = "model"
+"""What the training stream does between spans: linear layers, norms, embedding, head and loss."""
 NAMELESS = 50e-6
-"""Seconds: what lies between two spans and has no name is left out where it is shorter."""
+"""Seconds: what is shorter between two spans is left out."""
+WAITS = ("wait", "dispatch", "return")
+"""Of a trainer. Starting an exchange takes no time on a GPU; on a CPU ranks wait for each other there."""
 
 
 @dataclass
 class Span:
-    """One thing that happened; begin and end are CUDA events or seconds, equal for a mark."""
+    """One thing that happened; begin and end are CUDA events or seconds."""
 
     lane: str
     what: str
@@ -34,34 +43,27 @@ class Span:
 
 
 def to_events(rank: int, spans: list[Span], serves: bool = False) -> list[dict[str, Any]]:
-    """Trace events of one rank: its spans, and names for what the training stream did between them.
-
-    `serves`: the rank only serves.
-    """
+    """Trace events of one rank; `serves`: it only serves."""
     aside = [ASIDE] if any(span.lane == ASIDE for span in spans) else []
-    own = SERVING if serves else (COMPUTE, *aside)
-    lanes = [STEP, *own, *(f"exchange {name}" for name in NANO_BATCHES)]
+    lanes = [STEP, *(SERVING if serves else (COMPUTE, *aside)), *(f"exchange {name}" for name in NANO_BATCHES)]
     lanes += sorted({span.lane for span in spans} - {*lanes})
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name_rank(rank, serves)}},
-        {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}},
+    about: list[tuple[int, str, dict[str, Any]]] = [
+        (0, "process_name", {"name": f"server {rank}" if serves else f"rank {rank}"})
     ]
     for lane, name in enumerate(lanes):
-        about = {"ph": "M", "pid": rank, "tid": lane}
-        events.append({**about, "name": "thread_name", "args": {"name": name}})
-        events.append({**about, "name": "thread_sort_index", "args": {"sort_index": lane}})
-    streams = (COMPUTE, ASIDE)
-    compute = [span for span in spans if span.lane == COMPUTE]
-    others = [span for span in spans if span.lane != COMPUTE]
-    for span in [*others, *(span for span in compute if span.end > span.begin), *name_gaps(compute)]:
+        about += [(lane, "thread_name", {"name": name}), (lane, "thread_sort_index", {"sort_index": lane})]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": rank, "tid": lane, "name": name, "args": args} for lane, name, args in about
+    ]
+    for span in [*spans, *([] if serves else name_gaps(spans))]:
         direction = "backward" if span.backward else "forward"
-        letter = f" {NANO_BATCHES[span.nano_batch]}" if span.nano_batch is not None and span.lane in streams else ""
+        lettered = span.nano_batch is not None and span.lane in (COMPUTE, ASIDE)
         events.append(
             {
                 "ph": "X",
                 "pid": rank,
                 "tid": lanes.index(span.lane),
-                "name": f"{span.what}{letter}",
+                "name": f"{span.what} {NANO_BATCHES[span.nano_batch or 0]}" if lettered else span.what,
                 "cat": direction,
                 "ts": span.begin * 1e6,
                 "dur": (span.end - span.begin) * 1e6,
@@ -71,43 +73,19 @@ def to_events(rank: int, spans: list[Span], serves: bool = False) -> list[dict[s
     return events
 
 
-def name_rank(rank: int, serves: bool) -> str:
-    return f"server {rank}" if serves else f"rank {rank}"
-
-
-def name_gaps(compute: list[Span]) -> list[Span]:
-    """Spans for what lies between those of the training stream: the model before and after attention."""
+def name_gaps(spans: list[Span]) -> list[Span]:
+    """Spans for what lies between those of the training stream, and between these and the ends of micro-batches, which
+    are given in the order in which they begin. What ends with a dispatch is of its nano-batch."""
     found: list[Span] = []
-    backward = False
-    for one, following in zip(compute, compute[1:]):
-        if one.what == "micro-batch begins":
-            backward = False
-        # A layer that begins where the same one has just ended is run again: the loss lies between.
-        again = one.details.get("layer") == following.details.get("layer") and following.what == "layer begins"
-        turning = one.what == "layer ends" and not backward and (again or following.backward)
-        backward = backward or turning or following.backward
-        what, nano_batch = ("head and loss", None) if turning else _gap(one, following)
-        if following.begin - one.end > (NAMELESS if what == "other" else 0.0):
-            found.append(Span(COMPUTE, what, nano_batch, backward and not turning, one.end, following.begin))
+    steps = [span for span in spans if span.lane == STEP]
+    last = [Span(STEP, "", None, False, span.end) for span in steps[-1:]]
+    at: float | None = None
+    for span in [*(span for span in spans if span.lane in (COMPUTE, STEP)), *last]:
+        if at is not None and span.begin - at > NAMELESS:
+            nano_batch = span.nano_batch if span.what == "dispatch" else None
+            found.append(Span(COMPUTE, MODEL, nano_batch, span.backward, at, span.begin))
+        at = span.begin if span.lane == STEP else span.end
     return found
-
-
-def _gap(one: Span, following: Span) -> tuple[str, int | None]:
-    """Name and nano-batch of the time between two spans or marks."""
-    if following.what == "micro-batch ends":
-        return "rest of the step", None
-    if one.what == "micro-batch begins":
-        return "embedding", None
-    if one.what == "layer begins" and following.backward:
-        return "recompute, post", following.nano_batch
-    if following.what == "dispatch":
-        # In backward, what comes after attention in the model is passed first.
-        return ("post" if following.backward else "pre"), following.nano_batch
-    if one.what == "attention ends":
-        return ("pre" if one.backward else "post"), one.nano_batch
-    if one.what == "layer begins" and following.what == "layer ends":
-        return "recompute", None
-    return "other", None
 
 
 def part_path(path: Path, rank: int) -> Path:
@@ -140,3 +118,36 @@ def write_json(path: Path, content: Any) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     unfinished.write_text(json.dumps(content))
     os.replace(unfinished, path)
+
+
+def find_idle(timeline: dict[str, Any]) -> tuple[dict[int, float], dict[int, float]]:
+    """By rank, of the time that its micro-batches took: the share in which a trainer's training stream waited for
+    exchanges, and that in which a server attended nothing. Nothing where the timeline has no micro-batch."""
+    events = timeline["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    servers = {pid for (pid, _), name in lanes.items() if name in SERVING}
+    steps: list[tuple[float, float]] = []
+    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in (e for e in events if e["ph"] == "X"):
+        pid, lane = event["pid"], lanes[event["pid"], event["tid"]]
+        what, span = event["name"].split(" ")[0], (event["ts"], event["ts"] + event["dur"])
+        # A server hears of a micro-batch when the host of trainer 0 begins it, ahead of GPUs.
+        if lane == STEP and pid not in servers:
+            steps.append(span)
+        elif (lane in SERVING and what == "served") or (lane == COMPUTE and what in WAITS):
+            found[pid].append(span)
+    if not steps:
+        return {}, {}
+    total = covered(steps)
+    trainers = sorted({pid for pid, _ in lanes} - servers)
+    waited = {pid: covered(found[pid]) / total for pid in trainers}
+    return waited, {pid: max(0.0, 1.0 - covered(found[pid]) / total) for pid in sorted(servers)}
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    length, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        length += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return length

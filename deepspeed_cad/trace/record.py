@@ -1,10 +1,8 @@
 """A timeline of a few micro-batches over all ranks: what is recorded, and when.
 
-In: spans and marks that attention calls, exchanges and decoder layers report while a `Tracer` is on. Out: a part file
-per rank and, once all parts are there, one file (file.py) with a process row per rank: a lane for what the training
-stream does (the model before and after attention, local and served attention, waits), one for the stream beside it
-where served attention has its own, and one per nano-batch for exchanges. A rank that only serves has one per nano-batch
-for that. Times are CUDA events on a GPU, wall time on a CPU. Without a tracer nothing here runs.
+In: spans that attention calls and exchanges report while a `Tracer` is on. Out: a part file per rank and, once all
+parts are there, one file (file.py). Times are CUDA events on a GPU, wall time on a CPU. Without a tracer nothing here
+runs.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -53,16 +50,7 @@ class Tracer:
     def __init__(
         self, path: str, steps: int, device: torch.device, rank: int, ranks: int, serves: bool = False
     ) -> None:
-        """Nothing is recorded yet.
-
-        Args:
-            path: of the timeline.
-            steps: micro-batches to record.
-            device: where this rank computes.
-            rank: this one, of those that run attention.
-            ranks: how many there are, servers among them.
-            serves: this one only serves.
-        """
+        """`rank` of `ranks` that run attention, servers among them; `serves`: this one only serves."""
         self.path, self.steps, self.device, self.rank, self.ranks = Path(path), steps, device, rank, ranks
         self.serves = serves
         self.recording = False
@@ -71,12 +59,8 @@ class Tracer:
         self._origin: Any = None
         """The moment at which recording began, and the same as seconds since the epoch."""
         self._began = 0.0
-        self._layer: int | None = None
-        """The layer whose forward runs, the first or a second time."""
         for stale in (self.path, part_path(self.path, rank)):
             stale.unlink(missing_ok=True)
-
-    # What the other rooms call
 
     def span(
         self, what: str, nano_batch: int, label: str, backward: bool, aside: bool = False
@@ -87,24 +71,14 @@ class Tracer:
         lane = SERVING[nano_batch] if self.serves else ASIDE if aside else COMPUTE
         return self._timed(Span(lane, what, nano_batch, backward, None, details={"layer": label}))
 
-    def mark(self, what: str, nano_batch: int | None = None, backward: bool = False, layer: int | None = None) -> None:
-        """A moment of the training stream: "layer begins", "layer ends", "attention ends"."""
-        if self.recording and not self.serves:
-            now = self._now()
-            self._spans.append(Span(COMPUTE, what, nano_batch, backward, now, now, {"layer": layer}))
-
     def next_micro_batch(self) -> None:
         """A training forward begins: start recording after the warm-up, stop and write after `steps`."""
-        if self.recording:
-            self.mark("micro-batch ends")
         if self.micro_batches == WARM_UP:
             self._start()
         elif self.micro_batches == WARM_UP + self.steps:
             self.finish()
         if self.recording:
-            now = self._now()
-            self._spans.append(Span(STEP, f"micro-batch {self.micro_batches}", None, False, now))
-            self.mark("micro-batch begins")
+            self._spans.append(Span(STEP, f"micro-batch {self.micro_batches}", None, False, self._now()))
         self.micro_batches += 1
 
     def name_tick(self, what: str, backward: bool) -> None:
@@ -112,31 +86,6 @@ class Tracer:
         if self.recording:
             step = next(span for span in reversed(self._spans) if span.lane == STEP)
             step.what, step.backward = what, backward
-
-    def watch_layers(self, layers: Iterable[torch.nn.Module]) -> None:
-        """Mark where decoder layers begin and end, so that time between them has a name."""
-        for index, layer in enumerate(layers):
-            layer.forward = self._marked(layer.forward, index)
-            # Where activation checkpointing runs a layer again, some transformers pass by its `forward`.
-            for child in layer.children():
-                child.register_forward_pre_hook(lambda *_, index=index: self._enter_layer(index))
-
-    def _marked(self, forward: Callable[..., Any], layer: int) -> Callable[..., Any]:
-        @wraps(forward)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self._enter_layer(layer)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._layer = None
-                self.mark("layer ends", layer=layer)
-
-        return marked
-
-    def _enter_layer(self, layer: int) -> None:
-        if self._layer != layer:
-            self._layer = layer
-            self.mark("layer begins", layer=layer)
 
     def exchange(
         self,
@@ -174,11 +123,8 @@ class Tracer:
         self._spans.clear()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(part_path(self.path, self.rank), {"began": self._began, "traceEvents": events})
-        merged = merge_parts(self.path, self.ranks)
-        if merged:
+        if merge_parts(self.path, self.ranks):
             logger.info("timeline of %d micro-batches on %d ranks: %s", self.steps, self.ranks, self.path)
-
-    # Time
 
     def _now(self, stream: torch.cuda.Stream | None = None) -> Any:
         if self.device.type != "cuda":
@@ -191,32 +137,28 @@ class Tracer:
     def _timed(self, span: Span) -> Iterator[None]:
         span.begin = self._now()
         self._spans.append(span)
-        if span.backward:
-            self._layer = None
         try:
             yield
         finally:
             span.end = self._now()
 
     def _start(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._origin = self._now()
-        if self.device.type == "cuda":
-            self._origin.synchronize()
+        self._origin = self._settled()
         self._began = time.time()
         self.recording = True
 
-    def _resolve(self) -> list[Span]:
-        """The spans with begin and end in seconds since recording began."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _settled(self) -> Any:
+        """Now, when the device has done all that was queued."""
         now = self._now()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return now
+
+    def _resolve(self) -> list[Span]:
+        """The spans with begin and end in seconds since recording began."""
+        now = self._settled()
         for span in self._spans:
-            span.begin = self._seconds(span.begin)
-            span.end = self._seconds(now if span.end is None else span.end)
+            span.begin, span.end = (self._seconds(now if at is None else at) for at in (span.begin, span.end))
         steps = [span for span in self._spans if span.lane == STEP]
         for one, following in zip(steps, steps[1:]):
             one.end = following.begin

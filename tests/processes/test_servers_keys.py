@@ -16,7 +16,6 @@ from pool import WorkerPool
 from served import run
 
 import deepspeed_cad
-from deepspeed_cad.cli.trace import summary
 from deepspeed_cad.session import close_session
 from deepspeed_cad.trace.record import WARM_UP
 
@@ -77,9 +76,6 @@ def test_trace(workers: WorkerPool) -> None:
     steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("micro-batch") and e["pid"] < 2]
     begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= end for e in spans if e["name"] == "served")
-    lines = summary({"traceEvents": events}).splitlines()
-    assert lines[0].split() == ["ms", "per", "rank", "rank", "0", "rank", "1", "server", "2"]
-    assert all(float(ms) > 0 for line in lines if line.startswith("served") for ms in line.split()[-3:])
 
 
 def _dealt(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:

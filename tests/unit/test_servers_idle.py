@@ -13,8 +13,7 @@ from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.session import Session
-from deepspeed_cad.trace.file import COMPUTE, STEP, Span, to_events
-from deepspeed_cad.trace.idle import covered, find_idle
+from deepspeed_cad.trace.file import COMPUTE, STEP, Span, covered, find_idle, to_events
 
 
 @pytest.mark.parametrize(
@@ -74,9 +73,9 @@ def _timeline(*, serves: bool = True) -> dict:
 
 
 def test_idle_in_a_timeline() -> None:
-    found = find_idle(_timeline())
-    assert found.trainers == pytest.approx({0: 0.2, 1: 0.0}) and found.servers == pytest.approx({2: 0.35})
-    assert find_idle({"traceEvents": []}).servers == {}
+    trainers, servers = find_idle(_timeline())
+    assert trainers == pytest.approx({0: 0.2, 1: 0.0}) and servers == pytest.approx({2: 0.35})
+    assert find_idle({"traceEvents": []}) == ({}, {})
     assert covered([(3.0, 4.0), (0.0, 2.0), (1.0, 1.5)]) == 3.0
 
 
@@ -85,4 +84,4 @@ def test_who_is_idle_in_words() -> None:
     assert first == "idle: trainer 0 20%, trainer 1 0%, server 2 35%"
     assert "servers were idle for 35% and trainers waited for 10% of these micro-batches" in second
     assert 'none ("servers": "all")' in second
-    assert say_idle(_timeline(serves=False)) == []
+    assert say_idle(_timeline(serves=False)) == ["idle: rank 0 20%, rank 1 0%"]
