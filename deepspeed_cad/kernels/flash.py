@@ -1,30 +1,35 @@
-"""What the FlashAttention backends share: refusals, the order of tensors, and calls that survive renamed arguments.
+"""FlashAttention in its four libraries: `flash_attn.cute` (4), `flash_attn_interface` (3), `flash_attn` (2), and torch.
 
-Shapes as in interface.py; libraries have LSE as [H, Q].
+Libraries have LSE as [H, Q], of which a transposed view goes in and out; else shapes are as in interface.py. Compiled
+libraries take the same arguments but for a few, and each call is given those that its version has.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from abc import ABC, abstractmethod
+import re
+import warnings
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
 
-from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
+from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences, Three
 
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
+OLDEST = (2, 6, 1)
+"""Of FlashAttention-2. Before 2.5.7 LSE of sequences of different lengths is laid out in another way; 2.5.7 to 2.6.0
+raise on such calls."""
+ONE_TILE = 256
+"""Lengths are announced to FlashAttention-4 as more than this: it compiles other kernels where everything fits in one
+tile, and those of a layer should be the same whatever lengths a step brings."""
 
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Q, K and V, or their gradients."""
 
-
-class FlashAttention(ABC):
-    """A Kernel of some library."""
+class FlashAttention(Kernel):
+    """A kernel of some library, and what all of them refuse."""
 
     name: str
     least_capability = (8, 0)
@@ -42,8 +47,8 @@ class FlashAttention(ABC):
             return f"it computes in float16 and bfloat16, the model in {str(need.dtype).removeprefix('torch.')}"
         capability = torch.cuda.get_device_capability(need.device)
         if capability < self.least_capability:
-            least = ".".join(map(str, self.least_capability))
-            return f"it needs compute capability {least}, this GPU has {'.'.join(map(str, capability))}"
+            least, found = (".".join(map(str, one)) for one in (self.least_capability, capability))
+            return f"it needs compute capability {least}, this GPU has {found}"
         for what, size in (("query", need.head_dim), ("value", need.value_dim)):
             if size % 8 or size > LARGEST_HEAD:
                 return f"{what} heads have size {size}; it takes multiples of 8 up to {LARGEST_HEAD}"
@@ -51,50 +56,186 @@ class FlashAttention(ABC):
             return f"value heads have size {need.value_dim}, query heads {need.head_dim}; it needs them equal"
         return self.refuse_more(need, capability)
 
+    def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
+        """What this backend asks for beside what all do; see Kernel.refuse."""
+        raise NotImplementedError
+
+
+class _Compiled(FlashAttention):
+    module: str
+    functions: tuple[str, str]
+    """Forward and backward there."""
+
     def forward(
-        self,
-        q_QHD: torch.Tensor,
-        k_KGD: torch.Tensor,
-        v_KGV: torch.Tensor,
-        sequences: Sequences,
-        rule: MaskRule,
+        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule,
         out_QHV: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Kernel.forward; the LSE is a transposed view of the library's [H, Q]."""
-        o_QHV, lse_HQ = self.attend((q_QHD, k_KGD, v_KGV), sequences, rule, out_QHV)
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        found = self._call(self.functions[0], (q_QHD, k_KGD, v_KGV), sequences, rule, return_softmax=False)
+        # (out, lse, …); (out, q, k, v, out_padded, lse, …) before FlashAttention 2.7.
+        return found[0], found[1 if len(found) == 4 else 5].t()
+
+    def backward(
+        self, do_QHV: torch.Tensor, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, o_QHV: torch.Tensor,
+        lse_QH: torch.Tensor, sequences: Sequences, rule: MaskRule, into: Three | None = None,
+    ) -> Three:  # fmt: skip
+        qkv = q_QHD, k_KGD, v_KGV
+        dq, dk, dv = made = new_gradients(qkv)
+        self._call(
+            self.functions[1], qkv, sequences, rule, dout=do_QHV, out=o_QHV, softmax_lse=lse_QH.t().contiguous(),
+            dq=dq, dk=dk, dv=dv, deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return made
+
+    def _call(self, name: str, qkv: Three, sequences: Sequences, rule: MaskRule, **more: Any) -> Any:
+        # FlashAttention's (left, right): how many keys beside its own a row reads; −1 for no limit.
+        left, right = (-1, -1) if rule.window is None else (rule.window - 1, 0)
+        return call_with(
+            getattr(try_import(self.module)[0], name), q=qkv[0], k=qkv[1], v=qkv[2],
+            cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
+            max_seqlen_q=sequences.max_q, max_seqlen_k=sequences.max_k, softmax_scale=rule.scale,
+            causal=rule.window is None, is_causal=rule.window is None,
+            window_size=(left, right), window_size_left=left, window_size_right=right,
+            softcap=rule.softcap or 0.0, dropout_p=0.0, alibi_slopes=None, **more,
+        )  # fmt: skip
+
+
+class FlashAttention2(_Compiled):
+    """Ampere and newer; any mask; value heads of the size of query heads."""
+
+    name, module = "flash_attn_2", "flash_attn.flash_attn_interface"
+    functions = "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
+
+    def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
+        module, missing = try_import(self.module)
+        if module is None:
+            return missing
+        version = _version()
+        if version < OLDEST:
+            return (
+                f"flash-attn {'.'.join(map(str, version)) or 'of unknown version'} is installed, and before "
+                f"{'.'.join(map(str, OLDEST))} it gives LSE in another layout or fails: pip install -U flash-attn"
+            )
+        return None
+
+
+class FlashAttention3(_Compiled):
+    """Hopper; any mask; value heads of the size of query heads."""
+
+    name, module, least_capability = "flash_attn_3", "flash_attn_interface", (9, 0)
+    functions = "_flash_attn_forward", "_flash_attn_backward"
+
+    def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
+        if capability[0] != 9:
+            return "it has kernels for Hopper GPUs only"
+        if need.deterministic and need.head_dim > 192:
+            return "its gradients are not deterministic with heads above 192"
+        module, missing = try_import(self.module)
+        if module is None:
+            return missing
+        backward = getattr(module, self.functions[1], None)
+        if backward is None or "cu_seqlens_q" not in _accepted(backward):
+            return "this version of flash_attn_interface has no backward for sequences of different lengths"
+        return None
+
+
+class FlashAttention4(FlashAttention):
+    """Any mask and head sizes up to 256 on Hopper; on newer GPUs what the library takes there. Compiled on first use.
+
+    Uses the functions below its autograd layer, with outputs allocated here.
+    """
+
+    name, least_capability, equal_heads = "flash_attn_4", (9, 0), False
+
+    def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
+        major, sizes = capability[0], (need.head_dim, need.value_dim)
+        if major in (10, 11) and max(sizes) > 128 and sizes not in ((192, 128), (256, 256)):
+            return f"query and value heads of sizes {sizes}; on this GPU it takes up to 128, (192, 128) and (256, 256)"
+        if major == 10 and sizes == (256, 256) and need.softcap:
+            return "no soft-cap with heads of size 256 on this GPU"
+        if major >= 12 and (need.softcap or need.deterministic):
+            return "neither soft-cap nor deterministic gradients on this GPU"
+        module, missing = try_import("flash_attn.cute.interface")
+        if module is None:
+            return missing
+        if not hasattr(module, "_flash_attn_fwd") or not hasattr(module, "_flash_attn_bwd"):
+            return "this version of flash_attn.cute has not the functions that are used here"
+        return None
+
+    def forward(
+        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule,
+        out_QHV: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        rows, heads = q_QHD.shape[:2]
+        o_QHV = q_QHD.new_empty(rows, heads, v_KGV.shape[2]) if out_QHV is None else out_QHV
+        lse_HQ = torch.empty(heads, rows, dtype=torch.float32, device=q_QHD.device)
+        self._call(
+            "_flash_attn_fwd", q_QHD, k_KGD, v_KGV, sequences=sequences, rule=rule, softcap=rule.softcap, out=o_QHV,
+            lse=lse_HQ,
+        )  # fmt: skip
         return o_QHV, lse_HQ.t()
 
     def backward(
-        self,
-        do_QHV: torch.Tensor,
-        q_QHD: torch.Tensor,
-        k_KGD: torch.Tensor,
-        v_KGV: torch.Tensor,
-        o_QHV: torch.Tensor,
-        lse_QH: torch.Tensor,
-        sequences: Sequences,
-        rule: MaskRule,
-        into: Three | None = None,
-    ) -> Three:
-        given = do_QHV, (q_QHD, k_KGD, v_KGV), o_QHV, lse_QH.t().contiguous()
-        return self.differentiate(*given, sequences, rule, into)
-
-    @abstractmethod
-    def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
-        """What this backend asks for beside what all do; see Kernel.refuse."""
-
-    @abstractmethod
-    def attend(
-        self, qkv: Three, sequences: Sequences, rule: MaskRule, out_QHV: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """O, and LSE [H, Q]."""
-
-    @abstractmethod
-    def differentiate(
-        self, do_QHV: torch.Tensor, qkv: Three, o_QHV: torch.Tensor, lse_HQ: torch.Tensor,
-        sequences: Sequences, rule: MaskRule, into: Three | None,
+        self, do_QHV: torch.Tensor, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, o_QHV: torch.Tensor,
+        lse_QH: torch.Tensor, sequences: Sequences, rule: MaskRule, into: Three | None = None,
     ) -> Three:  # fmt: skip
-        """dQ, dK, dV."""
+        dq, dk, dv = made = new_gradients((q_QHD, k_KGD, v_KGV)) if into is None else into
+        self._call(
+            "_flash_attn_bwd", q_QHD, k_KGD, v_KGV, o_QHV, do_QHV, lse_QH.t().contiguous(), sequences=sequences,
+            rule=rule, softcap=rule.softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(),
+            dq=dq, dk=dk, dv=dv,
+        )  # fmt: skip
+        return made
+
+    def _call(self, name: str, *given: torch.Tensor, sequences: Sequences, rule: MaskRule, **more: Any) -> None:
+        getattr(_cute(), name)(
+            *given, cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
+            max_seqlen_q=max(sequences.max_q, ONE_TILE + 1), max_seqlen_k=max(sequences.max_k, ONE_TILE + 1),
+            softmax_scale=rule.scale, causal=rule.window is None,
+            window_size_left=None if rule.window is None else rule.window - 1,
+            window_size_right=None if rule.window is None else 0, **more,
+        )  # fmt: skip
+
+
+class TorchVarlen(FlashAttention):
+    """What `torch.nn.attention.varlen` calls. Needs nothing but torch on an Ampere or newer GPU; no soft-cap; value
+    heads of the size of query heads."""
+
+    name = "torch_varlen"
+
+    def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
+        if need.softcap:
+            return "it has no soft-cap"
+        if not torch.backends.cuda.is_flash_attention_available():
+            return "this torch is built without FlashAttention"
+        names = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+        if "window_size_left" not in names:
+            return f"torch {torch.__version__} is too old: its FlashAttention has no windows and another LSE"
+        return None
+
+    def forward(
+        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule,
+        out_QHV: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        o_QHV, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
+            q_QHD, k_KGD, v_KGV, sequences.cu_q, sequences.cu_k, sequences.max_q, sequences.max_k, 0.0,
+            rule.window is None, False, **self._rule(rule),
+        )  # fmt: skip
+        return o_QHV, lse_HQ.t()
+
+    def backward(
+        self, do_QHV: torch.Tensor, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, o_QHV: torch.Tensor,
+        lse_QH: torch.Tensor, sequences: Sequences, rule: MaskRule, into: Three | None = None,
+    ) -> Three:  # fmt: skip
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=do_QHV.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            do_QHV, q_QHD, k_KGD, v_KGV, o_QHV, lse_QH.t().contiguous(), sequences.cu_q, sequences.cu_k,
+            sequences.max_q, sequences.max_k, 0.0, rule.window is None, no_dropout, no_dropout, **self._rule(rule),
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _rule(self, rule: MaskRule) -> dict[str, Any]:
+        window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
+        return {"scale": rule.scale, **window}
 
 
 @functools.cache
@@ -108,13 +249,16 @@ def try_import(name: str) -> tuple[Any, str]:
 
 
 @functools.cache
+def _cute() -> Any:
+    # Said by its compiler about every kernel, and of no consequence.
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
+    return try_import("flash_attn.cute.interface")[0]
+
+
+@functools.cache
 def _accepted(function: Callable[..., Any]) -> frozenset[str]:
     plain = getattr(function, "_init_fn", function)  # torch.library.custom_op hides the signature
     return frozenset(inspect.signature(plain).parameters)
-
-
-def accepts(function: Callable[..., Any], name: str) -> bool:
-    return name in _accepted(function)
 
 
 def call_with(function: Callable[..., Any], /, **given: Any) -> Any:
@@ -129,6 +273,11 @@ def new_gradients(qkv: Three) -> Three:
     return q, k, v
 
 
-def window_of(window: int | None) -> tuple[int, int]:
-    """FlashAttention's (left, right): how many keys beside its own a row reads; −1 for no limit."""
-    return (-1, -1) if window is None else (window - 1, 0)
+def _version() -> tuple[int, ...]:
+    """What the installed flash-attn says of itself, (2, 8, 3) for "2.8.3.post1"; () where nothing does."""
+    try:
+        text = metadata.version("flash_attn")
+    except metadata.PackageNotFoundError:
+        text = getattr(try_import("flash_attn")[0], "__version__", "")
+    numbers = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()

@@ -13,6 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Q, K and V, or their gradients."""
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -92,8 +95,8 @@ class Kernel(Protocol):
         lse_QH: torch.Tensor,
         sequences: Sequences,
         rule: MaskRule,
-        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: Three | None = None,
+    ) -> Three:
         """dQ [Q, H, D], dK [K, G, D], dV [K, G, V], contiguous; `lse_QH` has any strides.
 
         `into`: where these should be written, with the same freedom as `out_QHV`, all three or none.

@@ -12,11 +12,9 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.kernels.flash_attn import FlashAttention2, FlashAttention3
-from deepspeed_cad.kernels.flash_attn_4 import FlashAttention4
+from deepspeed_cad.kernels.flash import FlashAttention2, FlashAttention3, FlashAttention4, TorchVarlen
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.torch_math import TorchMath
-from deepspeed_cad.kernels.torch_varlen import TorchVarlen
 
 logger = logging.getLogger("deepspeed_cad")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
+from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences, Three
 
 BLOCK_ELEMENTS = 1 << 22
 """Most scores that are held at once in backward, per head group."""
@@ -22,7 +22,7 @@ TILE = 64
 """Rows of a tile, and keys whose number is rounded up to it: a multiple of what any CPU computes as one vector."""
 
 
-class TorchMath:
+class TorchMath(Kernel):
     """Exact attention on any device and dtype; slow, but it can do everything."""
 
     name = "torch_math"
@@ -78,8 +78,8 @@ class TorchMath:
         lse_QH: torch.Tensor,
         sequences: Sequences,
         rule: MaskRule,
-        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: Three | None = None,
+    ) -> Three:
         share = q_QHD.shape[1] // k_KGD.shape[1]
         work = _work_dtype(q_QHD)
         dq_QHD = torch.empty_like(q_QHD, memory_format=torch.contiguous_format)

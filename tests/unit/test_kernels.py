@@ -13,9 +13,8 @@ from cases import document_attention
 
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.kernels import flash_attn, registry, torch_math
-from deepspeed_cad.kernels.flash import accepts, call_with, window_of
-from deepspeed_cad.kernels.flash_attn import FlashAttention2, FlashAttention3
+from deepspeed_cad.kernels import flash, registry, torch_math
+from deepspeed_cad.kernels.flash import FlashAttention2, FlashAttention3
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.registry import KERNELS, choose, names, try_all
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -115,12 +114,6 @@ def test_a_row_has_the_same_bits_however_its_document_is_cut(dtype: torch.dtype,
             assert torch.equal(one, other[begin:end, heads]), (begin, end)
 
 
-def test_lse_is_fp32_for_half_precision() -> None:
-    q, k, v = (torch.randn(4, 2, 8, dtype=torch.bfloat16) for _ in range(3))
-    o, lse = TorchMath().forward(q, k, v, sequences_of([(4, 4)]), MaskRule(1.0))
-    assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-
-
 def need(**changes: object) -> KernelNeed:
     given: dict = {"device": CPU, "dtype": torch.bfloat16, "head_dim": 64, "value_dim": 64, "heads_per_group": 4}
     return KernelNeed(**{**given, **changes})
@@ -188,20 +181,11 @@ def test_a_backend_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
     assert try_all(CPU) == [("broken", False, "RuntimeError: no kernel image")]
 
 
-def test_calls_survive_other_argument_names() -> None:
-    def old(q: int, window_size: tuple[int, int]) -> tuple:
-        return q, window_size
-
-    assert call_with(old, q=1, window_size=(2, 0), window_size_left=2) == (1, (2, 0))
-    assert accepts(old, "q") and not accepts(old, "deterministic")
-    assert window_of(None) == (-1, -1) and window_of(1) == (0, 0)
-
-
 @pytest.mark.parametrize("version", ["2.3.6", "2.5.6", "2.5.9.post1", "2.6.0", "2.6.1", "2.8.3.post1+cu12", "10.0", ""])
 def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(flash_attn, "try_import", lambda name: (types.ModuleType(name), ""))
+    monkeypatch.setattr(flash, "try_import", lambda name: (types.ModuleType(name), ""))
 
     def find(name: str) -> str:
         if not version:
@@ -244,7 +228,7 @@ def test_compiled_libraries_get_and_give_what_they_name(
             into.copy_(x)
 
     module = types.SimpleNamespace(**dict(zip(kernel.functions, (forward, backward))))
-    monkeypatch.setattr(flash_attn, "try_import", lambda name: (module, "") if name == kernel.module else None)
+    monkeypatch.setattr(flash, "try_import", lambda name: (module, "") if name == kernel.module else None)
     torch.manual_seed(0)
     q, do, k, v = (torch.randn(rows, heads, 8) for rows, heads in ((7, 4), (7, 4), (13, 2), (13, 2)))
     o, lse = kernel.forward(q, k, v, sequences, rule)
