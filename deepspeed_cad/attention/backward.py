@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.forward import Kept, ServedOutputs, as_received
-from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
+from deepspeed_cad.attention.forward import Kept, ServedOutputs
+from deepspeed_cad.attention.overlap import Return, run_tasks
 from deepspeed_cad.attention.serve import (
     HomeRows,
+    as_received,
     by_group,
     lse_dtype,
     new_gradients,
@@ -103,20 +104,15 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
     do, q, k, v, kept = started.do_THV, started.q_THD, started.k_UKD, started.v_UKV, started.kept
     own = Gradients(*new_gradients(setup.schedule, q, k, v))
     landing = new_landing(setup, own, k, v)
+    home = HomeRows(do, q, kept.o_THV, kept.lse_TH, own.dq_THD)
 
     def run(batches: Batches) -> None:
-        run_local_backward(
-            batches, setup.kernel, setup.rule, do, q, k, v, kept.o_THV, kept.lse_TH, own,
-            add=setup.schedule.local_keys_overlap,
-        )  # fmt: skip
+        run_local_backward(setup, batches, home, k, v, own.dk_UKD, own.dv_UKV)
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
         made = serve_arrived_backward(setup, wave, started, kept.served[wave], arrived, own)
         return None, setup.give_back("dQ, dK, dV back", wave, gradients_back(made, own, landing), backward=True)
 
-    if not started.out.count:
-        run_alone(setup, run, backward=True)
-        return BackwardServed(started, own, landing, None)
     _, back = run_tasks(setup, started.out, run, serve, backward=True)
     return BackwardServed(started, own, landing, back)
 
@@ -136,9 +132,8 @@ def serve_arrived_backward(
     do_RW, *received = arrived
     with setup.span("served", backward=True, aside=setup.aside is not None):
         return run_served_backward(
-            setup.schedule.waves[wave], setup.kernel, setup.rule,
-            do_RW.unflatten(1, (-1, started.v_UKV.shape[2])), *as_received(received, started.q_THD),
-            served.o_RGV, served.lse_RG, home,
+            setup, setup.schedule.waves[wave], do_RW.unflatten(1, (-1, started.v_UKV.shape[2])),
+            as_received(received, started.q_THD), served.o_RGV, served.lse_RG, home,
         )  # fmt: skip
 
 
@@ -158,9 +153,7 @@ def gradients_back(
 
 def collect_backward(setup: CallSetup, done: BackwardServed) -> Gradients:
     """dQ, dK, dV, complete."""
-    gradients = done.own
-    if done.back is not None:
-        gradients = finish_back(setup, done.back, done.own, done.landing)
+    gradients = finish_back(setup, done.back, done.own, done.landing)
     setup.counts.backwards += 1
     dk, dv = gradients.dk_UKD.to(done.started.k_UKD.dtype), gradients.dv_UKV.to(done.started.v_UKV.dtype)
     return Gradients(gradients.dq_THD, dk, dv)
@@ -183,9 +176,11 @@ def new_landing(
 
 
 def finish_back(
-    setup: CallSetup, back: Return, own: Gradients, landing: tuple[torch.Tensor, torch.Tensor]
+    setup: CallSetup, back: Return | None, own: Gradients, landing: tuple[torch.Tensor, torch.Tensor]
 ) -> Gradients:
     """Wait for what comes back; the sums of it and of what local batches, which are queued on this stream, made."""
+    if back is None:
+        return own
     if setup.schedule.lands_apart:
         back.finish(setup, backward=True)
         pairs = zip(own[1:], landing, strict=True)

@@ -15,20 +15,12 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.overlap import Return, run_alone, run_tasks
-from deepspeed_cad.attention.serve import by_group, lse_dtype, new_outputs, run_half_local, run_local, run_served
+from deepspeed_cad.attention.overlap import Return, run_tasks
+from deepspeed_cad.attention.serve import as_received, by_group, lse_dtype, new_outputs, run_local, run_served
 from deepspeed_cad.attention.setup import CallSetup, WavesOut
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
-
-
-class Received(NamedTuple):
-    """What a server received, as its kernel takes it."""
-
-    q_RGD: torch.Tensor
-    k_S1D: torch.Tensor
-    v_S1V: torch.Tensor
 
 
 class ServedOutputs(NamedTuple):
@@ -136,15 +128,12 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
     o, lse = new_outputs(setup.schedule, q, v)
 
     def run(batches: Batches) -> None:
-        run_local(batches, setup.kernel, setup.rule, q, k, v, o, lse, sinks)
+        run_local(setup, batches, q, k, v, o, lse, sinks)
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
         served = serve_arrived(setup, wave, started, arrived, o, lse)
         return served, setup.give_back("O back", wave, outputs_back(started, served, o, lse))
 
-    if not started.out.count:
-        run_alone(setup, run)
-        return ForwardServed(started, o, lse, (), None)
     served, back = run_tasks(setup, started.out, run, serve)
     return ForwardServed(started, o, lse, served, back)
 
@@ -159,20 +148,14 @@ def serve_arrived(
 ) -> ServedOutputs:
     """Run what arrived of a wave from other ranks, and this rank's own rows of its tasks, into `o_THV` and `lse_TH`
     where these stay in place."""
-    part = setup.schedule.waves[wave]
+    part, sinks_H = setup.schedule.waves[wave], started.sinks_H
     received = as_received(arrived[:3], started.q_THD)
     sinks_RG = None
-    if started.sinks_H is not None:
-        travelled = setup.modes.sinks_travel
-        by_group_KG = started.sinks_H.view(-1, received.q_RGD.shape[1])
-        sinks_RG = arrived[3] if travelled else by_group_KG[part.group]
+    if sinks_H is not None:
+        sinks_RG = arrived[3] if setup.modes.sinks_travel else sinks_H.view(-1, received[0].shape[1])[part.group]
     with setup.span("served", aside=setup.aside is not None):
-        o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *received, sinks_RG)
-        # Before the return starts: it tells the others that what landed has been read.
-        run_half_local(
-            part, setup.kernel, setup.rule, started.q_THD, *received[1:], o_THV, lse_TH, started.sinks_H
-        )  # fmt: skip
-    return ServedOutputs(o_RGV, lse_RG)
+        # All of it before the return starts: that tells the others that what landed has been read.
+        return ServedOutputs(*run_served(setup, part, received, started.q_THD, o_THV, lse_TH, sinks_RG, sinks_H))
 
 
 def outputs_back(
@@ -198,9 +181,3 @@ def collect_forward(setup: CallSetup, done: ForwardServed) -> Kept:
 def version_of(o_THV: torch.Tensor) -> int:
     """How often O was changed in place; 0 where torch does not count."""
     return 0 if torch.is_inference_mode_enabled() else o_THV._version
-
-
-def as_received(arrived: list[torch.Tensor], q_THD: torch.Tensor) -> Received:
-    """What a transport delivered, [rows, width] each, as the kernel takes it."""
-    q_RW, k_SD, v_SV = arrived
-    return Received(q_RW.unflatten(1, (-1, q_THD.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1))

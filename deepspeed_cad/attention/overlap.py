@@ -77,16 +77,14 @@ class Return:
             self.backs.popleft().wait()
 
 
-def run_alone(setup: CallSetup, run: Run, backward: bool = False) -> None:
-    """Run all batches of a group of one rank."""
-    with setup.span("local", backward):
-        run(setup.schedule.all_local)
-
-
 def run_tasks(
     setup: CallSetup, out: WavesOut, run: Run, serve: Serve[Made], backward: bool = False
-) -> tuple[tuple[Made, ...], Return]:
-    """Run local and served batches as the call is set up."""
+) -> tuple[tuple[Made, ...], Return | None]:
+    """Run local and served batches as the call is set up. No return is under way in a group of one rank."""
+    if not out.count:
+        with setup.span("local", backward):
+            run(setup.schedule.all_local)
+        return (), None
     if setup.aside is not None:
         return _run_beside(setup, setup.aside, out, run, serve, backward)
     two_ways = setup.transport is not None and setup.transport.two_ways

@@ -1,8 +1,8 @@
-"""Serving: run the batches of a schedule on buffers, forward and backward. Pure functions of tensors and schedule.
+"""Serving: run the batches of a schedule on buffers, forward and backward.
 
-No autograd, no communication, no model: the autograd functions (call.py) and the loop of a server are
-thin callers. `T` tokens at home, `R` served query rows, `S` served key rows, `H` query heads, `K` head groups, `G`
-query heads per group, `D` and `V` sizes of a query/key and a value head. Home tensors are [T, K·G, D]; served ones are
+No autograd, no communication, no model: the steps of a call (forward.py, backward.py) and the loop of a server are thin
+callers. `T` tokens at home, `R` served query rows, `S` served key rows, `H` query heads, `K` head groups, `G` query
+heads per group, `D` and `V` sizes of a query/key and a value head. Home tensors are [T, K·G, D]; served ones are
 group-major: [R, G, D], [S, 1, D].
 """
 
@@ -13,8 +13,19 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_cad.attention.device_schedule import Batches, DeviceSchedule, Wave
-from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
+from deepspeed_cad.attention.setup import CallSetup
+from deepspeed_cad.kernels.interface import Sequences, Three
 from deepspeed_cad.schedule import Batch
+
+
+class HomeRows(NamedTuple):
+    """A rank's own rows in the backward, as half-local batches read them; `dq_THD` is written."""
+
+    do_THV: torch.Tensor
+    q_THD: torch.Tensor
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+    dq_THD: torch.Tensor
 
 
 def fold_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,9 +50,8 @@ def new_outputs(
 
 
 def run_local(
+    setup: CallSetup,
     batches: Batches,
-    kernel: Kernel,
-    rule: MaskRule,
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
@@ -51,107 +61,81 @@ def run_local(
 ) -> None:
     """Run local batches and write their rows and heads of O and LSE.
 
-    Args:
-        batches: which of the rank's local batches.
-        kernel: runs them.
-        rule: scale, window and soft-cap.
-        q_THD: queries of the rank.
-        k_TKD: keys; of the rank and, in a second nano-batch, of documents that began in the first.
-        v_TKV: values, likewise.
-        o_THV: written.
-        lse_TH: written.
-        sinks_H: one logit more per head, or None.
+    K and V are those of the rank and, in a second nano-batch, of documents that began in the first. `sinks_H`: one
+    logit more per head, or None.
     """
-    share = q_THD.shape[1] // k_TKD.shape[1]
     for batch, sequences in batches:
-        rows, keys, groups, heads = _ranges(batch, share)
-        out = o_THV[rows, heads]
-        o, lse = kernel.forward(q_THD[rows, heads], k_TKD[keys, groups], v_TKV[keys, groups], sequences, rule, out)
-        if sinks_H is not None:
-            o, lse = fold_sinks(o, lse, sinks_H[heads])
-        if o is not out:
-            out.copy_(o)
-        lse_TH[rows, heads] = lse
-
-
-def run_half_local(
-    wave: Wave,
-    kernel: Kernel,
-    rule: MaskRule,
-    q_THD: torch.Tensor,
-    k_S1D: torch.Tensor,
-    v_S1V: torch.Tensor,
-    o_THV: torch.Tensor,
-    lse_TH: torch.Tensor,
-    sinks_H: torch.Tensor | None = None,
-) -> None:
-    """Run the rank's own rows of a wave's tasks where they are, and write their rows and heads of O and LSE.
-
-    Args:
-        wave: says which batches.
-        kernel: runs them.
-        rule: scale, window and soft-cap.
-        q_THD: queries of the rank.
-        k_S1D: keys that arrived.
-        v_S1V: values that arrived.
-        o_THV: written.
-        lse_TH: written.
-        sinks_H: one logit more per head, or None.
-    """
-    share = q_THD.shape[1] // wave.host.groups
-    for batch, sequences in wave.half_local:
-        rows, _, _, heads = _ranges(batch, share)
-        out = o_THV[rows, heads]
-        k, v = keys_by_group(k_S1D, batch), keys_by_group(v_S1V, batch)
-        o, lse = kernel.forward(q_THD[rows, heads], k, v, sequences, rule, out)
-        if sinks_H is not None:
-            o, lse = fold_sinks(o, lse, sinks_H[heads])
-        if o is not out:
-            out.copy_(o)
-        lse_TH[rows, heads] = lse
+        rows, keys, groups, heads = _ranges(batch, q_THD.shape[1] // k_TKD.shape[1])
+        _attend(
+            setup, sequences, q_THD[rows, heads], k_TKD[keys, groups], v_TKV[keys, groups],
+            o_THV[rows, heads], lse_TH[rows, heads], None if sinks_H is None else sinks_H[heads],
+        )  # fmt: skip
 
 
 def run_served(
+    setup: CallSetup,
     wave: Wave,
-    kernel: Kernel,
-    rule: MaskRule,
-    q_RGD: torch.Tensor,
-    k_S1D: torch.Tensor,
-    v_S1V: torch.Tensor,
+    received: Three,
+    q_THD: torch.Tensor,
+    o_THV: torch.Tensor,
+    lse_TH: torch.Tensor,
     sinks_RG: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """O [R, G, V] and LSE [R, G] of the served tasks, made here; LSE has any strides.
+    """O [R, G, V] and LSE [R, G] of the served tasks, made here; LSE has any strides. Half-local ones, the rank's own
+    rows with keys that arrived, are run where they are, into `o_THV` and `lse_TH`.
 
     Args:
-        wave: says which batches, and the head group of every row.
-        kernel: runs them.
-        rule: scale, window and soft-cap.
-        q_RGD: what arrived, with the rank's own rows of served tasks that are not run in place.
-        k_S1D: what arrived, with the rank's own rows.
-        v_S1V: likewise.
-        sinks_RG: one logit more per row and head, or None.
+        setup: says how.
+        wave: says which batches.
+        received: Q, K and V that arrived, with the rank's own rows of tasks that are not run in place.
+        q_THD: queries of the rank.
+        o_THV: written.
+        lse_TH: written.
+        sinks_RG: one logit more per served row and head, or None.
+        sinks_H: one logit more per head of the rank, or None.
     """
-    if not wave.served:
-        o = q_RGD.new_empty(q_RGD.shape[0], q_RGD.shape[1], v_S1V.shape[2])
-        return o, torch.empty(q_RGD.shape[:2], dtype=lse_dtype(q_RGD.dtype), device=q_RGD.device)
+    q_RGD, k_S1D, v_S1V = received
     results = []
     for batch, sequences in wave.served:
         rows, keys, _, _ = _ranges(batch, 1)
-        results.append(kernel.forward(q_RGD[rows], k_S1D[keys], v_S1V[keys], sequences, rule))
-    # Served batches lie one after the other and cover the buffer.
-    o, lse = (
-        results[0] if len(results) == 1 else (torch.cat([o for o, _ in results]), torch.cat([x for _, x in results]))
-    )
-    if sinks_RG is not None:
-        o, lse = fold_sinks(o, lse, sinks_RG)
-    return o, lse
+        results.append(setup.kernel.forward(q_RGD[rows], k_S1D[keys], v_S1V[keys], sequences, setup.rule))
+    if not results:
+        o_RGV = q_RGD.new_empty(*q_RGD.shape[:2], v_S1V.shape[2])
+        lse_RG = torch.empty(q_RGD.shape[:2], dtype=lse_dtype(q_RGD.dtype), device=q_RGD.device)
+    else:
+        o_RGV, lse_RG = (
+            results[0]
+            if len(results) == 1
+            else (torch.cat([o for o, _ in results]), torch.cat([lse for _, lse in results]))
+        )
+        if sinks_RG is not None:
+            o_RGV, lse_RG = fold_sinks(o_RGV, lse_RG, sinks_RG)
+    for batch, sequences in wave.half_local:
+        rows, _, _, heads = _ranges(batch, q_THD.shape[1] // wave.host.groups)
+        k, v = keys_by_group(k_S1D, batch), keys_by_group(v_S1V, batch)
+        sinks = None if sinks_H is None else sinks_H[heads]
+        _attend(setup, sequences, q_THD[rows, heads], k, v, o_THV[rows, heads], lse_TH[rows, heads], sinks)
+    return o_RGV, lse_RG
+
+
+def _attend(
+    setup: CallSetup, sequences: Sequences, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    into_o: torch.Tensor, into_lse: torch.Tensor, sinks: torch.Tensor | None,
+) -> None:  # fmt: skip
+    o, lse = setup.kernel.forward(q, k, v, sequences, setup.rule, into_o)
+    if sinks is not None:
+        o, lse = fold_sinks(o, lse, sinks)
+    if o is not into_o:
+        into_o.copy_(o)
+    into_lse.copy_(lse)
 
 
 def new_gradients(
     schedule: DeviceSchedule, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dQ [T, H, D] to be filled, and dK [T, K, D], dV [T, K, V], zero; wider where local batches share key rows."""
-    wide = _wide(k_TKD.dtype) if schedule.local_keys_overlap else k_TKD.dtype
+    wide = lse_dtype(k_TKD.dtype) if schedule.local_keys_overlap else k_TKD.dtype
     dq = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     if len(schedule.padding):
         dq[schedule.padding] = 0
@@ -160,121 +144,70 @@ def new_gradients(
 
 
 def run_local_backward(
-    batches: Batches,
-    kernel: Kernel,
-    rule: MaskRule,
-    do_THV: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    o_THV: torch.Tensor,
-    lse_TH: torch.Tensor,
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    add: bool,
-) -> None:
-    """Run local batches backward.
+    setup: CallSetup, batches: Batches, home: HomeRows, k_TKD: torch.Tensor, v_TKV: torch.Tensor, dk_TKD: torch.Tensor,
+    dv_TKV: torch.Tensor,
+) -> None:  # fmt: skip
+    """Run local batches backward: dQ of `home`, dK and dV are written, or added to where batches share rows of these.
 
-    Args:
-        batches: which of the rank's local batches.
-        kernel: runs them.
-        rule: scale, window and soft-cap.
-        do_THV: gradient of O.
-        q_THD: queries, as in the forward.
-        k_TKD: keys.
-        v_TKV: values.
-        o_THV: the forward's O, of all batches and of what other ranks ran.
-        lse_TH: the forward's LSE, likewise.
-        gradients: dQ, dK and dV of the rank; dQ is written.
-        add: add to dK and dV, which batches share rows of, instead of writing.
+    O and LSE of `home` are those of the whole forward, also of what other ranks ran.
     """
-    share = q_THD.shape[1] // k_TKD.shape[1]
-    dq, dk, dv = gradients
     for batch, sequences in batches:
-        rows, keys, groups, heads = _ranges(batch, share)
-        into = (dq[rows, heads], dk[keys, groups], dv[keys, groups])
-        made = kernel.backward(
-            do_THV[rows, heads], q_THD[rows, heads], k_TKD[keys, groups], v_TKV[keys, groups],
-            o_THV[rows, heads], lse_TH[rows, heads], sequences, rule, None if add else into,
-        )  # fmt: skip
-        if add:
-            into[0].copy_(made[0])
-            into[1].add_(made[1])
-            into[2].add_(made[2])
-        elif made[0] is not into[0]:
-            for target, value in zip(into, made, strict=True):
-                target.copy_(value)
-
-
-class HomeRows(NamedTuple):
-    """A rank's own rows in the backward, as half-local batches read them; `dq_THD` is written."""
-
-    do_THV: torch.Tensor
-    q_THD: torch.Tensor
-    o_THV: torch.Tensor
-    lse_TH: torch.Tensor
-    dq_THD: torch.Tensor
+        rows, keys, groups, heads = _ranges(batch, home.q_THD.shape[1] // k_TKD.shape[1])
+        do, q, o, lse, dq = (x[rows, heads] for x in home)
+        k, v, dk, dv = (x[keys, groups] for x in (k_TKD, v_TKV, dk_TKD, dv_TKV))
+        _differentiate(setup, sequences, do, (q, k, v), o, lse, (dq, dk, dv), add=setup.schedule.local_keys_overlap)
 
 
 def run_served_backward(
-    wave: Wave,
-    kernel: Kernel,
-    rule: MaskRule,
-    do_RGV: torch.Tensor,
-    q_RGD: torch.Tensor,
-    k_S1D: torch.Tensor,
-    v_S1V: torch.Tensor,
-    o_RGV: torch.Tensor,
-    lse_RG: torch.Tensor,
+    setup: CallSetup, wave: Wave, do_RGV: torch.Tensor, received: Three, o_RGV: torch.Tensor, lse_RG: torch.Tensor,
     home: HomeRows,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dQ [R, G, D], dK [S, 1, D], dV [S, 1, V] of the served and half-local tasks, made here; dQ of half-local ones is
-    written at home.
-
-    Args:
-        wave: says which batches.
-        kernel: runs them.
-        rule: scale, window and soft-cap.
-        do_RGV: what arrived, with the rank's own rows of served tasks that are not run in place.
-        q_RGD: likewise, or kept since the forward.
-        k_S1D: what arrived, with the rank's own rows, or kept since the forward.
-        v_S1V: likewise.
-        o_RGV: what `run_served` gave.
-        lse_RG: likewise.
-        home: own rows.
-    """
+    written at home. dO and `received` as in `run_served`, or kept since the forward; O and LSE are what that gave."""
+    q_RGD, k_S1D, v_S1V = received
     if not wave.served and not wave.half_local:
         return torch.empty_like(q_RGD), torch.empty_like(k_S1D), torch.empty_like(v_S1V)
     if len(wave.served) == 1 and not wave.half_local and not wave.keys_overlap:
         _, sequences = wave.served[0]
-        return kernel.backward(do_RGV, q_RGD, k_S1D, v_S1V, o_RGV, lse_RG, sequences, rule)
-    dq = torch.empty(q_RGD.shape, dtype=q_RGD.dtype, device=q_RGD.device)
-    new = torch.zeros if wave.keys_overlap else torch.empty
-    dk, dv = (
-        new(x.shape, dtype=_wide(x.dtype) if wave.keys_overlap else x.dtype, device=x.device) for x in (k_S1D, v_S1V)
+        return setup.kernel.backward(do_RGV, *received, o_RGV, lse_RG, sequences, setup.rule)
+    add = wave.keys_overlap
+    dq_RGD = torch.empty(q_RGD.shape, dtype=q_RGD.dtype, device=q_RGD.device)
+    dk_S1D, dv_S1V = (
+        torch.zeros(x.shape, dtype=lse_dtype(x.dtype), device=x.device)
+        if add
+        else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in (k_S1D, v_S1V)
     )
-
-    def run(own: tuple[torch.Tensor, ...], batch: Batch, sequences: Sequences, dq_QHD: torch.Tensor) -> None:
-        k, v, into_k, into_v = (keys_by_group(x, batch) for x in (k_S1D, v_S1V, dk, dv))
-        do, q, o, lse = own
-        into = None if wave.keys_overlap else (dq_QHD, into_k, into_v)
-        made = kernel.backward(do, q, k, v, o, lse, sequences, rule, into)
-        if into is None:
-            dq_QHD.copy_(made[0])
-            into_k += made[1]
-            into_v += made[2]
-        elif made[0] is not into[0]:
-            for target, value in zip(into, made, strict=True):
-                target.copy_(value)
-
-    for batch, sequences in wave.served:
-        rows = slice(batch.q_row, batch.q_row + batch.q_rows)
-        run(tuple(x[rows] for x in (do_RGV, q_RGD, o_RGV, lse_RG)), batch, sequences, dq[rows])
+    served = HomeRows(do_RGV, q_RGD, o_RGV, lse_RG, dq_RGD)
     share = home.q_THD.shape[1] // wave.host.groups
-    for batch, sequences in wave.half_local:
-        rows, _, _, heads = _ranges(batch, share)
-        do, q, o, lse, own_dq = (x[rows, heads] for x in home)
-        run((do, q, o, lse), batch, sequences, own_dq)
-    return dq, dk.to(k_S1D.dtype), dv.to(v_S1V.dtype)
+    parts = [(*one, served, slice(None)) for one in wave.served]
+    parts += [(*one, home, _ranges(one[0], share)[3]) for one in wave.half_local]
+    for batch, sequences, own, heads in parts:
+        do, q, o, lse, dq = (x[batch.q_row : batch.q_row + batch.q_rows, heads] for x in own)
+        k, v, dk, dv = (keys_by_group(x, batch) for x in (k_S1D, v_S1V, dk_S1D, dv_S1V))
+        _differentiate(setup, sequences, do, (q, k, v), o, lse, (dq, dk, dv), add)
+    return dq_RGD, dk_S1D.to(k_S1D.dtype), dv_S1V.to(v_S1V.dtype)
+
+
+def _differentiate(
+    setup: CallSetup, sequences: Sequences, do: torch.Tensor, qkv: Three, o: torch.Tensor, lse: torch.Tensor,
+    into: Three, add: bool,
+) -> None:  # fmt: skip
+    """Write dQ, dK and dV; with `add`, add to dK and dV."""
+    made = setup.kernel.backward(do, *qkv, o, lse, sequences, setup.rule, None if add else into)
+    if add:
+        into[0].copy_(made[0])
+        into[1].add_(made[1])
+        into[2].add_(made[2])
+    elif made[0] is not into[0]:
+        for target, value in zip(into, made, strict=True):
+            target.copy_(value)
+
+
+def as_received(arrived: list[torch.Tensor], q_THD: torch.Tensor) -> Three:
+    """Q, K and V that a transport delivered, [rows, width] each, as the kernel takes them."""
+    q_RW, k_SD, v_SV = arrived
+    return q_RW.unflatten(1, (-1, q_THD.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1)
 
 
 def by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:
@@ -302,9 +235,5 @@ def _ranges(batch: Batch, share: int) -> tuple[slice, slice, slice, slice]:
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """LSE is fp32, fp64 for fp64 inputs."""
-    return _wide(dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Of LSE and of sums: fp32, fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

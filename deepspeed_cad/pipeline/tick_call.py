@@ -18,18 +18,18 @@ import torch
 from deepspeed_cad.attention.backward import Gradients, finish_back, new_landing, sinks_gradient, with_packed_heads
 from deepspeed_cad.attention.call import AttentionCall, Unused
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.forward import Kept, as_received, version_of
+from deepspeed_cad.attention.forward import Kept, version_of
 from deepspeed_cad.attention.layer import LayerKind
-from deepspeed_cad.attention.overlap import run_alone, run_tasks
+from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.parked import is_saved_plainly
 from deepspeed_cad.attention.serve import (
     HomeRows,
+    as_received,
     by_group,
     fold_sinks,
     lse_dtype,
     new_gradients,
     new_outputs,
-    run_half_local,
     run_local,
     run_local_backward,
     run_served,
@@ -51,24 +51,20 @@ def run_forward(
     setup.begin(out)
 
     def run(batches: Batches) -> None:
-        run_local(batches, setup.kernel, setup.rule, q_THD, k_TKD, v_TKV, o, lse)
+        run_local(setup, batches, q_THD, k_TKD, v_TKV, o, lse)
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
         part = setup.schedule.waves[wave]
         with setup.span("served", aside=setup.aside is not None):
-            received = as_received(arrived, q_THD)
-            o_RGV, lse_RG = run_served(part, setup.kernel, setup.rule, *received)
-            run_half_local(part, setup.kernel, setup.rule, q_THD, *received[1:], o, lse)
+            o_RGV, lse_RG = run_served(setup, part, as_received(arrived, q_THD), q_THD, o, lse)
         back = [
             Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2)),
             Returning(QUERY, lse_RG.contiguous(), lse.unflatten(1, (groups, -1))),
         ]
         return None, setup.give_back("O, LSE back", wave, back)
 
-    if not out.count:
-        run_alone(setup, run)
-    else:
-        _, back = run_tasks(setup, out, run, serve)
+    _, back = run_tasks(setup, out, run, serve)
+    if back is not None:
         back.finish(setup)
     setup.counts.forwards += 1
     return o, lse
@@ -89,6 +85,7 @@ def run_backward(
     """
     own = Gradients(*new_gradients(setup.schedule, q_THD, k_TKD, v_TKV))
     landing = new_landing(setup, own, k_TKD, v_TKV)
+    home = HomeRows(do_THV, q_THD, o_THV, lse_TH, own.dq_THD)
     groups = k_TKD.shape[1]
     # Of a row a slice takes one head group: laid out group by group, those few bytes of LSE lie side by side.
     lse_TKG = lse_TH.unflatten(1, (groups, -1)).transpose(0, 1).contiguous().transpose(0, 1)
@@ -98,18 +95,14 @@ def run_backward(
     setup.begin(out, backward=True)
 
     def run(batches: Batches) -> None:
-        run_local_backward(
-            batches, setup.kernel, setup.rule, do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, own,
-            add=setup.schedule.local_keys_overlap,
-        )  # fmt: skip
+        run_local_backward(setup, batches, home, k_TKD, v_TKV, own.dk_UKD, own.dv_UKV)
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
         do_RW, q_RW, o_RW, lse_RG, k_SD, v_SV = arrived
         do_RGV, o_RGV = (x.unflatten(1, (-1, v_TKV.shape[2])) for x in (do_RW, o_RW))
         with setup.span("served", backward=True, aside=setup.aside is not None):
             dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-                setup.schedule.waves[wave], setup.kernel, setup.rule, do_RGV, *as_received([q_RW, k_SD, v_SV], q_THD),
-                o_RGV, lse_RG, HomeRows(do_THV, q_THD, o_THV, lse_TH, own.dq_THD),
+                setup, setup.schedule.waves[wave], do_RGV, as_received([q_RW, k_SD, v_SV], q_THD), o_RGV, lse_RG, home
             )  # fmt: skip
         back = [
             Returning(QUERY, dq_RGD.flatten(1), by_group(own.dq_THD, k_TKD)),
@@ -118,12 +111,8 @@ def run_backward(
         ]
         return None, setup.give_back("dQ, dK, dV back", wave, back, backward=True)
 
-    found = own
-    if not out.count:
-        run_alone(setup, run, backward=True)
-    else:
-        _, back = run_tasks(setup, out, run, serve, backward=True)
-        found = finish_back(setup, back, own, landing)
+    _, back = run_tasks(setup, out, run, serve, backward=True)
+    found = finish_back(setup, back, own, landing)
     setup.counts.backwards += 1
     return Gradients(found.dq_THD, found.dk_UKD.to(k_TKD.dtype), found.dv_UKV.to(v_TKV.dtype))
 
