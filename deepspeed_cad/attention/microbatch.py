@@ -76,10 +76,8 @@ class MicroBatch:
     _in_chunks: dict[tuple[int, int], Tick] = field(default_factory=dict)
     _schedules: dict[tuple[PlanKey, int], DeviceSchedule] = field(default_factory=dict)
     _calls: dict[tuple[Hashable, int], AttentionCall] = field(default_factory=dict)
-    _layers: dict[Hashable, int] = field(default_factory=dict)
-    """Layers in the order in which attention was first called: the same on all ranks."""
-    _kinds: list[PlanKey] = field(default_factory=list)
-    """Of each of them."""
+    _layers: dict[Hashable, tuple[int, PlanKey]] = field(default_factory=dict)
+    """Number and kind of each, in the order in which attention was first called: the same on all ranks."""
     _first_keys: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _stretches: dict[int, Stretches] = field(default_factory=dict)
 
@@ -93,8 +91,7 @@ class MicroBatch:
         if not self.layout.segments.begin.any():
             return None
         assert self.transport is not None  # a document on several ranks
-        memory = NO_LIMIT if self.memory is None else self.memory
-        return Spanning(self.layout, self.rank, self.transport, self.turn, self.device, memory)
+        return Spanning(self.layout, self.rank, self.transport, self.turn, self.device, self.memory or NO_LIMIT)
 
     def rows(self, nano_batch: int) -> int:
         """Rows of this rank whose output a nano-batch computes, padding included."""
@@ -105,19 +102,17 @@ class MicroBatch:
 
         Uploads happen here, on the training thread and its stream, not where plans are made.
         """
-        found = self._schedules.get((key, nano_batch))
-        if found is None:
-            if (key, nano_batch) not in self.planned:
+        place = key, nano_batch
+        if place not in self._schedules:
+            if place not in self.planned:
                 self.plan_all([key])
             schedules = self._with_room(key, nano_batch)
             # Waves that a plan asked for hide slow links behind own batches on another stream. Those that memory asks
             # for run in turn with shares of own batches: a rank that ran all of its own first would hold up, from the
             # third wave on, whoever waits for its keys.
-            most = max(self.planned[key, nano_batch].plan.waves, OUT)
-            beside = self.aside is not None and len(schedules) <= most
-            found = upload_schedule(schedules, self.device, two_streams=beside)
-            self._schedules[key, nano_batch] = found
-        return found
+            beside = self.aside is not None and len(schedules) <= max(self.planned[place].plan.waves, OUT)
+            self._schedules[place] = upload_schedule(schedules, self.device, two_streams=beside)
+        return self._schedules[place]
 
     def plan_all(self, keys: list[PlanKey]) -> None:
         """Plan every tick for the given kinds of layers and compare the plans with the other ranks."""
@@ -139,8 +134,8 @@ class MicroBatch:
 
     def _in_waves(self, key: PlanKey, nano_batch: int, plan: Plan) -> Waves:
         """This rank's schedules of a plan."""
-        memory = NO_LIMIT if self.memory is None else self.memory
-        return memory.waves(self.tick(key, nano_batch), plan, self.rank, key.window, key.shape)
+        tick = self.tick(key, nano_batch)
+        return (self.memory or NO_LIMIT).waves(tick, plan, self.rank, key.window, key.shape)
 
     def tick(self, key: PlanKey, nano_batch: int) -> Tick:
         """The documents of a nano-batch as layers of one kind see them."""
@@ -186,14 +181,11 @@ class MicroBatch:
     @property
     def layers(self) -> dict[PlanKey, int]:
         """How many layers of each kind have attended."""
-        return dict(Counter(self._kinds))
+        return dict(Counter(key for _, key in self._layers.values()))
 
     def number_layer(self, layer: Hashable, key: PlanKey) -> int:
         """The number of a layer that attends."""
-        if layer not in self._layers:
-            self._layers[layer] = len(self._kinds)
-            self._kinds.append(key)
-        return self._layers[layer]
+        return self._layers.setdefault(layer, (len(self._layers), key))[0]
 
     def call(self, layer: Hashable, nano_batch: int, build: Callable[[], AttentionCall], label: str) -> AttentionCall:
         """The call of a layer: a new one in the forward, the same one when the layer is recomputed in the backward."""
@@ -222,43 +214,6 @@ class MicroBatch:
         base = int(self.ticks[1].key_base[self.rank])
         return None if base == k_first.shape[0] else (k_first[base:], v_first[base:])
 
-    def set_up(
-        self,
-        place: tuple[int, int],
-        key: PlanKey,
-        need: KernelNeed,
-        kernel: Kernel,
-        rule: MaskRule,
-        modes: Modes,
-        label: str,
-        has_sinks: bool,
-        timed: bool,
-    ) -> CallSetup:
-        """What a call is made of, as planned for the servers that there are now.
-
-        Args:
-            place: number of the layer, and its nano-batch.
-            key: kind of the layer.
-            need: what it needs of its kernel.
-            kernel: its kernel.
-            rule: scale, window and soft-cap.
-            modes: how it overlaps, keeps and recomputes.
-            label: names it.
-            has_sinks: whether it has attention sinks.
-            timed: whether what lies between attentions of the nano-batch is timed.
-        """
-        self.calls.renew(self)
-        number, nano_batch = place
-        schedule = self.schedule(key, nano_batch)
-        orders = None
-        if self.orders is not None:
-            orders = self.orders.call(place, key, need, rule, modes, has_sinks)
-        return CallSetup(
-            schedule, kernel, self.transport, rule, modes, self.counts, nano_batch, label,
-            self.aside if schedule.beside else None, self.turn, number, orders,
-            self.stretches(nano_batch) if timed else None,
-        )  # fmt: skip
-
     def stretches(self, nano_batch: int) -> Stretches | None:
         """Where what lies between two attentions of a nano-batch is timed."""
         if self.stretch_times is None:
@@ -268,11 +223,8 @@ class MicroBatch:
 
     def forget_calls(self) -> None:
         """The forward begins again, on every rank."""
-        self._calls.clear()
-        self._layers.clear()
-        self._kinds.clear()
-        self._first_keys.clear()
-        self._stretches.clear()
+        for made in (self._calls, self._layers, self._first_keys, self._stretches):
+            made.clear()
 
     @property
     def begun(self) -> bool:
@@ -302,17 +254,9 @@ class MaskDescriptor:
         interleaved: bool = False,
         chunk: int | None = None,
     ) -> None:
-        """What layers receive.
-
-        Args:
-            micro_batch: the running one.
-            window: of the mask.
-            kernel: chooses the kernel of a layer.
-            modes: how attention runs.
-            nano_batch: the one that reads this; None where not cut.
-            interleaved: the nano-batches alternate over the decoder, not inside a layer.
-            chunk: tokens of a document that see each other; None: all.
-        """
+        """`kernel` chooses that of a layer. `nano_batch`: the one that reads this; None where not cut. `interleaved`:
+        the nano-batches alternate over the decoder, not inside a layer. `chunk`: tokens of a document that see each
+        other; None: all."""
         self.micro_batch, self.window, self.kernel, self.modes = micro_batch, window, kernel, modes
         self.nano_batch, self.interleaved, self.chunk = nano_batch, interleaved, chunk
         self.gradients = torch.is_grad_enabled()
@@ -369,15 +313,11 @@ class MaskDescriptor:
         micro_batch = self.micro_batch
 
         def build() -> AttentionCall:
-            key, need, rule = PlanKey(self.window, kind.shape, self.chunk), kernel_need(kind, q.device), layer.rule
-            place = micro_batch.number_layer(layer.layer, key), nano_batch
-            # Between two attentions of a layer that is cut lies attention of the other nano-batch.
-            timed = self.modes.returns and (self.interleaved or self.nano_batch is None)
-            make_setup = partial(
-                micro_batch.set_up, place, key, need, self.kernel(need), rule, self.modes, label, sinks is not None,
-                timed,
-            )  # fmt: skip
-            return micro_batch.calls.make(make_setup)
+            key, need = PlanKey(self.window, kind.shape, self.chunk), kernel_need(kind, q.device)
+            number = micro_batch.number_layer(layer.layer, key)
+            # Not the layer's input itself: whatever sets a call up again would hold it.
+            given = number, key, need, self.kernel(need), layer.rule, label, sinks is not None
+            return micro_batch.calls.make(partial(self._set_up, *given))
 
         if self.interleaved and self.gradients and not torch.is_grad_enabled() and not micro_batch.begun:
             raise NotInterleaved(
@@ -399,6 +339,23 @@ class MaskDescriptor:
         if stand_in:
             o_THV = torch.cat([o_THV, o_THV.new_zeros(tokens, *o_THV.shape[1:])])
         return o_THV
+
+    def _set_up(
+        self, number: int, key: PlanKey, need: KernelNeed, kernel: Kernel, rule: MaskRule, label: str, has_sinks: bool
+    ) -> CallSetup:
+        """What a call of a layer is made of, as planned for the servers that there are now."""
+        one, modes, nano_batch = self.micro_batch, self.modes, self.nano_batch or 0
+        one.calls.renew(one)
+        schedule, orders = one.schedule(key, nano_batch), None
+        if one.orders is not None:
+            orders = one.orders.call((number, nano_batch), key, need, rule, modes, has_sinks)
+        # Between two attentions of a layer that is cut lies attention of the other nano-batch.
+        timed = modes.returns and (self.interleaved or self.nano_batch is None)
+        return CallSetup(
+            schedule, kernel, one.transport, rule, modes, one.counts, nano_batch, label,
+            one.aside if schedule.beside else None, one.turn, number, orders,
+            one.stretches(nano_batch) if timed else None,
+        )  # fmt: skip
 
     def _without_heads(self, layer: LayerInput) -> torch.Tensor:
         """O [T, 0, V] on a rank to which none of a layer's heads fell: it only plans, because ranks with other

@@ -13,7 +13,8 @@ and nobody waits for it before served tasks run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -33,15 +34,7 @@ class Parked:
     def __init__(
         self, parking: Parking, kept: Kept, inputs: tuple[torch.Tensor, ...], label: str, saved_plainly: bool
     ) -> None:
-        """Begin to park.
-
-        Args:
-            parking: where.
-            kept: what the forward kept.
-            inputs: Q, K and V.
-            label: the layer, in errors.
-            saved_plainly: what `is_saved_plainly` said around the layer.
-        """
+        """Begin to park. `inputs`: Q, K and V; `saved_plainly`: what `is_saved_plainly` said around the layer."""
         o_THV, lse_TH, *served = kept.tensors()
         self.has_inputs = saved_plainly
         """Q, K and V are parked too: autograd need not save them."""
@@ -87,20 +80,15 @@ class ServedLater(Sequence[ServedOutputs]):
 
     def __init__(self, parcel: Parcel, rest: HeldByAutograd) -> None:
         self._parcel, self._rest = parcel, rest
-        self._found: tuple[ServedOutputs, ...] | None = None
+
+    @cached_property
+    def _found(self) -> tuple[ServedOutputs, ...]:
+        return self._rest.served(self._parcel.take())
 
     def __len__(self) -> int:
         return self._rest.waves
 
-    @overload
-    def __getitem__(self, wave: int) -> ServedOutputs: ...
-
-    @overload
-    def __getitem__(self, wave: slice) -> tuple[ServedOutputs, ...]: ...
-
-    def __getitem__(self, wave: int | slice) -> ServedOutputs | tuple[ServedOutputs, ...]:
-        if self._found is None:
-            self._found = self._rest.served(self._parcel.take())
+    def __getitem__(self, wave: Any) -> Any:
         return self._found[wave]
 
 

@@ -13,10 +13,10 @@ are plain ones and everything else is the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -56,7 +56,8 @@ class Parking:
         self.blocks = 0
         """How many blocks were made; they stay until the session closes."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free: list[torch.Tensor] = []
+        self.free: list[torch.Tensor] = []
+        """Blocks that no parcel has."""
         self._parcels: WeakValueDictionary[int, Parcel] = WeakValueDictionary()
         """Those that are wanted early, in the order in which they were parked."""
         self._leaving: list[Parcel] = []
@@ -65,7 +66,6 @@ class Parking:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that parking holds."""
         return self.blocks * self.block
 
     def park(self, tensors: Sequence[torch.Tensor], label: str, wanted_early: bool = True) -> Parcel:
@@ -93,9 +93,14 @@ class Parking:
 
     def let_go(self, parcel: Parcel) -> None:
         """Give back the device memory of one parcel now, if it is still there."""
-        if parcel in self._leaving:
-            self._leaving.remove(parcel)
+        if self.stay(parcel):
             parcel.leave()
+
+    def stay(self, parcel: Parcel) -> bool:
+        """A parcel is wanted again before it has left; False where it has."""
+        leaves = parcel in self._leaving
+        self._leaving = [one for one in self._leaving if one is not parcel]
+        return leaves
 
     def fetch_before(self, number: int) -> None:
         """Begin to bring back what was parked before the parcel of that number and is wanted early: backward needs it
@@ -103,12 +108,6 @@ class Parking:
         before = [one for one in self._parcels.values() if one.number < number and one.is_away]
         if before:
             max(before, key=lambda one: one.number).fetch()
-
-    def stay(self, parcel: Parcel) -> None:
-        """A parcel is wanted again before it has left."""
-        self._leaving = [one for one in self._leaving if one is not parcel]
-
-    # For parcels
 
     def take_blocks(self, size: int, label: str) -> list[torch.Tensor]:
         """Blocks for `size` bytes.
@@ -118,25 +117,19 @@ class Parking:
         is collected on the thread that holds it, too.
         """
         count = -(-size // self.block)
-        missing = count - len(self._free)
-        if missing > 0:
+        if (missing := count - len(self.free)) > 0:
             self._grow(missing, label)
-        return [self._free.pop() for _ in range(count)]
+        return [self.free.pop() for _ in range(count)]
 
-    def give_blocks(self, blocks: list[torch.Tensor]) -> None:
-        """Blocks that hold nothing any more. Whoever is next copies on the same stream, after all that was queued."""
-        self._free.extend(blocks)
-
-    def copying(self) -> AbstractContextManager[Any]:
-        """Copies run here, after what the current stream has to do by now."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
-
-    def copied(self) -> torch.cuda.Event | None:
-        """When all copies so far are done."""
-        return None if self._stream is None else self._stream.record_event()
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
+        """Copy second ones into first ones, after what the current stream has to do by now; when that is done."""
+        stream = self._stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for to, of in pairs:
+                to.copy_(of, non_blocking=True)
+        return None if stream is None else stream.record_event()
 
     def wait_for(self, copied: torch.cuda.Event | None) -> None:
         """Let the current stream wait; the host goes on."""
@@ -144,8 +137,7 @@ class Parking:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
     def leave_to_copies(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Tensors that are about to be freed, by whatever thread: their memory is nobody's before all copies so far
-        are done."""
+        """What is about to be freed, by whatever thread: its memory is nobody's before all copies so far are done."""
         if self._stream is not None:
             leave_to_streams(tensors, [self._stream])
 
@@ -168,16 +160,15 @@ class Parking:
                 'rank, or set "keep" to "device", with which attention keeps this on the GPU, or '
                 '"recompute_attention": true, with which it keeps nothing'
             )
-        self._free += made
+        self.free += made
         self.blocks += count
         logger.debug("parking holds %d MiB of host memory", self.host_bytes >> 20)
 
 
 class Parcel:
-    """Tensors of one call: on the device, in host memory, or on the way."""
+    """Tensors of one call: on the device, in host memory, or on the way. Made by Parking.park."""
 
     def __init__(self, parking: Parking, number: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to copy them out; see Parking.park."""
         self._blocks: list[torch.Tensor] = []
         self.parking, self.number, self.label = parking, number, label
         self._here: list[torch.Tensor] | None = list(tensors)
@@ -187,18 +178,13 @@ class Parcel:
         sources, size = [], 0
         for x in tensors:
             source, order = in_memory_order(x)
-            back = tuple(order.index(d) for d in range(len(order)))
-            self._packed.append(Packed(size, source.shape, back, x.dtype))
+            self._packed.append(Packed(size, source.shape, tuple(map(order.index, range(x.dim()))), x.dtype))
             sources.append(source)
             size += -(-source.numel() * source.element_size() // ALIGNMENT) * ALIGNMENT
         self._copying: list[torch.Tensor] | None = sources
         """What copies read or write, held meanwhile: a copy of a tensor with gaps is nobody else's."""
         self._blocks = parking.take_blocks(size, label)
-        with parking.copying():
-            for source, packed in zip(sources, self._packed, strict=True):
-                for host, part in self._pieces(source, packed):
-                    host.copy_(part, non_blocking=True)
-        self._copied = parking.copied()
+        self._copied = parking.copy(self._pieces(sources))
 
     @property
     def is_away(self) -> bool:
@@ -214,14 +200,11 @@ class Parcel:
 
     def fetch(self) -> None:
         """Begin to copy them back, into memory of the current stream, behind what that has to do."""
-        device = self.parking.device
         # Where memory runs out here, the parcel stays as it is.
-        self._copying = [torch.empty(packed.shape, dtype=packed.dtype, device=device) for packed in self._packed]
-        with self.parking.copying():
-            for target, packed in zip(self._copying, self._packed, strict=True):
-                for host, part in self._pieces(target, packed):
-                    part.copy_(host, non_blocking=True)
-        self._copied = self.parking.copied()
+        self._copying = [
+            torch.empty(packed.shape, dtype=packed.dtype, device=self.parking.device) for packed in self._packed
+        ]
+        self._copied = self.parking.copy((part, host) for host, part in self._pieces(self._copying))
         self._here = [x.permute(packed.back) for x, packed in zip(self._copying, self._packed, strict=True)]
         self._versions = [x._version for x in self._here]
 
@@ -239,15 +222,16 @@ class Parcel:
         self._give_blocks()
         return here
 
-    def _pieces(self, x: torch.Tensor, packed: Packed) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of blocks and the parts of a tensor, as bytes, that belong together."""
-        flat, block = x.view(-1).view(torch.uint8), self.parking.block
-        done = 0
-        while done < len(flat):
-            number, begin = divmod(packed.begin + done, block)
-            count = min(block - begin, len(flat) - done)
-            yield self._blocks[number][begin : begin + count], flat[done : done + count]
-            done += count
+    def _pieces(self, tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of blocks and the parts of tensors, as bytes, that belong together."""
+        block = self.parking.block
+        for x, packed in zip(tensors, self._packed, strict=True):
+            flat, done = x.view(-1).view(torch.uint8), 0
+            while done < len(flat):
+                number, begin = divmod(packed.begin + done, block)
+                count = min(block - begin, len(flat) - done)
+                yield self._blocks[number][begin : begin + count], flat[done : done + count]
+                done += count
 
     def _check_unchanged(self) -> None:
         """Raise where a tensor was changed in place, as autograd does for what it holds."""
@@ -258,8 +242,9 @@ class Parcel:
             )
 
     def _give_blocks(self) -> None:
+        """They hold nothing any more. Whoever is next copies on the same stream, after all that was queued."""
         blocks, self._blocks = self._blocks, []
-        self.parking.give_blocks(blocks)
+        self.parking.free.extend(blocks)
 
     def __del__(self) -> None:
         # No backward came. Where garbage was collected this is any thread, whose stream says nothing of whose memory

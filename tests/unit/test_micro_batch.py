@@ -107,7 +107,7 @@ def test_waves_that_memory_asks_for_run_in_turn(limit: float, waves: int, planne
     one.make_plan = lambda tick, key: replace(plan(tick, key), waves=planned)
     found = one.schedule(FULL, 0)
     assert len(found.waves) == waves and found.beside is beside
-    setup = one.set_up((0, 0), FULL, None, None, MaskRule(1.0), Modes(), LABEL, False, False)  # type: ignore[arg-type]
+    setup = descriptor(one)._set_up(0, FULL, None, None, MaskRule(1.0), LABEL, False)  # type: ignore[arg-type]
     assert (setup.aside is one.aside) is beside
 
 

@@ -62,7 +62,7 @@ def test_what_comes_back_is_what_left(name: str) -> None:
     parcel = lot.park([before, given, after], LABEL)
     lot.settle()
     assert parcel.is_away
-    for block in lot._free:
+    for block in lot.free:
         block.fill_(255)
     found = parcel.take()
     assert torch.equal(found[1], expected) and torch.equal(found[0], before) and torch.equal(found[2], after)
@@ -101,7 +101,7 @@ def test_blocks_are_used_again() -> None:
         for parcel in reversed(parcels):
             parcel.take()
         del parcels, parcel
-    assert (lot.blocks, lot.host_bytes, len(lot._free)) == (6, 6 * BLOCK, 6)
+    assert (lot.blocks, lot.host_bytes, len(lot.free)) == (6, 6 * BLOCK, 6)
 
 
 class Raced(list[torch.Tensor]):
@@ -132,9 +132,9 @@ def test_no_block_is_given_to_two_parcels() -> None:
     lot.settle()
     for parcel in kept[:2]:
         parcel.take()
-    lot._free = Raced(lot._free, kept.clear)
+    lot.free = Raced(lot.free, kept.clear)
     first, second = (lot.park([numbers(BLOCK // 4)], LABEL) for _ in range(2))
-    held = [*first._blocks, *second._blocks, *lot._free]
+    held = [*first._blocks, *second._blocks, *lot.free]
     assert len({id(block) for block in held}) == len(held) == lot.blocks == 3
 
 
@@ -291,7 +291,8 @@ def test_memory_of_copies_when_nobody_wants_a_parcel(
         parcels[0].leave()
         with monkeypatch.context() as patch:
             if "error" in way:
-                patch.setattr(lot, "copied", lambda: 1 / 0)
+                copy = lot.copy
+                patch.setattr(lot, "copy", lambda pairs: (copy(pairs), 1 / 0))
                 with pytest.raises(ZeroDivisionError):
                     parcels[0].fetch()
             else:
@@ -304,7 +305,7 @@ def test_memory_of_copies_when_nobody_wants_a_parcel(
         collector.join()
     assert set(asked) == copied and {id(one) for streams in asked.values() for one in streams} == {id(side)}
     assert not training.is_after(side), "nothing waits"
-    assert len(lot._free) == lot.blocks
+    assert len(lot.free) == lot.blocks
 
 
 # Layers
@@ -349,7 +350,7 @@ def test_gradients_of_parked_layers(way: str) -> None:
     gradients = torch.autograd.grad(found.sum(), mine) if way != "reentrant" else backward(found, mine)
     assert torch.equal(found, right)
     assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
-    assert len(lot._free) == lot.blocks > 0
+    assert len(lot.free) == lot.blocks > 0
     assert not any(call.parked for call in calls)
 
 
@@ -391,7 +392,7 @@ def test_what_servers_keep_is_parked_too(name: str, offload: bool, waves: int) -
         assert len(call.state._served._packed) == 2 * len(call.setup.schedule.waves)
     ranks.backward(outputs)
     assert max(ranks.errors(outputs).values()) < 1e-12
-    assert len(lot._free) == lot.blocks
+    assert len(lot.free) == lot.blocks
 
 
 def kept_with_served() -> Kept:
