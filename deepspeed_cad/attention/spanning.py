@@ -28,6 +28,7 @@ from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Transport
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.schedule import HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
+from deepspeed_cad.schedule.tables import expand
 from deepspeed_cad.shares import divide
 
 
@@ -67,12 +68,12 @@ class Heads:
 
     def leave(self, rows_GnX: torch.Tensor) -> list[torch.Tensor]:
         """Rows of each wave, as they leave home. Differentiable."""
-        ordered: torch.Tensor = _Order.apply(rows_GnX, self.index)
+        ordered: torch.Tensor = _Order.apply(rows_GnX, self.index, None)
         return list(ordered.split([wave.way.out.query_tokens for wave in self.waves]))
 
     def come_home(self, waves: list[torch.Tensor], groups: int) -> torch.Tensor:
         """The reverse: [G, n, …]."""
-        found: torch.Tensor = _Place.apply(torch.cat(waves), self.index, groups)
+        found: torch.Tensor = _Order.apply(torch.cat(waves), self.index, groups)
         return found
 
 
@@ -113,22 +114,19 @@ class Spanning:
         pieces = self._pieces = segments.select(order[several[order]])
         self._rank, self._ranks, self._transport, self._turn = rank, layout.ranks, transport, turn
         self._device, self._memory = device, memory
-        sizes, self._base = pieces.end - pieces.begin, np.zeros(len(pieces), np.int64)
-        for one in range(layout.ranks):
-            at = pieces.rank == one
-            self._base[at] = np.cumsum(sizes[at]) - sizes[at]
-        self._rows_of_rank = np.bincount(pieces.rank, weights=sizes, minlength=layout.ranks).astype(np.int64)
+        self._sizes = pieces.end - pieces.begin
+        self._base, _ = self._in_turn(pieces.rank, self._sizes)
         mine = pieces.rank == rank
-        self.rows: Ints = np.concatenate(
-            [np.arange(first, first + size) for first, size in zip(pieces.offset[mine], sizes[mine])]
-            or [np.zeros(0, np.int64)]
-        )
+        self.rows: Ints = expand(pieces.offset[mine], self._sizes[mine])
         """[n] rows of this rank's token buffer."""
         self.widest = int(pieces.count_ranks()[1].max(initial=1))
         """Ranks of the document that lies on most."""
-        self._held = np.zeros((len(np.unique(pieces.document)), layout.ranks), np.int64)
+        names, self._first, of, self._count = np.unique(
+            pieces.document, return_index=True, return_inverse=True, return_counts=True
+        )
+        self._held = np.zeros((len(names), layout.ranks), np.int64)
         """[documents, ranks] rows."""
-        np.add.at(self._held, (np.unique(pieces.document, return_inverse=True)[1], pieces.rank), sizes)
+        np.add.at(self._held, (of, pieces.rank), self._sizes)
         self._heads: dict[tuple[int, int], Heads] = {}
         self._before: dict[int, Before] = {}
         self._layers: dict[Hashable, int] = {}
@@ -141,7 +139,7 @@ class Spanning:
         Raises CADError, the same on all ranks, where one group at a time is more than there is memory for.
         """
         if (groups, size) not in self._heads:
-            widths = np.array([divide(groups, held) for held in self._held]).reshape(self._held.shape)
+            widths = np.array([divide(groups, held) for held in self._held], np.int64).reshape(self._held.shape)
             self._heads[groups, size] = self._divide(self._cut(widths, size, label))
         return self._heads[groups, size]
 
@@ -209,68 +207,68 @@ class Spanning:
         return cuts
 
     def _divide(self, cuts: list[Ints]) -> Heads:
-        own: list[Ints] = [np.zeros((2, 0), np.int64)]
-        waves = [self._one_wave(begins, ends, own) for begins, ends in itertools.pairwise(cuts)]
-        group, row = (torch.from_numpy(one).to(self._device) for one in np.concatenate(own, axis=1))
-        return Heads(waves, (group, row))
+        parts = [self._one_wave(begins, ends) for begins, ends in itertools.pairwise(cuts)]
+        group, row = (self._to_device(np.concatenate(own)) for own in zip(*(own for _, own in parts)))
+        return Heads([wave for wave, _ in parts], (group, row))
 
-    def _one_wave(self, begins: Ints, ends: Ints, own: list[Ints]) -> Wave:
-        """`begins` and `ends`: [documents, ranks] of the head groups; `own` gets groups and rows that leave here."""
-        pieces, table, shares = self._pieces, [], []
-        names = np.unique(pieces.document)
-        left, landed = np.zeros(self._ranks, np.int64), np.zeros(self._ranks, np.int64)
-        for document, name in enumerate(names):
-            of, tokens = np.flatnonzero(pieces.document == name), int(self._held[document].sum())
-            for server in range(self._ranks):
-                begin, end = int(begins[document, server]), int(ends[document, server])
-                for group in range(begin, end):
-                    for at in of:
-                        home, size = int(pieces.rank[at]), int(pieces.end[at] - pieces.begin[at])
-                        table.append((home, left[home], server, landed[server] + pieces.begin[at], size))
-                        left[home] += size
-                        if home == self._rank:
-                            rows = self._base[at] + np.arange(size)
-                            own.append(np.stack([np.full(size, group), rows]))
-                    landed[server] += tokens
-                if server == self._rank and begin < end:
-                    shares.append(Share(tokens, begin, end))
-        return Wave(self._way(table, left, landed), shares)
+    def _one_wave(self, begins: Ints, ends: Ints) -> tuple[Wave, tuple[Ints, Ints]]:
+        """`begins` and `ends`: [documents, ranks] of the head groups. Also groups and rows that leave here."""
+        pieces, tokens = self._pieces, self._held.sum(1)
+        # A unit is a head group of a document, with the server that runs it; each piece of the document goes there.
+        counts = (ends - begins).reshape(-1)
+        document, server = np.divmod(np.repeat(np.arange(len(counts)), counts), self._ranks)
+        group = expand(begins.reshape(-1), counts)
+        begin, landed = self._in_turn(server, tokens[document])
+        unit = np.repeat(np.arange(len(group)), self._count[document])
+        piece = expand(self._first[document], self._count[document])
+        home, size = pieces.rank[piece], self._sizes[piece]
+        home_row, left = self._in_turn(home, size)
+        table = np.stack([home, home_row, server[unit], begin[unit] + pieces.begin[piece], size], axis=1)
+        mine, held = home == self._rank, begins[:, self._rank] < ends[:, self._rank]
+        shares = [Share(*map(int, one)) for one in zip(tokens[held], *(x[held, self._rank] for x in (begins, ends)))]
+        own = np.repeat(group[unit[mine]], size[mine]), expand(self._base[piece[mine]], size[mine])
+        return Wave(self._way(table, left, landed), shares), own
 
     def _look_back(self, count: int) -> Before:
-        pieces, table = self._pieces, []
-        sent, landed = np.zeros(self._ranks, np.int64), np.zeros(self._ranks, np.int64)
-        own_sent: list[Ints] = []
-        joined: list[Ints] = []
-        n = int(self._rows_of_rank[self._rank])
-        for at in range(len(pieces)):
-            begin, rank = int(pieces.begin[at]), int(pieces.rank[at])
-            came = np.zeros(count, np.int64)
-            for other in range(at - 1, -1, -1):
-                if pieces.document[other] != pieces.document[at] or pieces.end[other] <= begin - count:
-                    break
-                low, high = max(int(pieces.begin[other]), begin - count), int(pieces.end[other])
-                home, first = int(pieces.rank[other]), int(self._base[other] + low - pieces.begin[other])
-                table.append((home, sent[home], rank, landed[rank], high - low))
-                came[count - begin + low : count - begin + high] = 1 + n + landed[rank] + np.arange(high - low)
-                if home == self._rank:
-                    own_sent.append(np.arange(first, first + high - low))
-                sent[home] += high - low
-                landed[rank] += high - low
-            if rank == self._rank:
-                joined += [came, 1 + self._base[at] + np.arange(pieces.end[at] - begin)]
+        pieces, me, n = self._pieces, self._rank, len(self.rows)
+        wanted = pieces.begin - count
+        near = (pieces.document[:, None] == pieces.document) & (pieces.end > wanted[:, None])
+        at, other = np.nonzero(np.tril(near, -1))
+        low = np.maximum(pieces.begin[other], wanted[at])
+        size, home, server = pieces.end[other] - low, pieces.rank[other], pieces.rank[at]
+        (home_row, sent), (server_row, landed) = self._in_turn(home, size), self._in_turn(server, size)
+        leaves, comes, mine = home == me, server == me, pieces.rank == me
+        first = self._base[other] + low - pieces.begin[other]
+        # Each piece of this rank has `count` rows in front of it.
+        lengths = (count + self._sizes) * mine
+        begin = np.cumsum(lengths) - lengths + count
+        joined = np.zeros(int(lengths.sum()), np.int64)
+        joined[expand(begin[mine], self._sizes[mine])] = 1 + np.arange(n)
+        into = expand((begin[at] + low - pieces.begin[at])[comes], size[comes])
+        joined[into] = 1 + n + expand(server_row[comes], size[comes])
         # A rank without any has a stand-in of one row.
-        chosen = np.concatenate(joined) if n else np.ones(1, np.int64)
-        own = np.flatnonzero((chosen > 0) & (chosen <= max(n, 1)))
-        gathered = np.concatenate([*own_sent, np.zeros(0, np.int64)])
-        tensors = (torch.from_numpy(one).to(self._device) for one in (gathered, chosen, own))
+        joined = joined if n else np.ones(1, np.int64)
+        own = np.flatnonzero((joined > 0) & (joined <= max(n, 1)))
+        tensors = (self._to_device(one) for one in (expand(first[leaves], size[leaves]), joined, own))
+        table = np.stack([home, home_row, server, server_row, size], axis=1)
         return Before(self._way(table, sent, landed), *tensors)
 
-    def _way(self, table: list[Any], at_home: Ints, landed: Ints) -> Way:
+    def _in_turn(self, rank: Ints, size: Ints) -> tuple[Ints, Ints]:
+        """Where parts begin that lie one behind the other on each rank, and [ranks] rows of all of them."""
+        begin = np.zeros(len(size), np.int64)
+        for one in range(self._ranks):
+            here = rank == one
+            begin[here] = np.cumsum(size[here]) - size[here]
+        return begin, np.bincount(rank, weights=size, minlength=self._ranks).astype(np.int64)
+
+    def _to_device(self, index: Ints) -> torch.Tensor:
+        return torch.from_numpy(index).to(self._device)
+
+    def _way(self, table: Ints, at_home: Ints, landed: Ints) -> Way:
         """`table`: home, its row, server, its row, rows of each slice."""
         slices = np.zeros((len(table), 8), np.int64)
         slices[:, KIND] = QUERY
-        if table:
-            slices[:, [HOME, HOME_ROW, SERVER, SERVER_ROW, ROWS]] = np.array(table, np.int64)
+        slices[:, [HOME, HOME_ROW, SERVER, SERVER_ROW, ROWS]] = table
         back = slices.copy()
         back[:, [HOME, HOME_ROW, SERVER, SERVER_ROW]] = slices[:, [SERVER, SERVER_ROW, HOME, HOME_ROW]]
         return Way(self._schedule(slices, at_home, landed), self._schedule(back, landed, at_home))
@@ -309,32 +307,24 @@ class _Move(torch.autograd.Function):
 
 
 class _Order(torch.autograd.Function):
-    """Rows [G, n, …] in another order, [G · n, …]: each once, so a backward writes and adds nothing."""
+    """Rows [G, n, …] in another order, [G · n, …], or, with `groups`, back: each once, so a backward writes and adds
+    nothing."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        ctx.given = index, rows.shape[0]
+    def forward(
+        ctx: Any, rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int | None
+    ) -> torch.Tensor:
+        ctx.given = index, rows.shape[0] if groups is None else None
+        return _ordered(rows, index, groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _ordered(gradient, *ctx.given), None, None
+
+
+def _ordered(rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int | None) -> torch.Tensor:
+    if groups is None:
         return rows[index]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _placed(gradient, *ctx.given), None
-
-
-class _Place(torch.autograd.Function):
-    """The reverse."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int) -> torch.Tensor:
-        ctx.index = index
-        return _placed(rows, index, groups)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient[ctx.index], None, None
-
-
-def _placed(rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int) -> torch.Tensor:
     found = rows.new_empty(groups, len(rows) // groups, *rows.shape[1:])
     found[index] = rows
     return found
