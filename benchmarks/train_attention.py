@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
-from deepspeed_cad.trace.file import covered
+from deepspeed_cad.trace import covered
 
 
 class Stopwatch:

@@ -53,7 +53,7 @@ from deepspeed_cad.report.unused_keys import unused_keys
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.server.meeting import transports_of
 from deepspeed_cad.shares import Replica
-from deepspeed_cad.trace.record import open_tracer
+from deepspeed_cad.trace import open_tracer
 
 logger = logging.getLogger("deepspeed_cad")
 

@@ -76,7 +76,7 @@ def start_backward(
         Outgoing(QUERY, by_group(do_THV, k_UKD)), Outgoing(QUERY, by_group(q_THD, k_UKD)),
         Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV),
     ]  # fmt: skip
-    out = setup.dispatch("dO, Q, K, V out", fields, backward=True)
+    out = setup.dispatch(fields, backward=True)
     if at_once:
         setup.begin(out, backward=True)
     return BackwardStarted(do_THV, q_THD, k_UKD, v_UKV, kept, out)
@@ -111,7 +111,7 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
         made = serve_arrived_backward(setup, wave, started, kept.served[wave], arrived, own)
-        return None, setup.give_back("dQ, dK, dV back", wave, gradients_back(made, own, landing), backward=True)
+        return None, setup.give_back(wave, gradients_back(made, own, landing), backward=True)
 
     _, back = run_tasks(setup, started.out, run, serve, backward=True)
     return BackwardServed(started, own, landing, back)

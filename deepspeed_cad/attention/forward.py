@@ -116,7 +116,7 @@ def start_forward(
         # One row per token: transports take rows of all fields alike.
         rows_TH = sinks_H.to(lse_dtype(q_THD.dtype)).expand(q_THD.shape[0], -1)
         fields.append(Outgoing(QUERY, rows_TH.unflatten(1, (k_UKD.shape[1], -1)).contiguous()))
-    out = setup.dispatch("Q, K, V out", fields)
+    out = setup.dispatch(fields)
     if at_once:
         setup.begin(out)
     return ForwardStarted(q_THD, k_UKD, v_UKV, None if sinks_H is None else sinks_H.clone(), out)
@@ -132,7 +132,7 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
         served = serve_arrived(setup, wave, started, arrived, o, lse)
-        return served, setup.give_back("O back", wave, outputs_back(started, served, o, lse))
+        return served, setup.give_back(wave, outputs_back(started, served, o, lse))
 
     served, back = run_tasks(setup, started.out, run, serve)
     return ForwardServed(started, o, lse, served, back)

@@ -16,8 +16,9 @@ from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
+from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import OUT
-from deepspeed_cad.trace.record import NOT_TRACED, Tracer
+from deepspeed_cad.trace import NOT_TRACED, Tracer
 
 
 @dataclass
@@ -116,13 +117,15 @@ class CallSetup:
         """Where the call runs."""
         return self.schedule.padding.device
 
-    def dispatch(self, what: str, fields: list[Outgoing], backward: bool = False) -> WavesOut:
-        """The exchanges out of a pass, none of which has started; each sends `fields` as they are then.
-
-        `what` names them on the timeline.
-        """
+    def dispatch(self, fields: list[Outgoing], backward: bool = False) -> WavesOut:
+        """The exchanges out of a pass, none of which has started; each sends `fields` as they are then."""
         count = 0 if self.transport is None else len(self.schedule.waves)
-        return WavesOut(count, lambda wave: self._dispatch(what, wave, fields, backward), fields)
+
+        def start(wave: int) -> Dispatched:
+            transport, host, moment = self._exchange(wave, backward, is_return=False)
+            return transport.dispatch(host, fields, self.nano_batch, moment)
+
+        return WavesOut(count, start, fields)
 
     def begin(self, out: WavesOut, backward: bool = False) -> None:
         """Start the exchanges out of the first waves; later ones start as these end."""
@@ -130,35 +133,18 @@ class CallSetup:
             with self.span("dispatch", backward):
                 out.begin()
 
-    def _dispatch(self, what: str, wave: int, fields: list[Outgoing], backward: bool) -> Dispatched:
-        transport, tracer = self.transport, self.counts.tracer
-        assert transport is not None
-        if self.orders is not None:
-            self.orders(False, backward, wave)
-        moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
-
-        def start() -> Dispatched:
-            return transport.dispatch(host, fields, self.nano_batch, moment)
-
-        return start() if tracer is None else tracer.exchange(what, self.nano_batch, backward, transport, start, wave)
-
-    def give_back(self, what: str, wave: int, fields: list[Returning], backward: bool = False) -> Returned:
+    def give_back(self, wave: int, fields: list[Returning], backward: bool = False) -> Returned:
         """Start the exchange back of one wave, on the stream that runs served tasks."""
-        transport, tracer = self.transport, self.counts.tracer
-        assert transport is not None  # nothing was served without one
-        if self.orders is not None:
-            self.orders(True, backward, wave)
-        moment, host = Moment(self.turn, self.layer, backward, wave), self.schedule.waves[wave].host
-
-        def start() -> Returned:
+        transport, host, moment = self._exchange(wave, backward, is_return=True)
+        with self.span("return", backward, aside=self.aside is not None):
             return transport.give_back(host, fields, self.nano_batch, moment)
 
-        with self.span("return", backward, aside=self.aside is not None):
-            return (
-                start()
-                if tracer is None
-                else tracer.exchange(what, self.nano_batch, backward, transport, start, wave, is_return=True)
-            )
+    def _exchange(self, wave: int, backward: bool, is_return: bool) -> tuple[Transport, Schedule, Moment]:
+        """What an exchange that is about to start is made of; servers are told of it."""
+        assert self.transport is not None  # nothing is exchanged without one
+        if self.orders is not None:
+            self.orders(is_return, backward, wave)
+        return self.transport, self.schedule.waves[wave].host, Moment(self.turn, self.layer, backward, wave)
 
     def leave_attention(self, backward: bool) -> None:
         """This nano-batch goes on with what is not attention."""

@@ -11,11 +11,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.server.idle import advise
-from deepspeed_cad.trace.file import find_idle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command with tracing on; gives its exit code. Raises CADError where it left no timeline."""
-    from deepspeed_cad.trace.record import PATH_VARIABLE, STEPS_VARIABLE, WARM_UP
+    # It takes torch along.
+    from deepspeed_cad.trace import PATH_VARIABLE, STEPS_VARIABLE, WARM_UP, find_idle
 
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
@@ -47,14 +46,13 @@ def main(args: argparse.Namespace) -> int:
             + (f", only {', '.join(parts)}" if parts else "")
             + f". CAD must be on in it, and it must train more than {WARM_UP} micro-batches"
         )
-    lines = [*say_idle(json.loads(output.read_text())), f"{output}: open it in https://ui.perfetto.dev"]
+    lines = [*say_idle(*find_idle(json.loads(output.read_text()))), f"{output}: open it in https://ui.perfetto.dev"]
     sys.stdout.write("\n".join(lines) + "\n")
     return code
 
 
-def say_idle(timeline: dict[str, Any]) -> list[str]:
-    """How long ranks were idle, and what to change where servers are reserved and it is too long."""
-    trainers, servers = find_idle(timeline)
+def say_idle(trainers: dict[int, float], servers: dict[int, float]) -> list[str]:
+    """How long ranks were idle (shares, by rank), and what to change where servers are reserved and it is too long."""
     if not trainers:
         return []
     each = [

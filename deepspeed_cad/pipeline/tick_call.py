@@ -47,7 +47,7 @@ def run_forward(
     o, lse = new_outputs(setup.schedule, q_THD, v_TKV)
     groups = k_TKD.shape[1]
     fields = [Outgoing(QUERY, by_group(q_THD, k_TKD)), Outgoing(KEY, k_TKD), Outgoing(KEY, v_TKV)]
-    out = setup.dispatch("Q, K, V out", fields)
+    out = setup.dispatch(fields)
     setup.begin(out)
 
     def run(batches: Batches) -> None:
@@ -61,7 +61,7 @@ def run_forward(
             Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2)),
             Returning(QUERY, lse_RG.contiguous(), lse.unflatten(1, (groups, -1))),
         ]
-        return None, setup.give_back("O, LSE back", wave, back)
+        return None, setup.give_back(wave, back)
 
     _, back = run_tasks(setup, out, run, serve)
     if back is not None:
@@ -91,7 +91,7 @@ def run_backward(
     lse_TKG = lse_TH.unflatten(1, (groups, -1)).transpose(0, 1).contiguous().transpose(0, 1)
     rows = [by_group(x, k_TKD) for x in (do_THV, q_THD, o_THV)]
     fields = [Outgoing(QUERY, x) for x in (*rows, lse_TKG)] + [Outgoing(KEY, x) for x in (k_TKD, v_TKV)]
-    out = setup.dispatch("dO, Q, O, LSE, K, V out", fields, backward=True)
+    out = setup.dispatch(fields, backward=True)
     setup.begin(out, backward=True)
 
     def run(batches: Batches) -> None:
@@ -109,7 +109,7 @@ def run_backward(
             Returning(KEY, dk_S1D.flatten(1), landing[0], add=True),
             Returning(KEY, dv_S1V.flatten(1), landing[1], add=True),
         ]
-        return None, setup.give_back("dQ, dK, dV back", wave, back, backward=True)
+        return None, setup.give_back(wave, back, backward=True)
 
     _, back = run_tasks(setup, out, run, serve, backward=True)
     found = finish_back(setup, back, own, landing)

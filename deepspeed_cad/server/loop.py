@@ -53,7 +53,7 @@ from deepspeed_cad.schedule.waves import Cut, schedule_waves
 from deepspeed_cad.server.orders import DISPATCH, OPEN, PLAN, RELEASE, RETURN, ROOM, TRACE
 from deepspeed_cad.server.serving import ServedPass
 from deepspeed_cad.server.wire import Frame
-from deepspeed_cad.trace.record import Tracer
+from deepspeed_cad.trace import Tracer
 
 logger = logging.getLogger("deepspeed_cad")
 

@@ -60,7 +60,7 @@ from deepspeed_cad.server.meeting import (
     why_not_change,
 )
 from deepspeed_cad.server.orders import REGROUP, TRACE, Leader
-from deepspeed_cad.trace.record import WARM_UP, Tracer
+from deepspeed_cad.trace import WARM_UP, Tracer
 
 logger = logging.getLogger("deepspeed_cad")
 

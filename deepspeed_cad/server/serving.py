@@ -60,9 +60,8 @@ class ServedPass:
         self._expect("return", wave, self.returned)
         if self.served == wave:
             raise CADError(f"{self._words} is told to return wave {wave} before it was served")
-        what = "dQ, dK, dV back" if self.backward else "O back"
         fields, self._ready = self._ready, []
-        self._backs.append(self.setup.give_back(what, wave, fields, self.backward))
+        self._backs.append(self.setup.give_back(wave, fields, self.backward))
         self.returned += 1
         self._serve_next()
         while self.is_over and self._backs:

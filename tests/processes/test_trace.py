@@ -17,7 +17,7 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.cli import main
 from deepspeed_cad.session import close_session
-from deepspeed_cad.trace.record import STEPS, WARM_UP
+from deepspeed_cad.trace import STEPS, WARM_UP
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,10 +58,6 @@ def test_timeline_of_two_ranks(workers: WorkerPool) -> None:
         # One stream does one thing at a time (times are rounded to nanoseconds).
         for one, following in zip(compute, compute[1:]):
             assert following["ts"] >= one["ts"] + one["dur"] - 0.01
-        directions = {"forward": ("Q, K, V out", "O back"), "backward": ("dO, Q, K, V out", "dQ, dK, dV back")}
-        expected = {(name, direction): STEPS * layers for direction, names in directions.items() for name in names}
-        for lane in ("exchange A", "exchange A, wave 2"):
-            assert Counter((e["name"], e["cat"]) for e in _lane(events, rank, lane)) == expected
 
 
 SCRIPT = """

@@ -75,7 +75,7 @@ def make_setup(transport: Transport, call: Call, serves: bool) -> Any:
         span=lambda *_, **__: nullcontext(), label=f"part {call[0]}, layer {call[1]}", turn=0, aside=None, gain=None,
         device=None, counts=SimpleNamespace(waits=SimpleNamespace(timed=lambda *_: nullcontext())),
         modes=SimpleNamespace(local_first=True), transport=transport,
-        give_back=lambda what, wave, fields, backward=False: transport.start("back", call, wave),
+        give_back=lambda wave, fields, backward=False: transport.start("back", call, wave),
         schedule=SimpleNamespace(
             local=((transport.one.own / shares,),) * shares, all_local=(transport.one.own,), serves=serves
         ),
@@ -117,7 +117,7 @@ class Trainer:
             self.clock.add("trainer", "work", "trainer", sum(batches))
 
         def serve(wave: int, arrived: list[Any]) -> tuple[None, Any]:
-            return None, setup.give_back("", wave, [])
+            return None, setup.give_back(wave, [])
 
         self._back[call] = run_tasks(setup, self._out.pop(call), run, serve)[1], setup
 

@@ -160,7 +160,7 @@ def as_trainer(setup: Any, out: WavesOut, serve: Serve) -> Iterator[None]:
     out.begin()
     yield
     _, back = run_tasks(
-        setup, out, lambda batches: None, lambda wave, arrived: (None, setup.give_back("", wave, serve(wave, arrived)))
+        setup, out, lambda batches: None, lambda wave, arrived: (None, setup.give_back(wave, serve(wave, arrived)))
     )
     yield
     back.finish(setup)
@@ -211,7 +211,7 @@ def queue_tick(
             gpus.current.add(lambda x=x, y=y: y.copy_(2 * x))
         return [Returning(QUERY, made[0], target), Returning(KEY, made[1], sums, add=True)]
 
-    def give_back(what: str, wave: int, fields: list[Returning], backward: bool = False) -> Any:
+    def give_back(wave: int, fields: list[Returning], backward: bool = False) -> Any:
         return transport.give_back(parts[wave], fields, nano_batch, Moment(turn, wave=wave))
 
     waits = SimpleNamespace(timed=lambda *_: nullcontext(), beside=lambda *_: None)

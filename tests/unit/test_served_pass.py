@@ -25,7 +25,7 @@ class UnderWay:
 def setup(events: Events, waves: int) -> Any:
     """What a pass needs of its call."""
 
-    def give_back(what: str, wave: int, fields: list, backward: bool) -> UnderWay:
+    def give_back(wave: int, fields: list, backward: bool) -> UnderWay:
         events.append(("return", wave))
         return UnderWay(events, "placed", wave)
 
@@ -52,7 +52,7 @@ def of_a_trainer(waves: int) -> Events:
 
     def serve(wave: int, arrived: list) -> Any:
         events.append(("served", wave))
-        return None, call.give_back("O back", wave, [], False)
+        return None, call.give_back(wave, [], False)
 
     run_tasks(call, under_way, lambda batches: None, serve)[1].finish(call)
     return events

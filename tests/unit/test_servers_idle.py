@@ -13,7 +13,7 @@ from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.session import Session
-from deepspeed_cad.trace.file import COMPUTE, STEP, Span, covered, find_idle, to_events
+from deepspeed_cad.trace import COMPUTE, STEP, Span, covered, find_idle, to_events
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_idle_in_a_timeline() -> None:
 
 
 def test_who_is_idle_in_words() -> None:
-    first, second = say_idle(_timeline())
+    first, second = say_idle(*find_idle(_timeline()))
     assert first == "idle: trainer 0 20%, trainer 1 0%, server 2 35%"
     assert "servers were idle for 35% and trainers waited for 10% of these micro-batches" in second
     assert 'none ("servers": "all")' in second
-    assert say_idle(_timeline(serves=False)) == ["idle: rank 0 20%, rank 1 0%"]
+    assert say_idle(*find_idle(_timeline(serves=False))) == ["idle: rank 0 20%, rank 1 0%"]

@@ -5,15 +5,28 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from deepspeed_cad.cli import main
-from deepspeed_cad.trace.file import ASIDE, COMPUTE, MODEL, STEP, Span, merge_parts, name_gaps, part_path, to_events
-from deepspeed_cad.trace.record import NOT_TRACED, PATH_VARIABLE, STEPS_VARIABLE, WARM_UP, Tracer, open_tracer
+from deepspeed_cad.trace import (
+    ASIDE,
+    COMPUTE,
+    MODEL,
+    NOT_TRACED,
+    PATH_VARIABLE,
+    STEP,
+    STEPS_VARIABLE,
+    WARM_UP,
+    Span,
+    Tracer,
+    merge_parts,
+    name_gaps,
+    open_tracer,
+    part_path,
+    to_events,
+)
 
 CPU = torch.device("cpu")
 
@@ -32,21 +45,18 @@ def test_events_of_a_rank() -> None:
         Span(STEP, "micro-batch 2", None, False, 0.0, 0.5),
         Span(COMPUTE, "local", 1, True, 0.0, 0.5, {"layer": "x"}),
         Span(ASIDE, "served", 0, False, 0.25, 0.5),
-        Span("exchange B", "O back", 1, False, 0.25, 0.5, {"MiB sent": 1.5}),
     ]
     events = to_events(7, spans)
     assert all(event["pid"] == 7 for event in events)
-    lanes = [STEP, COMPUTE, ASIDE, "exchange A", "exchange B"]
+    lanes = [STEP, COMPUTE, ASIDE]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 7"]
     assert {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"} == dict(enumerate(lanes))
     found = {e["name"]: (lanes[e["tid"]], e["cat"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"}
     assert found == {
-        "micro-batch 2": (STEP, "forward", 0.0, 0.5e6, {"direction": "forward"}),
-        "local B": (COMPUTE, "backward", 0.0, 0.5e6, {"direction": "backward", "layer": "x"}),
-        "served A": (ASIDE, "forward", 0.25e6, 0.25e6, {"direction": "forward"}),
-        "O back": ("exchange B", "forward", 0.25e6, 0.25e6, {"direction": "forward", "MiB sent": 1.5}),
+        "micro-batch 2": (STEP, "forward", 0.0, 0.5e6, {}),
+        "local B": (COMPUTE, "backward", 0.0, 0.5e6, {"layer": "x"}),
+        "served A": (ASIDE, "forward", 0.25e6, 0.25e6, {}),
     }
-    assert "serving stream" not in json.dumps(to_events(7, spans[:2]))
 
 
 def test_what_lies_between_spans_is_the_model() -> None:
@@ -107,31 +117,8 @@ def test_nothing_is_recorded_while_off(tmp_path: Path) -> None:
     tracer = Tracer(str(stale), 1, CPU, 0, 1)
     assert not stale.exists()
     assert tracer.span("local", 0, "layer", False) is NOT_TRACED
-    under_way: Any = SimpleNamespace(wait=lambda: "arrived")
-    assert tracer.exchange("O back", 0, False, SimpleNamespace(), lambda: under_way) is under_way  # type: ignore[arg-type, type-var]
     tracer.finish()
     assert not tracer._spans and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("has_stream", [True, False])
-def test_exchanges_end_with_their_copies_or_with_the_wait(tmp_path: Path, has_stream: bool) -> None:
-    """A return that may start before its dispatch is over has a lane of its own."""
-    tracer = recording(tmp_path)
-    transport: Any = SimpleNamespace(bytes_sent=1 << 20, stream=object() if has_stream else None, two_ways=has_stream)
-
-    def start() -> Any:
-        transport.bytes_sent += 3 << 19
-        return SimpleNamespace(wait=lambda: "arrived")
-
-    under_way = tracer.exchange("dO out", 1, True, transport, start, 1, is_return=True)
-    span = tracer._spans[-1]
-    assert span.lane == "exchange B, wave 2" + (" back" if has_stream else "")
-    assert (span.what, span.nano_batch, span.backward, span.details) == ("dO out", 1, True, {"MiB sent": 1.5})
-    assert (span.end is not None) == has_stream
-    first = under_way.wait()
-    end = span.end
-    assert first == under_way.wait() == "arrived"
-    assert end is not None and span.end == end >= span.begin
 
 
 def test_who_asks_for_a_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
