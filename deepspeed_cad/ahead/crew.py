@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_cad.attention.call import Calls
+from deepspeed_cad.attention.layer import MicroBatchOrders
 from deepspeed_cad.attention.microbatch import MicroBatch
-from deepspeed_cad.attention.planned import MicroBatchOrders
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.plan import Floats

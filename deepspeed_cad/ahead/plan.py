@@ -22,10 +22,10 @@ from deepspeed_cad.ahead.replicas import of_replicas
 from deepspeed_cad.ahead.starts import Beside
 from deepspeed_cad.ahead.step_message import StepDocuments
 from deepspeed_cad.ahead.worker import Worker
+from deepspeed_cad.attention.layer import Starts, whole_rank_tasks
 from deepspeed_cad.attention.memory import ExchangeMemory, RowBytes, rows_of_layers
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.attention.non_attention import StretchTimes
-from deepspeed_cad.attention.planned import Starts, whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS

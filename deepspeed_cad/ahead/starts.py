@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_cad.attention.planned import Starts
+from deepspeed_cad.attention.layer import Starts
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner.alternation import alternate

@@ -14,9 +14,12 @@ import torch
 
 from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.kernels.interface import Sequences
-from deepspeed_cad.schedule import GROUP, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER_ROW, Batch, Schedule, padding_rows
+from deepspeed_cad.layout import Ints
+from deepspeed_cad.schedule import GROUP, HOME_ROW, KEY, KIND, QUERY, ROWS, Batch, Schedule, padding_rows
 from deepspeed_cad.schedule.room import BACK
 
+FAR = 1 << 40
+"""Rows from one head group to the next, where rows of all of them are numbered."""
 Batches = tuple[tuple[Batch, Sequences], ...]
 """Batches with their cumulative lengths on the device."""
 
@@ -101,83 +104,62 @@ def upload_schedule(
     else:
         local = share_out(batches, len(parts) + 1)
     return DeviceSchedule(
-        tuple(
-            Wave(
-                part,
-                _sequences(part.served, device),
-                _sequences(part.half_local, device),
-                _keys_not_once(part),
-                upload(_served_groups(part), device),
-            )
-            for part in parts
-        ),
-        tuple(_sequences(share, device) for share in local),
-        overlap,
-        upload(padding_rows(parts), device),
-        _keys_return_often(parts),
-        two_streams,
-    )
+        tuple(_wave(part, device) for part in parts), tuple(_sequences(share, device) for share in local), overlap,
+        upload(padding_rows(parts), device), _keys_return_often(parts), two_streams,
+    )  # fmt: skip
+
+
+def _wave(part: Schedule, device: torch.device) -> Wave:
+    served, half_local = _sequences(part.served, device), _sequences(part.half_local, device)
+    return Wave(part, served, half_local, _keys_not_once(part), upload(_served_groups(part), device))
 
 
 def _sequences(batches: tuple[Batch, ...], device: torch.device) -> Batches:
-    return tuple(
-        (
-            batch,
-            Sequences(
-                batch.cu_q, batch.cu_k, upload(batch.cu_q, device), upload(batch.cu_k, device), batch.max_q, batch.max_k
-            ),
-        )
-        for batch in batches
-    )
+    def of(b: Batch) -> Sequences:
+        return Sequences(b.cu_q, b.cu_k, upload(b.cu_q, device), upload(b.cu_k, device), b.max_q, b.max_k)
+
+    return tuple((batch, of(batch)) for batch in batches)
 
 
-def _served_groups(schedule: Schedule) -> np.ndarray:
+def _served_groups(schedule: Schedule) -> Ints:
     group = np.zeros(int(schedule.served_rows[schedule.rank, QUERY]), np.int64)
     for table in (schedule.receives, schedule.own):
         rows = table[table[:, KIND] == QUERY]
-        for first, count, value in rows[:, [SERVER_ROW, ROWS, GROUP]]:
-            group[first : first + count] = value
+        group[schedule.server_index(table, QUERY)] = np.repeat(rows[:, GROUP], rows[:, ROWS])
     return group
 
 
 def _keys_overlap(batches: tuple[Batch, ...]) -> bool:
     """Two batches with common groups and common key rows."""
-    spans = sorted((b.group_begin, b.group_end, b.k_row, b.k_row + b.k_rows) for b in batches)
-    return any(
-        a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3] for i, a in enumerate(spans) for b in spans[i + 1 :]
-    )
+    spans = [(group * FAR + b.k_row, b.k_rows) for b in batches for group in range(b.group_begin, b.group_end)]
+    return sum(rows for _, rows in spans) > _covered(np.array(spans, np.int64))
 
 
 def _keys_return_often(parts: tuple[Schedule, ...]) -> bool:
     """Whether the slices of two waves have common key rows of one group."""
-    tables = [np.concatenate([part.sends, part.own]) for part in parts]
-    return sum(_covered_keys(table) for table in tables) > _covered_keys(np.concatenate(tables))
-
-
-def _covered_keys(slices: np.ndarray) -> int:
-    """Key rows × groups of a home that slices hold, each counted once."""
-    keys = slices[slices[:, KIND] == KEY]
-    if not len(keys):
-        return 0
-    begin = keys[:, GROUP] * (np.int64(1) << 40) + keys[:, HOME_ROW]
-    order = np.argsort(begin)
-    begin, end = begin[order], (begin + keys[:, ROWS])[order]
-    before = np.concatenate([begin[:1], np.maximum.accumulate(end)[:-1]])
-    return int(np.maximum(end - np.maximum(begin, before), 0).sum())
+    spans = []
+    for part in parts:
+        table = np.concatenate([part.sends, part.own])
+        keys = table[table[:, KIND] == KEY]
+        spans.append(np.stack([keys[:, GROUP] * FAR + keys[:, HOME_ROW], keys[:, ROWS]], axis=1))
+    return sum(map(_covered, spans)) > _covered(np.concatenate(spans))
 
 
 def _keys_not_once(schedule: Schedule) -> bool:
     """Whether some key row that landed is read by no batch, or by several."""
-    spans = [(b.k_row, b.k_row + b.k_rows) for b in schedule.served]
+    spans = [(b.k_row, b.k_rows) for b in schedule.served]
     for b in schedule.half_local:
-        begins = (b.k_row + number * b.k_step for number in range(b.group_end - b.group_begin))
-        spans += [(begin, begin + b.k_rows) for begin in begins]
-    at = 0
-    for begin, end in sorted(spans):
-        if begin != at:
-            return True
-        at = end
-    return at != int(schedule.served_rows[schedule.rank, KEY])
+        spans += [(b.k_row + number * b.k_step, b.k_rows) for number in range(b.group_end - b.group_begin)]
+    read, landed = sum(rows for _, rows in spans), int(schedule.served_rows[schedule.rank, KEY])
+    return read != landed or _covered(np.array(spans, np.int64)) != landed
+
+
+def _covered(spans: Ints) -> int:
+    """Rows of spans ([n, 2] first row and rows), each counted once."""
+    spans = spans.reshape(-1, 2)
+    begin, rows = spans[np.argsort(spans[:, 0])].T
+    end = np.maximum.accumulate(begin + rows)
+    return int(np.maximum(end - np.maximum(begin, np.append(begin[:1], end[:-1])), 0).sum())
 
 
 def share_out(batches: tuple[Batch, ...], shares: int) -> list[tuple[Batch, ...]]:

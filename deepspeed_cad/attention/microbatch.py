@@ -17,11 +17,10 @@ import torch
 
 from deepspeed_cad.attention.call import AttentionCall, Calls
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
-from deepspeed_cad.attention.layer import LayerInput, kernel_need
+from deepspeed_cad.attention.layer import LayerInput, MicroBatchOrders, PlanKey, PlannedTick, kernel_need
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.pingpong import RowCut, hand_over
-from deepspeed_cad.attention.planned import MicroBatchOrders, PlanKey, PlannedTick
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.attention.thread_state import in_backward

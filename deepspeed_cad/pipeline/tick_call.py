@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from deepspeed_cad.attention.backward import Gradients, finish_back, new_landing, sinks_gradient, with_packed_heads
-from deepspeed_cad.attention.call import AttentionCall, Unused
+from deepspeed_cad.attention.call import AttentionCall, Unused, is_saved_plainly
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import Kept, version_of
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.overlap import run_tasks
-from deepspeed_cad.attention.parked import is_saved_plainly
 from deepspeed_cad.attention.serve import (
     HomeRows,
     as_received,

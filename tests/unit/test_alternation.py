@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.ahead.starts import Beside
+from deepspeed_cad.attention.layer import Starts
 from deepspeed_cad.attention.microbatch import PlanKey
-from deepspeed_cad.attention.planned import Starts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError

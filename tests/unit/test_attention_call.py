@@ -16,9 +16,8 @@ from deepspeed_cad.attention.backward import sinks_gradient
 from deepspeed_cad.attention.call import Released
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed
-from deepspeed_cad.attention.layer import LayerInput
+from deepspeed_cad.attention.layer import LayerInput, whole_rank_tasks
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
-from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel, MaskRule

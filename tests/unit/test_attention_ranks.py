@@ -17,7 +17,7 @@ from attention_ranks import DIM, GROUPS, HEADS, VALUE, LseTransposed, Ranks
 from deepspeed_cad.attention import overlap
 from deepspeed_cad.attention.call import AttentionCall, Released
 from deepspeed_cad.attention.forward import HeldByAutograd, Kept
-from deepspeed_cad.attention.planned import whole_rank_tasks
+from deepspeed_cad.attention.layer import whole_rank_tasks
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout

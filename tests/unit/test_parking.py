@@ -21,8 +21,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_cad.attention import parking as parking_room
+from deepspeed_cad.attention.call import Parked
 from deepspeed_cad.attention.forward import Kept, ServedOutputs
-from deepspeed_cad.attention.parked import Parked
 from deepspeed_cad.attention.parking import Parcel, Parking, available_host_memory, in_memory_order
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.errors import CADError

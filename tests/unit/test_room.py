@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_cad.attention.layer import whole_rank_tasks
 from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory, rows_of_layers, rows_of_ticks
-from deepspeed_cad.attention.planned import whole_rank_tasks
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, PAUSED, SHARE, MemoryLimit
