@@ -12,25 +12,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
-
-_CHOICES: dict[str, tuple] = {
-    "overlap": ("auto", "local_first", "interleave", "pingpong", "none"),
-    "transport": ("auto", "c10d", "mixed", "nccl", "nvlink"),
-    "keep": ("device", "host"),
-    "documents": ("auto", "deal", "keep", "in_order"),
-    "forward_only": ("local", "balanced"),
-    "look_ahead": (0, 1),
-    "check": ("sampled", "off"),
-    "on_server_failure": ("stop", "continue"),
-}
-LINK_KEYS = ("inside", "between")
-_KERNEL_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
@@ -41,130 +28,78 @@ class CADConfig:
     """
 
     enabled: bool = True
-    """Whether CAD is on. `false` keeps the block in the JSON (its keys are still checked) and changes nothing else."""
-
+    """`false` keeps the block in the JSON (its keys are still checked) and trains without CAD."""
     servers: str | dict[str, Any] = "all"
-    """Which ranks execute core attention. "all": every rank, beside its training work. An object reserves ranks that
-    hold no model and only serve: {"reserved": 2} the last 2 of the launch, {"ranks": [6, 7]} these,
-    {"reserved_per_node": 1} the last one of each host, {"joined": 2} as many from `deepspeed-cad serve`."""
-
+    """Which ranks run attention. "all": every rank, beside its training work. An object reserves ranks that hold no
+    model and only serve: {"reserved": 2} the last 2 of the launch, {"ranks": [6, 7]} these, {"reserved_per_node": 1}
+    the last one of each host, {"joined": 2} as many from `deepspeed-cad serve`."""
     trainers_serve: bool = True
     """With reserved servers: whether trainers serve too; `false` leaves all attention to the servers."""
-
     on_server_failure: str = "stop"
-    """When a reserved server dies, fails or hangs. "stop": the training ends with an error that names it. "continue":
-    trainers drop it, repeat what was under way and go on with the servers that are left, or alone."""
-
+    """When a reserved server is lost. "stop": training ends with an error that names it. "continue": trainers drop it,
+    repeat what was under way and go on with the servers that are left, or alone."""
     tolerance: float = 0.05
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
-
     granularity: int = 128
-    """Query rows: tasks are cut at multiples of this from the start of their document or segment. Small values balance
-    better; below 128 the backward of most kernels loses speed."""
-
+    """Query rows: tasks are cut at multiples of this. Below 128 the backward of most kernels loses speed."""
     overlap: str = "auto"
     """What hides the exchange. "local_first": a rank's own tasks run while data travels; "interleave": besides, two
-    nano-batches alternate over the whole decoder; "pingpong": they alternate inside each layer; "none": one after the
-    other. "auto": "interleave" where ranks are reserved as servers, else "local_first", because inside a node
-    nano-batches of both kinds cost more than they hide."""
-
+    nano-batches alternate over the whole decoder; "pingpong": inside each layer; "none". "auto": "interleave" beside
+    reserved servers, else "local_first": inside a node nano-batches cost more than they hide."""
     transport: str = "auto"
-    """What carries an exchange: "nvlink" (peer copies inside a node), "mixed" (several nodes: peer copies inside each,
-    messages between them), "nccl", "c10d" (torch.distributed; works everywhere). "auto": the first that works."""
-
+    """What carries an exchange: "nvlink" (peer copies inside a node), "mixed" (peer copies inside each of several
+    nodes, messages between them), "nccl", "c10d" (torch.distributed). "auto": the first that works."""
     kernel: str = "auto"
     """The varlen attention kernel, as `deepspeed-cad doctor` lists it; "auto": the first that supports the model."""
-
     recompute_attention: bool = False
-    """Under activation checkpointing: run core attention and its exchange again in the recompute, instead of keeping
-    O and LSE from the forward pass. Saves memory, costs time."""
-
+    """Under activation checkpointing: run attention and its exchange again instead of keeping O and LSE."""
     keep: str = "device"
-    """Where what attention keeps until backward waits for it: O and LSE, and at a server those of what it served.
-    "host": in pinned host memory; copy engines bring it there behind each layer and back ahead of its backward."""
-
+    """Where what attention keeps for backward waits. "host": in pinned host memory."""
     cost: str = "auto"
     """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
     query-key pairs; or the path of a profile written by `deepspeed-cad profile` (ends in .json)."""
-
     links: str | Mapping[str, float] = "measure"
     """How fast ranks exchange data. "measure": timed at start and corrected while training; or GB/s that one rank
     receives from its host and from other hosts while all ranks do: `{"inside": 350, "between": 25}`."""
-
     speeds: str | None = None
-    """How fast ranks run attention. "measure": every rank times one attention call at the start, all at once, and
-    slower ranks get less. null: all are taken for equal."""
-
+    """How fast ranks run attention. "measure": timed at the start, all at once. null: all are taken for equal."""
     waves: str | int = "auto"
-    """In how many parts what a layer's attention moves goes out, is served and comes back, so that one part travels
-    while another is computed. "auto": the number with which the plan says that a step ends first. A number is the
-    least: memory may ask for more (see "memory")."""
-
+    """In how many parts what a layer moves goes out, is served and comes back. "auto": the number with which the plan
+    says that a step ends first. A number is the least: memory may ask for more (see "memory")."""
     memory: str | float = "auto"
-    """GiB on each GPU for what arrives of other ranks' attention. Where a tick would bring more, it goes in more waves:
-    head groups one after the other and, where one is too much, blocks of its rows. "auto": a thirty-second of the GPU's
-    memory, and no more than training leaves free after the first step, on the rank that has least; beside reserved
-    servers only what training leaves free; on CPUs no limit."""
-
+    """GiB on each GPU for what arrives of other ranks' attention; where a tick would bring more, it goes in more waves.
+    "auto": a thirty-second of the GPU's memory, and no more than training leaves free after the first step, on the
+    rank that has least; beside reserved servers only what training leaves free; on CPUs no limit."""
     documents: str = "auto"
-    """What may happen to the documents of an optimizer step before its first forward. "deal": documents are dealt out
-    to ranks so that all have as much to do, and those longer than a rank's share are cut. "keep": they stay on the rank
-    that loaded them; with gradient accumulation ranks but 0 train their micro-batches in another order, so that heavy
-    ones meet. "in_order": every rank keeps its loader's order, too. "auto": "deal" where that changes no loss
-    (docs/steps.md), elsewhere "keep"."""
-
+    """What may happen to documents before a step. "deal": they are dealt out to ranks, and cut where one is longer than
+    a rank's share. "keep": they stay on their rank, but ranks but 0 train micro-batches in another order. "in_order":
+    that stays, too. "auto": "deal" where that changes no loss (docs/steps.md), elsewhere "keep"."""
     forward_only: str = "local"
-    """How forwards without backward attend: evaluation, log-probabilities of an old policy or a reference. "local":
-    each rank attends its own documents, so a rank may evaluate alone; the Trainer's evaluation, forwards in its steps
-    and prepared loaders of Accelerate are balanced where every rank is known to run as many. "balanced": all ranks run
-    all such forwards together, and documents may span ranks. Generation is local either way. See
-    docs/forward-only.md."""
-
+    """How forwards without backward attend. "local": each rank its own documents, but together where every rank is
+    known to run as many; "balanced": all ranks run all of them together (docs/forward-only.md)."""
     look_ahead: int = 1
     """How many steps ahead plans are made, in a background thread. 0: at the forward pass."""
-
     timeout_s: float = 300.0
     """Seconds to wait for a peer before the run ends in an error that names the rank and what it was waited for."""
-
     trace: str = ""
     """A file for a timeline of three micro-batches over all ranks (Perfetto); "": none."""
-
     check: str = "sampled"
     """Compares samples of the model's own mask function with the plan ("sampled"), and stops where they differ."""
-
     verify: int = 0
     """The first N micro-batches also run without CAD; a difference beyond what the data type allows stops the run."""
 
     def __post_init__(self) -> None:
-        for key in ("enabled", "trainers_serve", "recompute_attention"):
-            if not isinstance(getattr(self, key), bool):
-                raise _bad(key, getattr(self, key), "true or false")
-        for key, allowed in _CHOICES.items():
-            value = getattr(self, key)
-            if type(value) is not type(allowed[0]) or value not in allowed:
-                raise _bad(key, value, " or ".join(map(json.dumps, allowed)))
-        _check_number(self, "tolerance", float, "a number between 0 and 1, both excluded", lambda x: 0 < x < 1)
-        if self.waves != "auto":
-            _check_number(self, "waves", int, '"auto" or a whole number from 1 to 8', lambda x: 1 <= x <= 8)
-        if self.memory != "auto":
-            _check_number(self, "memory", float, '"auto" or a number of GiB above 0', lambda x: x > 0)
-            object.__setattr__(self, "memory", float(self.memory))
-        _check_number(self, "granularity", int, "a whole number of query rows, 1 or more", lambda x: x >= 1)
-        _check_number(self, "timeout_s", float, "a number of seconds above 0", lambda x: x > 0)
-        object.__setattr__(self, "tolerance", float(self.tolerance))
-        object.__setattr__(self, "timeout_s", float(self.timeout_s))
-        _check_number(self, "verify", int, "a whole number of micro-batches, 0 or more", lambda x: x >= 0)
-        if self.speeds is not None and self.speeds != "measure":
-            raise _bad("speeds", self.speeds, 'null or "measure"')
-        if not isinstance(self.trace, str):
-            raise _bad("trace", self.trace, 'the path of a file to write, or "" for none')
-        if not isinstance(self.kernel, str) or not _KERNEL_NAME.fullmatch(self.kernel):
-            raise _bad("kernel", self.kernel, '"auto" or the name of a backend as "deepspeed-cad doctor" lists it')
-        if not isinstance(self.cost, str) or not (self.cost in ("auto", "pairs") or self.cost.endswith(".json")):
-            raise _bad("cost", self.cost, '"auto", "pairs" or the path of a profile that ends in .json')
-        _check_servers(self.servers)
-        _check_links(self)
-        _refuse_combinations(self)
+        for key, (allowed, fits) in _ALLOWED.items():
+            if not fits(getattr(self, key)):
+                raise _bad(key, getattr(self, key), allowed)
+        for key in ("tolerance", "timeout_s", "memory"):
+            if getattr(self, key) != "auto":
+                object.__setattr__(self, key, float(getattr(self, key)))
+        if isinstance(self.links, Mapping):
+            object.__setattr__(self, "links", {key: float(value) for key, value in self.links.items()})
+        for wrong, key, allowed, reason in _combinations(self):
+            if wrong:
+                raise _bad(key, getattr(self, key), allowed, reason)
 
     @classmethod
     def from_dict(cls, block: Any) -> "CADConfig":
@@ -186,9 +121,7 @@ class CADConfig:
     def load(cls, path: "str | os.PathLike[str]") -> "CADConfig":
         """Reads a JSON file that holds the block itself, or a DeepSpeed JSON with a "cad" block in it."""
         content = read_json(path, f"the CAD config {os.fspath(path)!r}")
-        if isinstance(content, dict) and "cad" in content:
-            content = content["cad"]
-        return cls.from_dict(content)
+        return cls.from_dict(content["cad"] if isinstance(content, dict) and "cad" in content else content)
 
     @property
     def overlap_used(self) -> str:
@@ -207,72 +140,100 @@ class CADConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_SERVERS = (
-    '"all", {"reserved": n}, {"ranks": [r, …]}, {"reserved_per_node": n} or {"joined": n}, with n of 1 or more and '
-    "ranks that differ"
-)
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number; JSON's true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_servers(servers: Any) -> None:
-    if servers == "all":
-        return
-    if not isinstance(servers, dict) or len(servers) != 1:
-        raise _bad("servers", servers, _SERVERS)
-    kind, value = next(iter(servers.items()))
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_servers(value: Any) -> bool:
+    if value == "all":
+        return True
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    kind, of = next(iter(value.items()))
     if kind == "ranks":
-        fits = isinstance(value, list) and value and all(type(one) is int and one >= 0 for one in value)
-        fits = fits and len(set(value)) == len(value)
-    else:
-        fits = kind in ("reserved", "reserved_per_node", "joined") and type(value) is int and value >= 1
-    if not fits:
-        raise _bad("servers", servers, _SERVERS)
+        return isinstance(of, list) and of != [] and all(_is_count(one, 0) for one in of) and len(set(of)) == len(of)
+    return kind in ("reserved", "reserved_per_node", "joined") and _is_count(of, 1)
 
 
-def _refuse_combinations(config: CADConfig) -> None:
-    if config.on_server_failure == "continue":
-        if config.servers == "all":
-            reason = 'With "servers": "all" every rank trains, and none can be done without.'
-            raise _bad("on_server_failure", "continue", '"stop"', reason)
-        if config.transport == "mixed":
-            reason = 'With "on_server_failure": "continue" the "mixed" transport cannot go on without a rank.'
-            raise _bad("transport", config.transport, '"auto", "nvlink", "nccl" or, on CPUs, "c10d"', reason)
-        if config.recompute_attention:
-            reason = (
-                'With "on_server_failure": "continue" attention may run again with other servers, and activation '
-                "checkpointing demands that what it recomputes has the same shapes."
+_Check = tuple[str, Callable[[Any], bool]]
+
+
+def _one_of(*values: Any) -> _Check:
+    return " or ".join(map(json.dumps, values)), lambda x: type(x) is type(values[0]) and x in values
+
+
+_FLAG: _Check = ("true or false", lambda x: isinstance(x, bool))
+_ALLOWED: dict[str, _Check] = {
+    "enabled": _FLAG,
+    "servers": (
+        '"all", {"reserved": n}, {"ranks": [r, …]}, {"reserved_per_node": n} or {"joined": n}, with n of 1 or more and '
+        "ranks that differ",
+        _is_servers,
+    ),
+    "trainers_serve": _FLAG,
+    "on_server_failure": _one_of("stop", "continue"),
+    "tolerance": ("a number between 0 and 1, both excluded", lambda x: is_number(x) and 0 < x < 1),
+    "granularity": ("a whole number of query rows, 1 or more", lambda x: _is_count(x, 1)),
+    "overlap": _one_of("auto", "local_first", "interleave", "pingpong", "none"),
+    "transport": _one_of("auto", "c10d", "mixed", "nccl", "nvlink"),
+    "kernel": (
+        '"auto" or the name of a backend as "deepspeed-cad doctor" lists it',
+        lambda x: isinstance(x, str) and re.fullmatch(r"[a-z][a-z0-9_.-]*", x) is not None,
+    ),
+    "recompute_attention": _FLAG,
+    "keep": _one_of("device", "host"),
+    "cost": (
+        '"auto", "pairs" or the path of a profile that ends in .json',
+        lambda x: isinstance(x, str) and (x in ("auto", "pairs") or x.endswith(".json")),
+    ),
+    "links": (
+        '"measure", or an object with the keys "inside" and "between" in GB/s above 0',
+        lambda x: (
+            x == "measure"
+            or (
+                isinstance(x, Mapping)
+                and {*x} == {"inside", "between"}
+                and all(is_number(y) and y > 0 for y in x.values())
             )
-            raise _bad("recompute_attention", True, "false", reason)
-        if config.keep == "host":
-            reason = 'With "on_server_failure": "continue" attention may run again, and needs what it kept at hand.'
-            raise _bad("keep", "host", '"device"', reason)
-    if config.documents == "deal" and not config.look_ahead:
-        raise _bad("look_ahead", 0, "1", 'With "documents": "deal" a step is arranged before its first forward.')
-    if config.keep == "host" and config.recompute_attention:
-        raise _bad("keep", "host", '"device"', 'With "recompute_attention": true attention keeps nothing.')
+        ),
+    ),
+    "speeds": ('null or "measure"', lambda x: x is None or x == "measure"),
+    "waves": ('"auto" or a whole number from 1 to 8', lambda x: x == "auto" or (_is_count(x, 1) and x <= 8)),
+    "memory": ('"auto" or a number of GiB above 0', lambda x: x == "auto" or (is_number(x) and x > 0)),
+    "documents": _one_of("auto", "deal", "keep", "in_order"),
+    "forward_only": _one_of("local", "balanced"),
+    "look_ahead": _one_of(0, 1),
+    "timeout_s": ("a number of seconds above 0", lambda x: is_number(x) and x > 0),
+    "trace": ('the path of a file to write, or "" for none', lambda x: isinstance(x, str)),
+    "check": _one_of("sampled", "off"),
+    "verify": ("a whole number of micro-batches, 0 or more", lambda x: _is_count(x, 0)),
+}
+"""By key: what is allowed in words, and whether a value is."""
 
 
-def _check_links(config: CADConfig) -> None:
-    links = config.links
-    allowed = '"measure", or an object with the keys "inside" and "between" in GB/s'
-    if links == "measure":
-        return
-    if not isinstance(links, Mapping):
-        raise _bad("links", links, allowed)
-    missing = [key for key in LINK_KEYS if key not in links]
-    unknown = [key for key in links if key not in LINK_KEYS]
-    if missing or unknown:
-        what = f"{_show(unknown[0])} is not known" if unknown else f'"{missing[0]}" is missing'
-        raise _bad("links", dict(links), allowed, f"Its key {what}.")
-    for key in LINK_KEYS:
-        if not is_number(links[key]) or links[key] <= 0:
-            raise _bad("links", dict(links), allowed, f'Its key "{key}" is {_show(links[key])}; expected GB/s above 0.')
-    object.__setattr__(config, "links", {key: float(links[key]) for key in LINK_KEYS})
-
-
-def _check_number(config: CADConfig, key: str, kind: type, allowed: str, fits: Any) -> None:
-    value = getattr(config, key)
-    if not is_number(value) or (kind is int and not isinstance(value, int)) or not fits(value):
-        raise _bad(key, value, allowed)
+def _combinations(config: CADConfig) -> list[tuple[bool, str, str, str]]:
+    """What keys exclude in each other: whether it is so, the key that is wrong, what it may be, and why."""
+    goes_on, host = config.on_server_failure == "continue", config.keep == "host"
+    beside = 'With "on_server_failure": "continue"'
+    transports = '"auto", "nvlink", "nccl" or, on CPUs, "c10d"'
+    return [
+        (goes_on and config.servers == "all", "on_server_failure", '"stop"',
+         'With "servers": "all" every rank trains, and none can be done without.'),
+        (goes_on and config.transport == "mixed", "transport", transports,
+         f'{beside} the "mixed" transport cannot go on without a rank.'),
+        (goes_on and config.recompute_attention, "recompute_attention", "false",
+         f"{beside} attention may run again with other servers, and what is recomputed must have the same shapes."),
+        (goes_on and host, "keep", '"device"', f"{beside} attention may run again, and needs what it kept at hand."),
+        (config.documents == "deal" and not config.look_ahead, "look_ahead", "1",
+         'With "documents": "deal" a step is arranged before its first forward.'),
+        (host and config.recompute_attention, "keep", '"device"',
+         'With "recompute_attention": true attention keeps nothing.'),
+    ]  # fmt: skip
 
 
 def read_json(path: "str | os.PathLike[str]", what: str, remedy: str = "") -> Any:
@@ -285,11 +246,6 @@ def read_json(path: "str | os.PathLike[str]", what: str, remedy: str = "") -> An
         raise CADConfigError(f"{what} is not JSON: {error}{remedy}") from error
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value of a JSON file is a finite number; JSON's true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _bad(key: str, value: Any, allowed: str, reason: str = "") -> CADConfigError:
     default = next(field.default for field in dataclasses.fields(CADConfig) if field.name == key)
     message = f'"cad": key "{key}" is {_show(value)}; allowed: {allowed} (default {json.dumps(default)}).'
@@ -299,7 +255,4 @@ def _bad(key: str, value: Any, allowed: str, reason: str = "") -> CADConfigError
 
 
 def _show(value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
-        return repr(value)
+    return json.dumps(value, default=repr)
