@@ -26,6 +26,11 @@ def _ints(values: Any) -> Ints:
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
+def _within(count: Ints) -> Ints:
+    """0 to n − 1 for each n, one after the other."""
+    return np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+
+
 @dataclass(frozen=True, eq=False)
 class Segments:
     """Parts of documents, one row each, ordered by (rank, offset); all columns are int64 of the same length."""
@@ -92,7 +97,7 @@ class LocalSegments:
         """[tokens] the position of each row in its document; PADDING where it is in none."""
         found = np.full(self.tokens, PADDING, np.int64)
         size = self.end - self.begin
-        inside = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+        inside = _within(size)
         found[np.repeat(self.offset, size) + inside] = np.repeat(self.begin, size) + inside
         return found
 
@@ -122,17 +127,11 @@ class Tick:
 
     def in_chunks(self, size: int) -> Tick:
         """The same rows where a row may only read keys of its own chunk of `size` positions: a document each."""
-        query, key = _cut_at(self.query, size), _cut_at(self.key, size)
-        names = np.stack([key.document, key.begin // size])
-        _, first, number = np.unique(names, axis=1, return_index=True, return_inverse=True)
-        number = number.reshape(-1)
-        of = {name: place for place, name in enumerate(zip(*names[:, first].tolist()))}
-        wanted = [of[name] for name in zip(query.document.tolist(), (query.begin // size).tolist())]
-        read = np.isin(number, wanted)
+        (query, of_query), (key, of_key) = _cut_at(self.query, size), _cut_at(self.key, size)
         # Documents are numbered from 0, those that nobody reads left out.
-        renumbered = np.cumsum(np.isin(np.arange(len(of)), wanted)) - 1
-        query = _counted_from(query, renumbered[_ints(wanted)], size)
-        key = _counted_from(key.select(read), renumbered[number[read]], size)
+        wanted, read = np.unique(of_query), np.isin(of_key, of_query)
+        query = replace(query, document=np.searchsorted(wanted, of_query))
+        key = replace(key.select(read), document=np.searchsorted(wanted, of_key[read]))
         return replace(self, query=query, key=key)
 
     def rows(self) -> Layout:
@@ -172,24 +171,20 @@ class Layout:
         Raises CADDataError where a row of the first part would read a key of the second (a document that goes on
         on the next rank), because those keys do not exist yet when the first part is computed.
         """
-        at = _ints(at)
+        at, seg = _ints(at), self.segments
         if not self.can_cut(at):
             raise CADDataError(
                 f"the cut {at.tolist()} puts keys of a document into the second part that the first part reads; "
                 "cut documents that span ranks at a rank boundary"
             )
-        seg = self.segments
-        middle = np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
-        first = Segments(seg.document, seg.begin, seg.begin + middle, seg.rank, seg.offset).select(middle > 0)
-        rest = middle < seg.end - seg.begin
-        second = Segments(
-            seg.document, seg.begin + middle, seg.end, seg.rank, seg.offset + middle - at[seg.rank]
-        ).select(rest)
+        middle = seg.begin + self._before(at)
+        first = replace(seg, end=middle).select(middle > seg.begin)
+        second = replace(seg, begin=middle, offset=seg.offset + middle - seg.begin - at[seg.rank])
+        second = second.select(middle < seg.end)
         continued = np.isin(seg.document, second.document)
         base = at.copy()
         np.minimum.at(base, seg.rank[continued], seg.offset[continued])
-        kept = seg.select(continued)
-        key = Segments(kept.document, kept.begin, kept.end, kept.rank, kept.offset - base[kept.rank])
+        key = replace(seg, offset=seg.offset - base[seg.rank]).select(continued)
         zero = np.zeros(self.ranks, dtype=np.int64)
         return (
             Tick(self.ranks, first, first, at, at, zero, zero),
@@ -198,26 +193,25 @@ class Layout:
 
     def can_cut(self, at: Any) -> bool:
         """Whether no row before the cut reads a key behind it."""
-        at = _ints(at)
-        seg = self.segments
-        middle = np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
+        seg, before = self.segments, self._before(_ints(at))
         last_first = np.zeros(self.documents, dtype=np.int64)
-        np.maximum.at(last_first, seg.document, np.where(middle > 0, seg.begin + middle, 0))
+        np.maximum.at(last_first, seg.document, np.where(before > 0, seg.begin + before, 0))
         first_second = np.full(self.documents, np.iinfo(np.int64).max)
-        behind = middle < seg.end - seg.begin
-        np.minimum.at(first_second, seg.document[behind], (seg.begin + middle)[behind])
+        behind = before < seg.end - seg.begin
+        np.minimum.at(first_second, seg.document[behind], (seg.begin + before)[behind])
         return bool((last_first <= first_second).all())
+
+    def _before(self, at: Ints) -> Ints:
+        """[segments] rows of each before the cut."""
+        seg = self.segments
+        return np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
 
     @staticmethod
     def from_rank_lengths(lengths: list[list[int]], tokens: Any = None) -> Layout:
         """Documents that stay on their rank: `lengths[r]` are those of rank r, in order."""
-        local = []
-        for rank, own in enumerate(lengths):
-            begins = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])
-            rows = int(begins[-1] if tokens is None else tokens[rank])
-            kept = _ints(own) > 0
-            local.append(LocalSegments(_ints(np.zeros(int(kept.sum()))), _ints(own)[kept], begins[:-1][kept], rows))
-        return assemble(local)
+        rows = [sum(own) for own in lengths] if tokens is None else tokens
+        ends = [np.cumsum([0, *own]) for own in lengths]
+        return assemble([segments_from_cumulative(own, int(most)) for own, most in zip(ends, rows, strict=True)])
 
     @staticmethod
     def from_stream(lengths: list[int], ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Layout:
@@ -232,29 +226,26 @@ class Layout:
                 f"raise tokens_per_rank to at least {-(-total // max(ranks, 1))}"
             )
         pieces = cut_stream(_ints(lengths), ranks, tokens_per_rank, zigzag)
-        rank_of, local = pieces[:, 1], []
-        for rank in range(ranks):
-            own = pieces[slice(*np.searchsorted(rank_of, [rank, rank + 1]))]
+        local = []
+        for own in np.split(pieces, np.searchsorted(pieces[:, 1], np.arange(1, ranks))):
             size = own[:, 3] - own[:, 2]
             local.append(LocalSegments(own[:, 2], own[:, 3], np.cumsum(size) - size, tokens_per_rank))
         return assemble(local)
 
 
-def _cut_at(segments: Segments, size: int) -> Segments:
-    """Segments cut at every `size` positions of their documents."""
-    count = (segments.end - 1) // size - segments.begin // size + 1
+def _cut_at(segments: Segments, size: int) -> tuple[Segments, Ints]:
+    """Segments inside chunks of `size` positions, counted from the begin of these; and a number of each one's chunk."""
+    first, last = segments.begin // size, (segments.end - 1) // size
+    count = last - first + 1
     of = np.repeat(np.arange(len(segments)), count)
-    chunk = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + (segments.begin // size)[of]
+    chunk = _within(count) + first[of]
     begin = np.maximum(segments.begin[of], chunk * size)
     end = np.minimum(segments.end[of], (chunk + 1) * size)
-    offset = segments.offset[of] + begin - segments.begin[of]
-    return Segments(segments.document[of], begin, end, segments.rank[of], offset)
-
-
-def _counted_from(segments: Segments, document: Ints, size: int) -> Segments:
-    """Segments inside chunks with positions from the begin of these, which are `document`."""
-    start = segments.begin // size * size
-    return Segments(document, segments.begin - start, segments.end - start, segments.rank, segments.offset)
+    whole = segments.select(of)
+    parts = replace(
+        whole, begin=begin - chunk * size, end=end - chunk * size, offset=whole.offset + begin - whole.begin
+    )
+    return parts, whole.document * (int(last.max(initial=0)) + 1) + chunk
 
 
 def cut_stream(lengths: Ints, ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Ints:
@@ -270,7 +261,7 @@ def cut_stream(lengths: Ints, ranks: int, tokens_per_rank: int, zigzag: bool = F
     first, last = begins // tokens_per_rank, (ends - 1) // tokens_per_rank
     count = np.where(lengths > 0, last - first + 1, 0)
     document = np.repeat(np.arange(len(lengths)), count)
-    rank = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + first[document]
+    rank = _within(count) + first[document]
     low = np.maximum(rank * tokens_per_rank, begins[document]) - begins[document]
     high = np.minimum((rank + 1) * tokens_per_rank, ends[document]) - begins[document]
     plain = np.stack([document, rank, low, high], axis=1)
@@ -301,12 +292,9 @@ def assemble(local: list[LocalSegments]) -> Layout:
     document may lie in any order on its ranks if it begins where its first row is, and together they must hold each of
     its rows once. Raises CADDataError, naming ranks and positions, where they do not.
     """
-    count = [len(own.begin) for own in local]
-    empty = [np.zeros(0, np.int64)]
-    begin, end, offset = (
-        np.concatenate([getattr(own, name) for own in local] or empty) for name in ("begin", "end", "offset")
-    )
-    rank = np.repeat(np.arange(len(local)), count)
+    columns = np.concatenate([np.zeros((0, 3), np.int64), *(own.to_array() for own in local)])
+    begin, end, offset = columns.T
+    rank = np.repeat(np.arange(len(local)), [len(own.begin) for own in local])
     document = np.cumsum(begin == 0) - 1
     for at in np.flatnonzero(begin > 0).tolist():
         before = at - 1
@@ -352,54 +340,40 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
     own whatever position it starts at. Raises CADDataError for positions that are not whole numbers, are negative, or
     jump back inside a row to something other than 0.
     """
-    positions = np.asarray(position_ids)
-    if positions.ndim == 1:
-        positions = positions[None]
+    positions = np.atleast_2d(position_ids)
     if positions.ndim != 2:
         raise CADDataError(
             f"position_ids has shape {positions.shape}; expected [batch, tokens]. "
             "Positions of several axes (vision models) are not supported"
         )
+
+    def refuse(wrong: npt.NDArray[np.bool_], why: str) -> None:
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            before = f" after {positions[row, column - 1]}" if column else ""
+            raise CADDataError(f"position_ids[{row}, {column}] is {positions[row, column]}{before}; {why}")
+
     if not np.issubdtype(positions.dtype, np.integer):
-        if not np.isfinite(positions).all() or (positions != np.floor(positions)).any():
-            row, column = np.argwhere(~np.isfinite(positions) | (positions != np.floor(positions)))[0]
-            raise CADDataError(
-                f"position_ids[{row}, {column}] is {positions[row, column]}; positions must be whole numbers"
-            )
+        refuse(~np.isfinite(positions) | (positions != np.floor(positions)), "positions must be whole numbers")
     positions = positions.astype(np.int64)
-    batch, width = positions.shape
-    rows = batch * width
-    valid = np.ones((batch, width), bool) if mask is None else np.asarray(mask).astype(bool)
-    if valid.shape != positions.shape:
-        raise CADDataError(f"the mask has shape {valid.shape} and position_ids {positions.shape}; they must agree")
-    if rows == 0:
-        return LocalSegments.none(0)
-    if (positions[valid] < 0).any():
-        row, column = np.argwhere(valid & (positions < 0))[0]
-        raise CADDataError(f"position_ids[{row}, {column}] is {positions[row, column]}; positions start at 0")
-    after_gap = np.ones((batch, width), bool)
-    after_gap[:, 1:] = ~valid[:, :-1]
-    jump = np.ones((batch, width), bool)
-    jump[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    starts = valid & (after_gap | jump)
-    pieces = starts & ~after_gap & (positions != 0)
-    wrong = pieces.copy()
-    wrong[:, 1:] &= positions[:, 1:] <= positions[:, :-1]
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        raise CADDataError(
-            f"position_ids[{row}, {column}] is {positions[row, column]} after {positions[row, column - 1]}; inside a "
-            "row positions either go on by one or start again at 0, and jump ahead only in a document on several ranks"
-        )
-    stops = np.zeros((batch, width), bool)
-    stops[:, :-1] = valid[:, :-1] & (starts[:, 1:] | ~valid[:, 1:])
-    stops[:, -1] = valid[:, -1]
+    valid = np.ones(positions.shape, bool) if mask is None else np.asarray(mask).astype(bool)
+    refuse(valid & (positions < 0), "positions start at 0")
+    behind = valid.copy()
+    behind[:, :1] = False
+    behind[:, 1:] &= valid[:, :-1]
+    step = np.diff(positions, axis=1, prepend=positions[:, :1])
+    starts = valid & ~(behind & (step == 1))
+    pieces = behind & (step != 1) & (positions != 0)
+    refuse(
+        pieces & (step <= 0),
+        "inside a row positions either go on by one or start again at 0, and jump ahead only in a document on several "
+        "ranks",
+    )
     offset = np.flatnonzero(starts)
-    length = np.flatnonzero(stops) + 1 - offset
+    length = np.bincount(starts.reshape(-1).cumsum()[valid.reshape(-1)] - 1, minlength=len(offset))
     # Only the first row of a rank can go on with a document of the rank before.
-    inside = (offset == 0) | pieces.reshape(-1)[offset]
-    begin = np.where(inside, positions.reshape(-1)[offset], 0)
-    return LocalSegments(begin, begin + length, offset, rows)
+    begin = np.where((offset == 0) | pieces.reshape(-1)[offset], positions.reshape(-1)[offset], 0)
+    return LocalSegments(begin, begin + length, offset, positions.size)
 
 
 def segments_from_cumulative(cu_seqlens: Any, tokens: int, name: str = "cu_seq_lens_q") -> LocalSegments:
@@ -414,6 +388,6 @@ def segments_from_cumulative(cu_seqlens: Any, tokens: int, name: str = "cu_seq_l
             f"{name} {ends[:8].tolist()}{'…' if len(ends) > 8 else ''} must start at 0, never fall, and end "
             f"at most at the {tokens} tokens of the micro-batch"
         )
-    length = np.diff(ends)
+    length, offset = np.diff(ends), ends[:-1]
     kept = length > 0
-    return LocalSegments(_ints(np.zeros(int(kept.sum()))), length[kept], ends[:-1][kept], tokens)
+    return LocalSegments(0 * length[kept], length[kept], offset[kept], tokens)

@@ -1,4 +1,4 @@
-"""Parts of a stream: each token once, each target where it belongs, and bad input."""
+"""Parts of a stream: each token once, each target where it belongs, documents in order of hosts, and bad input."""
 
 from __future__ import annotations
 
@@ -13,54 +13,80 @@ from hypothesis import strategies as st
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.layout import Layout, assemble, segments_from_positions
+from deepspeed_cad.stream import order_by_host, shard_stream
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 7))
-def test_parts_are_the_stream(lengths: list[int], ranks: int) -> None:
+def test_parts_are_the_stream_with_its_targets(lengths: list[int], ranks: int) -> None:
     stream = training.pack(training.documents(lengths, seed=len(lengths)))
+    stream["labels"] = stream["input_ids"].clone()  # also without -100 at the first tokens: they are nobody's targets
     parts = [deepspeed_cad.shard_stream(stream, rank, ranks) for rank in range(ranks)]
     for name in ("input_ids", "position_ids"):
         assert torch.equal(torch.cat([part[name] for part in parts], dim=1), stream[name])
     widths = [part["input_ids"].shape[1] for part in parts]
-    assert max(widths) == -(-sum(lengths) // ranks)
-    assert widths == sorted(widths, reverse=True)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 7))
-def test_no_target_is_lost_or_invented(lengths: list[int], ranks: int) -> None:
-    stream = training.pack(training.documents(lengths, seed=1))
-    stream["labels"] = stream["input_ids"].clone()  # also without -100 at the first tokens: they are nobody's targets
-    parts = [deepspeed_cad.shard_stream(stream, rank, ranks) for rank in range(ranks)]
+    assert max(widths) == -(-sum(lengths) // ranks) and widths == sorted(widths, reverse=True)
     targets = torch.cat([part["shift_labels"] for part in parts], dim=1)[0]
     ends = set(np.cumsum(lengths) - 1)
     for row, target in enumerate(targets.tolist()):
         assert target == (-100 if row in ends else int(stream["input_ids"][0, row + 1]))
-    for part in parts:
-        assert torch.equal(part["labels"], part["shift_labels"])
+    assert all(torch.equal(part["labels"], part["shift_labels"]) for part in parts)
+    assert torch.equal(stream["labels"], stream["input_ids"]), "the caller's labels stay as they are"
 
 
 def test_arrays_and_other_fields() -> None:
     positions = np.array([[0, 1, 2, 0, 1]])
-    batch = {"position_ids": positions, "weights": positions * 2.0, "name": "a stream", "scale": np.float32(2.0)}
-    part = deepspeed_cad.shard_stream(batch, 1, 2)
+    batch = {"position_ids": positions, "weights": positions * 2.0, "name": "a stream", "scale": np.ones(3)}
+    part = shard_stream(batch, 1, 2)
     assert part["position_ids"].tolist() == [[0, 1]] and part["weights"].tolist() == [[0.0, 2.0]]
-    assert part["name"] == "a stream" and part["scale"] == 2.0
+    assert part["name"] == "a stream" and part["scale"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("as_numpy", [False, True])
+def test_a_stream_is_dealt_out_in_zigzag(as_numpy: bool) -> None:
+    """Targets are those of the stream, whatever rows stand beside each other."""
+    positions = torch.cat([torch.arange(2), torch.arange(9), torch.arange(1)])[None]
+    whole: dict[str, Any] = {name: torch.arange(12)[None] for name in ("input_ids", "labels")}
+    whole["position_ids"] = positions
+    if as_numpy:
+        whole = {name: value.numpy() for name, value in whole.items()}
+    shards = [shard_stream(whole, rank, 3, zigzag=True) for rank in range(3)]
+    assert [one["position_ids"][0].tolist() for one in shards] == [[0, 1, 0, 8], [1, 2, 6, 7], [3, 4, 5, 0]]
+    assert [one["input_ids"][0].tolist() for one in shards] == [[0, 1, 2, 10], [3, 4, 8, 9], [5, 6, 7, 11]]
+    assert [one["labels"][0].tolist() for one in shards] == [[1, -100, 3, -100], [4, 5, 9, 10], [6, 7, 8, -100]]
+    assert assemble([segments_from_positions(one["position_ids"]) for one in shards]).documents == 3
 
 
 @pytest.mark.parametrize(
-    ("change", "rank", "message"),
+    ("lengths", "order"),
     [
-        ({}, 2, "ranks are 0 to 1"),
-        ({"position_ids": None}, 0, "needs position_ids"),
-        ({"position_ids": torch.zeros(2, 4)}, 0, "one packed row"),
-        ({"labels": torch.zeros(1, 3)}, 0, "labels has shape"),
-        ({"attention_mask": torch.ones(4, 4)}, 0, "attention_mask has shape"),
+        ([3, 20, 8, 1], [1, 2, 0, 3]),  # one document is longer than a host
+        ([1, 15, 14, 2], [1, 0, 2, 3]),  # the longest go to different hosts, and no document lies on two
     ],
 )
-def test_refusals(change: dict[str, Any], rank: int, message: str) -> None:
+def test_documents_are_ordered_by_host(lengths: list[int], order: list[int]) -> None:
+    """Two hosts of two ranks, 8 tokens each."""
+    assert order_by_host(lengths, 4, 8, 2) == order
+    layout = Layout.from_stream([lengths[one] for one in order], 4, 8)
+    hosts = [set(layout.segments.rank[layout.segments.document == one] // 2) for one in range(4)]
+    assert sum(len(one) > 1 for one in hosts) == (max(lengths) > 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "message"),
+    [
+        ({}, {"rank": 2}, "ranks are 0 to 1"),
+        ({"position_ids": None}, {}, "needs position_ids"),
+        ({"position_ids": torch.zeros(2, 4)}, {}, "one packed row"),
+        ({"labels": torch.zeros(1, 3)}, {}, "labels has shape"),
+        ({"attention_mask": torch.ones(4, 4)}, {}, "attention_mask has shape"),
+        ({"position_ids": torch.arange(3, 7)[None]}, {"zigzag": True}, "begins at position 3"),
+        ({}, {"ranks_per_host": 3}, "ranks_per_host is 3; expected 1 to 2"),
+    ],
+)
+def test_refusals(change: dict[str, Any], given: dict[str, Any], message: str) -> None:
     batch = training.pack(training.documents([3, 1], seed=0)) | change
     batch = {name: value for name, value in batch.items() if value is not None}
     with pytest.raises(CADDataError, match=message):
-        deepspeed_cad.shard_stream(batch, rank, 2)
+        shard_stream(batch, **{"rank": 0, "ranks": 2, **given})
