@@ -48,9 +48,10 @@ def shard_stream(
     per_rank = -(-shape[1] // ranks)
     here: slice | Any = slice(min(rank * per_rank, shape[1]), min((rank + 1) * per_rank, shape[1]))
     if (zigzag or ranks_per_host is not None) and shape[1]:
-        rows = _rows(_starts(batch["position_ids"]), shape[1], rank, ranks, zigzag, ranks_per_host)
-        # As the index is of the batch's own kind, tensors stay on their device.
-        here = rows if isinstance(batch["position_ids"], np.ndarray) else batch["position_ids"].new_tensor(rows)
+        positions = batch["position_ids"]
+        as_array = isinstance(positions, np.ndarray)
+        here = _rows((positions if as_array else positions.cpu().numpy())[0], rank, ranks, zigzag, ranks_per_host)
+        here = here if as_array else positions.new_tensor(here)  # tensors stay on their device
     shard: dict[str, Any] = {}
     for name, value in batch.items():
         if name == "labels":
@@ -75,11 +76,9 @@ def order_by_host(lengths: Sequence[int], ranks: int, tokens_per_rank: int, rank
     """
     if not 1 <= ranks_per_host <= ranks:
         raise CADDataError(f"ranks_per_host is {ranks_per_host}; expected 1 to {ranks}, the number of ranks")
-    total = int(sum(lengths))
+    total, budget, hosts = int(sum(lengths)), ranks_per_host * tokens_per_rank, -(-ranks // ranks_per_host)
     if total > ranks * tokens_per_rank:
         raise CADDataError(f"{total} tokens do not fit into {ranks} ranks of {tokens_per_rank}")
-    budget = ranks_per_host * tokens_per_rank
-    hosts = -(-ranks // ranks_per_host)
     room = np.full(hosts, budget, np.int64)
     room[-1] = ranks * tokens_per_rank - (hosts - 1) * budget
     load = np.zeros(hosts)
@@ -88,28 +87,20 @@ def order_by_host(lengths: Sequence[int], ranks: int, tokens_per_rank: int, rank
     free = 0
     for document in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
         length = int(lengths[document])
+        begins = np.zeros(1, np.int64)
         if length > budget and free + -(-length // budget) <= hosts:
-            on_host[free].append(document)
             begins = np.arange(0, length, budget)
-            ends = np.minimum(begins + budget, length)
-            here = slice(free, free + len(begins))
-            room[here] -= ends - begins
-            load[here] += count_pairs(begins, ends)
-            free += len(begins)
-            continue
-        fits = np.flatnonzero(room >= length)
-        if not len(fits):
+            host, free = free, free + len(begins)
+        elif len(fits := np.flatnonzero(room >= length)):
+            host = int(fits[load[fits].argmin()])
+        else:
             over.append(document)
             continue
-        host = int(fits[load[fits].argmin()])
+        ends, here = np.minimum(begins + budget, length), slice(host, host + len(begins))
         on_host[host].append(document)
-        room[host] -= length
-        load[host] += float(count_pairs(0, length))
-    return _in_stream(on_host, over, lengths, budget)
-
-
-def _in_stream(on_host: list[list[int]], over: list[int], lengths: Sequence[int], budget: int) -> list[int]:
-    """Host after host, each filled with documents that fit nowhere, the longest first."""
+        room[here] -= ends - begins
+        load[here] += count_pairs(begins, ends)
+    # Host after host, each filled with documents that fit nowhere, the longest first.
     order: list[int] = []
     held = 0
     for host, own in enumerate(on_host):
@@ -121,29 +112,21 @@ def _in_stream(on_host: list[list[int]], over: list[int], lengths: Sequence[int]
     return order + over
 
 
-def _starts(position_ids: Any) -> Ints:
-    """Rows at which documents start. Raises CADDataError where the first row does not."""
-    positions = position_ids[0] if isinstance(position_ids, np.ndarray) else position_ids[0].cpu().numpy()
+def _rows(positions: Ints, rank: int, ranks: int, zigzag: bool, ranks_per_host: int | None) -> Ints:
+    """The rows of the stream that a rank gets, in order. Raises CADDataError where it begins inside a document."""
     if positions[0] != 0:
         raise CADDataError(
             f"the stream begins at position {positions[0]}: documents can be dealt out or reordered only whole, so "
             "position_ids must start at 0"
         )
-    return np.flatnonzero(positions == 0)
-
-
-def _rows(starts: Ints, tokens: int, rank: int, ranks: int, zigzag: bool, ranks_per_host: int | None) -> Ints:
-    """The rows of the stream that a rank gets, in order."""
-    lengths = np.diff(np.append(starts, tokens))
-    per_rank = -(-tokens // ranks)
+    starts, per_rank = np.flatnonzero(positions == 0), -(-len(positions) // ranks)
+    lengths = np.diff(np.append(starts, len(positions)))
     if ranks_per_host is not None:
         order = order_by_host(lengths.tolist(), ranks, per_rank, ranks_per_host)
         starts, lengths = starts[order], lengths[order]
     pieces = cut_stream(lengths, ranks, per_rank, zigzag)
-    own = pieces[pieces[:, 1] == rank]
-    return np.concatenate(
-        [np.zeros(0, np.int64)] + [starts[document] + np.arange(begin, end) for document, _, begin, end in own]
-    )
+    own = [starts[document] + np.arange(begin, end) for document, to, begin, end in pieces if to == rank]
+    return np.concatenate([np.zeros(0, np.int64), *own])
 
 
 def _next_tokens(labels: Any, position_ids: Any) -> Any:
