@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_cad.ahead.announced import StepDocuments
 from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, NUMBERING, Announcement
 from deepspeed_cad.ahead.gather import Gatherer
-from deepspeed_cad.ahead.step_message import StepDocuments
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.deal import Dealt, Pieces

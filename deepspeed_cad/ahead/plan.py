@@ -10,17 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import torch
 
+from deepspeed_cad.ahead.announced import StepDocuments, of_replicas
 from deepspeed_cad.ahead.crew import Crew, widen
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
-from deepspeed_cad.ahead.replicas import of_replicas
-from deepspeed_cad.ahead.starts import Beside
-from deepspeed_cad.ahead.step_message import StepDocuments
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.layer import Starts, whole_rank_tasks
 from deepspeed_cad.attention.memory import ExchangeMemory, RowBytes, rows_of_layers
@@ -28,7 +26,7 @@ from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.attention.non_attention import StretchTimes
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds, Speeds
 from deepspeed_cad.feedback.memory_limit import NO_LIMIT, Limit, MemoryLimit
@@ -36,6 +34,7 @@ from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
+from deepspeed_cad.planner.alternation import alternate
 from deepspeed_cad.planner.begin import begin_in_place
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVES, WAVES_IN_TURN
 from deepspeed_cad.planner.cut import LINEAR_PAIRS, PlanLayers, choose_cut, choose_interleaved_cut
@@ -146,7 +145,7 @@ class Plans:
         gathered = Gathered(turn, layout, None if cut is None else cut[: crew.trainers], seconds, self.links, backward)
         widened, ticks, at = self._ticks(gathered, crew)
         micro_batch = MicroBatch(
-            self.gatherer.shares.replica, widened, ticks, self.device, self._planner(gathered, crew, widened),
+            self.gatherer.shares.replica, widened, ticks, self.device, partial(self.plan_tick, gathered, crew),
             partial(self._agree, turn), crew.transport, self.counts, aside=self.aside, turn=turn,
             loaded=np.array([one.local.tokens if one.loaded < 0 else one.loaded for one in announcements]),
             orders=crew.tell(turn, widened, at), memory=self.exchange_memory(self.limit, rows_of_layers, len(ticks)),
@@ -165,12 +164,6 @@ class Plans:
         at = np.append(gathered.cut, np.zeros(crew.ranks - crew.trainers, np.int64))
         return layout, layout.cut(at), at
 
-    def _planner(self, gathered: Gathered, crew: Crew, layout: Layout) -> Callable[[Tick, PlanKey], Plan]:
-        return partial(
-            self.plan_tick, crew=crew, starts=cache(partial(self._starts, gathered, crew, layout)),
-            links=gathered.links, backward=gathered.backward,
-        )  # fmt: skip
-
     def _renew(self, gathered: Gathered, micro_batch: MicroBatch) -> None:
         """Plan a micro-batch for the servers that there are now, if they are others than it was planned for."""
         crew = self.crew
@@ -178,7 +171,7 @@ class Plans:
             return
         layout, ticks, at = self._ticks(gathered, crew)
         micro_batch.plan_again(
-            crew.generation, layout, ticks, self._planner(gathered, crew, layout), crew.transport,
+            crew.generation, layout, ticks, partial(self.plan_tick, gathered, crew), crew.transport,
             crew.tell(gathered.turn, layout, at),
         )  # fmt: skip
 
@@ -199,34 +192,19 @@ class Plans:
             lambda value, what: None, None, CallCounts(),
         )  # fmt: skip
 
-    def plan_tick(
-        self,
-        tick: Tick,
-        key: PlanKey,
-        crew: Crew,
-        starts: Callable[[Tick, PlanKey], Starts | None] = lambda tick, key: None,
-        links: Speeds | None = None,
-        backward: bool = True,
-    ) -> Plan:
-        """The plan of one tick for layers of one kind.
-
-        `starts`, `links`: when ranks begin, and speeds of links, as they were known when the micro-batch was gathered;
-        None: links as the costs say. `backward`: whether one follows.
-        """
-        known = starts(tick, key)
+    def plan_tick(self, gathered: Gathered, crew: Crew, tick: Tick, key: PlanKey) -> Plan:
+        """The plan of one tick of a micro-batch for layers of one kind."""
+        known = self._starts(gathered, crew, tick, key)
         base = None if known is None else known.begin
         waves = self._waves(crew, known)
         turns = None if known is None or max(waves) > max(WAVES_IN_TURN) else known.alternation
         if crew.transport is None or not crew.transport.two_ways:
             turns = None
-        cost = self.cost if links is None else self.cost.with_links(*links)
-        of_layer = cost.cost_for(key.shape)
-        of_layer = of_layer if backward else of_layer.of_forward(FORWARD_SHARE)
         plan = make_plan(
             PlanInput(
-                tick, key.shape, of_layer, key.window, self.config.tolerance,
+                tick, key.shape, self._cost(gathered, key, gathered.links), key.window, self.config.tolerance,
                 self.config.granularity, base_load=base, speed=crew.speeds, hosts=crew.hosts, waves=waves,
-                alternation=turns, backward=backward,
+                alternation=turns, backward=gathered.backward,
             )
         )  # fmt: skip
         if base is None:
@@ -234,19 +212,21 @@ class Plans:
         # Statistics speak of attention, not of when ranks finish.
         return replace(plan, load=plan.load - base, load_before=plan.load_before - base)
 
+    def _cost(self, gathered: Gathered, key: PlanKey, links: Speeds | None = None) -> CostModel:
+        cost = (self.cost if links is None else self.cost.with_links(*links)).cost_for(key.shape)
+        return cost if gathered.backward else cost.of_forward(FORWARD_SHARE)
+
     def step_costs(self, documents: StepDocuments, keys: Mapping[PlanKey, int], model: int) -> Costs:
         """What the documents of a step cost, in the unit of the profile: attention, and all else by the token.
 
         What is not attention is measured while training; before that, and where plans count pairs, it is taken for
         LINEAR_PAIRS a token.
         """
-        # Before the first forward no kind of layer is known.
-        # Of a document in chunks a row reads at most what it reads in a window as long.
+        # Before the first forward no kind of layer is known. In chunks a row reads at most what it does in a window.
         kinds = [
             (self.cost.cost_for(key.shape), key.window or key.chunk, layers * key.shape.groups)
             for key, layers in keys.items()
-        ]
-        kinds = kinds or [(PAIRS, None, 1)]
+        ] or [(PAIRS, None, 1)]
         work = np.zeros(len(documents.step.length))
         for cost, window, times in kinds:
             np.add.at(work, documents.of, cost.of(documents.begin, documents.end, window) * times)
@@ -345,21 +325,32 @@ class Plans:
         if warning and self.gatherer.rank == 0:
             notice(warning)
 
-    def _starts(self, gathered: Gathered, crew: Crew, layout: Layout, tick: Tick, key: PlanKey) -> Starts | None:
+    def _starts(self, gathered: Gathered, crew: Crew, tick: Tick, key: PlanKey) -> Starts | None:
+        """When ranks begin to attend in a tick; None where nothing is known, or that is no concern of plans."""
         if gathered.seconds is None:
             return None
-        cost, groups = self.cost.cost_for(key.shape), key.shape.groups
-        if not gathered.backward:
-            cost = cost.of_forward(FORWARD_SHARE)
         if crew.servers is None:
             # Nano-batches hide from each other when they begin.
             if gathered.cut is not None:
                 return None
-            begin = begin_in_place(gathered.seconds, tick, cost, groups, key.window, crew.speeds)
+            cost = self._cost(gathered, key)
+            begin = begin_in_place(gathered.seconds, tick, cost, key.shape.groups, key.window, crew.speeds)
             return None if begin is None else Starts(begin)
         if gathered.cut is None or self.config.overlap_used != "interleave":
             return None
-        return Beside(gathered.seconds, layout, crew.speeds).starts(tick, cost, groups, key.window)
+        layout = crew.widen(gathered.layout)
+        each = np.append(gathered.seconds, np.zeros(crew.ranks - crew.trainers))
+        whole, own = (
+            float(self._cost(gathered, key).of(rows.begin, rows.end, key.window).sum()) * key.shape.groups
+            for rows in (layout.segments, tick.query)
+        )
+        turns = alternate(
+            max(whole - own, 0.0),
+            each * tick.query_tokens,
+            np.ones(crew.ranks) if crew.speeds is None else crew.speeds,
+            np.arange(crew.ranks) >= crew.trainers,
+        )
+        return Starts(each * (layout.tokens - tick.query_tokens), turns)
 
     def _agree(self, turn: int, value: int, what: str) -> None:
         self.worker.run(lambda: self.gatherer.agree(value, Subject(What.PLAN, index=turn)))

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_cad.ahead.announced import StepMessage, to_documents
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.feed import EpochOverError, Feed
 from deepspeed_cad.ahead.gather import Subject, What, digest
 from deepspeed_cad.ahead.move_documents import Fields, Moved, move_documents, read_fields, read_padding
-from deepspeed_cad.ahead.step_message import StepMessage, to_documents
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints

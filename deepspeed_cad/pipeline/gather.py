@@ -13,9 +13,9 @@ from dataclasses import astuple
 import numpy as np
 import torch
 
+from deepspeed_cad.ahead.announced import compare
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Said, State, Subject, What
-from deepspeed_cad.ahead.replicas import compare
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule

@@ -18,11 +18,11 @@ from pool import WorkerPool
 from trainers import losses_of, settings, start_anew, tokenizer, training_arguments, without_and_with
 
 import deepspeed_cad
+from deepspeed_cad.ahead.announced import StepMessage, to_documents
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.ahead.gather import Gatherer
 from deepspeed_cad.ahead.move_documents import Fields, move_documents, read_fields, read_padding
 from deepspeed_cad.ahead.step import find_random, settle
-from deepspeed_cad.ahead.step_message import StepMessage, to_documents
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.deal import Dealt

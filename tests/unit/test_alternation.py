@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cad.ahead.crew import Crew, Servers
-from deepspeed_cad.ahead.starts import Beside
-from deepspeed_cad.attention.layer import Starts
+from deepspeed_cad.ahead.plan import Gathered
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
@@ -24,7 +22,7 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.forecast.attention_seconds import Both
 from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
-from deepspeed_cad.layout import Layout, Tick
+from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.alternation import alternate
 from deepspeed_cad.planner.constants import WAVES_IN_TURN
@@ -153,15 +151,12 @@ def _transport(two_ways: bool = True) -> Transport:
 
 @pytest.mark.parametrize(("waves", "chosen"), [("auto", 2), (1, 1), (4, 4)])
 def test_plans_beside_servers_choose_waves(session: Session, waves: str | int, chosen: int) -> None:
-    session.plans.config = replace(session.plans.config, waves=waves)
-    crew = session.plans.crew = replace(session.plans.crew, transport=_transport())
-    layout = Layout.from_rank_lengths([[8192], []])
-    beside = Beside(np.array([1e-6]), layout)
-    for tick in layout.cut(np.array([4864, 0])):
-        assert session.plans.plan_tick(tick, KEY, crew, partial(_starts, session, beside)).waves == chosen
+    plans = session.plans
+    plans.config = replace(plans.config, waves=waves, overlap="interleave")
+    crew = plans.crew = replace(plans.crew, transport=_transport())
+    gathered = Gathered(0, Layout.from_rank_lengths([[8192]]), np.array([4864]), np.array([1e-6]), None)
+    for tick in crew.widen(gathered.layout).cut(np.array([4864, 0])):
+        assert plans.plan_tick(gathered, crew, tick, KEY).waves == chosen
         # Without another tick nobody knows how late results may come.
-        assert session.plans.plan_tick(tick, KEY, crew).waves == (1 if waves == "auto" else waves)
-
-
-def _starts(session: Session, beside: Beside, tick: Tick, key: PlanKey) -> Starts:
-    return beside.starts(tick, session.plans.cost.cost_for(key.shape), key.shape.groups, key.window)
+        alone = replace(gathered, cut=None)
+        assert plans.plan_tick(alone, crew, tick, KEY).waves == (1 if waves == "auto" else waves)

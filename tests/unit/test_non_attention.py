@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,15 +119,15 @@ def _reserve(session: Session, seconds: list[float] | None, helpers: int = 2, sp
 
 def _plan(session: Session, crew: Crew, layout: Layout, cut: list[int], nano_batch: int, seconds: list[float]) -> Plan:
     gathered = Gathered(0, layout, np.array(cut), np.array(seconds), None)
-    starts = partial(session.plans._starts, gathered, crew, layout)
-    return session.plans.plan_tick(layout.cut(np.array([*cut, 0]))[nano_batch], KEY, crew, starts)
+    tick = crew.widen(layout).cut(np.array([*cut, 0]))[nano_batch]
+    return session.plans.plan_tick(gathered, crew, tick, KEY)
 
 
 LENGTHS = [[6000], [5000, 1000]]
 
 
 def test_trainers_and_servers_end_together(session: Session) -> None:
-    layout = Layout.from_rank_lengths([*LENGTHS, []])
+    layout = Layout.from_rank_lengths(LENGTHS)
     session.plans.config = CADConfig.from_dict({"servers": {"reserved": 1}, "granularity": 64, "tolerance": 0.02})
     crew, each = _reserve(session, None), [3e-6, 1.5e-6]
     for nano_batch, other in enumerate((6000 - 3328, 3328)):

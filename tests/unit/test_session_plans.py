@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +18,18 @@ from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.session import Session
 
 SHAPE = HeadShape(8, 2, 64, 64, 2)
 BLOCK = {"tolerance": 0.02, "granularity": 64}
-TICK = Layout.from_rank_lengths([[30000], [20000, 64], [1024] * 4, []]).tick()
+LAYOUT = Layout.from_rank_lengths([[30000], [20000, 64], [1024] * 4, []])
+TICK = LAYOUT.tick()
+
+
+def plan_of(session: Session, layout: Layout, window: int | None, crew: Crew, seconds: Any = None) -> Plan:
+    gathered = Gathered(0, layout, None, seconds, None)
+    return session.plans.plan_tick(gathered, crew, layout.tick(), PlanKey(window, SHAPE))
 
 
 @pytest.fixture
@@ -35,7 +42,7 @@ def session() -> Iterator[Session]:
 @pytest.mark.parametrize("window", [None, 512])
 def test_a_plan_is_that_of_the_layer_and_the_configuration(session: Session, window: int | None) -> None:
     """Planned without its window, the layer's long documents would seem to cost twenty times as much."""
-    found = session.plans.plan_tick(TICK, PlanKey(window, SHAPE), session.plans.crew)
+    found = plan_of(session, LAYOUT, window, session.plans.crew)
     asked = PlanInput(TICK, SHAPE, session.cost.cost_for(SHAPE), window, tolerance=0.02, granularity=64)
     assert found.fingerprint() == make_plan(asked).fingerprint()
     others = [
@@ -47,9 +54,9 @@ def test_a_plan_is_that_of_the_layer_and_the_configuration(session: Session, win
 
 
 def test_hosts_reach_the_planner(session: Session) -> None:
-    tick = Layout.from_rank_lengths([[30000], [], [], [], [30000], [], [], []]).tick()
-    plan = session.plans.plan_tick(tick, PlanKey(None, SHAPE), Crew(8, hosts=np.arange(8) // 4))
-    asked = PlanInput(tick, SHAPE, session.cost.cost_for(SHAPE), None, 0.02, 64, hosts=np.arange(8) // 4)
+    layout = Layout.from_rank_lengths([[30000], [], [], [], [30000], [], [], []])
+    plan = plan_of(session, layout, None, Crew(8, hosts=np.arange(8) // 4))
+    asked = PlanInput(layout.tick(), SHAPE, session.cost.cost_for(SHAPE), None, 0.02, 64, hosts=np.arange(8) // 4)
     assert plan.fingerprint() == make_plan(asked).fingerprint()
 
 
@@ -73,20 +80,18 @@ def test_waves_where_links_between_hosts_carry_them(
     plans, transport = session.plans, SimpleNamespace(most_waves=most, two_ways=True, close=lambda: None)
     crew = plans.crew = Crew(4, transport, np.array(hosts))  # type: ignore[arg-type]
     plans.config = dataclasses.replace(session.config, **config)
-    plans.plan_tick(TICK, PlanKey(None, SHAPE), crew)
-    plans.plan_tick(TICK, PlanKey(None, SHAPE), dataclasses.replace(crew, servers=Servers(0, 1, 0)))
+    plan_of(session, LAYOUT, None, crew)
+    plan_of(session, LAYOUT, None, dataclasses.replace(crew, servers=Servers(0, 1, 0)))
     # Beside reserved servers only a number counts where linear layers have no times.
     assert [problem.waves for problem in asked] == [expected, (config.get("waves", 1),)]
 
 
 def test_ranks_that_come_later_to_attention_get_less_and_loads_speak_of_attention(session: Session) -> None:
     """Rank 2 takes longer for all else, by 5 % of the mean attention."""
-    key, crew, layout = PlanKey(None, SHAPE), Crew(4), Layout.from_rank_lengths([[16384]] * 4)
-    tick = layout.tick()
-    mean = session.plans.plan_tick(tick, key, crew).load.mean()
+    crew, layout = Crew(4), Layout.from_rank_lengths([[16384]] * 4)
+    mean = plan_of(session, layout, None, crew).load.mean()
     seconds = np.array([1.0, 1.0, 1.0 + 0.05 * mean / 16384, 1.0])
-    gathered = Gathered(0, layout, None, seconds, None)
-    plan = session.plans.plan_tick(tick, key, crew, partial(session.plans._starts, gathered, crew, layout))
+    plan = plan_of(session, layout, None, crew, seconds)
     finish = plan.load + (seconds - 1.0) * 16384
     assert finish.max() < 1.025 * finish.mean() and plan.load[2] < 0.98 * mean
     assert plan.load.sum() == pytest.approx(4 * mean) and plan.load_before.sum() == pytest.approx(4 * mean)

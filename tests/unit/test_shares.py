@@ -11,8 +11,8 @@ import pytest
 import torch
 from deepspeed_cad.integrations.shares import refuse_heads
 
+from deepspeed_cad.ahead.announced import of_replicas
 from deepspeed_cad.ahead.documents import Announcement
-from deepspeed_cad.ahead.replicas import of_replicas
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.groups import refuse_beside_shares
@@ -150,10 +150,10 @@ def test_pieces_are_put_side_by_side() -> None:
 
 
 def test_pieces_of_other_shapes_are_refused() -> None:
-    with pytest.raises(CADDataError, match="not of the same shape: 2 tokens; 1 tokens"):
+    with pytest.raises(CADDataError, match="of these shapes: 2 tokens; 1 tokens. With Ulysses"):
         of_replicas(announce([0, 1], [2], [0], [1]), PIECES)
     two_rows = [Announcement(LocalSegments.none(4), 2)] * 4
-    with pytest.raises(CADDataError, match="of several rows"):
+    with pytest.raises(CADDataError, match="4 tokens in rows of 2.*one packed row"):
         of_replicas(two_rows, PIECES)
 
 
