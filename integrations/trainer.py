@@ -20,7 +20,7 @@ from deepspeed_cad.integrations.prepared import PreparedIterator
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.loader import Source
-from deepspeed_cad.ahead.step import Step, StepAhead, settle
+from deepspeed_cad.ahead.step import Due, StepAhead, settle
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import find_binding
 
@@ -66,7 +66,8 @@ class _AheadIterator:
         self._batches = Source(loader, batches)
         self.steps = StepAhead(feed, accumulation)
         self._buffer: deque[Any] = deque()
-        self._step: Step | None = None
+        self._due: Due | None = None
+        self._count = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -91,20 +92,20 @@ class _AheadIterator:
         self._buffer.extend(self._take(count))
         # What is read ahead is not trained yet: metrics leave out what the last batch has twice.
         self._batches.given_out(last=not self._buffer)
-        self._step = self.steps.submit(list(self._buffer), ended=len(self._buffer) < count)
+        self._due, self._count = self.steps.submit([*self._buffer], len(self._buffer) < count), len(self._buffer)
 
     def arrange(self, samples: list[Any]) -> list[Any]:
         """The batches of a step as they are trained. Raises CADUnsupportedError if a part of a step was asked for."""
-        step, self._step = self._step, None
-        if step is None:
-            step = self.steps.submit(samples)
-            assert step is not None
-        elif len(step.batches) != len(samples):
+        due, self._due = self._due, None
+        if due is None:
+            due = self.steps.submit(samples)
+            assert due is not None
+        elif self._count != len(samples):
             raise CADUnsupportedError(
-                f"the Trainer took {len(samples)} micro-batches for a step where it took {len(step.batches)} for the "
+                f"the Trainer took {len(samples)} micro-batches for a step where it took {self._count} for the "
                 'one before, and more were there; set "look_ahead": 0'
             )
-        return self.steps.hand_out(step)
+        return due()
 
 
 def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:

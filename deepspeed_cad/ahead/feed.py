@@ -11,11 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
-
-import numpy as np
 
 from deepspeed_cad.ahead.documents import Announcement, read_documents, with_ids
 from deepspeed_cad.ahead.gather import Said, State, Subject, What
@@ -24,35 +21,13 @@ from deepspeed_cad.ahead.worker import Result
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
 from deepspeed_cad.layout import Ints, LocalSegments
-
-NOTHING = Announcement(LocalSegments.none(0))
-"""Of a rank that has no further micro-batch and attends for the others."""
+from deepspeed_cad.notice import name_ranks
 
 logger = logging.getLogger("deepspeed_cad")
 
 
 class EpochOverError(CADPeerError):
     """This rank trains a micro-batch of an epoch that is over on another rank."""
-
-
-@dataclass(frozen=True)
-class End:
-    """Where an epoch ended on some rank."""
-
-    ranks: tuple[int, ...]
-    """Whose loaders have no further micro-batch."""
-    count: int
-    """How many they had."""
-
-    def error(self, rank: int, epoch: int) -> EpochOverError:
-        """For a rank that goes on."""
-        one = len(self.ranks) == 1
-        loaders = f"the loader{'' if one else 's'} of rank{'' if one else 's'} {', '.join(map(str, self.ranks))}"
-        return EpochOverError(
-            f"rank {rank} trains micro-batch {self.count} of epoch {epoch} (counted from 0), but {loaders} ended after "
-            f"{self.count}. All ranks must train as many micro-batches: use drop_last=True and a sampler that gives "
-            "every rank as many, or stop each rank after the smallest number"
-        )
 
 
 class Feed:
@@ -92,14 +67,13 @@ class Feed:
         """As many micro-batches this loop draws before it trains the first of them."""
         self._unannounced = 0
         """Training forwards in a row that no loader had announced."""
-        self._ends: dict[int, End] = {}
-        """By epoch, only the last one; changed on the look-ahead thread only, in the same order on every rank."""
+        self._over: dict[int, str] = {}
+        """Why an epoch is over on some rank; changed on the look-ahead thread only, in the same order on every rank."""
 
     def read(self, given: Mapping[str, Any]) -> Announcement:
         """This rank's documents of a batch; raises what `read_documents` does."""
         mine = read_documents(given)
-        compares = self.shares.count > 1 and not self.shares.pieces
-        return with_ids(mine, given) if compares else mine
+        return with_ids(mine, given) if self.shares.count > 1 and not self.shares.pieces else mine
 
     # What loaders say
 
@@ -136,9 +110,7 @@ class Feed:
         epoch, index, keys = self._epoch, self._next_index(), dict(self.keys)
 
         def job() -> MicroBatch:
-            self._refuse_ended(epoch)
-            said = self._gather(Subject(What.LENGTHS, self.number, epoch, index), mine.to_array())
-            return self.plans.open(self._all_going(said, epoch, index), keys, self.number, backward)
+            return self.plans.open(self._gather_lengths(epoch, index, mine), keys, self.number, backward)
 
         self._ahead.append((mine, self.worker.submit(job)))
 
@@ -152,7 +124,7 @@ class Feed:
         epoch, index = self._epoch, self._next_index()
 
         def job() -> None:
-            if epoch not in self._ends:
+            if epoch not in self._over:
                 self._note_end(self._gather(Subject(What.LENGTHS, self.number, epoch, index), None), epoch, index)
 
         self.worker.submit(job)
@@ -175,10 +147,7 @@ class Feed:
 
     def gather_first(self, at: tuple[int, int, int], mine: Announcement) -> list[Announcement]:
         """Every rank's first micro-batch of a step that was gathered. Runs on the look-ahead thread."""
-        epoch, _, index = at
-        return self._all_going(
-            self._gather(Subject(What.LENGTHS, self.number, epoch, index), mine.to_array()), epoch, index
-        )
+        return self._gather_lengths(at[0], at[2], mine)
 
     @property
     def in_words(self) -> str:
@@ -205,8 +174,8 @@ class Feed:
     @property
     def over(self) -> str:
         """Why the announced micro-batch that comes next cannot be trained, as far as this rank has heard; or ""."""
-        ahead = next(iter(tuple(self._ahead)), None)
-        return str(ahead[1].exception() or "") if ahead is not None and ahead[1].done() else ""
+        future = next((one for _, one in tuple(self._ahead)), None)
+        return str(future.exception() or "") if future is not None and future.done() else ""
 
     # What forwards say
 
@@ -235,7 +204,6 @@ class Feed:
         elif mine is None:
             raise CADError("no micro-batch was announced")
         else:
-            self._plans_at_forward()
             future = self._gather_now(mine)
         return self._wait(future)
 
@@ -265,8 +233,8 @@ class Feed:
         self._looks += 1
 
         def job() -> MicroBatch:
-            all_ranks = [Announcement.from_array(one.payload) if len(one.payload) else NOTHING for one in gather()]
-            return self.plans.open(all_ranks, keys, self.number, backward=False)
+            every = [_announced(one) for one in gather()]
+            return self.plans.open(every, keys, self.number, backward=False)
 
         return self._wait(self.worker.submit(job))
 
@@ -288,8 +256,7 @@ class Feed:
     def _wait(self, future: Future[MicroBatch]) -> MicroBatch:
         """The micro-batch that a job on the look-ahead thread plans, ready for its forward."""
         micro_batch = self._result(future)
-        if self.gatherer.liveness is not None:
-            self.gatherer.liveness.take(micro_batch.turn)
+        self.gatherer.liveness.take(micro_batch.turn)
         micro_batch.calls.prepare()
         return micro_batch
 
@@ -308,8 +275,7 @@ class Feed:
 
         An ending process gives them a little time for that (`Worker.close`).
         """
-        if self.gatherer.liveness is not None:
-            self.gatherer.liveness.announce(str(error))
+        self.gatherer.liveness.announce(str(error))
 
         def job() -> None:
             try:
@@ -323,8 +289,7 @@ class Feed:
         """This rank trains no further micro-batch; those that wait for it learn why."""
         if not self.plans.abandoned and max(self.plans.crew.ranks, self.gatherer.ranks) > 1:
             self.plans.abandoned = str(error) or type(error).__name__
-            if self.gatherer.liveness is not None:
-                self.gatherer.liveness.report(self.plans.abandoned)
+            self.gatherer.liveness.report(self.plans.abandoned)
 
     @contextmanager
     def between_collectives(self, what: str) -> Iterator[None]:
@@ -354,17 +319,9 @@ class Feed:
         self.abandon(error)
 
     def _gather_now(self, mine: Announcement) -> Future[MicroBatch]:
-        index, keys = self._forwards, dict(self.keys)
+        """Plan a training forward that no loader had announced."""
+        subject, keys = Subject(What.FORWARD, self.number, index=self._forwards), dict(self.keys)
         self._forwards += 1
-
-        def job() -> MicroBatch:
-            said = self._gather(Subject(What.FORWARD, self.number, index=index), mine.to_array())
-            return self.plans.open([Announcement.from_array(one.payload) for one in said], keys, self.number)
-
-        return self.worker.submit(job)
-
-    def _plans_at_forward(self) -> None:
-        """A forward came that no loader had announced: say so, once, where look-ahead is asked for."""
         self._unannounced += 1
         # Prepared loaders of Accelerate announce from the second micro-batch of an epoch on.
         if self._unannounced == 3 and self.config.look_ahead and self.replicas > 1:
@@ -373,43 +330,62 @@ class Feed:
                 "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"
             )
 
+        def job() -> MicroBatch:
+            said = self._gather(subject, mine.to_array())
+            return self.plans.open([_announced(one) for one in said], keys, self.number)
+
+        return self.worker.submit(job)
+
     def _next_index(self) -> int:
         index, self._index = self._index, self._index + 1
         return index
 
     def _drop_next(self, count: int) -> None:
-        """The announced micro-batches that come next will not be trained here."""
+        """The announced micro-batches that come next will not be trained here: tell ranks that train one of them."""
         dropped = [self._ahead.popleft()[1] for _ in range(count)]
         self._given_out = max(self._given_out - count, 0)
-        if dropped and self.gatherer.liveness is not None:
-            self.worker.submit(lambda: self._drop(dropped))
+
+        def job() -> None:
+            turns = [one.result().turn for one in dropped if one.done() and one.exception() is None]
+            if turns:
+                self.gatherer.liveness.drop(turns)
+
+        if dropped:
+            self.worker.submit(job)
 
     # On the look-ahead thread
-
-    def _drop(self, futures: list[Future[MicroBatch]]) -> None:
-        """Tell ranks that train one of these micro-batches that they wait in vain."""
-        turns = [future.result().turn for future in futures if future.done() and future.exception() is None]
-        if turns and self.gatherer.liveness is not None:
-            self.gatherer.liveness.drop(turns)
 
     def _gather(self, subject: Subject, payload: Ints | None) -> list[Said]:
         """`payload` is None where this rank's loader ended."""
         state = State.ENDED if payload is None else State.GOING
         return self.gatherer.gather(subject, payload, state=state, model=self.fingerprint)
 
-    def _all_going(self, said: list[Said], epoch: int, index: int) -> list[Announcement]:
+    def _gather_lengths(self, epoch: int, index: int, mine: Announcement) -> list[Announcement]:
+        """What all ranks announced as this micro-batch; raises EpochOverError where the loader of one had ended."""
+        self._refuse_ended(epoch)
+        said = self._gather(Subject(What.LENGTHS, self.number, epoch, index), mine.to_array())
         self._note_end(said, epoch, index)
         self._refuse_ended(epoch)
-        return [Announcement.from_array(one.payload) for one in said]
+        return [_announced(one) for one in said]
 
     def _note_end(self, said: list[Said], epoch: int, index: int) -> None:
-        ended = tuple(np.flatnonzero([one.state == State.ENDED for one in said]).tolist())
-        if ended and epoch not in self._ends:
-            # Jobs come in the order of epochs: none asks about an earlier one any more.
-            self._ends = {epoch: End(ended, index)}
+        ended = [rank for rank, one in enumerate(said) if one.state == State.ENDED]
+        if not ended or epoch in self._over:
+            return
+        loaders = f"the loader{'s' * (len(ended) > 1)} of {name_ranks(ended)}"
+        # Jobs come in the order of epochs: none asks about an earlier one any more.
+        self._over = {
+            epoch: f"rank {self.rank} trains micro-batch {index} of epoch {epoch} (counted from 0), but {loaders} "
+            f"ended after {index}. All ranks must train as many micro-batches: use drop_last=True and a sampler that "
+            "gives every rank as many, or stop each rank after the smallest number"
+        }
 
     def _refuse_ended(self, epoch: int) -> None:
         """Where an epoch is over on some rank, no rank meets the others for it any more: all drop the rest together."""
-        end = self._ends.get(epoch)
-        if end is not None:
-            raise end.error(self.rank, epoch)
+        if epoch in self._over:
+            raise EpochOverError(self._over[epoch])
+
+
+def _announced(said: Said) -> Announcement:
+    """A rank that has no further micro-batch attends for the others."""
+    return Announcement.from_array(said.payload) if len(said.payload) else Announcement(LocalSegments.none(0))

@@ -30,15 +30,12 @@ class What(IntEnum):
     """Kinds of collectives."""
 
     CHOICE = 0
-    """Something that is settled once, such as the transport."""
     LENGTHS = 1
-    """Documents of a micro-batch that a loader announced."""
+    """Of a micro-batch that a loader announced."""
     FORWARD = 2
-    """Documents of a micro-batch that no loader announced: its forward did."""
+    """Of one that no loader announced."""
     LOOK = 3
-    """Documents of a forward without backward."""
     STEP = 4
-    """Documents of all micro-batches of an optimizer step."""
     DEAL = 5
     """Which rank trains which document of a step."""
     PLAN = 6
@@ -46,20 +43,20 @@ class What(IntEnum):
     LOADER = 7
     """Whether the batches of a loader reach the model as they are, or how many they are."""
     LAYERS = 8
-    """Attention layers of a pipeline's stages."""
 
 
-_WORDS = {
-    What.CHOICE: "choice of transport",
-    What.LENGTHS: "document lengths",
-    What.FORWARD: "document lengths at the forward",
-    What.LOOK: "document lengths at the forward without backward",
-    What.STEP: "documents of the step",
-    What.DEAL: "deal of documents",
-    What.PLAN: "plan",
-    What.LAYERS: "attention layers of pipeline stages",
-    What.LOADER: "answers about a loader's batches",
-}
+_WORDS = (
+    "choice of transport",
+    "document lengths",
+    "document lengths at the forward",
+    "document lengths at the forward without backward",
+    "documents of the step",
+    "deal of documents",
+    "plan",
+    "answers about a loader's batches",
+    "attention layers of pipeline stages",
+)
+"""By What."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ class Gatherer:
             begun: collectives of this group before it was made.
             shares: how they divide heads; None: each has all of them.
         """
-        self.group, self.rank, self.ranks, self.liveness = group, rank, ranks, liveness
+        self.group, self.rank, self.ranks, self.liveness = group, rank, ranks, liveness or Liveness.alone(rank)
         self.shares = Shares.none(rank, ranks) if shares is None else shares
         self._members = self.shares.members
         self._settings, self._reporters = digest(settings), tuple(reporters)
@@ -201,15 +198,12 @@ class Gatherer:
         if self.broken is not None:
             raise type(self.broken)(str(self.broken))
         mine = np.zeros(0, np.int64) if payload is None else payload
-        header = np.zeros(_WIDTH, np.int64)
-        header[_VERSION], header[_CONFIG], header[_MODEL] = digest(__version__), self._settings, digest(model)
-        header[_WHAT], header[_WHICH] = subject.what, subject.model
-        header[_EPOCH], header[_INDEX] = subject.epoch, subject.index
-        header[_STATE], header[_VALUE], header[_COUNT] = state, value, len(mine)
+        header = [digest(__version__), self._settings, digest(model), subject.what, subject.model, subject.epoch,
+                  subject.index, state, value, len(mine)]  # fmt: skip
         self.begun += 1
         self.inside = self.begun, subject
         try:
-            headers, rows = self._meet(header, mine, subject)
+            headers, rows = self._meet(np.array(header, np.int64), mine, subject)
         finally:
             self.inside = None
         return [
@@ -219,24 +213,20 @@ class Gatherer:
 
     def _meet(self, header: Ints, mine: Ints, subject: Subject) -> tuple[np.ndarray, list[np.ndarray]]:
         """Headers of all ranks, [ranks, _WIDTH], and their payloads, each padded to the longest."""
-        waited_for = f"the other ranks' {subject}"
-        learns = subject.what in _LEARNS
+        waited_for, learns = f"the other ranks' {subject}", subject.what in _LEARNS
         reports = [
             reporter.report(subject.model) if learns else np.zeros(reporter.columns, np.int64)
             for reporter in self._reporters
         ]
         messages = np.stack(self._all(np.concatenate([header, *reports]), waited_for))
-        headers = messages[:, :_WIDTH]
+        headers, said = messages[:, :_WIDTH], messages[self._members, _WIDTH:]
         _join(headers)
         self._compare(headers)
-        if learns:
-            begin = _WIDTH
-            for reporter in self._reporters:
-                reporter.hear(subject.model, messages[self._members, begin : begin + reporter.columns])
-                begin += reporter.columns
+        for reporter in self._reporters if learns else ():
+            reporter.hear(subject.model, said[:, : reporter.columns])
+            said = said[:, reporter.columns :]
         widest = int(headers[:, _COUNT].max())
-        padded = np.zeros(widest, np.int64)
-        padded[: len(mine)] = mine
+        padded = np.pad(mine, (0, widest - len(mine)))
         return headers, self._all(padded, waited_for) if widest else [padded] * self.ranks
 
     def _give_up(self, error: CADError) -> CADError:
@@ -248,28 +238,22 @@ class Gatherer:
         failed = np.flatnonzero(headers[:, _STATE] == State.FAILED).tolist()
         if failed:
             # All ranks met, so their collectives are still in step: what was announced before can be trained.
-            raise CADDataError(f"no micro-batch was trained: {self._reasons(failed)}")
-        for column, what, remedy in (
-            (_VERSION, "version of deepspeed_cad", "install the same version everywhere"),
-            (_CONFIG, '"cad" block', "give every rank the same configuration"),
-        ):
-            self._same(headers[:, column].tolist(), what, remedy)
+            known = [(rank, self.liveness.reason(rank) or "could not read its micro-batch") for rank in failed]
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in known)
+            raise CADDataError(f"no micro-batch was trained: {reasons}")
+        self._same(headers[:, _VERSION], "version of deepspeed_cad", "install the same version everywhere")
+        self._same(headers[:, _CONFIG], '"cad" block', "give every rank the same configuration")
         at = [Subject(What(row[_WHAT]), *(int(x) for x in row[_WHICH : _INDEX + 1])) for row in headers]
         if len(set(at)) > 1:
-            raise self._give_up(CADPeerError(f"the ranks are not at the same point: {_where(at)}. {APART}"))
-        self._same(headers[:, _MODEL].tolist(), "model", "load the same model on every rank")
+            where = [(one, [rank for rank, other in enumerate(at) if other == one]) for one in dict.fromkeys(at)]
+            words = "; ".join(f"{name_ranks(ranks)} at the {one}" for one, ranks in where)
+            raise self._give_up(CADPeerError(f"the ranks are not at the same point: {words}. {APART}"))
+        self._same(headers[:, _MODEL], "model", "load the same model on every rank")
 
-    def _same(self, values: list[int], what: str, remedy: str) -> None:
-        odd = _minority(values)
+    def _same(self, values: np.ndarray, what: str, remedy: str) -> None:
+        odd = _minority(values.tolist())
         if odd:
             raise self._give_up(CADPeerError(f"ranks {odd} have another {what} than the rest; {remedy}"))
-
-    def _reasons(self, ranks: list[int]) -> str:
-        said = []
-        for rank in ranks:
-            reason = None if self.liveness is None else self.liveness.reason(rank)
-            said.append(f"rank {rank}: {reason or 'could not read its micro-batch'}")
-        return "; ".join(said)
 
     def _all(self, values: np.ndarray, what: str) -> list[np.ndarray]:
         if self.group is None or self.ranks == 1:
@@ -278,8 +262,7 @@ class Gatherer:
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         with Liveness.watch(self.liveness, what):
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-            if self.liveness is not None:
-                self.liveness.patiently(work.is_completed, what, collective=self.begun)
+            self.liveness.patiently(work.is_completed, what, collective=self.begun)
             work.wait()
         return [tensor.numpy() for tensor in everyone]
 
@@ -298,10 +281,3 @@ def _minority(values: Sequence[int]) -> list[int]:
     """Ranks whose value is not the most frequent one."""
     common = max(set(values), key=values.count)
     return [rank for rank, value in enumerate(values) if value != common]
-
-
-def _where(at: Sequence[Subject]) -> str:
-    groups: dict[Subject, list[int]] = {}
-    for rank, subject in enumerate(at):
-        groups.setdefault(subject, []).append(rank)
-    return "; ".join(f"{name_ranks(of)} at the {one}" for one, of in groups.items())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from deepspeed_cad.ahead.feed import Feed
-from deepspeed_cad.ahead.step import Step, StepAhead
+from deepspeed_cad.ahead.step import Due, StepAhead
 from deepspeed_cad.errors import CADDataError
 
 
@@ -71,7 +71,7 @@ class LookAheadLoader:
         begun = (given if self._trained is None else self._trained()) % self._accumulation
         step = self._submit(source, source.take(self._accumulation - begun))
         while step is not None:
-            batches, step = self._steps.hand_out(step), None
+            batches, step = step(), None
             following: list[Any] = []
             for i, batch in enumerate(batches):
                 if i < len(batches) - 1:
@@ -89,7 +89,7 @@ class LookAheadLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
 
-    def _submit(self, source: Source, batches: list[Any]) -> Step | None:
+    def _submit(self, source: Source, batches: list[Any]) -> Due | None:
         """The next step; None where the loader ended, which the other ranks are told, or failed."""
         if source.error is None or batches:
             return self._steps.submit(batches, source.ended and source.error is None)

@@ -11,8 +11,9 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from deepspeed_cad.ahead.move_documents import Fields, Moved, move_documents, re
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.deal import Dealt, deal, order_rows
+from deepspeed_cad.planner.deal import deal, order_rows
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -41,27 +42,10 @@ AT_RANDOM = re.compile(r"drop|jitter|noise")
 """Names of attributes of modules that are probabilities, or sizes, of what falls on tokens at random."""
 
 
-@dataclass(eq=False)
-class Arranged:
-    """A step on this rank as it will be trained; its first micro-batch is planned."""
-
-    moved: list[Moved]
-    announcements: list[Announcement]
-    first: MicroBatch
-
-
-@dataclass(eq=False)
-class Step:
-    """A step that was submitted."""
-
-    batches: list[Any]
-    arranged: Future[Arranged] | None = None
-    """None: trained as it is, and announced when it was submitted."""
-    announcements: list[Announcement] = field(default_factory=list)
-    ended: bool = False
-    """The loader ended within this step: other ranks may have more in it."""
-    error: CADError | None = None
-    """A micro-batch cannot be read. The other ranks learn of it when they gather this step's lengths."""
+Due = Callable[[], list[Any]]
+"""Called when a step is due: gives its micro-batches in the order of training, announced."""
+Arranged = tuple[list[Moved], list[Announcement], MicroBatch]
+"""A step on this rank as it will be trained, its announcements, and its first micro-batch, planned."""
 
 
 class StepAhead:
@@ -71,35 +55,32 @@ class StepAhead:
         """`accumulation`: micro-batches per optimizer step, the same on every rank."""
         self.feed, self.accumulation = feed, accumulation
         feed.read_ahead = True
-        self.last: Dealt | None = None
-        """How the documents of the step arranged last were dealt out; None where they stayed."""
         self._said: set[str] = set()
 
-    def submit(self, batches: list[Any], ended: bool = False) -> Step | None:
+    def submit(self, batches: list[Any], ended: bool = False) -> Due | None:
         """Announce a step's micro-batches, or begin to arrange them; None where there are none: the loader ended.
 
         Every rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`.
         """
+        feed = self.feed
         # What all ranks do alike must not depend on how many micro-batches this one has.
-        together = self.feed.replicas > 1 and ((self.accumulation > 1 and self.feed.orders) or self.feed.deals)
-        together = together and self.feed.config.documents != "in_order" and not self.feed.shares.pieces
-        if not all(_is_readable(batch) for batch in batches):
-            together = False
-        if not together:
+        together = feed.replicas > 1 and ((self.accumulation > 1 and feed.orders) or feed.deals)
+        together = together and feed.config.documents != "in_order" and not feed.shares.pieces
+        if not together or not all(_is_readable(batch) for batch in batches):
             for batch in batches:
-                announce(self.feed, batch)
+                announce(feed, batch)
             if not batches:
-                self.feed.end()
-            return Step(batches) if batches else None
-        at, keys, deals = self.feed.next_step(), dict(self.feed.keys), self.feed.deals
+                feed.end()
+            return (lambda: batches) if batches else None
+        at, keys, deals = feed.next_step(), dict(feed.keys), feed.deals
         try:
-            announcements = [self.feed.read(batch) for batch in batches]
+            announcements = [feed.read(batch) for batch in batches]
         except CADError as error:
             # Raised when the step is due: the one before is still to be trained, on every rank.
-            self.feed.fail_later(error)
-            return Step(batches, error=error)
+            feed.fail_later(error)
+            return partial(_raise, error)
         if not batches:
-            self.feed.worker.submit(lambda: self.feed.gather_step(at, np.zeros(0, np.int64)))
+            feed.worker.submit(lambda: feed.gather_step(at, np.zeros(0, np.int64)))
             return None
         ready = _copied(batches[0])
 
@@ -107,33 +88,30 @@ class StepAhead:
             ready()
             return self._arrange(at, batches, announcements, keys, deals)
 
-        ended = ended and len(batches) < self.accumulation
-        return Step(batches, self.feed.worker.submit(job), announcements, ended)
+        arranged = feed.worker.submit(job)
+        return lambda: self._hand_out(arranged, batches, announcements, ended and len(batches) < self.accumulation)
 
-    def hand_out(self, step: Step) -> list[Any]:
-        """The micro-batches of a step in the order of training, announced. Waits until they are arranged."""
-        if step.error is not None:
-            raise step.error
-        if step.arranged is None:
-            return step.batches
+    def _hand_out(
+        self, arranged: Future[Arranged], batches: list[Any], announcements: list[Announcement], ended: bool
+    ) -> list[Any]:
+        """`ended`: the loader did within this step, and other ranks may have more in it."""
+        feed, planned = self.feed, Future[MicroBatch]()
         try:
-            arranged = self.feed.worker.wait(step.arranged, "the documents of a step")
+            moved, announcements, first = feed.worker.wait(arranged, "the documents of a step")
         except EpochOverError as error:
             # Given out all the same: only training them would be wrong.
-            for mine in step.announcements:
-                late: Future[MicroBatch] = Future()
-                late.set_exception(error)
-                self.feed.accept(mine, late)
-            return step.batches
-        planned: Future[MicroBatch] = Future()
-        planned.set_result(arranged.first)
-        self.feed.accept(arranged.announcements[0], planned)
-        for mine in arranged.announcements[1:]:
-            self.feed.announce(mine)
-        if step.ended:
+            planned.set_exception(error)
+            for mine in announcements:
+                feed.accept(mine, planned)
+            return batches
+        planned.set_result(first)
+        feed.accept(announcements[0], planned)
+        for mine in announcements[1:]:
+            feed.announce(mine)
+        if ended:
             # Ranks that have more in this step drop the rest when they hear that this one ended.
-            self.feed.end()
-        return [one.on_device() for one in arranged.moved]
+            feed.end()
+        return [one.on_device() for one in moved]
 
     # On the look-ahead thread
 
@@ -158,7 +136,7 @@ class StepAhead:
             known = {id(batch): mine for batch, mine in zip(batches, announcements)}
             mine = [known[id(one.batch)] if id(one.batch) in known else feed.read(one.batch) for one in moved]
             mine = [replace(one, loaded=int(tokens)) for one, tokens in zip(mine, loaded)]
-        return Arranged(moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys, feed.number))
+        return moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys, feed.number)
 
     def _place(
         self,
@@ -170,17 +148,16 @@ class StepAhead:
         deals: bool,
     ) -> tuple[list[Moved], Ints]:
         """The micro-batches that this rank trains, in order, and the tokens that its loader gave in their places."""
-        feed, gatherer = self.feed, self.feed.gatherer
+        feed, replica = self.feed, self.feed.shares.replica
         as_loaded = [Moved(batch, {}) for batch in batches]
-        own = np.array([one.local.tokens for one in said[feed.shares.replica].micro_batches])
+        own = np.array([one.local.tokens for one in said[replica].micro_batches])
         if len({len(one.micro_batches) for one in said}) > 1:
             return as_loaded, own
         documents = to_documents(said, padded=fields is not None and fields.padded)
         if documents.spans_ranks:
             return as_loaded, own
         step, costs = documents.step, feed.plans.step_costs(documents, keys, feed.number)
-        order = order_rows(step.sums(costs.work))[feed.shares.replica]
-        self.last = None
+        order = order_rows(step.sums(costs.work))[replica]
         padding = self._agreed(said) if deals else None
         feed.arranged = ORDERED if padding is None and self.accumulation > 1 else DEALT if padding is not None else ""
         if padding is not None and fields is not None:
@@ -190,32 +167,28 @@ class StepAhead:
                 costs = replace(costs, work=np.zeros_like(costs.work))
             hosts = crew.hosts if crew.several_hosts else None
             cuts = feed.cuts and fields.cuts and crew.servers is None
-            self.last = dealt = deal(step, costs, feed.config.tolerance, hosts, cuts)
-            gatherer.agree(0 if dealt is None else dealt.fingerprint(), Subject(What.DEAL, feed.number, *at[:2]))
+            dealt = deal(step, costs, feed.config.tolerance, hosts, cuts)
+            subject = Subject(What.DEAL, feed.number, *at[:2])
+            feed.gatherer.agree(0 if dealt is None else dealt.fingerprint(), subject)
             if dealt is not None:
-                logger.debug("documents dealt out: the step takes %.3f of what it took", dealt.after / dealt.before)
-                return move_documents(batches, fields, padding, documents, dealt, gatherer), own[order]
+                return move_documents(batches, fields, padding, documents, dealt, feed.gatherer), own[order]
         return [as_loaded[i] for i in order], own[order]
 
     def _fields(
         self, batches: Sequence[Any], announcements: Sequence[Announcement]
     ) -> tuple[Fields | None, Ints | None]:
         """The fields that travel, and what is in padding; None where documents stay."""
-        common: Fields | str | None = None
-        for batch, mine in zip(batches, announcements):
-            found = read_fields(batch, mine)
-            if isinstance(found, Fields) and common is not None and found != common:
-                found = "its fields differ from those of the step's other micro-batches"
-            if isinstance(found, str):
-                self._say(found)
-                return None, None
-            common = found
-        assert isinstance(common, Fields)
-        padding = read_padding(batches, common, announcements) if common.padded else np.zeros(0, np.int64)
-        if isinstance(padding, str):
-            self._say(padding)
+        each = [read_fields(batch, mine) for batch, mine in zip(batches, announcements)]
+        found = next((one for one in each if isinstance(one, str)), each[0])
+        if isinstance(found, Fields) and any(one != found for one in each):
+            found = "its fields differ from those of the step's other micro-batches"
+        padding: Ints | str = np.zeros(0, np.int64)
+        if isinstance(found, str) or found.padded:
+            padding = found if isinstance(found, str) else read_padding(batches, found, announcements)
+        if isinstance(padding, str) or isinstance(found, str):
+            self._say(str(padding))
             return None, None
-        return common, padding
+        return found, padding
 
     def _agreed(self, said: Sequence[StepMessage]) -> Ints | None:
         """What is in padding on all ranks; None where documents stay."""
@@ -279,6 +252,10 @@ def announce(feed: Feed, batch: Any) -> None:
     except CADError as error:
         feed.fail(error)
     feed.announce(mine)
+
+
+def _raise(error: CADError) -> NoReturn:
+    raise error
 
 
 def _is_readable(batch: Any) -> bool:
