@@ -22,7 +22,7 @@ from deepspeed_cad.ahead.announced import StepDocuments
 from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, NUMBERING, Announcement
 from deepspeed_cad.ahead.gather import Gatherer
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.layout import Ints
+from deepspeed_cad.layout import PADDING, Ints
 from deepspeed_cad.planner.deal import Dealt, Pieces
 
 LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
@@ -44,14 +44,8 @@ class Field:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one token."""
+        """Of one token."""
         return int(np.prod(self.front + self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    @property
-    def plain_padding(self) -> torch.Tensor:
-        """[bytes] of a token that is no target, hidden, zero."""
-        value = IGNORED if self.name in TARGETS else 0
-        return torch.full((self.bytes // self.dtype.itemsize,), value, dtype=self.dtype).view(torch.uint8)
 
     def to_bytes(self, value: torch.Tensor) -> torch.Tensor:
         """[N · T, bytes]"""
@@ -61,9 +55,8 @@ class Field:
 
     def from_bytes(self, column: torch.Tensor, rows: int) -> torch.Tensor:
         """The inverse, with so many batch rows."""
-        tokens = column.shape[0] // rows
         value = column.clone(memory_format=torch.contiguous_format).view(self.dtype)
-        value = value.reshape(rows, tokens, *self.front, *self.shape)
+        value = value.reshape(rows, column.shape[0] // rows, *self.front, *self.shape)
         return value.movedim(2, 0).contiguous() if self.front else value
 
 
@@ -90,18 +83,13 @@ class Fields:
         return all(one.name != "shift_labels" for one in self.per_token)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of one token's fields together."""
-        return sum(one.bytes for one in self.per_token)
+    def sizes(self) -> list[int]:
+        """Bytes of each field of a token."""
+        return [one.bytes for one in self.per_token]
 
     def to_bytes(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """[N · T, B]"""
         return torch.cat([one.to_bytes(batch[one.name]) for one in self.per_token], 1)
-
-    @property
-    def plain_padding(self) -> torch.Tensor:
-        """[B] of a token of padding, where nobody has one to look at."""
-        return torch.cat([one.plain_padding for one in self.per_token])
 
 
 def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
@@ -123,13 +111,12 @@ def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
     for name in sorted(batch):
         value = batch[name]
         found = _read_field(name, value, shape)
-        if name in CUMULATIVE or name in LONGEST or name == NUMBERING:
-            if padded:
-                return f'its field "{name}" numbers the tokens of a batch of several rows'
+        numbers = name in CUMULATIVE or name in LONGEST or name == NUMBERING
+        if numbers and padded:
+            return f'its field "{name}" numbers the tokens of a batch of several rows'
+        if numbers or (name == POSITIONS and padded and _counts_up(value, shape)):
             derived.append(name)
-        elif (name == MASK and not padded and found is not None) or (
-            name == POSITIONS and padded and _counts_up(value, shape)
-        ):
+        elif name == MASK and not padded and found is not None:
             derived.append(name)
         elif found is not None:
             per_token.append(found)
@@ -167,43 +154,43 @@ def _counts_up(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def find_padding(mine: Announcement, width: int) -> torch.Tensor:
-    """Tokens that are left behind where documents travel: all in none, or behind the last one of a batch row."""
-    local = mine.local
-    end = local.offset + local.end - local.begin
-    if not width:
-        change = np.zeros(local.tokens + 1, np.int64)
-        change[local.offset] += 1
-        np.subtract.at(change, end, 1)
-        return torch.from_numpy(np.flatnonzero(change[:-1].cumsum() == 0))
-    last = np.arange(0, local.tokens, width) + 1
-    np.maximum.at(last, local.offset // width, end)
-    column = np.arange(local.tokens)
-    return torch.from_numpy(np.flatnonzero(column >= last[column // width]))
+    """Tokens that are left behind where documents travel: all in none, or with a `width` of batch rows those behind the
+    last one of each, of which one token stays."""
+    padding = (mine.local.positions() == PADDING).reshape(-1, width or mine.local.tokens)
+    if width:
+        padding = np.logical_and.accumulate(padding[:, ::-1], axis=1)[:, ::-1].copy()
+        padding[:, 0] = False
+    return torch.from_numpy(np.flatnonzero(padding))
 
 
 def read_padding(batches: Sequence[Mapping[str, Any]], fields: Fields, mine: Sequence[Announcement]) -> Ints | str:
     """What tokens of padding hold, as whole numbers; none where there are none. The reason where they differ."""
     found: torch.Tensor | None = None
     for batch, one in zip(batches, mine):
-        behind = find_padding(one, int(batch["input_ids"].shape[1]))
-        if not len(behind):
+        tokens = fields.to_bytes(batch)[find_padding(one, int(batch["input_ids"].shape[1]))]
+        if not len(tokens):
             continue
-        tokens = fields.to_bytes(batch)[behind]
         found = tokens[0] if found is None else found
         if bool((tokens != found).any()):
             at = int((tokens != found).any(0).nonzero()[0])
-            ends = np.cumsum([field.bytes for field in fields.per_token])
-            return f'its field "{fields.per_token[int(np.searchsorted(ends, at, "right"))].name}" differs in padding'
+            field = fields.per_token[int(np.searchsorted(np.cumsum(fields.sizes), at, "right"))]
+            return f'its field "{field.name}" differs in padding'
     if found is None:
         return np.zeros(0, np.int64)
     return np.frombuffer(found.numpy().tobytes().ljust(-(-len(found) // 8) * 8, b"\0"), np.int64).copy()
 
 
 def pad_token(padding: Ints, fields: Fields) -> torch.Tensor:
-    """[B] of a token of padding, from what `read_padding` gives."""
-    if not len(padding):
-        return fields.plain_padding
-    return torch.from_numpy(padding.copy()).view(torch.uint8)[: fields.bytes]
+    """[B] of a token of padding, from what `read_padding` gives; no target, hidden and zero where nobody has one."""
+    if len(padding):
+        return torch.from_numpy(padding.copy()).view(torch.uint8)[: sum(fields.sizes)]
+    values = [(IGNORED if one.name in TARGETS else 0, one) for one in fields.per_token]
+    return torch.cat(
+        [
+            torch.full((one.bytes // one.dtype.itemsize,), value, dtype=one.dtype).view(torch.uint8)
+            for value, one in values
+        ]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +212,7 @@ class Moved:
 def move_documents(
     batches: Sequence[Any], fields: Fields, padding: Ints, documents: StepDocuments, dealt: Dealt, gatherer: Gatherer
 ) -> list[Moved]:
-    """Carry out what was dealt; every rank calls it for the same step. Collective where documents change ranks.
+    """Carry out what was dealt. Collective: every rank calls it for the same step.
 
     Args:
         batches: this rank's micro-batches in the order of the step.
@@ -233,9 +220,9 @@ def move_documents(
         padding: what tokens of padding hold, on all ranks.
     """
     rank, step, pieces = gatherer.rank, documents.step, dealt.pieces
-    tokens = [fields.to_bytes(batch) for batch in batches]
     goes_on = pieces.end < step.length[pieces.document]
-    arrived = _send(tokens, fields, documents, pieces, pieces.end + (goes_on & fields.carries), gatherer)
+    stop = pieces.end + (goes_on & fields.carries)
+    arrived = _send([fields.to_bytes(batch) for batch in batches], documents, pieces, stop, gatherer)
     moved = []
     for micro_batch in range(step.tokens.shape[1]):
         mine = pieces.order[(pieces.rank == rank)[pieces.order] & (pieces.micro_batch == micro_batch)[pieces.order]]
@@ -251,41 +238,25 @@ def move_documents(
 
 
 def _send(
-    tokens: Sequence[torch.Tensor],
-    fields: Fields,
-    documents: StepDocuments,
-    pieces: Pieces,
-    stop: Ints,
-    gatherer: Gatherer,
+    tokens: Sequence[torch.Tensor], documents: StepDocuments, pieces: Pieces, stop: Ints, gatherer: Gatherer
 ) -> dict[int, torch.Tensor]:
     """Bytes [tokens, B] of every piece that this rank trains, by its number.
 
     `tokens`: [N · T, B] bytes of this rank's micro-batches; `stop`: [pieces] of their tokens in their documents.
     """
-    rank, home, width = gatherer.rank, documents.step.rank[pieces.document], fields.bytes
-    count = stop - pieces.begin
-
-    def own(piece: int) -> torch.Tensor:
-        document = int(pieces.document[piece])
-        begin = int(documents.offset[document] + pieces.begin[piece])
-        return tokens[int(documents.step.micro_batch[document])][begin : begin + int(count[piece])]
-
-    here = {one: own(one) for one in np.flatnonzero((home == rank) & (pieces.rank == rank)).tolist()}
-    away = pieces.rank != home
-    if not away.any() or gatherer.group is None:
-        return here
-    ranks = range(gatherer.ranks)
-    outgoing = [np.flatnonzero(away & (home == rank) & (pieces.rank == to)) for to in ranks]
-    incoming = [np.flatnonzero(away & (home == of) & (pieces.rank == rank)) for of in ranks]
-    parts = [own(piece) for to in outgoing for piece in to.tolist()]
-    sent = torch.cat(parts) if parts else torch.empty(0, width, dtype=torch.uint8)
-    counts_out = [int(count[to].sum()) * width for to in outgoing]
-    counts_in = [int(count[of].sum()) * width for of in incoming]
-    arriving = np.concatenate(incoming).tolist()
+    rank, home, width = gatherer.rank, documents.step.rank[pieces.document], tokens[0].shape[1]
+    count, begin = stop - pieces.begin, documents.offset[pieces.document] + pieces.begin
+    row = documents.step.micro_batch[pieces.document]
+    outgoing = [np.flatnonzero((home == rank) & (pieces.rank == to)).tolist() for to in range(gatherer.ranks)]
+    incoming = [np.flatnonzero((home == of) & (pieces.rank == rank)).tolist() for of in range(gatherer.ranks)]
+    parts = [tokens[row[one]][begin[one] : begin[one] + count[one]] for to in outgoing for one in to]
+    sent = torch.cat([tokens[0][:0], *parts])
+    counts_out, counts_in = ([int(count[own].sum()) * width for own in each] for each in (outgoing, incoming))
+    arriving = [one for of in incoming for one in of]
     received = torch.empty(int(count[arriving].sum()), width, dtype=torch.uint8)
     with Liveness.watch(gatherer.liveness, "the other ranks' documents"):
         dist.all_to_all_single(received.reshape(-1), sent.reshape(-1), counts_in, counts_out, group=gatherer.group)
-    return here | dict(zip(arriving, received.split([int(count[one]) for one in arriving]), strict=True))
+    return dict(zip(arriving, received.split(count[arriving].tolist()), strict=True))
 
 
 def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fields: Fields, padding: Ints) -> Moved:
@@ -295,17 +266,14 @@ def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fie
     is a document by itself.
     """
     length = np.array([len(one) for one in pieces], np.int64)
-    rows = len(pieces) if fields.padded else 1
+    rows, tokens = 1, torch.cat(pieces)
     if fields.padded:
-        full = pad_token(padding, fields).expand(rows, int(length.max()), -1).clone()
-        for row, piece in zip(full, pieces):
-            row[: len(piece)] = piece
-        tokens = full.flatten(0, 1)
-    else:
-        tokens = torch.cat(pieces)
+        rows, tokens = len(pieces), pad_token(padding, fields).repeat(len(pieces) * int(length.max()), 1)
+        real = np.arange(length.max()) < length[:, None]
+        tokens[torch.from_numpy(real.reshape(-1))] = torch.cat(pieces)
     # What is not a tensor (None, flags) stays as it was.
     batch: dict[str, Any] = dict(like)
-    for field, column in zip(fields.per_token, tokens.split([one.bytes for one in fields.per_token], 1)):
+    for field, column in zip(fields.per_token, tokens.split(fields.sizes, 1)):
         batch[field.name] = field.from_bytes(column, rows)
     if not fields.padded and "labels" in batch and "shift_labels" not in batch:
         # The first token of a row has nothing before it that predicts it, whatever was before it elsewhere.
@@ -313,7 +281,9 @@ def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fie
     if carried:
         batch[POSITIONS][0, -1] = 0
         length = np.append(length[:-1], [length[-1] - 1, 1])
-    _derive(batch, like, fields, length)
+    for name in fields.derived:
+        if like[name] is not None:
+            batch[name] = _derive(name, like[name], length)
     devices = {name: like[name].device for name in batch if isinstance(batch[name], torch.Tensor)}
     away = {name: device for name, device in devices.items() if device.type != "cpu"}
     for name in away:
@@ -321,27 +291,21 @@ def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fie
     return Moved(batch, away)
 
 
-def _derive(batch: dict[str, Any], model: Mapping[str, Any], fields: Fields, length: Ints) -> None:
-    """Fields that follow from the documents' lengths, in the types that they had."""
+def _derive(name: str, old: Any, length: Ints) -> Any:
+    """A field that follows from the documents' lengths, as it was before in type and axes."""
     longest = int(length.max(initial=0))
-    for name in fields.derived:
-        old = model[name]
-        if old is None:
-            continue
-        if name in LONGEST:
-            batch[name] = torch.tensor(longest, dtype=old.dtype).expand(old.shape) if torch.is_tensor(old) else longest
-            continue
-        if name == POSITIONS:
-            new = np.arange(longest)
-        elif name == NUMBERING:
-            new = np.repeat(np.arange(len(length)), length)[None]
-        elif name == MASK:
-            # Also where it numbered documents: positions tell them, and there is no padding.
-            new = np.ones((1, int(length.sum())), np.int64)
-        else:
-            new = np.r_[0, np.cumsum(length)].reshape((1, -1) if old.ndim == 2 else (-1,))
-        batch[name] = torch.from_numpy(new).to(old.dtype)
-        if name == POSITIONS:
-            # [T], or one row for the whole batch, or one for each sample.
-            rows = old.shape[-2] if old.ndim > 1 and old.shape[-2] == 1 else len(length)
-            batch[name] = batch[name].expand(*old.shape[:-2], rows, longest) if old.ndim > 1 else batch[name]
+    if name in LONGEST:
+        return torch.tensor(longest, dtype=old.dtype).expand(old.shape) if torch.is_tensor(old) else longest
+    if name == POSITIONS:
+        up = torch.arange(longest, dtype=old.dtype)
+        # [T], or one row for the whole batch, or one for each sample.
+        rows = old.shape[-2] if old.ndim > 1 and old.shape[-2] == 1 else len(length)
+        return up.expand(*old.shape[:-2], rows, longest) if old.ndim > 1 else up
+    if name == NUMBERING:
+        new = np.repeat(np.arange(len(length)), length)[None]
+    elif name == MASK:
+        # Also where it numbered documents: positions tell them, and there is no padding.
+        new = np.ones((1, int(length.sum())), np.int64)
+    else:
+        new = np.r_[0, np.cumsum(length)].reshape((1, -1) if old.ndim == 2 else (-1,))
+    return torch.from_numpy(new).to(old.dtype)
