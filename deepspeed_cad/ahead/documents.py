@@ -26,17 +26,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from deepspeed_cad import layout
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.layout import Ints, LocalSegments, segments_from_cumulative, segments_from_positions
 
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
-"""Arguments that are cumulative lengths of documents."""
 MASK = "attention_mask"
 NUMBERING = "seq_idx"
 
@@ -77,8 +77,7 @@ class Announcement:
         return cls(LocalSegments.from_array(values[4:].reshape(-1, 3), tokens), unit, loaded, ids)
 
 
-@dataclass(frozen=True, eq=False)
-class _Source:
+class _Source(NamedTuple):
     """What one argument says of the rows of the flattened micro-batch."""
 
     name: str
@@ -99,9 +98,11 @@ def read_documents(given: Mapping[str, Any]) -> Announcement:
         # Models cannot run on no tokens: they get one row of padding, see integrations.
         return Announcement(LocalSegments.none(1))
     unit = width if batch > 1 else 1
-    sources = [*_read_lengths(given, batch, width), *_read_mask(given.get(MASK), batch, width)]
-    if given.get(NUMBERING) is not None:
-        sources += _read_numbers(NUMBERING, _numpy(given[NUMBERING]), -1, batch, width)
+    sources = [
+        *_read_lengths(given, batch, width),
+        *_read_mask(given.get(MASK), batch, width),
+        *_read_numbers(NUMBERING, given.get(NUMBERING), -1, batch, width),
+    ]
     sources.sort(key=lambda source: not source.documents)
     for other in sources[1:]:
         _compare(sources[0], other, width)
@@ -112,10 +113,10 @@ def read_documents(given: Mapping[str, Any]) -> Announcement:
     local = segments_from_positions(positions, real)
     start_again = len(local.begin) > runs.sum()
     if sources and sources[0].documents:
-        if not start_again:
-            local = _segments(sources[0].rows, local)
-        else:
+        if start_again:
             _compare(sources[0], _Source("position_ids", _rows(local)), width)
+        else:
+            local = _segments(sources[0].rows, local)
         return Announcement(local, unit)
     if start_again and not of_text:
         raise CADDataError(
@@ -181,20 +182,21 @@ def _read_lengths(given: Mapping[str, Any], batch: int, width: int) -> Iterator[
 
 
 def _read_mask(mask: Any, batch: int, width: int) -> Iterator[_Source]:
-    if mask is None:
-        return
-    if isinstance(mask, np.ndarray):
-        mask = torch.from_numpy(mask)
-    if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-        yield _Source(MASK, _read_ready_made(mask, batch, width))
-        return
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+    mask = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4)):
         raise _refuse_ready_made(f"a {type(mask).__name__}", "CAD reads tensors of two and of four axes")
-    yield from _read_numbers(MASK, _numpy(mask.byte() if mask.dtype == torch.bool else mask), 0, batch, width)
+    if mask is not None and mask.ndim == 4:
+        yield _Source(MASK, _read_ready_made(mask, batch, width))
+    else:
+        yield from _read_numbers(MASK, mask, 0, batch, width)
 
 
-def _read_numbers(name: str, values: np.ndarray, padding: int, batch: int, width: int) -> Iterator[_Source]:
+def _read_numbers(name: str, given: Any, padding: int, batch: int, width: int) -> Iterator[_Source]:
     """What numbers say of documents; nothing where all are those of a first document."""
+    if given is None:
+        return
+    values = _numpy(given)
+    values = values.astype(np.int8) if values.dtype == bool else values
     if values.shape != (batch, width):
         raise CADDataError(f"{name} has shape {values.shape}, but the micro-batch is [{batch}, {width}]")
     wrong = np.argwhere((values < padding) | (values != np.floor(values)))
@@ -204,11 +206,11 @@ def _read_numbers(name: str, values: np.ndarray, padding: int, batch: int, width
             f"{name}[{row}, {column}] is {values[row, column]}: expected {padding} for padding, {padding + 1} for "
             "tokens of a first document, and other whole numbers for those of others"
         )
-    begins = values != padding
-    rows = begins.astype(np.int8)
+    real = values != padding
+    begins = real.copy()
     begins[:, 1:] &= values[:, 1:] != values[:, :-1]
-    rows += begins
-    if values.max() > padding + 1:
+    documents = bool(values.max() > padding + 1)
+    if documents:
         row, column = np.nonzero(begins)
         number = values[row, column]
         _, first = np.unique(np.stack([row, number]), axis=1, return_index=True)
@@ -218,9 +220,8 @@ def _read_numbers(name: str, values: np.ndarray, padding: int, batch: int, width
                 f"{name}[{row[again[0]]}, {column[again[0]]}] goes back to document {number[again[0]]}, which ended "
                 "before: the tokens of a document lie together"
             )
-        yield _Source(name, rows.reshape(-1))
-    elif (values == padding).any():
-        yield _Source(name, rows.reshape(-1), documents=False)
+    if documents or not real.all():
+        yield _Source(name, (real.astype(np.int8) + begins).reshape(-1), documents)
 
 
 def _read_ready_made(mask: torch.Tensor, batch: int, width: int) -> npt.NDArray[np.int8]:
@@ -255,9 +256,8 @@ def _read_ready_made(mask: torch.Tensor, batch: int, width: int) -> npt.NDArray[
             row, head, query_at, key_at = wrong.nonzero()[0].tolist()
             value = part[row, head, query_at, key_at].item()
             does = "show" if bool(expected[row, query_at, key_at]) else "hide"
-            raise _refuse_ready_made(
-                what, f"[{row}, {head}, {first + query_at}, {key_at}] is {value}, but documents would {does} that key"
-            )  # fmt: skip
+            at = f"[{row}, {head}, {first + query_at}, {key_at}]"
+            raise _refuse_ready_made(what, f"{at} is {value}, but documents would {does} that key")
     rows = real.to(torch.int8) + begins
     return rows.expand(batch, width).reshape(-1).cpu().numpy()
 
@@ -277,19 +277,16 @@ def _read_positions(positions: Any, real: npt.NDArray[np.bool_]) -> tuple[np.nda
     if array.ndim == 3 and array.shape[0] == OF_TEXT:
         array = array[0]
     of_text = array.ndim != 3
-    if not of_text:
-        if array.shape != (3, batch, width):
-            raise CADDataError(
-                f"position_ids has shape {array.shape}, but the micro-batch is [{batch}, {width}]: CAD reads positions "
-                "of text, of time, height and width, or of all four"
-            )
+    if not of_text and array.shape == (3, batch, width):
         array = array[0] if (array == array[:1]).all() else _count_tokens(array, real)
-    if array.ndim == 1:
-        array = array[None]
-    if array.ndim == 2 and array.shape[0] == 1:
+    array = np.atleast_2d(array)
+    if array.shape == (1, width):
         array = np.repeat(array, batch, axis=0)
-    if array.ndim == 2 and array.shape != (batch, width):
-        raise CADDataError(f"position_ids has shape {array.shape}, but the micro-batch is [{batch}, {width}]")
+    if array.shape != (batch, width):
+        raise CADDataError(
+            f"position_ids has shape {array.shape}, but the micro-batch is [{batch}, {width}]: CAD reads positions "
+            "of text, of time, height and width, or of all four"
+        )
     return array, of_text
 
 
@@ -297,8 +294,7 @@ def _count_tokens(axes: np.ndarray, real: npt.NDArray[np.bool_]) -> Ints:
     """Positions of text [batch, tokens] by those of three axes: a document begins where all are 0."""
     token = np.broadcast_to(np.arange(real.shape[1]), real.shape)
     begins = real & (axes == 0).all(axis=0)
-    first = real & (real.cumsum(axis=1) == 1)
-    headless = np.argwhere(first & ~begins)
+    headless = np.argwhere(real & (real.cumsum(axis=1) == 1) & ~begins)
     if len(headless):
         row, column = headless[0]
         raise CADDataError(
@@ -311,10 +307,7 @@ def _count_tokens(axes: np.ndarray, real: npt.NDArray[np.bool_]) -> Ints:
 
 def _rows(local: LocalSegments) -> npt.NDArray[np.int8]:
     """What the rows are by segments. A piece of a document, which begins above 0 behind others, goes on."""
-    change = np.zeros(local.tokens + 1, np.int8)
-    change[local.offset] += 1
-    change[local.offset + local.end - local.begin] -= 1
-    rows = change[:-1].cumsum(dtype=np.int8)
+    rows = (local.positions() != layout.PADDING).astype(np.int8)
     rows[local.offset[(local.begin == 0) | (local.offset == 0)]] = BEGINS
     return rows
 
