@@ -20,7 +20,7 @@ from deepspeed_cad.ahead.crew import Crew, widen
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.layer import Starts, whole_rank_tasks
+from deepspeed_cad.attention.layer import MicroBatchOrders, Starts, whole_rank_tasks
 from deepspeed_cad.attention.memory import ExchangeMemory, RowBytes, rows_of_layers
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.attention.non_attention import StretchTimes
@@ -58,19 +58,15 @@ class Gathered:
     """[trainers] per token outside attention; None: not known."""
     links: Speeds | None
     backward: bool = True
-    """Whether a backward follows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What ranks learn of each other while they train, as far as this session does."""
+    """What ranks learn of each other while they train; None where nothing is exchanged."""
 
     links: LinkSpeeds | None = None
-    """None where there is one rank."""
     memory: MemoryLimit | None = None
-    """None where nothing is exchanged."""
     non_attention: NonAttention | None = None
-    """None where nothing is exchanged."""
 
 
 NOTHING_LEARNED = Learned()
@@ -93,16 +89,8 @@ class Plans:
     ) -> None:
         """What every micro-batch of the session has in common.
 
-        Args:
-            config: the "cad" block.
-            device: where attention runs.
-            gatherer: tells ranks' announcements and compares plans.
-            worker: the look-ahead thread.
-            cost: seconds or pairs of attention tasks.
-            counts: what the micro-batches' attention calls count.
-            crew: the ranks that run attention; replaced where servers change.
-            learned: what ranks learn while they train.
-            aside: the stream on which served tasks run beside local ones, if they do.
+        `crew`: replaced where servers change; `aside`: the stream on which served tasks run beside local ones, if they
+        do.
         """
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.counts, self.crew, self.learned, self.aside = cost, counts, crew, learned, aside
@@ -140,40 +128,39 @@ class Plans:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         self.warn_of_links()
         turn, self.turn = self.turn, self.turn + 1
+        stretch_times = None
+        if self.learned.non_attention is not None:
+            stretch_times = self.counts.stretch_times.setdefault(model, StretchTimes())
         # Nothing else may change what is learned: plans are made on this thread and at the forward, on every rank in
         # another order.
         gathered = Gathered(turn, layout, None if cut is None else cut[: crew.trainers], seconds, self.links, backward)
-        widened, ticks, at = self._ticks(gathered, crew)
+        widened, ticks, orders = self._ticks(gathered, crew)
         micro_batch = MicroBatch(
             self.gatherer.shares.replica, widened, ticks, self.device, partial(self.plan_tick, gathered, crew),
             partial(self._agree, turn), crew.transport, self.counts, aside=self.aside, turn=turn,
             loaded=np.array([one.local.tokens if one.loaded < 0 else one.loaded for one in announcements]),
-            orders=crew.tell(turn, widened, at), memory=self.exchange_memory(self.limit, rows_of_layers, len(ticks)),
-            stretch_times=self._stretch_times(model), generation=crew.generation,
+            orders=orders, memory=self.exchange_memory(self.limit, rows_of_layers, len(ticks)),
+            stretch_times=stretch_times, generation=crew.generation,
             calls=crew.calls(partial(self._renew, gathered)),
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(list(keys))
         return micro_batch
 
-    def _ticks(self, gathered: Gathered, crew: Crew) -> tuple[Layout, tuple[Tick, ...], Ints | None]:
-        """With the servers of a crew: layout, ticks, and the cut between them."""
-        layout = crew.widen(gathered.layout)
-        if gathered.cut is None:
-            return layout, (layout.tick(),), None
-        at = np.append(gathered.cut, np.zeros(crew.ranks - crew.trainers, np.int64))
-        return layout, layout.cut(at), at
+    def _ticks(self, gathered: Gathered, crew: Crew) -> tuple[Layout, tuple[Tick, ...], MicroBatchOrders | None]:
+        """With the servers of a crew, which are told: layout, ticks, and what tells them."""
+        layout, at = crew.widen(gathered.layout), None
+        if gathered.cut is not None:
+            at = np.append(gathered.cut, np.zeros(crew.ranks - crew.trainers, np.int64))
+        return layout, (layout.tick(),) if at is None else layout.cut(at), crew.tell(gathered.turn, layout, at)
 
     def _renew(self, gathered: Gathered, micro_batch: MicroBatch) -> None:
         """Plan a micro-batch for the servers that there are now, if they are others than it was planned for."""
         crew = self.crew
-        if micro_batch.generation == crew.generation:
-            return
-        layout, ticks, at = self._ticks(gathered, crew)
-        micro_batch.plan_again(
-            crew.generation, layout, ticks, partial(self.plan_tick, gathered, crew), crew.transport,
-            crew.tell(gathered.turn, layout, at),
-        )  # fmt: skip
+        if micro_batch.generation != crew.generation:
+            layout, ticks, orders = self._ticks(gathered, crew)
+            planner = partial(self.plan_tick, gathered, crew)
+            micro_batch.plan_again(crew.generation, layout, ticks, planner, crew.transport, orders)
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
         """A micro-batch that this rank attends alone, such as one of evaluation. Raises CADDataError where documents
@@ -230,13 +217,12 @@ class Plans:
         work = np.zeros(len(documents.step.length))
         for cost, window, times in kinds:
             np.add.at(work, documents.of, cost.of(documents.begin, documents.end, window) * times)
-        seconds, trainers = self._seconds(model) if keys else None, self.crew.trainers
-        if seconds is None:
-            each = np.full(trainers, sum(cost.pair * times for cost, _, times in kinds) * LINEAR_PAIRS)
-        else:
+        seconds, ones = self._seconds(model) if keys else None, np.ones(self.crew.trainers)
+        each = ones * sum(cost.pair * times for cost, _, times in kinds) * LINEAR_PAIRS
+        if seconds is not None:
             each = seconds * sum(keys.values())
         speeds = self.crew.speeds
-        return Costs(work, each, np.ones(trainers) if speeds is None else speeds[:trainers])
+        return Costs(work, each, ones if speeds is None else speeds[: self.crew.trainers])
 
     def given_waves(self) -> tuple[int, ...]:
         """In how many waves they move where nobody looks for the best number."""
@@ -263,9 +249,7 @@ class Plans:
         nano-batches, which have memory of their own.
         """
         memory = self.learned.memory
-        if memory is None:
-            return None
-        return ExchangeMemory(
+        return None if memory is None else ExchangeMemory(
             limit.size / ticks, limit.source, limit.most / ticks, rows, self.config.granularity, ticks,
             lambda size: memory.needs(size * ticks), lambda limit: memory.lacks(limit * ticks),
         )  # fmt: skip
@@ -277,26 +261,18 @@ class Plans:
 
     @property
     def links(self) -> Speeds | None:
-        """Of links, as they are known now; None where there is one rank."""
+        """Of links, as they are known now."""
         return None if self.learned.links is None else self.learned.links.now
 
     def _seconds(self, model: int, backward: bool = True) -> Floats | None:
-        """Seconds per token outside attention of every trainer; None where that is not known, or plans count pairs.
-
-        `backward`: of both passes, not of the forward alone.
-        """
+        """[trainers] per token outside attention; None where that is not known, or plans count pairs."""
         known = self.learned.non_attention
         return None if known is None or self.cost.unit != "seconds" else known.seconds(model, backward)
-
-    def _stretch_times(self, model: int) -> StretchTimes | None:
-        if self.learned.non_attention is None:
-            return None
-        return self.counts.stretch_times.setdefault(model, StretchTimes())
 
     def _choose_cut(
         self, layout: Layout, unit: Ints, keys: Mapping[PlanKey, int], seconds: Floats | None
     ) -> Ints | None:
-        crew = self.crew
+        crew, speeds = self.crew, self._speeds_at_start
         if crew.servers is None or self.config.overlap_used != "interleave":
             return choose_cut(layout, unit)
         kinds = [
@@ -306,7 +282,7 @@ class Plans:
         # The slowest trainer is the one that servers and the others wait for.
         slowest = None if seconds is None else float(seconds.max())
         servers, helpers = float(crew.servers.at_start or crew.servers.count), float(crew.servers.helpers)
-        if (speeds := self._speeds_at_start) is not None:
+        if speeds is not None:
             servers = float(speeds[crew.trainers :].sum())
             helpers = float(speeds[: crew.trainers].sum()) if helpers else 0.0
         return choose_interleaved_cut(layout, unit, kinds, servers, slowest, helpers)
@@ -319,9 +295,7 @@ class Plans:
 
     def warn_of_links(self) -> None:
         """On rank 0 what a user should know of links, once."""
-        if self.learned.links is None:
-            return
-        warning = self.learned.links.take_warning()
+        warning = "" if self.learned.links is None else self.learned.links.take_warning()
         if warning and self.gatherer.rank == 0:
             notice(warning)
 
