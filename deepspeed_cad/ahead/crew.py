@@ -45,7 +45,6 @@ class Crew:
     speeds: Floats | None = None
     """[ranks] in attention, beside what costs say; 0 where a rank runs none. None: all are equal."""
     servers: Servers | None = None
-    """Where there are any."""
     generation: int = 0
     """How often servers changed."""
     calls: Callable[[Callable[[MicroBatch], None]], Calls] = lambda plan_again: Calls()
@@ -53,23 +52,17 @@ class Crew:
 
     @property
     def ranks(self) -> int:
-        """Ranks that run attention."""
         return self.trainers + (0 if self.servers is None else self.servers.count)
 
     @property
     def several_hosts(self) -> bool:
-        """Whether its ranks lie on more hosts than one."""
         return self.hosts is not None and len(np.unique(self.hosts)) > 1
 
-    def widen(self, layout: Layout) -> Layout:
-        """A layout of the trainers, with servers behind them that have no tokens."""
-        return widen(layout, self.ranks - self.trainers)
+    def widen(self, layout: Layout, servers: int | None = None) -> Layout:
+        """A layout of the trainers, with servers behind them that have no tokens; None: as many as there are."""
+        count = self.ranks - self.trainers if servers is None else servers
+        return Layout(layout.ranks + count, layout.segments, np.append(layout.tokens, np.zeros(count, np.int64)))
 
     def tell(self, turn: int, layout: Layout, cut: Ints | None) -> MicroBatchOrders | None:
         """Tell the servers of a micro-batch; None where there are none, or another rank does."""
         return None if self.servers is None or self.servers.open is None else self.servers.open(turn, layout, cut)
-
-
-def widen(layout: Layout, servers: int) -> Layout:
-    """A layout with so many more ranks that have no tokens."""
-    return Layout(layout.ranks + servers, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADDataError, CADError, CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.feedback.reporter import Reporter
+from deepspeed_cad.feedback import Reporter
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.shares import Shares

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.step import Due, StepAhead
 from deepspeed_cad.errors import CADDataError
-
-
-class Follower(Protocol):
-    """A model of which a pass over a loader may be one of forwards without backward."""
-
-    trained: int
-    """Training forwards so far."""
-    looked: int
-    """Forwards without backward so far that all ranks ran together."""
-
-    def looks_at_loader(self) -> bool:
-        """Whether a pass that begins now is."""
-
-    def follow(self) -> None:
-        """At its end: attend for ranks that have more, where ranks run such forwards together."""
 
 
 class LookAheadLoader:
@@ -31,30 +16,27 @@ class LookAheadLoader:
     `accumulation`: micro-batches per optimizer step; those of one step may be given out in another order, or with
     documents of other ranks (see step.py), those of different steps never are. `trained`: says how many
     micro-batches were trained before an epoch starts, where steps go on from one epoch into the next (DeepSpeed).
-    `follower`: the model, which may be looked at with the loader's batches instead of trained.
+    `follower`: the model's binding, which may be looked at with the loader's batches instead of trained.
     """
 
     def __init__(
-        self,
-        loader: Any,
-        feed: Feed,
-        accumulation: int = 1,
-        trained: Callable[[], int] | None = None,
-        follower: Follower | None = None,
-    ) -> None:
+        self, loader: Any, feed: Feed, accumulation: int = 1, trained: Callable[[], int] | None = None,
+        follower: Any = None,
+    ) -> None:  # fmt: skip
         self._loader, self._feed, self._follower = loader, feed, follower
         self._accumulation, self._trained = accumulation, trained
         self._steps = StepAhead(feed, accumulation)
 
     def __iter__(self) -> Iterator[Any]:
         source, model, given = Source(self._loader, iter(self._loader)), self._follower, 0
+        # Forwards so far that trained, and those without backward that all ranks ran together.
         before = (0, 0) if model is None else (model.trained, model.looked)
         looks = model is not None and model.looks_at_loader()
         # A model that is in eval mode now may be in train mode when its first batch comes.
         while looks and (batches := source.take(1)):
             given += 1
             yield batches[0]
-            looks = model is not None and model.trained == before[0]
+            looks = model.trained == before[0]
         if not looks:
             yield from self._announced(source, given)
         source.finish()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from deepspeed_cad.ahead.announced import StepDocuments, of_replicas
-from deepspeed_cad.ahead.crew import Crew, widen
+from deepspeed_cad.ahead.crew import Crew
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
 from deepspeed_cad.ahead.worker import Worker
@@ -123,7 +123,7 @@ class Plans:
         if self.config.overlap_used in ("interleave", "pingpong") and model not in self.in_one_part:
             spare = 0 if crew.servers is None else crew.servers.at_start
             unit = np.array([announcement.unit for announcement in announcements] + [1] * spare)
-            cut = self._choose_cut(widen(layout, spare), unit, keys, seconds if backward else None)
+            cut = self._choose_cut(crew.widen(layout, spare), unit, keys, seconds if backward else None)
             if cut is None and crew.ranks > 1:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         self.warn_of_links()

@@ -88,7 +88,6 @@ class Worker:
         return done == self._submitted
 
     def is_current(self) -> bool:
-        """Whether the caller is a job of this worker."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
@@ -114,6 +113,5 @@ class Worker:
             future.set_result(job())
         except BaseException as error:
             future.set_exception(error)
-        finally:
-            self._done += 1
+        self._done += 1
         return True

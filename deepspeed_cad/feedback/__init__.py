@@ -1,6 +1,24 @@
 """Feedback: what ranks learn of each other, so that plans, which must be equal on all ranks, may depend on it.
 
 Costs of attention are shared once, at the start. All else is measured while training and travels with document lengths:
-each kind is a `Reporter`, which says what this rank measured, and hears what all ranks did, at the same point on every
-rank.
+each kind is a `Reporter`. The gatherer carries them and knows none of them by name.
 """
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from deepspeed_cad.layout import Ints
+
+
+class Reporter(Protocol):
+    """One kind of measurement. Both methods run on the look-ahead thread."""
+
+    columns: int
+    """Whole numbers in a report."""
+
+    def report(self, model: int) -> Ints:
+        """[columns] what this rank measured since it last reported; `model`: whose documents it travels with."""
+
+    def hear(self, model: int, reports: Ints) -> None:
+        """Learn from the reports of all ranks ([ranks, columns]), equal on every rank."""

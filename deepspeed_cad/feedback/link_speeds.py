@@ -44,24 +44,17 @@ class LinkSpeeds:
     def __init__(
         self, links: Links, rule: Links, transfers: Transfers | None, hosts: Sequence[str], pauses: Callable[[], bool]
     ) -> None:
-        """The links of the ranks on `hosts`, as known at the start.
+        """The links of the ranks on `hosts` (their names), as known at the start.
 
-        Args:
-            links: figures to begin with.
-            rule: figures that depend on no measured time, for as long as any rank pauses.
-            transfers: what this rank's transfers took; None: figures are not corrected.
-            hosts: name of every rank's host, for people.
-            pauses: whether this rank wants plans that depend on no measured time.
+        `rule`: figures that depend on no measured time, for as long as any rank `pauses`; `transfers`: what this rank's
+        transfers took; None: figures are not corrected.
         """
-        self.start, self._rule, self._hosts, self._pauses = links, rule, hosts, pauses
-        self._transfers = transfers
+        self.start, self._rule, self._hosts, self._pauses, self._transfers = links, rule, hosts, pauses, transfers
         self._speeds = [links.inside, links.between]
         self._paused = False
-        ranks = len(hosts)
-        self._seconds, self._bytes = np.zeros((2, ranks)), np.zeros((2, ranks))
+        self._seconds, self._bytes = np.zeros((2, len(hosts))), np.zeros((2, len(hosts)))
         self._heard = [0, 0]
-        self._warning = ""
-        self._warned = False
+        self._warning: str | None = None
 
     def report(self, model: int) -> Ints:
         """See Reporter."""
@@ -71,10 +64,9 @@ class LinkSpeeds:
     def hear(self, model: int, reports: Ints) -> None:
         """See Reporter."""
         self._paused = bool(reports[:, 0].any())
-        if self._paused:
-            return
-        for kind in range(2):
-            self._correct(kind, reports[:, 1 + 2 * kind], reports[:, 2 + 2 * kind])
+        if not self._paused:
+            self._correct(INSIDE, self.start.inside, reports[:, 1], reports[:, 2])
+            self._correct(BETWEEN, self.start.between, reports[:, 3], reports[:, 4])
 
     def watch(self, transfers: Transfers) -> None:
         """Learn from what another transport notes."""
@@ -82,7 +74,8 @@ class LinkSpeeds:
 
     def take_warning(self) -> str:
         """What a user should know of links and was not told yet; "" for nothing."""
-        warning, self._warning = self._warning, ""
+        warning = self._warning or ""
+        self._warning = "" if warning else self._warning
         return warning
 
     @property
@@ -96,11 +89,10 @@ class LinkSpeeds:
         if self._paused:
             return self._rule
         changed = self._speeds != [self.start.inside, self.start.between]
-        source = f"{self.start.source}, corrected" if changed else self.start.source
-        return Links(self._speeds[INSIDE], self._speeds[BETWEEN], source)
+        return Links(self._speeds[INSIDE], self._speeds[BETWEEN], self.start.source + ", corrected" * changed)
 
-    def _correct(self, kind: int, nanoseconds: Ints, size: Ints) -> None:
-        speed, first = self._speeds[kind], (self.start.inside, self.start.between)[kind]
+    def _correct(self, kind: int, first: float | None, nanoseconds: Ints, size: Ints) -> None:
+        speed = self._speeds[kind]
         if speed is None or first is None or not size.any():
             return
         self._seconds[kind] += nanoseconds / 1e9
@@ -117,9 +109,8 @@ class LinkSpeeds:
 
     def _warn(self, kind: int, first: float, speeds: np.ndarray) -> None:
         slow = [rank for rank, speed in enumerate(speeds) if 0 < speed < first / ALARMING]
-        if not slow or self._warned:
+        if not slow or self._warning is not None:
             return
-        self._warned = True
         who = ", ".join(f"rank {rank} on {self._hosts[rank]} ({speeds[rank] / 1e9:.3g} GB/s)" for rank in slow[:8])
         self._warning = (
             f"the link {KINDS[kind]} is more than {ALARMING:g} times slower than the {first / 1e9:.3g} GB/s "

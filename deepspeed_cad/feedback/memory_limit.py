@@ -65,18 +65,19 @@ class MemoryLimit:
             pauses: while it holds on any rank, nothing depends on measured memory.
             share: of a GPU's memory, at most, with "auto".
         """
-        self.given, self.device, self.share = given, device, share
-        self._has_trained, self._pauses = has_trained, pauses
+        self.given = None if given is None else given * 2**30
+        self.device, self.share, self._has_trained, self._pauses = device, share, has_trained, pauses
         self.most_needed = 0.0
         """Bytes that the largest tick so far needed."""
         self._lacked = float("inf")
-        self._limit = NO_LIMIT if given is None else Limit(given * 2**30, 'the key "memory"')
+        self.now = NO_LIMIT if self.given is None else Limit(self.given, 'the key "memory"')
+        """For the next micro-batch."""
 
     def report(self, model: int) -> Ints:
         """See Reporter."""
         most, free = self._lacked, 0
         if self.given is not None:
-            most = min(most, self.given * 2**30)
+            most = min(most, self.given)
         elif self.device.type == "cuda":
             left, whole = torch.cuda.mem_get_info(self.device)
             most = min(most, self.share * whole)
@@ -91,18 +92,17 @@ class MemoryLimit:
     def hear(self, model: int, reports: Ints) -> None:
         """See Reporter."""
         sizes, free = reports.T
-        limit = NO_LIMIT
+        self.now = NO_LIMIT
         if (sizes > 0).any():
             size = int(sizes[sizes > 0].min())
-            source = f'"memory": "auto" (by rank {int((sizes == size).argmax())})'
+            source = 'the key "memory"'
+            if self.given is None:
+                source = f'"memory": "auto" (by rank {int((sizes == size).argmax())})'
             most = float(free.min()) if (free > 0).all() else float("inf")
             # What some rank lacked all ranks know.
-            if self.given is not None or self._lacked <= size:
-                most = 0.0
-            limit = Limit(float(size), source if self.given is None else 'the key "memory"', most)
-        if (free > 0).all() and free.min() < limit.size:
-            limit = Limit(float(free.min()), f"what training leaves free on rank {int(free.argmin())}")
-        self._limit = limit
+            self.now = Limit(float(size), source, 0.0 if self.given is not None or self._lacked <= size else most)
+        if (free > 0).all() and free.min() < self.now.size:
+            self.now = Limit(float(free.min()), f"what training leaves free on rank {int(free.argmin())}")
 
     def needs(self, size: float) -> None:
         """A tick needs so much, and has it."""
@@ -111,8 +111,3 @@ class MemoryLimit:
     def lacks(self, limit: float) -> None:
         """There was not more than this on some rank; heard by all with the next report."""
         self._lacked = min(self._lacked, limit)
-
-    @property
-    def now(self) -> Limit:
-        """For the next micro-batch."""
-        return self._limit

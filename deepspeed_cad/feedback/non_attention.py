@@ -7,7 +7,6 @@ token of every trainer, equal on all of them. A model has numbers of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,14 +19,6 @@ PICOSECONDS = 1e12
 GAIN = 0.5
 """Share of a measured difference that is made up for at once. A choice: the first steps compile and allocate, and after
 five reports 97 % of what they left is forgotten."""
-
-
-@dataclass(eq=False)
-class _Known:
-    """Of one model: seconds per token of every trainer ([2, trainers]: forward, backward), 0 where not known."""
-
-    each: Floats
-    paused: bool = False
 
 
 class NonAttention:
@@ -45,7 +36,9 @@ class NonAttention:
             pauses: while it holds on any trainer, plans must depend on no measured time.
         """
         self._trainers, self._take, self._pauses = trainers, take, pauses
-        self._models: dict[int, _Known] = {}
+        self._each: dict[int, Floats] = {}
+        """By model, seconds per token of every trainer ([2, trainers]: forward, backward), 0 where not known."""
+        self._paused: dict[int, bool] = {}
 
     def report(self, model: int) -> Ints:
         """See Reporter."""
@@ -54,11 +47,11 @@ class NonAttention:
 
     def hear(self, model: int, reports: Ints) -> None:
         """See Reporter."""
-        known = self._models.setdefault(model, _Known(np.zeros((2, self._trainers))))
-        known.paused = bool(reports[:, 0].any())
+        self._paused[model] = bool(reports[:, 0].any())
+        each = self._each.get(model, np.zeros((2, self._trainers)))
         measured = reports[:, 1:].T / PICOSECONDS
-        smooth = np.where(known.each > 0, known.each + GAIN * (measured - known.each), measured)
-        known.each = np.where(measured > 0, smooth, known.each)
+        smooth = np.where(each > 0, each + GAIN * (measured - each), measured)
+        self._each[model] = np.where(measured > 0, smooth, each)
 
     def seconds(self, model: int, backward: bool = True) -> Floats | None:
         """[trainers] seconds per token of one layer; None where not known, and while paused.
@@ -66,10 +59,9 @@ class NonAttention:
         A trainer that never had tokens is taken for the mean of the others. `backward`: of both passes, not of the
         forward alone.
         """
-        known = self._models.get(model)
-        if known is None or known.paused:
+        if model not in self._each or self._paused[model]:
             return None
-        each = known.each if backward else known.each[:1]
+        each = self._each[model] if backward else self._each[model][:1]
         complete = (each > 0).all(0)
         if not complete.any():
             return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import served
@@ -21,6 +22,8 @@ from ports import free_port
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import deepspeed_cad
+from deepspeed_cad.ahead.gather import Gatherer
+from deepspeed_cad.kernels.torch_math import TorchMath
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -130,8 +133,7 @@ def options(rank: int, world: int, lengths: list[list[int]], spans: bool, block:
     return cad.session.counts.forwards
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("spans", [False, True])
+@pytest.mark.parametrize(("world", "spans"), [(2, False), (3, True), (4, False), (4, True)])
 def test_every_option_is_exact(workers: WorkerPool, world: int, spans: bool) -> None:
     found = workers.run(options, world, SPANNING if spans else UNEVEN, spans, BLOCK)
     assert found == [2 * len(OPTIONS)] * world
@@ -208,7 +210,6 @@ def _sharded(model: own_model.Decoder) -> None:
 
 WAYS: dict[str, tuple[Any, Callable[[own_model.Decoder], Any] | None]] = {
     "as it is": (_straight, None),
-    "checkpointing": (checkpoint, None),
     "reentrant checkpointing": (_reentrant, None),
     "selective checkpointing": (_selective, None),
     "compiled": (_straight, _compiled),
@@ -314,43 +315,32 @@ def test_evaluation(workers: WorkerPool) -> None:
 
 def _count(rank: int, world: int, by: str) -> dict[str, int]:
     """What attention of a model does in the second of two micro-batches: by transformers, or by the function."""
-    from deepspeed_cad.ahead.gather import Gatherer
-    from deepspeed_cad.kernels.torch_math import TorchMath
-    from deepspeed_cad.session import current_session
-
     seen: Counter[str] = Counter()
+    own = UNEVEN[rank]
 
-    def count(home: Any, name: str) -> None:
+    def count(home: Any, name: str) -> Any:
         original = getattr(home, name)
 
         def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
             seen[f"{home.__name__}.{name}"] += 1
             return original(self, *args, **kwargs)
 
-        setattr(home, name, counted)
-        undo.append(lambda: setattr(home, name, original))
+        return mock.patch.object(home, name, counted)
 
-    undo: list[Callable[[], None]] = []
-    for home, name in ((TorchMath, "forward"), (TorchMath, "backward"), (Gatherer, "gather")):
-        count(home, name)
-    own, ends = UNEVEN[rank], [0, *torch.tensor(UNEVEN[rank]).cumsum(0)]
     if by == "transformers":
-        model = training.tiny_llama(num_hidden_layers=3)
-        deepspeed_cad.apply(model, BLOCK)
+        model = deepspeed_cad.apply(training.tiny_llama(num_hidden_layers=3), BLOCK)
     else:
         model, cad = _model(), deepspeed_cad.open(BLOCK)
-    for _ in range(2):
-        seen.clear()
-        before = 0 if current_session() is None else current_session().transport.exchanges
-        if by == "transformers":
-            loss = training.loss_sum(model, training.pack(training.documents(own, 0)))
-        else:
-            loss = _loss(model, *_rows(own, 0), cad.plan(ends))
-        loss.backward()
-    seen["exchanges"] = current_session().transport.exchanges - before
-    for one in undo:
-        one()
-    return dict(seen)
+    with count(TorchMath, "forward"), count(TorchMath, "backward"), count(Gatherer, "gather"):
+        for _ in range(2):
+            seen.clear()
+            before = deepspeed_cad.current_session().transport.exchanges
+            if by == "transformers":
+                loss = training.loss_sum(model, training.pack(training.documents(own, 0)))
+            else:
+                loss = _loss(model, *_rows(own, 0), cad.plan([0, *torch.tensor(own).cumsum(0)]))
+            loss.backward()
+    return {**seen, "exchanges": deepspeed_cad.current_session().transport.exchanges - before}
 
 
 def test_as_many_launches_as_by_transformers(workers: WorkerPool) -> None:
@@ -362,80 +352,75 @@ def test_as_many_launches_as_by_transformers(workers: WorkerPool) -> None:
 # Mistakes
 
 
-def _mistake(rank: int, world: int, which: str) -> None:
-    cad = None if "group" in which else deepspeed_cad.open(BLOCK)
-    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
-    q, k, v = make(90, 8, 16), make(90, 4, 16), make(90, 4, 16)
+def _twice(cad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    step = cad.plan([0, 90])
+    for _ in range(2):
+        step.attend(q, k, v, layer=0).sum().backward()
+
+
+def _never(cad: Any, *qkv: torch.Tensor) -> None:
+    cad.plan([0, 90])
+    cad.plan([0, 90]).attend(*qkv, layer=0)
+
+
+def _no_gradients(cad: Any, *qkv: torch.Tensor) -> None:
+    with torch.no_grad():
+        step = cad.plan([0, 90])
+    step.attend(*qkv, layer=0)
+
+
+def _another_name_in_backward(cad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    step, names = cad.plan([0, 90]), iter("ab")
+    again = lambda x: step.attend(x, k, v, layer=next(names)).sin()  # noqa: E731
+    checkpoint(again, q, use_reentrant=False).sum().backward()
+
+
+def _attends(change: Callable[..., tuple[torch.Tensor, ...]], **given: Any) -> Callable[..., Any]:
     sizes = {"heads": 8, "kv_heads": 4, "head_dim": 16}
-    if which == "twice":
-        step = cad.plan([0, 90])
-        for _ in range(2):
-            step.attend(q, k, v, layer=0)
-    elif which == "twice, trained":
-        step = cad.plan([0, 90])
-        for _ in range(2):
-            step.attend(q, k, v, layer=0).sum().backward()
-    elif which == "never":
-        cad.plan([0, 90])
-        cad.plan([0, 90]).attend(q, k, v, layer=0)
-    elif which == "no layer":
-        cad.plan([0, 90]).attend(q, k, v)  # type: ignore[call-arg]
-    elif which == "no gradients":
-        with torch.no_grad():
-            step = cad.plan([0, 90])
-        step.attend(q, k, v, layer=0)
-    elif which == "another name in backward":
-        step, names = cad.plan([0, 90]), iter("ab")
-        again = lambda x: step.attend(x, k, v, layer=next(names)).sin()  # noqa: E731
-        checkpoint(again, q, use_reentrant=False).sum().backward()
-    elif which == "nothing":
-        cad.plan()
-    elif which == "axes":
-        cad.plan(position_ids=torch.zeros(3, 1, 90, dtype=torch.long))
-    elif which == "both":
-        cad.plan([0, 50, 90], torch.tensor([*range(40), *range(50)]))
-    elif which == "mesh and group":
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-        deepspeed_cad.open(BLOCK, mesh=mesh, group=mesh.get_group())
-    elif which == "one rank's group":
-        deepspeed_cad.open(BLOCK, group=None if rank else dist.group.WORLD)
-    elif which == "sinks":
-        cad.plan([0, 90]).attend(q, k, v, layer=0, sinks=make(4))
-    else:
-        shapes = {
-            "tokens": (make(89, 8, 16), k, v), "heads": (make(90, 4, 16), k, v), "axes of q": (q[None], k, v),
-            "values": (q, k, make(90, 4, 12)), "dtype": (q, k.float(), v.float()),
-        }  # fmt: skip
-        cad.plan([0, 90], **sizes).attend(*shapes[which], layer=3)
+    return lambda cad, *qkv: cad.plan([0, 90], **sizes).attend(*change(*qkv), layer=3, **given)
 
 
-MISTAKES = {
-    "twice": "layer 0 was called twice in one forward. Each forward needs a plan of its own",
-    "twice, trained": "layer 0 was called twice in one forward",
-    "never": "a micro-batch that was planned before this one was never attended",
-    "no layer": "missing 1 required keyword-only argument: 'layer'",
-    "no gradients": "planned under torch.no_grad(), and now a backward is to come",
-    "another name in backward": "layer b runs in a backward, but did not in the forward",
-    "nothing": "neither cu_seqlens nor position_ids",
-    "axes": "positions of several axes do not say where documents begin. Pass cu_seqlens",
-    "both": "cu_seqlens and position_ids disagree",
-    "mesh and group": "got a mesh and a group, which say the same",
-    "one rank's group": "rank 1 passed none as its group",
-    "sinks": "sinks have shape [4]; the plan of this micro-batch expects [8]",
-    "tokens": "layer 3: q has shape [89, 8, 16]; the plan of this micro-batch expects [90, 8, 16]",
-    "heads": "layer 3: q has shape [90, 4, 16]; the plan of this micro-batch expects [90, 8, 16]",
-    "axes of q": "layer 3: q has shape [1, 90, 8, 16]; the plan of this micro-batch expects [90, 8, 16]",
-    "values": "layer 3: v has shape [90, 4, 12]; the plan of this micro-batch expects [90, 4, 16]",
-    "dtype": "layer 3: k is torch.float32 on cpu; the plan of this micro-batch expects torch.float64 on cpu",
+MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
+    "twice": (_twice, "layer 0 was called twice in one forward. Each forward needs a plan of its own"),
+    "never": (_never, "a micro-batch that was planned before this one was never attended"),
+    "no gradients": (_no_gradients, "planned under torch.no_grad(), and now a backward is to come"),
+    "name": (_another_name_in_backward, "layer b runs in a backward, but did not in the forward"),
+    "nothing": (lambda cad, *_: cad.plan(), "neither cu_seqlens nor position_ids"),
+    "axes": (lambda cad, *_: cad.plan(position_ids=torch.zeros(3, 1, 90)), "axes do not say where documents begin"),
+    "both": (lambda cad, *_: cad.plan([0, 50], torch.arange(50) % 40), "cu_seqlens and position_ids disagree"),
+    "sinks": (_attends(lambda *qkv: qkv, sinks=torch.zeros(4)), "sinks have shape [4]; the plan of this micro-batch"),
+    "tokens": (_attends(lambda q, k, v: (q[1:], k, v)), "layer 3: q has shape [89, 8, 16]; the plan"),
+    "axes of q": (_attends(lambda q, k, v: (q[None], k, v)), "layer 3: q has shape [1, 90, 8, 16]; the plan"),
+    "values": (_attends(lambda q, k, v: (q, k, v[..., :12])), "layer 3: v has shape [90, 4, 12]; the plan"),
+    "dtype": (_attends(lambda q, k, v: (q, k.float(), v)), "layer 3: k is torch.float32 on cpu; the plan"),
 }
+
+
+def _mistake(rank: int, world: int, which: str) -> None:
+    qkv = (torch.randn(90, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (8, 4, 4))
+    MISTAKES[which][0](deepspeed_cad.open(BLOCK), *qkv)
+
+
+def _grouped(rank: int, world: int, both: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)) if both else None
+    deepspeed_cad.open(BLOCK, mesh=mesh, group=dist.group.WORLD if both or not rank else None)
+
+
+@pytest.mark.parametrize(
+    ("both", "words"),
+    [(True, "got a mesh and a group, which say the same"), (False, "rank 1 passed none as its group")],
+)
+def test_groups_that_say_too_much_or_too_little(workers: WorkerPool, both: bool, words: str) -> None:
+    errors, _ = workers.try_run(_grouped, 2, both)
+    assert all(error is not None and words in error[1] for error in errors), errors
 
 
 @pytest.mark.parametrize("which", MISTAKES)
 def test_mistakes_are_named(workers: WorkerPool, which: str) -> None:
     errors, _ = workers.try_run(_mistake, 2, which)
-    assert all(error is not None and MISTAKES[which] in error[1] for error in errors), errors
+    assert all(error is not None and MISTAKES[which][1] in error[1] for error in errors), errors
 
 
 @pytest.mark.parametrize("block", [{"overlap": "pingpong"}, {"verify": 1}, {"documents": "deal"}, {"enabled": False}])

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,22 +29,19 @@ def _batches(rank: int, steps: int) -> list[dict[str, torch.Tensor]]:
     return [training.pack(training.documents(lengths[(rank + s) % 2], seed=10 * s + rank)) for s in range(steps)]
 
 
-class _Counter:
-    """Counts the collectives of this process while it is open, by name and group size."""
+@contextmanager
+def _counted() -> Iterator[list[str]]:
+    """The collectives of this process meanwhile, by name."""
+    calls: list[str] = []
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def count(name: str, function: Any, *given: Any, **named: Any) -> Any:
+        calls.append(name)
+        return function(*given, **named)
 
-    def __enter__(self) -> list[str]:
-        names = ("all_gather", "all_to_all_single", "all_reduce", "broadcast")
-        self._saved = {name: getattr(dist, name) for name in names}
-        for name, function in self._saved.items():
-            setattr(dist, name, lambda *a, _n=name, _f=function, **k: (self.calls.append(_n), _f(*a, **k))[1])
-        return self.calls
-
-    def __exit__(self, *_: object) -> None:
-        for name, function in self._saved.items():
-            setattr(dist, name, function)
+    with ExitStack() as stack:
+        for name in ("all_gather", "all_to_all_single", "all_reduce", "broadcast"):
+            stack.enter_context(mock.patch.object(dist, name, partial(count, name, getattr(dist, name))))
+        yield calls
 
 
 def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -> dict[str, int]:
@@ -63,7 +64,7 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
         before = 0 if step == 0 else session.transport.exchanges
         if ahead and step:
             session.worker.run(lambda: None)  # what was announced is planned
-        with _Counter() as calls:
+        with _counted() as calls:
             loss = training.loss_sum(model, batch)
             loss.backward()
         if step == 2:
@@ -84,8 +85,7 @@ FIELDS = 3 + 1 + 4 + 3
 """Q, K, V and O in the forward of a layer; Q, K, V, dO and their gradients in its backward. One collective each."""
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize(("overlap", "parts"), [("none", 1), ("pingpong", 2)])
+@pytest.mark.parametrize(("overlap", "parts", "checkpoint"), [("none", 1, False), ("pingpong", 2, True)])
 def test_collectives_of_a_step(workers: WorkerPool, overlap: str, parts: int, checkpoint: bool) -> None:
     """Three small gathers (header, lengths, plan) and four exchanges per layer and nano-batch, of FIELDS in all;
     nothing else."""

@@ -62,17 +62,9 @@ def test_whole_layers_end_together_where_attention_fills_the_difference(lengths:
     assert end.max() <= 1.001 * ends(layout, planned(layout, seconds, knows=False), seconds).max()
 
 
-def test_a_rank_with_nothing_of_its_own_is_not_counted_on_before_others_arrive() -> None:
-    """Rank 1 is idle until rank 0 comes: from there on both attend, and neither is late."""
-    layout = Layout.from_rank_lengths([[8192], []])
-    seconds = np.full(2, 1e-4)
-    starts = begin_in_place(seconds, layout.tick(), COST, SHAPE.groups, None)
-    assert starts is None, "both begin when rank 0 does"
-    end = ends(layout, planned(layout, seconds), seconds)
-    assert end[0] == pytest.approx(end[1], rel=0.02)
-
-
-def test_rows_that_read_keys_of_a_late_rank_fill_no_time() -> None:
+def test_what_fills_no_time() -> None:
+    """A rank with nothing of its own before others arrive, and rows that read keys of a late rank."""
+    assert begin_in_place(np.full(2, 1e-4), Layout.from_rank_lengths([[8192], []]).tick(), COST, 2, None) is None
     tick = Layout.from_stream([16384], 2, 8192).tick()
     assert begin_in_place(np.array([2e-6, 1e-6]), tick, COST, SHAPE.groups, None) is None
     starts = begin_in_place(np.array([1e-6, 2e-6]), tick, COST, SHAPE.groups, None)

@@ -13,25 +13,20 @@ SERVERS = {"servers": {"reserved": 1}}
 
 
 @pytest.mark.parametrize(
-    "block",
-    [{}, SERVERS, {"waves": 1}, {"memory": 2}, {"keep": "host"}, {**SERVERS, "keep": "device", "memory": 2},
-     {**SERVERS, "waves": 4, "trainers_serve": False}, {"servers": {"joined": 1}, "on_server_failure": "continue"}],
-)  # fmt: skip
-def test_nothing_is_said_of_what_acts_or_was_not_asked_for(block: dict) -> None:
-    assert unused_keys(CADConfig.from_dict(block)) == []
-
-
-@pytest.mark.parametrize(
     ("block", "text"),
     [
+        ({}, ""),
+        (SERVERS, ""),
+        ({"keep": "host"}, ""),
+        ({**SERVERS, "trainers_serve": False}, ""),
+        ({"servers": {"joined": 1}, "on_server_failure": "continue"}, ""),
         ({"trainers_serve": False}, '"trainers_serve" is false and does nothing: no rank is reserved'),
         ({**SERVERS, "keep": "host"}, '"keep" is "host" and does nothing on reserved servers: trainers park'),
         ({**SERVERS, "on_server_failure": "continue"}, '"on_server_failure" is "continue" and servers are part'),
     ],
 )
 def test_what_does_nothing_is_said(block: dict, text: str) -> None:
-    (line,) = unused_keys(CADConfig.from_dict(block))
-    assert line.startswith(text)
+    assert [line[: len(text)] for line in unused_keys(CADConfig.from_dict(block))] == [text] * bool(text)
 
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])

@@ -118,20 +118,13 @@ def test_ranks_that_may_only_be_slow_are_not_named(
     assert said(caplog) == []
 
 
-def test_a_rank_in_an_earlier_forward_is_elsewhere(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
-    ranks[0].trained, ranks[1].trained = 5, 4
+def test_the_first_of_those_who_wait_names_a_rank_in_an_earlier_forward(ranks: list[Rank], caplog: Any) -> None:
+    ranks[0].trained, ranks[1].trained, ranks[2].trained = 5, 4, 5
     stand(ranks[1], sight("in forward, called at evaluate.py:8", collective=False))
     stand(ranks[0], BROADCAST)
-    assert ["rank 1 is in forward, called at evaluate.py:8, after 4 micro-batches" in one for one in said(caplog)] == [
-        True
-    ]
-
-
-def test_the_first_of_those_who_wait_says_it(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
-    ranks[2].at.leave("")
-    stand(ranks[0], BROADCAST)
-    stand(ranks[1], BROADCAST, 30)
-    assert len(said(caplog)) == 1 and said(caplog)[0].startswith("rank 0")
+    stand(ranks[2], BROADCAST, 30)
+    (line,) = said(caplog)
+    assert line.startswith("rank 0") and "rank 1 is in forward, called at evaluate.py:8, after 4 micro-batches" in line
 
 
 def test_a_micro_batch_beyond_the_end_is_known_at_once(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
@@ -155,9 +148,7 @@ def test_a_micro_batch_beyond_the_end_is_known_at_once(ranks: list[Rank], caplog
         (False, 5, 0, True),
         (False, 0, 9, False),
         (False, 0, 10, True),
-        (False, 0, 0, True),
         (True, 4, 0, True),
-        (True, 0, 9, True),
     ],
 )
 def test_what_a_rank_had_begun_is_waited_for(
@@ -166,11 +157,9 @@ def test_what_a_rank_had_begun_is_waited_for(
     """It left after exchange 4 and collective 9: a slow rank is not told that those will not end."""
     ranks[1].exchanges, ranks[1].gatherer.begun = 4, 9
     ranks[1].at.leave("KeyError: 'labels'" if failed else "")
-    ranks[1].liveness.close()
     found = ranks[0].liveness.why_hopeless(exchange, collective)
-    assert bool(found) == hopeless
     how = "with KeyError: 'labels'" if failed else "without an error"
-    assert not hopeless or f"rank 1 stopped: its process ended {how} after 0 micro-batches" in found
+    assert bool(found) == hopeless and (not found or f"rank 1 stopped: its process ended {how} after 0" in found)
 
 
 def test_a_rank_that_ends_with_an_error_says_who_had_left(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
@@ -193,21 +182,16 @@ def test_who_did_not_come_is_told_from_who_died(ranks: list[Rank]) -> None:
         "rank 0 waited for the lengths: rank 2 died or hangs; rank 1 did not come: it was last seen in barrier, called "
         "at train.py:57, after 3 micro-batches. First error here: timed out"
     )
-    ranks[2].at.leave("")
-    ranks[1].at.leave("KeyError: 'labels'")
-    assert "rank 0 waited for the lengths: rank 1 stopped: its process ended with KeyError: 'labels'" in str(
-        ranks[0].liveness.explain("the lengths", RuntimeError("timed out"), patience_s=0.0)
-    )
 
 
 # The stack
 
 
-def _call_in(module: str, name: str, wait: Any) -> Any:
+def _call_in(module: str, wait: Any) -> Any:
     """A function of a module of that name, which waits."""
     space = {"__name__": module, "wait": wait}
-    exec(compile(f"def {name}():\n    wait()", f"/x/site-packages/{module}.py", "exec"), space)
-    return space[name]
+    exec(compile("def broadcast():\n    wait()", f"/x/site-packages/{module}.py", "exec"), space)
+    return space["broadcast"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +204,7 @@ def _call_in(module: str, name: str, wait: Any) -> Any:
 )
 def test_what_a_thread_is_in(module: str, forward: bool, inside: bool, collective: bool) -> None:
     reached, go_on = threading.Event(), threading.Event()
-    call = _call_in(module, "broadcast", lambda: (reached.set(), go_on.wait()))
+    call = _call_in(module, lambda: (reached.set(), go_on.wait()))
 
     class Model(torch.nn.Module):
         def forward(self) -> None:
@@ -236,7 +220,4 @@ def test_what_a_thread_is_in(module: str, forward: bool, inside: bool, collectiv
         thread.join()
     assert (found.inside, found.collective) == (inside, collective) and CODE not in found.chain
     assert found.text.startswith(("in <lambda>", "in broadcast", "at test_whereabouts.py:"))
-
-
-def test_a_thread_that_has_ended_is_nowhere() -> None:
     assert see(0) == Sight((), False, False, "at its end")
