@@ -1,7 +1,4 @@
-"""What a session says of itself: lines for the log, and the few that every user sees. Pure.
-
-In: `SessionFacts`. Out: text.
-"""
+"""What a session says of itself, from `SessionFacts`: lines for the log, and the few that every user sees. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import math
 import textwrap
 from dataclasses import dataclass
 
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.notice import counted
 from deepspeed_cad.report.statistics import Statistics
 
@@ -29,21 +27,16 @@ class SessionFacts:
     servers_at_start: int
     trainers_serve: bool
     transport: str
-    """Its name; empty where there is nothing to exchange."""
+    """Empty where there is nothing to exchange; so `links`."""
     overlap: str
     tolerance: float
     cost: str
-    """Name of the cost profile."""
     speeds: str
     """In words, as a part of a list; empty where all ranks are equal."""
     links: str
-    """Their speeds, in words; empty where nothing is exchanged."""
     kernels: tuple[str, ...]
-    """Chosen so far."""
     landing_bytes: int
-    """Held for what arrives."""
     landing_limit: float
-    """Bytes; infinite where there is none."""
     parked_bytes: int | None
     """Host memory for what attention keeps; None where it stays on the device."""
     arranged: str
@@ -55,10 +48,12 @@ class SessionFacts:
 def describe(facts: SessionFacts) -> str:
     """How a session is set up."""
     servers = f" beside {counted(facts.servers_at_start, 'reserved server')}" if facts.servers_at_start else ""
+    held, limit = facts.landing_bytes / 2**30, facts.landing_limit / 2**30
+    most = "" if math.isinf(limit) else f" of at most {limit:.3g}"
+    areas = f"landing areas {held:.3g}{most} GiB, " if most or held else ""
     return (
         f"rank {facts.rank} of {facts.trainers} attention servers{servers}{_shares(facts)}, {_transport(facts)}, "
-        f"overlap {facts.overlap}, tolerance {facts.tolerance}, cost {facts.cost}, "
-        f"{_landing_areas(facts)}{_links(facts)}{facts.speeds}"
+        f"overlap {facts.overlap}, tolerance {facts.tolerance}, cost {facts.cost}, {areas}{_links(facts)}{facts.speeds}"
     )
 
 
@@ -116,11 +111,28 @@ def _transport(facts: SessionFacts) -> str:
     return f"transport {facts.transport}" if facts.transport else "nothing to exchange"
 
 
-def _landing_areas(facts: SessionFacts) -> str:
-    held, limit = facts.landing_bytes / 2**30, facts.landing_limit / 2**30
-    most = "" if math.isinf(limit) else f" of at most {limit:.3g}"
-    return f"landing areas {held:.3g}{most} GiB, " if most or held else ""
-
-
 def _links(facts: SessionFacts) -> str:
     return f"{facts.links}, " if facts.links else ""
+
+
+def unused_keys(config: CADConfig) -> list[str]:
+    """Lines for keys that a user set and that do nothing in this run, or not on all ranks."""
+    lines = []
+    if not config.trainers_serve and config.servers == "all":
+        lines.append(
+            '"trainers_serve" is false and does nothing: no rank is reserved, so every rank trains and serves. Reserve '
+            'servers ("servers"), or leave it out'
+        )
+    reserved = config.servers != "all"
+    if reserved and config.on_server_failure == "continue" and "joined" not in config.servers:
+        lines.append(
+            '"on_server_failure" is "continue" and servers are part of the launch: torchrun, accelerate launch and '
+            "deepspeed end all processes of a launch when one fails, the trainers too. Set "
+            '"servers" to {"joined": n} and start each server by itself: deepspeed-cad serve --rendezvous HOST:PORT'
+        )
+    if config.keep == "host" and reserved:
+        lines.append(
+            '"keep" is "host" and does nothing on reserved servers: trainers park what they keep, servers hold it '
+            "on their GPU. Where a server runs out of memory, reserve more servers or use smaller micro-batches"
+        )
+    return lines

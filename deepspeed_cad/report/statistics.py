@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,10 +12,6 @@ from deepspeed_cad.notice import counted
 if TYPE_CHECKING:
     from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey, PlannedTick
     from deepspeed_cad.planner.plan import Floats
-
-_NOT_SUMS = {"landing_bytes"}
-_LOADS = {"load", "load_before"}
-"""Of each rank; the others are one number."""
 
 
 @dataclass(eq=False)
@@ -97,44 +93,49 @@ class Statistics:
         return now
 
     def since(self, earlier: Statistics) -> Statistics:
-        names = {one.name for one in fields(self) if not one.name.startswith("_")} - _NOT_SUMS
-        now = {name: getattr(self, name) for name in _NOT_SUMS}
-        sums: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in names - _LOADS}
-        sums |= {name: _sum(getattr(self, name), -getattr(earlier, name)) for name in _LOADS}
-        return Statistics(**sums, **now)
+        """The sums since then."""
+        now = self.copy()
+        for name in {one.name for one in fields(self)} - {"landing_bytes", "_pending", "load", "load_before"}:
+            setattr(now, name, getattr(self, name) - getattr(earlier, name))
+        now.load, now.load_before = _sum(self.load, -earlier.load), _sum(self.load_before, -earlier.load_before)
+        return now
 
     @property
     def imbalance_before(self) -> float:
         """Max over mean of the ranks' attention without CAD; 1.0 where there was none."""
-        return self.slowest_before / self.mean if self.mean > 0 else 1.0
+        return _ratio(self.slowest_before, self.mean)
 
     @property
     def imbalance(self) -> float:
-        """Max over mean of the ranks' attention as planned."""
-        return self.slowest / self.mean if self.mean > 0 else 1.0
+        """The same as planned."""
+        return _ratio(self.slowest, self.mean)
 
     @property
     def tokens_before(self) -> float:
         """Max over mean of the ranks' tokens as loaded."""
-        return self.most_tokens_before / self.mean_tokens_before if self.mean_tokens_before else 1.0
+        return _ratio(self.most_tokens_before, self.mean_tokens_before)
 
     @property
     def tokens(self) -> float:
-        """Max over mean of the ranks' tokens as trained."""
-        return self.most_tokens / self.mean_tokens if self.mean_tokens else 1.0
+        """The same as trained."""
+        return _ratio(self.most_tokens, self.mean_tokens)
 
     @property
     def servers_idle(self) -> float:
         """Share of their time in which servers did not attend; 0 where nothing is known of any."""
         return max(0.0, 1.0 - self.served_s / self.servers_s) if self.servers_s > 0 else 0.0
 
+    @property
+    def planning_ms(self) -> float:
+        """Of a micro-batch."""
+        return self.planning_s * 1e3 / max(self.micro_batches, 1)
+
     def as_events(self) -> dict[str, float]:
         """The figures that go to monitors and logs, by name."""
-        looks = Statistics(slowest_before=self.looks_slowest_before, slowest=self.looks_slowest, mean=self.looks_mean)
-        of_looks = {
+        looks = {
             "cad/forward_only_micro_batches": self.looks,
-            "cad/forward_only_max_over_mean_before": looks.imbalance_before,
-            "cad/forward_only_max_over_mean": looks.imbalance,
+            "cad/forward_only_max_over_mean_before": _ratio(self.looks_slowest_before, self.looks_mean),
+            "cad/forward_only_max_over_mean": _ratio(self.looks_slowest, self.looks_mean),
         }
         return {
             "cad/attention_max_over_mean_before": self.imbalance_before,
@@ -143,21 +144,24 @@ class Statistics:
             "cad/tokens_max_over_mean": self.tokens,
             "cad/sent_MiB": self.bytes_sent / 2**20,
             "cad/landing_MiB": self.landing_bytes / 2**20,
-            "cad/planning_ms": self.planning_s * 1e3 / max(self.micro_batches, 1),
+            "cad/planning_ms": self.planning_ms,
             "cad/waited_s": self.waited_s,
             "cad/servers_idle": self.servers_idle,
-        } | (of_looks if self.looks else {})
+        } | (looks if self.looks else {})
 
     def in_words(self, balance: str) -> str:
         """What happened, as one line; `balance`: how even attention was, in words."""
-        sent = f"{self.bytes_sent / 2**20 / max(self.micro_batches, 1):.1f} MiB sent for each"
         return (
-            f"{counted(self.micro_batches, 'micro-batch')}, {balance}, {sent}, "
-            f"{self.planning_s * 1e3 / max(self.micro_batches, 1):.1f} ms to plan each, "
-            f"{self.waited_s:.2f} s waited for exchanges"
+            f"{counted(self.micro_batches, 'micro-batch')}, {balance}, "
+            f"{self.bytes_sent / 2**20 / max(self.micro_batches, 1):.1f} MiB sent for each, "
+            f"{self.planning_ms:.1f} ms to plan each, {self.waited_s:.2f} s waited for exchanges"
             f"{f', {self.landing_bytes / 2**20:.0f} MiB kept for what arrives' if self.landing_bytes >> 20 else ''}"
             f"{f', servers idle {self.servers_idle:.0%}' if self.servers_s else ''}"
         )
+
+
+def _ratio(most: float, mean: float) -> float:
+    return most / mean if mean > 0 else 1.0
 
 
 def _sum(*loads: Floats) -> Floats:

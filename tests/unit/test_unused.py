@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.report.unused_keys import unused_keys
+from deepspeed_cad.report.session_lines import unused_keys
 from deepspeed_cad.session import Session
 
 SERVERS = {"servers": {"reserved": 1}}
